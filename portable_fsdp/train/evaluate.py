@@ -27,7 +27,8 @@ log = logging.getLogger("portable_fsdp")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss (cross entropy in nats), the count of tokens or rows, and the means of the task's metrics."""
+    """The mean loss (cross entropy in nats; infinite where nothing counts), the count of tokens or rows, and the means
+    of the task's metrics."""
 
     loss: float
     tokens: int
@@ -99,6 +100,8 @@ class Evaluator:
         loss, count, *metrics = totals
         if stops:
             return None
+        if count == 0:
+            return Evaluation(math.inf, 0)
         means = {name: value / count for name, value in zip(self._metrics, metrics, strict=True)}
         return Evaluation(loss / count, round(count), means)
 

@@ -162,8 +162,8 @@ def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, i
         run.profiles.after_step(end.step)
     decision = decide(run.limits, end.step, votes, run.history)
     if decision.evaluate:
-        evaluation = _evaluate(run, end.step)
-        votes |= Votes(stop=evaluation is None)
+        is_complete, evaluation = _evaluate(run, end.step)
+        votes |= Votes(stop=not is_complete)
         decision = decide(run.limits, end.step, votes, run.history)
         end = replace(end, evaluation=evaluation)
     if decision.sample:
@@ -175,13 +175,15 @@ def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, i
     return decision
 
 
-def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
-    """None where a stop request came before its end."""
+def _evaluate(run: _Run, step: int) -> tuple[bool, EvaluationEnd | None]:
+    """False where a stop request came before its end; None also where nothing counts in the validation set."""
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
     with run.measures.timed("wait"):
         evaluation = evaluator(lambda: _wants_stop(run))
-    if evaluation is None:
-        return None
+    if evaluation is None or evaluation.tokens == 0 and math.isinf(evaluation.loss):
+        if evaluation is not None:
+            log.warning("step: %d  nothing counts in the validation set (labels of -100): it has no loss", step)
+        return evaluation is not None, None
     _require_finite(run, step, {"eval_loss": evaluation.loss})
     if step > 0:  # the initial weights are never the best
         run.history = updated_history(run.history, step, evaluation.loss, evaluator.fingerprint)
@@ -196,7 +198,7 @@ def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
         evaluation.metrics,
     )
     run.callbacks.call(Callback.on_evaluate, end)
-    return end
+    return True, end
 
 
 def _sample(run: _Run, step: int) -> bool:

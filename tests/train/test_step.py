@@ -194,7 +194,7 @@ def test_metrics_stay_on_the_device_and_what_rides_along_arrives(
     backend: Backend, accumulation: int, stop: float
 ) -> None:
     metrics = run(backend, accumulation).step(batches(accumulation, stop), LR)
-    assert metrics.keys() == {"loss", "grad_norm", "votes"}
+    assert metrics.keys() == {"loss", "grad_norm", "is_empty", "votes"}
     for value in metrics.values():
         assert type(value) is Tensor
         assert not value.requires_grad

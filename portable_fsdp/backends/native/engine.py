@@ -9,7 +9,7 @@ optimizer runs on the host.
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -105,8 +105,8 @@ class NativeBackend(base.Backend):
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
-        self._prefetch: Prefetch | None = None
-        self._sums: GradientSums | None = None
+        self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
+        self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the models whose gradients they sum
         self.offload: ActivationOffload | None = None
         self._update_scales: Callable[[], None] = lambda: None  # of weights that are gathered in float8
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
@@ -149,10 +149,10 @@ class NativeBackend(base.Backend):
             self._update_scales = use_float8(model, policy, self.device, self._shard.size())
         if self._shard.size() == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
-            self._reduce = policy.reduce
+            self._models[model] = None, policy.reduce
         else:
             units = shard_units(model, policy, self._shard if self.axes["replicate"] == 1 else self._mesh)
-            self._prefetch = Prefetch(units, policy)
+            self._models[model] = Prefetch(units, policy), policy.reduce
         if policy.offload_activations:
             from portable_fsdp.backends.native.offload import ActivationOffload
 
@@ -211,32 +211,37 @@ class NativeBackend(base.Backend):
             yield
 
     @contextmanager
-    def accumulate(self, last: bool) -> Generator[None]:
+    def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
-        if not isinstance(self._root, FSDPModule):
-            with self._gradient_sums().summing() if last and self.process.count > 1 else nullcontext():
-                yield
-            return
-        if self._syncs_each_micro_batch:
-            self._root.set_requires_all_reduce(last)
-        else:
-            self._root.set_requires_gradient_sync(last)
-        self._gather_first()
-        yield
+        models = [model] if model in self._models else list(self._models)
+        for root in models:
+            if isinstance(root, FSDPModule):
+                if self._syncs_each_micro_batch:
+                    root.set_requires_all_reduce(last)
+                else:
+                    root.set_requires_gradient_sync(last)
+        self._gather_first(models)
+        whole = [root for root in models if not isinstance(root, FSDPModule)]
+        with self._gradient_sums(whole).summing() if whole and last and self.process.count > 1 else nullcontext():
+            yield
 
-    def _gradient_sums(self) -> GradientSums:
-        """Of the replicas, for the weights that train now."""
-        trained = [parameter for parameter in self._root.parameters() if parameter.requires_grad]
-        if self._sums is None or [*map(id, trained)] != [*map(id, self._sums.parameters)]:
-            if self._sums:
-                self._sums.close()
-            self._sums = GradientSums(trained, self._mesh["replicate"].get_group(), self._reduce)
-        return self._sums
+    def _gradient_sums(self, models: list[nn.Module]) -> GradientSums:
+        """The gradient all-reduce across replicas, rebuilt when the set of trainable weights changes."""
+        trained = [p for model in models for p in model.parameters() if p.requires_grad]
+        key = tuple(map(id, models))
+        sums = self._sums.get(key)
+        if sums is None or [*map(id, trained)] != [*map(id, sums.parameters)]:
+            if sums:
+                sums.close()
+            reduce = self._models[models[0]][1]
+            sums = self._sums[key] = GradientSums(trained, self._mesh["replicate"].get_group(), reduce)
+        return sums
 
-    def _gather_first(self) -> None:
-        if self._prefetch:
-            self._prefetch.before_forward()
+    def _gather_first(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
+            if prefetch := self._models[model][0]:
+                prefetch.before_forward()
 
     def unshard(self, module: nn.Module) -> None:
         if isinstance(module, FSDPModule):
@@ -244,14 +249,15 @@ class NativeBackend(base.Backend):
 
     @contextmanager
     def evaluate(self) -> Generator[None]:
-        self._gather_first()
+        self._gather_first(self._models)
         if self._programs:
             self._programs.expect_others()
         try:
             with torch.no_grad():
                 yield
         finally:
-            reshard_all(self._root)
+            for model in self._models:
+                reshard_all(model)
 
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
         _scale([local_part(p.grad) for p in model.parameters() if p.grad is not None], factor)
