@@ -28,6 +28,7 @@ from portable_fsdp.backends.pjrt import (
 )
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.config.schema import Config
+from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
@@ -308,6 +309,8 @@ class XlaFsdp1Backend(PjrtBackend):
 
     def _uncut(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What each process has whole, by its key: buffers, and state that isn't laid out like its parameter."""
+        if isinstance(optimizer, CountingOptimizer):
+            optimizer.settle_counts()
         counts = {
             base.state_key(name, span.fqn): value
             for shard in self._shards_of[model].values()
