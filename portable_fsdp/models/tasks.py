@@ -29,11 +29,7 @@ evaluation reports."""
 TaskFunction = Callable[[nn.Module, TaskBatch], Scores]
 
 
-SINGLE_LABEL, REGRESSION, MULTI_LABEL = (
-    "single_label_classification",
-    "regression",
-    "multi_label_classification",
-)
+SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 
 
 @dataclass(frozen=True)

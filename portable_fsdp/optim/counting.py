@@ -27,7 +27,6 @@ class CountingOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    counts_steps = True
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
@@ -45,8 +44,6 @@ class CountingOptimizer(torch.optim.Optimizer):
 
     def counts(self) -> dict[str, float]:
         """What the host knows of the next step by name: the number that it has for each parameter, and 0 skips."""
-        if not self.counts_steps:
-            return {}
         groups = [self._by_count(group) for group in self.param_groups]
         return {f"step {count}": float(count) for group in groups for count, _ in group} | {"skips": 0.0}
 
@@ -69,8 +66,9 @@ class CountingOptimizer(torch.optim.Optimizer):
                             for value, old in zip(self._changed(parameter), before, strict=True):
                                 value.copy_(torch.where(found_inf > 0, old, value))
                             if "step" in self.state[parameter]:  # one tensor for all that counted alike so far
-                                total = found_inf if known is None else known + found_inf
-                                self.skips[parameter] = skips.setdefault(id(known), total)
+                                if id(known) not in skips:
+                                    skips[id(known)] = found_inf if known is None else known + found_inf
+                                self.skips[parameter] = skips[id(known)]
 
     def settle_counts(self) -> None:
         """Take steps that changed nothing out of the counts on the host. Waits for the device."""
@@ -162,8 +160,6 @@ class SGD(CountingOptimizer):
 
     torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
     """
-
-    counts_steps = False
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: Number, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum})

@@ -147,26 +147,24 @@ def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
     An optimizer that doesn't heed `found_inf` needs memory for a second copy of weights and state meanwhile, except in
     a compiled step. Step counts that it keeps on the host of a device count skipped steps too.
     """
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
-    found_inf = skipped.float().to(groups[0]["params"][0].device)  # waits with cpu_offload, as gradients did
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    found_inf = skipped.float().to(parameters[0].device)  # waits with cpu_offload, as gradients did
     if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word: its fused optimizers have it
         cast(Any, optimizer).found_inf = found_inf
         optimizer.step()
         del cast(Any, optimizer).found_inf  # else it would hold for steps of the user's own too
         return
 
-    def changed() -> dict[tuple[int, str], Tensor]:
-        states = {(id(p), name): value for p in parameters for name, value in optimizer.state[p].items()}
-        tensors = {key: value for key, value in states.items() if isinstance(value, Tensor)}
-        return {key: value for key, value in tensors.items() if value.device == found_inf.device}
+    def changed() -> dict[tuple[Tensor, str], Tensor]:
+        state = {
+            (p, name): value for p in parameters if p.grad is not None for name, value in optimizer.state[p].items()
+        }
+        tensors = {(p, ""): p for p in parameters if p.grad is not None} | state
+        return {key: t for key, t in tensors.items() if isinstance(t, Tensor) and t.device == found_inf.device}
 
     with torch.no_grad():
         before = {key: value.clone() for key, value in changed().items()}
-        weights = [parameter.detach().clone() for parameter in parameters]
         optimizer.step()
-        for parameter, old in zip(parameters, weights, strict=True):
-            parameter.copy_(torch.where(found_inf > 0, old, parameter))
         for key, value in changed().items():  # state begins as zeros
             value.copy_(torch.where(found_inf > 0, before.get(key, torch.zeros_like(value)), value))
 

@@ -180,10 +180,11 @@ def _evaluate(run: _Run, step: int) -> tuple[bool, EvaluationEnd | None]:
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
     with run.measures.timed("wait"):
         evaluation = evaluator(lambda: _wants_stop(run))
-    if evaluation is None or evaluation.tokens == 0 and math.isinf(evaluation.loss):
-        if evaluation is not None:
-            log.warning("step: %d  nothing counts in the validation set (labels of -100): it has no loss", step)
-        return evaluation is not None, None
+    if evaluation is None:
+        return False, None
+    if evaluation.tokens == 0 and math.isinf(evaluation.loss):
+        log.warning("step: %d  nothing counts in the validation set (labels of -100): it has no loss", step)
+        return True, None
     _require_finite(run, step, {"eval_loss": evaluation.loss})
     if step > 0:  # the initial weights are never the best
         run.history = updated_history(run.history, step, evaluation.loss, evaluator.fingerprint)

@@ -190,12 +190,8 @@ class Console(Callback):
             log.info(_step_line(step))
         if step.is_empty and not self._warned_of_empty:
             self._warned_of_empty = True
-            log.warning(
-                "step: %d  nothing counts in its %d rows (labels of -100, weights of 0): it changed no weight. The run's "
-                "summary counts such steps; metrics.jsonl marks them is_empty.",
-                step.step,
-                self._start.config.train.global_batch,
-            )
+            why = "no row has a label or weight that counts, so the step changed nothing (later ones: is_empty in"
+            log.warning("step: %d  %s metrics.jsonl)", step.step, why)
         for straggler in step.stragglers:
             log.warning("step: %d  %s", step.step, straggler)
         if step.evaluation is not None:

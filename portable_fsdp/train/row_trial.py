@@ -121,7 +121,7 @@ def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, first: str) -> Data
 
 def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
     labels = batch.get("labels")
-    if labels is None or labels.is_floating_point() and task.problem == SINGLE_LABEL:
+    if labels is None or (labels.is_floating_point() and task.problem == SINGLE_LABEL):
         found = f"found {', '.join(batch)}" if labels is None else f"found {labels.dtype}"
         raise DataError(
             f"data.factory: train.task={task.name} expects rows with integer `labels`, {found}.\n"

@@ -37,7 +37,7 @@ def train_step(
     It returns `loss` (mean over all that the task counts in the global batch, before the update), `grad_norm` (before
     clipping) and, where the batches hold `votes` [rows, n], their sum over the rows of all data shards [n]: device
     tensors that nobody has waited for. In float16 also `loss_scale`, and `skipped_steps` so far: a step whose gradients
-    overflow changes no weight, and its `grad_norm` isn't finite. `is_empty` is 1 for a step in which nothing counts: its
+    overflow changes no weight, and its `grad_norm` isn't finite. `is_empty` is 1 in a step in which nothing counts: its
     loss is 0, and it changes no weight, optimizer state or loss scale.
 
     Gradients that something else left in the model's weights are dropped. `lr` may be a 0-dim tensor, which the host
@@ -113,19 +113,15 @@ def train_step(
         set_step_numbers(optimizer, numbers, placed)
         if not drops_in_program:
             optimizer.zero_grad(set_to_none=accumulation == 1)
-        try:
-            return run(batches, {"loss": placed["loss"], "share": placed["share"]}, placed)
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-    def run(batches: Sequence[Batch], sums: Sums, placed: Batch) -> Metrics:
-        last = batches[-1]
-        if accumulation == 1:
-            return run_update(last, sums)
-        for number, batch in enumerate(batches, start=1):
-            keeps = placed["first" if number == 1 else "later"]
-            sums = run_micro_batch(batch, sums, keeps, number == accumulation)
-        return run_update({"votes": last["votes"]} if "votes" in last else {}, sums)
+        sums, last = {name: placed[name] for name in ("loss", "share")}, batches[-1]
+        if accumulation > 1:
+            for number, batch in enumerate(batches, start=1):
+                keeps = placed["first" if number == 1 else "later"]
+                sums = run_micro_batch(batch, sums, keeps, number == accumulation)
+            last = {"votes": last["votes"]} if "votes" in last else {}
+        metrics = run_update(last, sums)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        return metrics
 
     return step
