@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import task_rows
 import torch
 from assemble import assemble, assert_equal_states
 from torch import Tensor, nn
@@ -264,3 +265,71 @@ def test_inputs_are_cast_unless_cast_inputs_is_false(
     assert all(len(answer["losses"]) == 1 for answer in run("sees_float32", "precision.cast_inputs=false"))
     with pytest.raises(JobFailed, match=r"images are torch\.bfloat16"):
         run("sees_float32")
+
+
+TURNS = 6
+
+
+def plain_turns(first: list[dict[str, Tensor]]) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
+    """[loss, gradient norm] of each turn, and the last weights; where no row counts the critic misses its turn."""
+    models = [task_rows.generator(), task_rows.critic()]
+    for model, weights in zip(models, first, strict=True):
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    imitates, judges = models
+    optimizers, turns = list[torch.optim.Optimizer](), list[list[float]]()
+    for model in models:
+        groups = [{"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0} for p in model.parameters()]
+        optimizers.append(torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)))
+    for step in range(1, TURNS + 1):
+        batch = task_rows.pairs_of(step)
+        fake = imitates(batch["noise"]).detach()
+        for number in (1, 0):
+            optimizers[number].zero_grad()
+            if number == 1:
+                total, count = task_rows.critics_losses(judges, {**batch, "fake": fake})
+            else:
+                total, count = task_rows.generators_losses(imitates, batch, judges)
+            if count == 0:
+                turns.append([0.0, 0.0])
+            else:
+                (total / count).backward()
+                norm = nn.utils.clip_grad_norm_(models[number].parameters(), 0.5)
+                turns.append([(total / count).item(), norm.item()])
+                for group in optimizers[number].param_groups:
+                    group["lr"] = 1e-2 * 0.9 ** (step - 1)
+                optimizers[number].step()
+    return turns, [dict(model.named_parameters()) for model in models]
+
+
+FULL, WHOLE, KEPT = ({"sharding": {"strategy": name}} for name in ("FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"))
+
+
+@pytest.mark.parametrize(
+    ("group", "settings", "accumulation"),
+    [
+        marked(Group("native", 1), WHOLE, 2, in_suite=True),
+        marked(NATIVE, FULL, 1, in_suite=True),
+        marked(NATIVE, WHOLE, 3, in_suite=True),
+        marked(XLA, FULL, 2, in_suite=True),
+        marked(XLA, KEPT, 1, in_suite=True),
+        marked(Group("xla", 4), FULL, 1),
+        marked(Group("xla_fsdp1", 2), FULL, 2),
+    ],
+)
+def test_two_models_train_by_turns_as_in_a_plain_loop(
+    workers: GetWorkers, group: Group, settings: dict[str, Any], accumulation: int
+) -> None:
+    """No gradient that the other's loss left counts; a turn in which nothing counts changes nothing; the tensor that
+    torch's scheduler gives is a learning rate, and compiles nothing."""
+    answers = workers(group).run("two_optimizers", settings=settings, accumulation=accumulation, steps=TURNS)
+    first, states = ([assemble([a[key][model] for a in answers]) for model in (0, 1)] for key in ("first", "states"))
+    turns, weights = plain_turns(first)
+    for answer in answers:
+        actual = [[metrics["loss"], metrics["grad_norm"]] for metrics in answer["metrics"]]
+        assert actual == [pytest.approx(turn, rel=1e-5) for turn in turns]
+        assert answer["late"] == 0
+    assert [metrics["is_empty"] for metrics in answers[0]["metrics"]].count(1.0) == 2
+    for state, expected, count in zip(states, weights, (TURNS, TURNS - 2), strict=True):
+        assert {float(value) for name, value in state.items() if name.startswith("step/")} == {count}
+        for name, weight in expected.items():
+            torch.testing.assert_close(state[name], weight.detach(), rtol=1e-4, atol=1e-6)
