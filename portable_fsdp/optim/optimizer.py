@@ -4,7 +4,8 @@ A backend makes the optimizer once its parameters are laid out: `make_optimizer`
 tells it the numbers of each step (`step_numbers`, `set_step_numbers`): a compiled step takes them as inputs.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -141,8 +142,9 @@ def set_step_numbers(
         group["lr"] = placed[rate] if isinstance(group["lr"], Tensor) else numbers[rate]
 
 
-def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """Update once; where `skipped` (0-dim, bool) is true, change no weight, state or step count. Never waits.
+@contextmanager
+def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Around a step, which changes no weight, state or step count where `skipped` (0-dim, bool) is true. Never waits.
 
     An optimizer that doesn't heed `found_inf` needs memory for a second copy of weights and state meanwhile, except in
     a compiled step. Step counts that it keeps on the host of a device count skipped steps too.
@@ -151,7 +153,7 @@ def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
     found_inf = skipped.float().to(parameters[0].device)  # waits with cpu_offload, as gradients did
     if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word: its fused optimizers have it
         cast(Any, optimizer).found_inf = found_inf
-        optimizer.step()
+        yield
         del cast(Any, optimizer).found_inf  # else it would hold for steps of the user's own too
         return
 
@@ -164,7 +166,7 @@ def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
 
     with torch.no_grad():
         before = {key: value.clone() for key, value in changed().items()}
-        optimizer.step()
+        yield
         for key, value in changed().items():  # state begins as zeros
             value.copy_(torch.where(found_inf > 0, before.get(key, torch.zeros_like(value)), value))
 

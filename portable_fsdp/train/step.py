@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Batch, Metrics
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction
-from portable_fsdp.optim.optimizer import set_step_numbers, step_numbers, step_unless
+from portable_fsdp.optim.optimizer import nothing_changed_if, set_step_numbers, step_numbers
 
 Step = Callable[[Sequence[Batch], float | Tensor], Metrics]
 
@@ -95,7 +95,8 @@ def train_step(
             overflows = ~grad_norm.isfinite()
             metrics |= scaler.update(overflows, is_empty)
             skipped = is_empty | overflows
-        step_unless(optimizer, skipped)
+        with nothing_changed_if(skipped, optimizer):
+            optimizer.step()
         if accumulation == 1 or drops_in_program:
             optimizer.zero_grad(set_to_none=accumulation == 1)
         return metrics | ({"votes": totals[2:]} if votes else {})

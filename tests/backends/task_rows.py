@@ -22,11 +22,20 @@ class Texts(Dataset[dict[str, Tensor]]):
         ids = ids * mask + (1 - mask)
         tokens = {"words": ids % 3, "masked": ids.where(ids % 2 == 0, torch.tensor(-100))}
         each = tokens.get(self.kind, ids).where(mask == 1, torch.tensor(-100))
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids[0] % 3 if self.kind == "rows" else each}
+        of_row = {"rows": ids[0] % 3, "scores": ids[0] / 20, "tags": (ids[:3] % 2).float()}
+        return {"input_ids": ids, "attention_mask": mask, "labels": of_row.get(self.kind, each)}
 
 
 def rows(split: str) -> Texts:
     return Texts("rows")
+
+
+def scores(split: str) -> Texts:
+    return Texts("scores")
+
+
+def tags(split: str) -> Texts:
+    return Texts("tags")
 
 
 def words(split: str) -> Texts:

@@ -101,6 +101,8 @@ EXAMPLES = {
     "vit": Example("examples/vit.yaml", of_transformers),
     "t5": Example("examples/seq2seq.yaml", of_transformers),
     "bert": of_texts("bert", "num_labels: 3, max_position_embeddings: 32", "sequence_classification", "rows"),
+    "scores": of_texts("bert", "num_labels: 1, max_position_embeddings: 32", "sequence_classification", "scores"),
+    "tags": of_texts("bert", "num_labels: 3, max_position_embeddings: 32", "sequence_classification", "tags"),
     "roberta": of_texts(
         "roberta", "num_labels: 3, max_position_embeddings: 32, pad_token_id: 1", "token_classification", "words"
     ),
@@ -118,8 +120,8 @@ def plain_losses(example: Example) -> list[float]:
     return plain_run(example)[0]
 
 
-def plain_run(example: Example) -> tuple[list[float], float | None]:
-    """The losses; and of a classifier of images the share of the rows held out that it then gets right."""
+def plain_run(example: Example) -> tuple[list[float], float | None, float | None]:
+    """The losses; and over the rows held out the last loss, and the share that a classifier of images gets right."""
     config = config_of(example)
     corpus = build_data(config.data, config.model)
     task = find_task(config.train.task)
@@ -155,11 +157,13 @@ def plain_run(example: Example) -> tuple[list[float], float | None]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    if corpus.eval_rows is None or example.loss is not of_classifier:
-        return losses, None
+    if corpus.eval_rows is None or example.loss not in (of_classifier, of_transformers):
+        return losses, None, None
     batch = corpus.eval_rows.rows(np.arange(len(corpus.eval_rows)))
     with torch.no_grad():
-        return losses, (model(batch["images"]).argmax(dim=1) == batch["labels"]).float().mean().item()
+        loss = example.loss(model, batch).item()
+        is_right = model(batch["images"]).argmax(dim=1) == batch["labels"] if "images" in batch else None
+    return losses, loss, None if example.loss is of_transformers or is_right is None else is_right.float().mean().item()
 
 
 GetWorkers = Callable[[Group], Workers]
@@ -185,15 +189,18 @@ def test_a_task_has_the_losses_of_a_plain_loop(
     answers = workers(group).run(
         "train_task", path=str(ROOT / example.config), overrides=settings, last=STEPS, folder=str(tmp_path)
     )
-    expected, accuracy = plain_run(example)
+    expected, held_out, accuracy = plain_run(example)
     for answer in answers:
         assert answer["losses"] == pytest.approx(expected, rel=1e-5)
         actual, known = answer["compilations"]
         assert actual == known
+        if held_out is not None:
+            assert answer["evaluation"].loss == pytest.approx(held_out, rel=2e-5)
         if accuracy is not None:
             assert answer["evaluation"].metrics["accuracy"] == pytest.approx(accuracy, abs=0.006)  # a row of 200
         elif answer["evaluation"] is not None:
-            assert 0 < answer["evaluation"].metrics["accuracy"] <= 1
+            metric = "mean_absolute_error" if name == "scores" else "accuracy"
+            assert 0 < answer["evaluation"].metrics[metric] <= 1
 
 
 @pytest.mark.xla
