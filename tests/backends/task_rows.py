@@ -22,7 +22,7 @@ class Texts(Dataset[dict[str, Tensor]]):
         ids = ids * mask + (1 - mask)
         tokens = {"words": ids % 3, "masked": ids.where(ids % 2 == 0, torch.tensor(-100))}
         each = tokens.get(self.kind, ids).where(mask == 1, torch.tensor(-100))
-        of_row = {"rows": ids[0] % 3, "scores": ids[0] / 20, "tags": (ids[:3] % 2).float()}
+        of_row = {"rows": ids[0] % 3, "scores": ids[0] / 60, "tags": (ids[:3] % 2).float()}
         return {"input_ids": ids, "attention_mask": mask, "labels": of_row.get(self.kind, each)}
 
 
