@@ -540,8 +540,8 @@ def two_optimizers(settings: dict[str, Any], accumulation: int, steps: int) -> d
         models = [shard(make, config, engine) for make in (task_rows.generator, task_rows.critic)]
         (imitates, _), (judges, _) = models
         tasks = [partial(task_rows.generators_losses, judge=judges), task_rows.critics_losses]
-        take = {"accumulation": accumulation, "max_grad_norm": 0.5}
-        turns = [train_step(engine, *pair, task=task, **take) for pair, task in zip(models, tasks, strict=True)]
+        make = partial(train_step, engine, accumulation=accumulation, max_grad_norm=0.5)
+        turns = [make(*pair, task=task) for pair, task in zip(models, tasks, strict=True)]
         rates = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in models]
         first = [_pieces(engine.state(*pair)) for pair in models]
         out, compiled = list[dict[str, float]](), 0

@@ -141,7 +141,7 @@ def test_a_compiled_step_takes_its_numbers_as_inputs(name: str) -> None:
 @pytest.mark.parametrize("name", ["adamw", "adam", "adafactor", "lion", "muon", "sgd", "own_optimizers:Stepping"])
 def test_a_step_that_is_skipped_leaves_no_trace(name: str, compiled: bool) -> None:
     """The first one, two in a row, and the last: weights, state and counts are those of a run without them."""
-    keys = {"factory": name, "name": "adamw"} if ":" in name else {"name": name, "momentum": 0.9}
+    keys: dict[str, Any] = {"factory": name, "name": "adamw"} if ":" in name else {"name": name, "momentum": 0.9}
 
     def zeros(_: nn.Parameter, twin: Tensor, __: dict[str, Any]) -> Tensor:
         return torch.zeros(twin.shape, dtype=twin.dtype)

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -75,17 +76,10 @@ def config_of(buckets: Mapping[str, object], **model: object) -> Config:
     )
 
 
-def classifier(outputs: int, problem: str | None) -> nn.Module:
+def classifier(outputs: int, problem: str | None) -> Any:
     torch.manual_seed(0)
-    kind = BertConfig(
-        vocab_size=9,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        num_labels=outputs,
-        problem_type=problem,
-    )
+    sizes: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_labels": outputs}
+    kind = BertConfig(num_hidden_layers=1, num_attention_heads=2, problem_type=problem, **sizes)
     return BertForSequenceClassification(kind).eval()
 
 
@@ -119,7 +113,7 @@ def test_numbers_and_labels_of_rows_have_the_loss_of_transformers(
     filled = torch.cat([values, torch.full_like(values[:2], -100 if are_classes else torch.nan)])
     parts = [task.scores(model, {"input_ids": IDS[:3], "labels": labels[:3]})]
     parts.append(task.scores(model, {"input_ids": IDS[[3, 0, 1]], "labels": filled[3:]}))
-    mean = sum(part[0] for part in parts) / sum(part[1] for part in parts)
+    mean = (parts[0][0] + parts[1][0]) / (parts[0][1] + parts[1][1])
     mean.backward()
     actual = model.classifier.weight.grad
     model.zero_grad()
