@@ -79,7 +79,8 @@ def config_of(buckets: Mapping[str, object], **model: object) -> Config:
 def classifier(outputs: int, problem: str | None) -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_labels": outputs}
-    kind = BertConfig(num_hidden_layers=1, num_attention_heads=2, problem_type=problem, **sizes)
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "problem_type": problem}
+    kind = BertConfig(**sizes)
     return BertForSequenceClassification(kind).eval()
 
 
