@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.utils._pytree import tree_map_only
 
 from portable_fsdp.backends.nested import floats_in
+from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import host_memory_bytes
@@ -189,8 +190,11 @@ class Backend(Closing):
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         """One program of `fn` (batches in, device tensors out), or `fn` itself where the engine is eager."""
 
-    def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """Around a micro batch's forward and backward; gradients cross devices in the last one."""
+    def accumulate(self, last: bool, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Around a micro batch's forward and backward; gradients cross devices in the last one.
+
+        `model`: the one whose gradients are wanted, if the backend laid out several. None: all of them.
+        """
         return nullcontext()
 
     def unshard(self, module: nn.Module) -> None:
@@ -343,6 +347,8 @@ def state_key(name: str, fqn: str) -> str:
 
 def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every tensor of a checkpoint under its key: parameters (tied ones once), persistent buffers, optimizer state."""
+    if isinstance(optimizer, CountingOptimizer):
+        optimizer.settle_counts()
     parameters = dict(model.named_parameters())
     return {**parameters, **persistent_buffers(model), **optimizer_tensors(parameters, optimizer)}
 
@@ -407,6 +413,8 @@ def zero_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer with all its state. `zeros(parameter, twin, group)` lays out each tensor of it."""
     optimizer = make(name_groups(groups, parameters), compiled)
+    for group in optimizer.param_groups if compiled else ():
+        group["lr"] = group["lr"].clone()  # else groups share one, which a scheduler changes in place
     group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for fqn, state in optimizer_state_twins(make, groups, parameters, compiled=compiled).items():
         parameter = parameters[fqn]

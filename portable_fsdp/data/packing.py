@@ -78,6 +78,12 @@ def count_labels(batch: Mapping[str, Tensor]) -> Tensor:
     return (labels != IGNORED).view(len(labels), -1).sum(dim=1).float()
 
 
+def count_values(batch: Mapping[str, Tensor]) -> Tensor:
+    """float32 [rows]: all labels of each row, which are numbers."""
+    labels = batch["labels"]
+    return torch.full([len(labels)], labels.numel() / len(labels))
+
+
 def count_rows(batch: Mapping[str, Tensor]) -> Tensor:
     """float32 [rows]: 1 each, where only the loss itself can tell what it counts."""
     return torch.ones(len(next(iter(batch.values()))))

@@ -6,12 +6,13 @@ of micro batches changes the curve.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from portable_fsdp.config.data import RESERVED
 from portable_fsdp.config.schema import TASKS
@@ -28,6 +29,9 @@ evaluation reports."""
 TaskFunction = Callable[[nn.Module, TaskBatch], Scores]
 
 
+SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
+
+
 @dataclass(frozen=True)
 class Task:
     name: str
@@ -35,6 +39,8 @@ class Task:
     counts_labels: bool = True
     """The count is that of labels other than -100, so that it is known before the forward. Else it is what the function
     returns, and gradients are divided by it after the backward."""
+    problem: str = SINGLE_LABEL
+    """`problem_of`. But for SINGLE_LABEL labels are numbers, each of which counts unless it is NaN."""
 
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         """(loss_sum, count, sums of metrics) of a placed batch."""
@@ -61,7 +67,47 @@ def of_labels(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Score
     scores = cross_entropy_sum(logits.view(rows, -1, logits.shape[-1]), labels.view(rows, -1), chunked)
     if torch.is_grad_enabled():
         return scores
-    return (*scores, {"accuracy": (logits.argmax(dim=-1) == labels).sum().float()})
+    return (*scores, {"accuracy": (logits.argmax(dim=-1).view(rows, -1) == labels.view(rows, -1)).sum().float()})
+
+
+def of_rows(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
+    """transformers' loss of classes or numbers of a row (ForSequenceClassificationLoss), in float32.
+
+    A row has one class, int64 `[rows]`; or as many numbers as the model has outputs: `[rows, outputs]`, of one also
+    `[rows]`. Evaluations report the accuracy, of several labels that of each, or the mean absolute error.
+    """
+    labels, problem = batch["labels"], problem_of(model, batch["labels"])
+    if problem == SINGLE_LABEL:
+        return of_labels(model, batch, chunked)
+    logits = _logits(model, batch).float()
+    if labels.numel() != logits.numel():
+        expected, actual = list(logits.shape), list(labels.shape)
+        raise ValueError(f"{problem} needs a label for each output (num_labels): {expected}, found {actual}")
+    counted = ~labels.float().view(logits.shape).isnan()
+    labels = torch.where(counted, labels.float().view(logits.shape), 0.0)
+    if problem == REGRESSION:
+        losses = (logits - labels).square()
+        metrics = {"mean_absolute_error": (logits - labels).abs()}
+    else:
+        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        metrics = {"accuracy": ((logits > 0) == (labels > 0.5)).float()}
+    scores = (losses * counted).sum(), counted.sum().float()
+    if torch.is_grad_enabled():
+        return scores
+    return (*scores, {name: (value * counted).sum() for name, value in metrics.items()})
+
+
+def problem_of(model: nn.Module, labels: Tensor) -> str:
+    """`problem_type` of a model of transformers, which follows from labels and `num_labels` where it is unset."""
+    config: Any = getattr(model, "config", None)
+    outputs = getattr(config, "num_labels", None)
+    if outputs is None:
+        return SINGLE_LABEL
+    if own := getattr(config, "problem_type", None):
+        return own
+    if outputs == 1:
+        return REGRESSION
+    return SINGLE_LABEL if labels.dtype in (torch.int64, torch.int32) else MULTI_LABEL
 
 
 def _logits(model: nn.Module, batch: TaskBatch) -> Tensor:
@@ -86,7 +132,17 @@ def is_decoder_only(model: nn.Module) -> bool:
 
 CAUSAL_LM = Task("causal_lm", causal_lm)
 
-_FUNCTIONS: dict[str, Callable[..., Scores]] = {"seq2seq_lm": seq2seq_lm}
+_FUNCTIONS: dict[str, Callable[..., Scores]] = {
+    "seq2seq_lm": seq2seq_lm,
+    "sequence_classification": of_rows,
+    "image_classification": of_rows,
+}
+
+
+def with_problem(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> Task:
+    """The task, with the problem that it is for this model and the first rows."""
+    is_of_rows = _FUNCTIONS.get(task.name) is of_rows and "labels" in batch
+    return replace(task, problem=problem_of(model, batch["labels"])) if is_of_rows else task
 
 
 def find_task(name: str, *, eager: bool = True) -> Task:

@@ -23,8 +23,8 @@ class Adafactor(CountingOptimizer):
     def __init__(self, groups: list[dict[str, Any]], *, lr: Number) -> None:
         super().__init__(groups, {"lr": lr})
 
-    def numbers(self, group: dict[str, Any], count: int) -> list[tuple[str, float]]:
-        return [(f"{count} ** -0.8", count**-0.8)]
+    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+        return (count**-0.8,)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         state, (share,) = self.state[parameter], prepared

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.config.schema import Optim
-from portable_fsdp.optim.counting import CountingOptimizer, Number, adamw_numbers, adamw_prepare, adamw_update
+from portable_fsdp.optim.counting import CountingOptimizer, Number, adamw_prepare, adamw_update
 from portable_fsdp.runtime.errors import ConfigError
 
 BLOCK, SMALLEST = 256, 4096  # values of one scale, and of the smallest tensor that is quantised: bitsandbytes' own
@@ -47,11 +47,8 @@ class AdamW8bit(CountingOptimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._maps = {torch.device("cpu"): maps}
 
-    def numbers(self, group: dict[str, Any], count: int) -> list[tuple[str, float]]:
-        return adamw_numbers(group, count)
-
-    def prepare(self, group: dict[str, Any], *numbers: Number) -> tuple[Number, ...]:
-        return adamw_prepare(group, *numbers)
+    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+        return adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         rows, values = parameter.shape[0] if parameter.dim() else 1, parameter.numel()

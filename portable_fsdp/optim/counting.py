@@ -3,6 +3,7 @@
 They run in eager and in compiled steps; of torch's own, only AdamW and Adam do better in eager ones.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -16,41 +17,46 @@ Number = float | Tensor
 class CountingOptimizer(torch.optim.Optimizer):
     """Counts each parameter's steps on the host, in its state `step` if it has one, and reads nothing of the device.
 
-    Without `step`, it can skip a step on the device, as torch's fused optimizers do: `found_inf`, set by whoever scales
-    losses, is 1 in a step that changes nothing.
+    It can skip a step on the device, as torch's fused optimizers do: a step changes nothing where the tensor
+    `found_inf` is 1. The host counts such steps too; `skips` has their number on the device, and `settle_counts`
+    subtracts it before a save.
 
     torch's `capturable` optimizers count on the device and correct by each count, which nearly doubles compile time.
-    Here parameters of equal counts share what follows from them: numbers, or inputs that `set_step_numbers` sets.
+    Here parameters of equal counts share what follows from them; in a compiled step counts are inputs, which
+    `set_step_numbers` sets.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
-        self.placed: Mapping[str, Number] = {}
+        self.placed: Mapping[str, Tensor] = {}
+        self.skips: dict[Tensor, Tensor] = {}
+        """Parameter -> how many of the steps that `step` counts changed nothing, 0-dim; absent: none."""
 
-    def numbers(self, group: dict[str, Any], count: int) -> list[tuple[str, float]]:
-        """What follows from the count of a group's next step, by name."""
-        return []
-
-    def prepare(self, group: dict[str, Any], *numbers: Number) -> tuple[Number, ...]:
-        """What `update` takes for all parameters of one group and count; `numbers`: those of `numbers`."""
-        return numbers
+    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+        """What `update` takes for all parameters of one group whose next step is number `count`."""
+        return ()
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         """Change `parameter` and its state, which begins as zeros."""
         raise NotImplementedError
 
-    def corrections(self) -> dict[str, float]:
-        """The numbers of the next step by name, for each group and count that there is."""
-        groups = [(group, count) for group in self.param_groups for count in self._by_count(group)]
-        return dict(pair for group, count in groups for pair in self.numbers(group, count))
+    def counts(self) -> dict[str, float]:
+        """What the host knows of the next step by name: the number that it has for each parameter, and 0 skips."""
+        groups = [self._by_count(group) for group in self.param_groups]
+        return {f"step {count}": float(count) for group in groups for count, _ in group} | {"skips": 0.0}
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient. There is no closure: nothing here evaluates a loss again."""
-        numbers, found_inf = self.placed or self.corrections(), cast(Tensor | None, getattr(self, "found_inf", None))
+        found_inf, skips = cast(Tensor | None, getattr(self, "found_inf", None)), dict[int, Tensor]()
         with torch.no_grad():
             for group in self.param_groups:
-                for count, parameters in self._by_count(group).items():
-                    prepared = self.prepare(group, *(numbers[name] for name, _ in self.numbers(group, count)))
+                for (count, _), parameters in self._by_count(group).items():
+                    known, number = self.skips.get(parameters[0], self.placed.get("skips")), count
+                    if known is not None:
+                        number = self.placed.get(f"step {count}", count) - known
+                    prepared = self.prepare(group, number)
                     for parameter in parameters:
                         if parameter.grad is None:
                             continue
@@ -59,28 +65,43 @@ class CountingOptimizer(torch.optim.Optimizer):
                         if found_inf is not None:
                             for value, old in zip(self._changed(parameter), before, strict=True):
                                 value.copy_(torch.where(found_inf > 0, old, value))
+                            if "step" in self.state[parameter]:  # one tensor for all that counted alike so far
+                                if id(known) not in skips:
+                                    skips[id(known)] = found_inf if known is None else known + found_inf
+                                self.skips[parameter] = skips[id(known)]
+
+    def settle_counts(self) -> None:
+        """Take steps that changed nothing out of the counts on the host. Waits for the device."""
+        for parameter, skips in self.skips.items():
+            self.state[parameter]["step"] -= skips.item()
+        self.skips.clear()
 
     def _changed(self, parameter: Tensor) -> list[Tensor]:
-        """What an update changes: a parameter and its state."""
-        return [parameter, *(value for value in self.state[parameter].values() if isinstance(value, Tensor))]
+        """What an update changes on the device: a parameter and its state."""
+        state = self.state[parameter].items()
+        return [parameter, *(value for name, value in state if isinstance(value, Tensor) and name != "step")]
 
-    def _by_count(self, group: dict[str, Any]) -> dict[int, list[Tensor]]:
-        """A group's parameters by the number that their next step has, from 1."""
-        grouped: dict[int, list[Tensor]] = {}
+    def _by_count(self, group: dict[str, Any]) -> dict[tuple[int, int], list[Tensor]]:
+        """A group's parameters that counted alike so far, by the number of their next step, from 1, and `skips`."""
+        grouped: dict[tuple[int, int], list[Tensor]] = {}
         for parameter in group["params"]:
             steps = self.state.get(parameter, {}).get("step")
-            grouped.setdefault(1 if steps is None else int(steps.item()) + 1, []).append(parameter)
+            count = 1 if steps is None else int(steps.item()) + 1
+            grouped.setdefault((count, id(self.skips.get(parameter))), []).append(parameter)
         return grouped
 
 
-def adamw_numbers(group: dict[str, Any], count: int) -> list[tuple[str, float]]:
-    """The bias corrections of a group's step `count`, by name."""
-    return [(f"1 - {beta} ** {count}", 1 - beta**count) for beta in group["betas"]]
-
-
-def adamw_prepare(group: dict[str, Any], first: Number, second: Number) -> tuple[Number, ...]:
-    """What `adamw_update` takes for all parameters of one group and count, from both corrections."""
+def adamw_prepare(group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+    """What `adamw_update` takes for all parameters of one group and count."""
+    first, second = (_bias_correction(beta, count) for beta in group["betas"])
     return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
+
+
+def _bias_correction(beta: float, count: Number) -> Number:
+    """1 - beta^count; on the device without the digits that float32 would lose where beta^count is about 1."""
+    if isinstance(count, Tensor):
+        return -torch.expm1(count * (math.log(beta) if beta else -math.inf))
+    return 1 - beta**count
 
 
 def adamw_update(
@@ -126,11 +147,8 @@ class AdamW(CountingOptimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._decoupled = decoupled
 
-    def numbers(self, group: dict[str, Any], count: int) -> list[tuple[str, float]]:
-        return adamw_numbers(group, count)
-
-    def prepare(self, group: dict[str, Any], *numbers: Number) -> tuple[Number, ...]:
-        return adamw_prepare(group, *numbers)
+    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+        return adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         adamw_update(self.state[parameter], parameter, gradient, group, prepared, self._decoupled)
@@ -142,8 +160,6 @@ class SGD(CountingOptimizer):
 
     torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
     """
-
-    _step_supports_amp_scaling = True
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: Number, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum})

@@ -13,8 +13,6 @@ class Lion(CountingOptimizer):
     parameter = parameter * (1 - lr * w) - lr * sign(b1 * m + (1 - b1) * gradient); m = b2 * m + (1 - b2) * gradient.
     """
 
-    _step_supports_amp_scaling = True
-
     def __init__(self, groups: list[dict[str, Any]], *, lr: Number, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas})
 

@@ -1,7 +1,5 @@
 """Dynamic loss scaling: float16 rounds gradients below 6e-8 to 0, so backward starts from a multiple of the loss."""
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
@@ -34,16 +32,13 @@ class LossScaler:
         finite, skipped = int(self._finite.item()), int(self._skipped.item())
         return {"scale": self.scale.item(), "finite_steps": finite, "skipped_steps": skipped}
 
-    def update(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> dict[str, Tensor]:
-        """Tell the optimizer whether its next step is skipped, and set the scale of the step after it.
+    def update(self, overflows: Tensor, is_empty: Tensor) -> dict[str, Tensor]:
+        """Set the scale of the step after this one, which an empty step doesn't change.
 
-        `grad_norm`: of all gradients, equal on all processes. Returns metrics: the scale of this step, and how many
-        steps were skipped so far.
+        0-dim, equal on all processes: whether a gradient isn't finite, and whether nothing counts in the step. Returns
+        metrics: the scale of this step, and how many steps were skipped so far since gradients overflowed.
         """
-        overflows = ~grad_norm.isfinite()
-        device = optimizer.param_groups[0]["params"][0].device
-        cast(Any, optimizer).found_inf = overflows.float().to(device)  # waits with cpu_offload, as gradients did
-        used, finite = self.scale, self._finite + 1
+        used, finite = self.scale, self._finite + ~is_empty
         is_full = finite == self._window
         grown = torch.where(is_full, (used * GROWTH).clamp(max=LARGEST_LOSS_SCALE), used)
         self.scale = torch.where(overflows, (used * BACKOFF).clamp(min=LEAST_LOSS_SCALE), grown)

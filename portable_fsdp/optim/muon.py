@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from portable_fsdp.optim.counting import CountingOptimizer, Number, adamw_numbers, adamw_prepare, adamw_update
+from portable_fsdp.optim.counting import CountingOptimizer, Number, adamw_prepare, adamw_update
 
 COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan's, and torch.optim.Muon's
 
@@ -35,11 +35,8 @@ class Muon(CountingOptimizer):
         super().__init__(groups, defaults)
         self._compute = compute
 
-    def numbers(self, group: dict[str, Any], count: int) -> list[tuple[str, float]]:
-        return [] if group["is_hidden"] else adamw_numbers(group, count)
-
-    def prepare(self, group: dict[str, Any], *numbers: Number) -> tuple[Number, ...]:
-        return () if group["is_hidden"] else adamw_prepare(group, *numbers)
+    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+        return () if group["is_hidden"] else adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         state = self.state[parameter]

@@ -4,7 +4,8 @@ A backend makes the optimizer once its parameters are laid out: `make_optimizer`
 tells it the numbers of each step (`step_numbers`, `set_step_numbers`): a compiled step takes them as inputs.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -117,13 +118,13 @@ def _make(optim: Optim, compute: torch.dtype, groups: list[dict[str, Any]], comp
 
 
 def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:
-    """The host's numbers of the next step by name, for `set_step_numbers`: shares of `lr`, and `corrections`.
+    """The host's numbers of the next step by name, for `set_step_numbers`: shares of `lr`, and `counts`.
 
     Names may change with the step; how many there are doesn't while the same parameters train.
     """
     rates = {_rate(group): lr * _share(group) for group in optimizer.param_groups}
     compiled = _compiled(optimizer)
-    return rates | compiled.corrections() if compiled else rates
+    return rates | compiled.counts() if compiled else rates
 
 
 def set_step_numbers(
@@ -139,6 +140,35 @@ def set_step_numbers(
     for group in optimizer.param_groups:
         rate = _rate(group)
         group["lr"] = placed[rate] if isinstance(group["lr"], Tensor) else numbers[rate]
+
+
+@contextmanager
+def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Around a step, which changes no weight, state or step count where `skipped` (0-dim, bool) is true. Never waits.
+
+    An optimizer that doesn't heed `found_inf` needs memory for a second copy of weights and state meanwhile, except in
+    a compiled step. Step counts that it keeps on the host of a device count skipped steps too.
+    """
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    found_inf = skipped.float().to(parameters[0].device)  # waits with cpu_offload, as gradients did
+    if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word: its fused optimizers have it
+        cast(Any, optimizer).found_inf = found_inf
+        yield
+        del cast(Any, optimizer).found_inf  # else it would hold for steps of the user's own too
+        return
+
+    def changed() -> dict[tuple[Tensor, str], Tensor]:
+        state = {
+            (p, name): value for p in parameters if p.grad is not None for name, value in optimizer.state[p].items()
+        }
+        tensors = {(p, ""): p for p in parameters if p.grad is not None} | state
+        return {key: t for key, t in tensors.items() if isinstance(t, Tensor) and t.device == found_inf.device}
+
+    with torch.no_grad():
+        before = {key: value.clone() for key, value in changed().items()}
+        yield
+        for key, value in changed().items():  # state begins as zeros
+            value.copy_(torch.where(found_inf > 0, before.get(key, torch.zeros_like(value)), value))
 
 
 def _compiled(optimizer: torch.optim.Optimizer) -> CountingOptimizer | None:

@@ -22,12 +22,12 @@ from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
-from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows
+from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows, count_values
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
-from portable_fsdp.models.tasks import Task, find_task, is_decoder_only
+from portable_fsdp.models.tasks import SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
@@ -116,6 +116,7 @@ def build_training(
     if firsts is not None:
         from portable_fsdp.train.row_trial import try_rows
 
+        task = with_problem(task, built.model, firsts[-1])
         _cast_buffers(built.model, config.precision.buffers)
         policy = shard_policy(config, built.model)
         trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager, policy=policy)
@@ -287,6 +288,7 @@ def open_batches(
 ) -> Batches:
     """This process's batches of each step, from the position of `resumed`; to be closed, or a context manager."""
     epoch, samples = resumed.position if resumed else (0, 0)
+    of_labels = count_labels if training.task.problem == SINGLE_LABEL else count_values
     return Batches(
         corpus.rows,
         seed=config.run.seed,
@@ -295,6 +297,6 @@ def open_batches(
         accumulation=training.accumulation,
         start=epoch * len(corpus.rows) + samples,
         check=training.trial.check if training.trial else None,
-        count_losses=count_labels if training.task.counts_labels else count_rows,
+        count_losses=of_labels if training.task.counts_labels else count_rows,
         data=config.data,
     )

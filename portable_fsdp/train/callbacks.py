@@ -103,6 +103,7 @@ class StepEnd:
     last_checkpoint: Path | None = None  # committed by this start, or resumed from
     loss_scale: float | None = None  # of this step; None: nothing computes in float16
     skipped_steps: int | None = None  # of the run so far, since their gradients overflowed
+    is_empty: bool = False  # nothing counts in it, so that its loss is 0 and it changed nothing
 
     @property
     def is_skipped(self) -> bool:

@@ -19,7 +19,7 @@ from portable_fsdp.backends.base import Backend, Batch, Metrics, Pending
 from portable_fsdp.checkpoint.format import Evaluated
 from portable_fsdp.config import schema
 from portable_fsdp.data.packing import IGNORED, Rows
-from portable_fsdp.models.tasks import CAUSAL_LM, Task
+from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task
 from portable_fsdp.runtime.errors import ConfigError
 
 log = logging.getLogger("portable_fsdp")
@@ -27,7 +27,8 @@ log = logging.getLogger("portable_fsdp")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss (cross entropy in nats), the count of tokens or rows, and the means of the task's metrics."""
+    """The mean loss (cross entropy in nats; infinite where nothing counts), the count of tokens or rows, and the means
+    of the task's metrics."""
 
     loss: float
     tokens: int
@@ -54,7 +55,7 @@ class Evaluator:
         """
         limit = len(rows) if train.eval_batches is None else train.eval_batches * train.global_batch
         count = min(len(rows), limit)
-        self._backend, self._model = backend, model
+        self._backend, self._model, self._task = backend, model, task
         self._rows = rows
         self._batch = train.resolved_micro_batch * backend.data_parallel_size
         if not task.counts_labels:
@@ -99,6 +100,8 @@ class Evaluator:
         loss, count, *metrics = totals
         if stops:
             return None
+        if count == 0:
+            return Evaluation(math.inf, 0)
         means = {name: value / count for name, value in zip(self._metrics, metrics, strict=True)}
         return Evaluation(loss / count, round(count), means)
 
@@ -109,8 +112,11 @@ class Evaluator:
         for begin in range(shard.index * size, shard.index * size + count, self._batch):
             positions = np.arange(begin, begin + size)
             batch = self._rows.rows(self._chosen[np.minimum(positions, count - 1)])
+            fill: float = IGNORED
+            if self._task.problem != SINGLE_LABEL:  # any number counts
+                batch["labels"], fill = batch["labels"].float(), math.nan
             if (filled := positions >= count).any():
-                batch["labels"][torch.from_numpy(filled)] = IGNORED
+                batch["labels"][torch.from_numpy(filled)] = fill
             yield {**batch, "stop": torch.full((size,), float(stop()))}
 
 

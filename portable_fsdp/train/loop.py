@@ -178,8 +178,8 @@ def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, i
         run.profiles.after_step(end.step)
     decision = decide(run.limits, end.step, votes, run.history)
     if decision.evaluate:
-        evaluation = _evaluate(run, end.step)
-        votes |= Votes(stop=evaluation is None)
+        is_complete, evaluation = _evaluate(run, end.step)
+        votes |= Votes(stop=not is_complete)
         decision = decide(run.limits, end.step, votes, run.history)
         end = replace(end, evaluation=evaluation)
     if decision.sample:
@@ -191,13 +191,16 @@ def _finish(run: _Run, in_flight: InFlight, votes: Votes, position: tuple[int, i
     return decision
 
 
-def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
-    """None where a stop request came before its end."""
+def _evaluate(run: _Run, step: int) -> tuple[bool, EvaluationEnd | None]:
+    """False where a stop request came before its end; None also where nothing counts in the validation set."""
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
     with run.measures.timed("wait"):
         evaluation = evaluator(lambda: _wants_stop(run))
     if evaluation is None:
-        return None
+        return False, None
+    if evaluation.tokens == 0 and math.isinf(evaluation.loss):
+        log.warning("step: %d  nothing counts in the validation set (labels of -100): it has no loss", step)
+        return True, None
     _require_finite(run, step, {"eval_loss": evaluation.loss})
     if step > 0:  # the initial weights are never the best
         run.history = updated_history(run.history, step, evaluation.loss, evaluator.fingerprint)
@@ -212,7 +215,7 @@ def _evaluate(run: _Run, step: int) -> EvaluationEnd | None:
         evaluation.metrics,
     )
     run.callbacks.call(Callback.on_evaluate, end)
-    return end
+    return True, end
 
 
 def _sample(run: _Run, step: int) -> bool:
@@ -439,9 +442,11 @@ def _train_what_is_left(run: _Run) -> Outcome:
     if run.start.resumed is None and run.start.config.train.eval_on_start:
         _evaluate(run, 0)
     if run.misses_evaluation:
-        if _evaluate(run, run.step) is None:
+        is_complete, evaluation = _evaluate(run, run.step)
+        if not is_complete:
             return "stopped"
-        run.checkpoints.note_evaluation(cast(Path, run.last_checkpoint), cast(Evaluated, run.history))
+        if evaluation is not None:
+            run.checkpoints.note_evaluation(cast(Path, run.last_checkpoint), cast(Evaluated, run.history))
     is_over = is_patience_over(run.limits, run.history)
     if run.misses_evaluation and is_over:
         return "no improvement"

@@ -148,6 +148,7 @@ class Measures:
             collectives=self._backend.collectives if step == start.step + 1 else None,
             loss_scale=metrics["loss_scale"].item() if "loss_scale" in metrics else None,
             skipped_steps=int(metrics["skipped_steps"].item()) if "skipped_steps" in metrics else None,
+            is_empty=metrics["is_empty"].item() > 0,
         )
         return end, Votes(bool(stop > 0), bool((saves > 0).any()))
 

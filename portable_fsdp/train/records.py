@@ -42,7 +42,7 @@ _KEYS = (
     "imbalance",
 )
 """Keys of metrics.jsonl, which people's scripts read; `processes`, `eval_*`, and in float16 `loss_scale` and
-`skipped_steps`, where they are known."""
+`skipped_steps`, where they are known; `is_empty`, 1, in a step in which nothing counted."""
 
 
 class RunFiles(Callback):
@@ -93,6 +93,7 @@ class RunFiles(Callback):
             row["processes"] = processes_row(step, self._hosts)
         if step.loss_scale is not None:
             row |= {"loss_scale": step.loss_scale, "skipped_steps": step.skipped_steps}
+        row |= {"is_empty": 1} if step.is_empty else {}
         if step.evaluation is not None:
             row |= _evaluation_row(step.evaluation)
         self._metrics.write(row)
@@ -178,7 +179,7 @@ class Console(Callback):
     """A line for what happens; of steps every `train.log_every`."""
 
     def on_start(self, start: RunStart) -> None:
-        self._start = start
+        self._start, self._warned_of_empty = start, False
         if (resumed := start.resumed) is not None:
             if resumed.weights_only:
                 log.info("a new run from the weights of %s", resumed.path)
@@ -196,6 +197,10 @@ class Console(Callback):
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:
             log.info(_step_line(step))
+        if step.is_empty and not self._warned_of_empty:
+            self._warned_of_empty = True
+            why = "no row has a label or weight that counts, so the step changed nothing (later ones: is_empty in"
+            log.warning("step: %d  %s metrics.jsonl)", step.step, why)
         for straggler in step.stragglers:
             log.warning("step: %d  %s", step.step, straggler)
         if step.evaluation is not None:
@@ -271,7 +276,9 @@ def _summary(start: RunStart, end: RunEnd) -> str:
         rows = read_jsonl(start.folder / "metrics.jsonl")
         if accounts := goodput(read_jsonl(start.folder / "events.jsonl"), rows):
             share = f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)} since the first process start"
+        empty = sum(row.get("is_empty", 0) for row in rows)
         last = f"; last loss {rows[-1]['loss']:.4f}"
+        last += f"; nothing counted in {empty} of {len(rows)} steps" if empty else ""
     trackers = f"; trackers: {start.folder / 'trackers'}" if start.config.observe.trackers else ""
     return (
         f"{steps:,} steps, {steps * start.tokens:,} tokens in {duration(end.elapsed)} of training{last}{best}{share}\n"

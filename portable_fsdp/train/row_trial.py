@@ -14,7 +14,7 @@ from portable_fsdp.backends.base import ShardPolicy, output_head
 from portable_fsdp.backends.weight_uses import cast_weight, dtype_of, in_own_dtype, weight_uses
 from portable_fsdp.data.batches import Check
 from portable_fsdp.data.packing import IGNORED
-from portable_fsdp.models.tasks import CAUSAL_LM, Task, check_scores, count_classes
+from portable_fsdp.models.tasks import CAUSAL_LM, MULTI_LABEL, SINGLE_LABEL, Task, check_scores, count_classes
 from portable_fsdp.runtime.errors import ConfigError, DataError
 
 
@@ -49,12 +49,16 @@ class RowCheck:
     shapes: tuple[Shapes, ...] | None
     """That rows may have; None: any."""
     classes: int | None
+    """Or numbers a row, where the problem isn't SINGLE_LABEL."""
+    problem: str = SINGLE_LABEL
 
     def __call__(self, batch: Mapping[str, Tensor], place: Callable[[int], str]) -> None:
         if self.shapes is not None and (actual := _shapes(batch)) not in self.shapes:
             raise _other_shape(self.shapes, actual, place(0))
-        if self.classes is not None:
+        if self.classes is not None and self.problem == SINGLE_LABEL:
             _require_range(batch["labels"], self.classes, place)
+        elif self.classes is not None:
+            _require_values(batch["labels"], self.classes, self.problem, place)
 
 
 def try_rows(
@@ -88,7 +92,13 @@ def try_rows(
         # Backward computes twice what forward does: the gradients of inputs and of weights.
         flops = 3.0 * counter.get_total_flops() / _rows(largest) or None
         classes = count_classes(task, twin, on_meta[-1])
-    check = RowCheck(tuple(map(_shapes, batches)) if has_fixed_shapes else None, classes)
+    if classes == 1 and task.problem == SINGLE_LABEL and task.name != CAUSAL_LM.name:
+        raise ConfigError(
+            f"train.task={task.name}: the model has one class, whose cross entropy is always 0: nothing would train.\n"
+            "  Give the model more classes (num_labels). To train numbers, use sequence_classification or\n"
+            "  image_classification with num_labels: 1 and problem_type: regression, or a function of your own."
+        )
+    check = RowCheck(tuple(map(_shapes, batches)) if has_fixed_shapes else None, classes, task.problem)
     check(largest, "the first rows ({})".format)
     # Rows of several lengths count as rows: no number of tokens, and of FLOPs, would be true of every step.
     cost = RowCost(1, None) if several else RowCost(tokens_of(largest), flops)
@@ -177,11 +187,12 @@ def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, first: str) -> Data
 
 def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
     labels = batch.get("labels")
-    if labels is None or labels.is_floating_point():
+    if labels is None or (labels.is_floating_point() and task.problem == SINGLE_LABEL):
         found = f"found {', '.join(batch)}" if labels is None else f"found {labels.dtype}"
         raise DataError(
             f"data.factory: train.task={task.name} expects rows with integer `labels`, {found}.\n"
-            "  Name them so in the dataset, or write a function of your own: train.task=module:function."
+            "  Name them so in the dataset, or write a function of your own: train.task=module:function.\n"
+            "  Numbers train by problem_type: regression or multi_label_classification of a classifier of transformers."
         )
     ids = batch.get("input_ids")
     if task.name == CAUSAL_LM.name and ids is not None and ids.shape == labels.shape:
@@ -191,6 +202,22 @@ def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
                 "data.factory: expected labels[t] to be the token after input_ids[t], found labels that equal "
                 "input_ids.\n  Shift them: input_ids=tokens[:-1], labels=tokens[1:]."
             )
+
+
+def _require_values(labels: Tensor, outputs: int, problem: str, place: Callable[[int], str]) -> None:
+    values = labels.float().view(len(labels), -1)
+    is_in_range = (values >= 0) & (values <= 1) if problem == MULTI_LABEL else values.isfinite()
+    if values.shape[1] == outputs and is_in_range.all():
+        return
+    row, actual = 0, f"labels of shape {list(labels.shape[1:])}"
+    if values.shape[1] == outputs:
+        row = int((~is_in_range).any(dim=1).nonzero()[0])
+        actual = f"{values[row][~is_in_range[row]][0].item():g}"
+    numbers = "numbers from 0 to 1" if problem == MULTI_LABEL else "finite numbers"
+    raise DataError(
+        f"data.factory: {problem} expects {outputs} {numbers} a row as labels, one for each output of the model "
+        f"(num_labels), found {actual} in {place(row)}.\n  Correct the labels, or num_labels and problem_type."
+    )
 
 
 def _require_range(labels: Tensor, classes: int, place: Callable[[int], str]) -> None:

@@ -7,10 +7,12 @@ import math
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import task_rows
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
 from fault_injection import Instants, patched
@@ -24,7 +26,7 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.backends.verdicts import verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config import schema
-from portable_fsdp.config.load import load_config
+from portable_fsdp.config.load import load_config, make_config
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
@@ -33,10 +35,11 @@ from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
-from portable_fsdp.train.build import build_evaluator, build_training, open_batches, open_checkpoints
+from portable_fsdp.train.build import build_evaluator, build_training, open_batches, open_checkpoints, shard
 from portable_fsdp.train.consistency import require_same
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.sampling import Sampler
+from portable_fsdp.train.step import train_step
 
 Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch.Tensor]]]]
 
@@ -556,3 +559,37 @@ def train_module(name: str, steps: int, settings: dict[str, dict[str, Any]], mic
             addresses.append([g.to_local().data_ptr() for g in gradients if isinstance(g, DTensor)])
         final = _pieces(backend.state(model, optimizer))
         return {"metrics": metrics, "initial": initial, "final": final, "gradients": addresses}
+
+
+def two_optimizers(settings: dict[str, Any], accumulation: int, steps: int) -> dict[str, Any]:
+    """A generator and a critic by turns, each with its own optimizer and learning rates of torch's scheduler."""
+    rows, shards = 12 // accumulation, _devices()
+    train = {"steps": 100, "global_batch": 12, "micro_batch": rows // shards}
+    config = make_config(**{"optim": {"lr": 1e-2, "weight_decay": 0.1}, "train": train, **settings})
+    device, backend = os.environ["GROUP_DEVICE"], os.environ["GROUP_BACKEND"]
+    with open_backend(config, device=device, backend=backend, num_devices=shards) as engine:
+        models = [shard(make, config, engine) for make in (task_rows.generator, task_rows.critic)]
+        (imitates, _), (judges, _) = models
+        tasks = [partial(task_rows.generators_losses, judge=judges), task_rows.critics_losses]
+        make = partial(train_step, engine, accumulation=accumulation, max_grad_norm=0.5)
+        turns = [make(*pair, task=task) for pair, task in zip(models, tasks, strict=True)]
+        rates = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in models]
+        first = [_pieces(engine.state(*pair)) for pair in models]
+        out, compiled = list[dict[str, float]](), 0
+        for step in range(1, steps + 1):
+            batches = [engine.place(batch) for batch in _micro_batches(engine, step, accumulation)]
+            with engine.evaluate():
+                fakes = [{**batch, "fake": imitates(batch["noise"]) * 1} for batch in batches]
+            for turn, given, rate in ((turns[1], fakes, rates[1]), (turns[0], batches, rates[0])):
+                out.append(_numbers(engine.fetch(turn(given, rate.get_last_lr()[0]))))
+                rate.step()
+            compiled = engine.compilations if step == 2 else compiled
+        states = [_pieces(engine.state(*pair)) for pair in models]
+        return {"first": first, "metrics": out, "states": states, "late": engine.compilations - compiled}
+
+
+def _micro_batches(engine: Backend, step: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+    """This process's rows."""
+    shard, batch = engine.data_shard, task_rows.pairs_of(step)
+    own = {name: rows.chunk(shard.count)[shard.index].chunk(accumulation) for name, rows in batch.items()}
+    return [{name: parts[number] for name, parts in own.items()} for number in range(accumulation)]

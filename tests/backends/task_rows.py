@@ -22,11 +22,20 @@ class Texts(Dataset[dict[str, Tensor]]):
         ids = ids * mask + (1 - mask)
         tokens = {"words": ids % 3, "masked": ids.where(ids % 2 == 0, torch.tensor(-100))}
         each = tokens.get(self.kind, ids).where(mask == 1, torch.tensor(-100))
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids[0] % 3 if self.kind == "rows" else each}
+        of_row = {"rows": ids[0] % 3, "scores": ids[0] / 60, "tags": (ids[:3] % 2).float()}
+        return {"input_ids": ids, "attention_mask": mask, "labels": of_row.get(self.kind, each)}
 
 
 def rows(split: str) -> Texts:
     return Texts("rows")
+
+
+def scores(split: str) -> Texts:
+    return Texts("scores")
+
+
+def tags(split: str) -> Texts:
+    return Texts("tags")
 
 
 def words(split: str) -> Texts:
@@ -79,3 +88,32 @@ def some_rows(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     losses = F.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")
     weights = (batch["labels"] % 3).float()
     return (weights * losses).sum(), weights.sum()
+
+
+def generator() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 9))
+
+
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(9, 12), nn.GELU(), nn.Linear(12, 1))
+
+
+def pairs_of(step: int) -> dict[str, Tensor]:
+    """12 rows of noise and of what the generator is to imitate; in steps 1 and 4 no row has a weight."""
+    draw = torch.Generator().manual_seed(step)
+    weights = torch.arange(12) % 3 * float(step not in (1, 4))
+    return {
+        "noise": torch.randn(12, 6, generator=draw),
+        "real": torch.randn(12, 9, generator=draw) + 2,
+        "weights": weights * (torch.arange(12) > 3),  # one of three micro batches or devices counts nothing either
+    }
+
+
+def critics_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    losses = F.softplus(-model(batch["real"])) + F.softplus(model(batch["fake"]))
+    return (losses[:, 0] * batch["weights"]).sum(), batch["weights"].sum()
+
+
+def generators_losses(model: nn.Module, batch: dict[str, Tensor], judge: nn.Module) -> tuple[Tensor, Tensor]:
+    losses = F.softplus(-judge(model(batch["noise"])))
+    return losses.sum(), torch.ones_like(losses).sum()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import task_rows
 import torch
 from assemble import assemble, assert_equal_states
 from torch import Tensor, nn
@@ -100,6 +101,8 @@ EXAMPLES = {
     "vit": Example("examples/vit.yaml", of_transformers),
     "t5": Example("examples/seq2seq.yaml", of_transformers),
     "bert": of_texts("bert", "num_labels: 3, max_position_embeddings: 32", "sequence_classification", "rows"),
+    "scores": of_texts("bert", "num_labels: 1, max_position_embeddings: 32", "sequence_classification", "scores"),
+    "tags": of_texts("bert", "num_labels: 3, max_position_embeddings: 32", "sequence_classification", "tags"),
     "roberta": of_texts(
         "roberta", "num_labels: 3, max_position_embeddings: 32, pad_token_id: 1", "token_classification", "words"
     ),
@@ -117,8 +120,8 @@ def plain_losses(example: Example) -> list[float]:
     return plain_run(example)[0]
 
 
-def plain_run(example: Example) -> tuple[list[float], float | None]:
-    """The losses; and of a classifier of images the share of the rows held out that it then gets right."""
+def plain_run(example: Example) -> tuple[list[float], float | None, float | None]:
+    """The losses; and over the rows held out the last loss, and the share that a classifier of images gets right."""
     config = config_of(example)
     corpus = build_data(config.data, config.model)
     task = find_task(config.train.task)
@@ -154,11 +157,13 @@ def plain_run(example: Example) -> tuple[list[float], float | None]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    if corpus.eval_rows is None or example.loss is not of_classifier:
-        return losses, None
+    if corpus.eval_rows is None or example.loss not in (of_classifier, of_transformers):
+        return losses, None, None
     batch = corpus.eval_rows.rows(np.arange(len(corpus.eval_rows)))
     with torch.no_grad():
-        return losses, (model(batch["images"]).argmax(dim=1) == batch["labels"]).float().mean().item()
+        loss = example.loss(model, batch).item()
+        is_right = model(batch["images"]).argmax(dim=1) == batch["labels"] if "images" in batch else None
+    return losses, loss, None if example.loss is of_transformers or is_right is None else is_right.float().mean().item()
 
 
 GetWorkers = Callable[[Group], Workers]
@@ -184,15 +189,18 @@ def test_a_task_has_the_losses_of_a_plain_loop(
     answers = workers(group).run(
         "train_task", path=str(ROOT / example.config), overrides=settings, last=STEPS, folder=str(tmp_path)
     )
-    expected, accuracy = plain_run(example)
+    expected, held_out, accuracy = plain_run(example)
     for answer in answers:
         assert answer["losses"] == pytest.approx(expected, rel=1e-5)
         actual, known = answer["compilations"]
         assert actual == known
+        if held_out is not None:
+            assert answer["evaluation"].loss == pytest.approx(held_out, rel=2e-5)
         if accuracy is not None:
             assert answer["evaluation"].metrics["accuracy"] == pytest.approx(accuracy, abs=0.006)  # a row of 200
         elif answer["evaluation"] is not None:
-            assert 0 < answer["evaluation"].metrics["accuracy"] <= 1
+            metric = "mean_absolute_error" if name == "scores" else "accuracy"
+            assert 0 < answer["evaluation"].metrics[metric] <= 1
 
 
 @pytest.mark.xla
@@ -264,3 +272,71 @@ def test_inputs_are_cast_unless_cast_inputs_is_false(
     assert all(len(answer["losses"]) == 1 for answer in run("sees_float32", "precision.cast_inputs=false"))
     with pytest.raises(JobFailed, match=r"images are torch\.bfloat16"):
         run("sees_float32")
+
+
+TURNS = 6
+
+
+def plain_turns(first: list[dict[str, Tensor]]) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
+    """[loss, gradient norm] of each turn, and the last weights; where no row counts the critic misses its turn."""
+    models = [task_rows.generator(), task_rows.critic()]
+    for model, weights in zip(models, first, strict=True):
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    imitates, judges = models
+    optimizers, turns = list[torch.optim.Optimizer](), list[list[float]]()
+    for model in models:
+        groups = [{"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0} for p in model.parameters()]
+        optimizers.append(torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)))
+    for step in range(1, TURNS + 1):
+        batch = task_rows.pairs_of(step)
+        fake = imitates(batch["noise"]).detach()
+        for number in (1, 0):
+            optimizers[number].zero_grad()
+            if number == 1:
+                total, count = task_rows.critics_losses(judges, {**batch, "fake": fake})
+            else:
+                total, count = task_rows.generators_losses(imitates, batch, judges)
+            if count == 0:
+                turns.append([0.0, 0.0])
+            else:
+                (total / count).backward()
+                norm = nn.utils.clip_grad_norm_(models[number].parameters(), 0.5)
+                turns.append([(total / count).item(), norm.item()])
+                for group in optimizers[number].param_groups:
+                    group["lr"] = 1e-2 * 0.9 ** (step - 1)
+                optimizers[number].step()
+    return turns, [dict(model.named_parameters()) for model in models]
+
+
+FULL, WHOLE, KEPT = ({"sharding": {"strategy": name}} for name in ("FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"))
+
+
+@pytest.mark.parametrize(
+    ("group", "settings", "accumulation"),
+    [
+        marked(Group("native", 1), WHOLE, 2, in_suite=True),
+        marked(NATIVE, FULL, 1, in_suite=True),
+        marked(NATIVE, WHOLE, 3, in_suite=True),
+        marked(XLA, FULL, 2, in_suite=True),
+        marked(XLA, KEPT, 1, in_suite=True),
+        marked(Group("xla", 4), FULL, 1),
+        marked(Group("xla_fsdp1", 2), FULL, 2),
+    ],
+)
+def test_two_models_train_by_turns_as_in_a_plain_loop(
+    workers: GetWorkers, group: Group, settings: dict[str, Any], accumulation: int
+) -> None:
+    """No gradient that the other's loss left counts; a turn in which nothing counts changes nothing; the tensor that
+    torch's scheduler gives is a learning rate, and compiles nothing."""
+    answers = workers(group).run("two_optimizers", settings=settings, accumulation=accumulation, steps=TURNS)
+    first, states = ([assemble([a[key][model] for a in answers]) for model in (0, 1)] for key in ("first", "states"))
+    turns, weights = plain_turns(first)
+    for answer in answers:
+        actual = [[metrics["loss"], metrics["grad_norm"]] for metrics in answer["metrics"]]
+        assert actual == [pytest.approx(turn, rel=1e-5) for turn in turns]
+        assert answer["late"] == 0
+    assert [metrics["is_empty"] for metrics in answers[0]["metrics"]].count(1.0) == 2
+    for state, expected, count in zip(states, weights, (TURNS, TURNS - 2), strict=True):
+        assert {float(value) for name, value in state.items() if name.startswith("step/")} == {count}
+        for name, weight in expected.items():
+            torch.testing.assert_close(state[name], weight.detach(), rtol=1e-4, atol=1e-6)

@@ -11,11 +11,13 @@ import transformers
 from test_optimizer import bring_numbers, in_groups, shared, take_steps
 from torch import Tensor, nn
 
+from portable_fsdp.backends.base import zero_optimizer
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.models.wrap import table_weights
+from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.optim.muon import orthogonalized
-from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
+from portable_fsdp.optim.optimizer import make_optimizer, nothing_changed_if, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError
 
 LR = 0.01
@@ -123,16 +125,44 @@ def test_muon_takes_matrices_but_no_embedding_and_no_head() -> None:
     assert not any("is_hidden" in group for group in parameter_groups(shapes, of("adamw"), tables=tables))
 
 
-@pytest.mark.parametrize(("name", "inputs"), [("adam", 4), ("adafactor", 3), ("lion", 2), ("sgd", 2)])
-def test_a_compiled_step_takes_its_numbers_as_inputs(name: str, inputs: int) -> None:
-    """Two learning rates, and what follows from the step's count."""
+@pytest.mark.parametrize("name", ["adam", "adafactor", "lion", "sgd"])
+def test_a_compiled_step_takes_its_numbers_as_inputs(name: str) -> None:
+    """Two learning rates, the step's number, and how many steps were skipped."""
     optimizer = ours(name, True)
     for _ in (1, 2):
         placed = bring_numbers(optimizer, LR)
-        assert len(placed) == inputs
+        assert len(placed) == 4
         for parameter in in_groups(optimizer):
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "adam", "adafactor", "lion", "muon", "sgd", "own_optimizers:Stepping"])
+def test_a_step_that_is_skipped_leaves_no_trace(name: str, compiled: bool) -> None:
+    """The first one, two in a row, and the last: weights, state and counts are those of a run without them."""
+    keys: dict[str, Any] = {"factory": name, "name": "adamw"} if ":" in name else {"name": name, "momentum": 0.9}
+
+    def zeros(_: nn.Parameter, twin: Tensor, __: dict[str, Any]) -> Tensor:
+        return torch.zeros(twin.shape, dtype=twin.dtype)
+
+    def trained(steps: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        groups, parameters = shared(), dict[str, nn.Parameter]()
+        for group in groups:
+            (parameter,), group["params"] = group["params"], [f"{len(parameters)}"]
+            parameters[f"{len(parameters)}"] = parameter
+        optimizer = zero_optimizer(make_optimizer(of(**keys)), groups, parameters, zeros, compiled=compiled)
+        for step in steps:
+            for parameter in in_groups(optimizer):
+                parameter.grad = torch.arange(1.0 * parameter.numel()).view_as(parameter) - int(step)
+            bring_numbers(optimizer, LR)
+            with nothing_changed_if(torch.tensor(step == "0"), optimizer):
+                optimizer.step()
+        if isinstance(optimizer, CountingOptimizer):
+            optimizer.settle_counts()
+        return [p.detach() for p in in_groups(optimizer)], [dict(optimizer.state[p]) for p in in_groups(optimizer)]
+
+    torch.testing.assert_close(trained("01200340"), trained("1234"), rtol=1e-6, atol=1e-7)
 
 
 # -------------------------------------------------------------------------------------------------------- optim.factory

@@ -22,6 +22,7 @@ from portable_fsdp.backends.open import ENGINES, options_of
 from portable_fsdp.backends.support import rules_of
 from portable_fsdp.backends.verdicts import effects_of
 from portable_fsdp.checkpoint.manager import Saved
+from portable_fsdp.config.data import Data
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.errors import TrainingError
@@ -167,6 +168,50 @@ def test_a_loss_that_is_not_finite_reaches_the_callbacks() -> None:
     assert (end.outcome, end.reason, list(end.values)) == ("not finite", "not finite", ["loss", "grad_norm"])
     stop = read_jsonl(Path("run/events.jsonl"))[-1]
     assert (stop["event"], stop["step"], stop["reason"], stop["grad_norm"]) == ("stop", end.step, "not finite", None)
+
+
+ROWS_WITHOUT_LABELS = """
+import torch
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, counted):
+        self.counted = counted
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        ids = (torch.arange(6) * (row + 3)) % 16
+        return {"input_ids": ids, "labels": ids if row in self.counted else torch.full((6,), -100)}
+
+def rows(split):
+    return Rows([] if split == "test" else [0, 5])
+"""
+
+
+def test_steps_and_evaluations_in_which_nothing_counts_are_said_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "rows_without_labels.py").write_text(ROWS_WITHOUT_LABELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    bert = {"model_type": "bert", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_labels": 16}
+    settings = config(
+        model={"architecture": {**bert, "num_hidden_layers": 1, "num_attention_heads": 2}},
+        train={"task": "token_classification", "steps": 8, "global_batch": 1, "eval_every": 4},
+    )
+    data = Data.model_validate({"factory": "rows_without_labels:rows", "eval_split": "test"})
+    settings = settings.model_copy(update={"data": data})
+    recorder = Recorder()
+    assert train(settings, device="cpu", backend="native", callbacks=[recorder]) == 0
+    steps = [data for data in recorder.seen if isinstance(data, StepEnd)]
+    assert sorted(step.is_empty for step in steps) == [False] * 2 + [True] * 6
+    assert all((step.loss == 0) == (step.grad_norm == 0) == step.is_empty for step in steps)
+    assert not any(isinstance(data, EvaluationEnd) for data in recorder.seen)
+    assert sum(row.get("is_empty", 0) for row in read_jsonl(Path("run/metrics.jsonl"))) == 6
+    printed = Path("run/logs/run.log").read_text()
+    assert printed.count("so the step changed nothing") == 1
+    assert printed.count("nothing counts in the validation set") == 2
+    assert "; nothing counted in 6 of 8 steps" in printed
 
 
 def test_gradients_that_overflow_at_every_scale_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

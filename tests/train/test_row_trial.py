@@ -2,17 +2,19 @@
 
 import pickle
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.tasks import find_task
+from portable_fsdp.models.tasks import find_task, with_problem
 from portable_fsdp.runtime.errors import BackendError, ConfigError, DataError
 from portable_fsdp.train.row_trial import RowCost, try_rows
 
@@ -97,6 +99,87 @@ def config_of(buckets: Mapping[str, object], **model: object) -> Config:
             "train": {"task": "token_classification", "steps": 3, "global_batch": 8},
         }
     )
+
+
+def classifier(outputs: int, problem: str | None) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_labels": outputs}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "problem_type": problem}
+    kind = BertConfig(**sizes)
+    return BertForSequenceClassification(kind).eval()
+
+
+IDS = torch.arange(12).view(4, 3) % 9
+FLOATS, COLUMN = torch.tensor([0.5, -100.0, 2.0, 0.25]), torch.tensor([[0.5], [1.0], [2.0], [0.0]])
+TAGS, NUMBERS = torch.tensor([[1.0, 0.0, 1.0]] * 3 + [[0.0, 0.5, 1.0]]), torch.arange(12.0).view(4, 3)
+CLASSES = torch.tensor([0, 2, 1, -100])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("outputs", "problem", "labels"),
+    [
+        (1, None, FLOATS),
+        (1, "regression", COLUMN),
+        (1, None, torch.tensor([0, 1, 1, 0])),
+        (3, "regression", NUMBERS),
+        (3, None, TAGS),
+        (3, "multi_label_classification", TAGS),
+        (3, None, CLASSES),
+        (3, "single_label_classification", CLASSES[:, None]),
+    ],
+)
+def test_numbers_and_labels_of_rows_have_the_loss_of_transformers(
+    outputs: int, problem: str | None, labels: Tensor, dtype: torch.dtype
+) -> None:
+    """Its value and its gradient, from parts of the rows; what an evaluation fills a batch up with counts nothing."""
+    model, task = classifier(outputs, problem).to(dtype), find_task("sequence_classification")
+    are_classes = labels.dtype == torch.int64 and outputs > 1
+    values = labels if are_classes else labels.float()
+    filled = torch.cat([values, torch.full_like(values[:2], -100 if are_classes else torch.nan)])
+    parts = [task.scores(model, {"input_ids": IDS[:3], "labels": labels[:3]})]
+    parts.append(task.scores(model, {"input_ids": IDS[[3, 0, 1]], "labels": filled[3:]}))
+    mean = (parts[0][0] + parts[1][0]) / (parts[0][1] + parts[1][1])
+    mean.backward()
+    actual = model.classifier.weight.grad
+    model.zero_grad()
+    targets = labels if are_classes else labels.to(dtype)
+    expected = model(input_ids=IDS, labels=targets).loss
+    expected.backward()
+    torch.testing.assert_close(mean, expected.float(), rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=0)
+    bound = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual, model.classifier.weight.grad, rtol=bound, atol=bound * 20)
+    with torch.no_grad():
+        metrics = task.scores(model, {"input_ids": IDS, "labels": labels})[2]
+    assert metrics.keys() == ({"mean_absolute_error"} if problem == "regression" or outputs == 1 else {"accuracy"})
+
+
+@pytest.mark.parametrize(
+    ("outputs", "problem", "labels", "expected"),
+    [
+        (3, "single_label_classification", TAGS, r"integer `labels`, found torch\.float32"),
+        (3, "regression", FLOATS, r"regression needs a label for each output \(num_labels\): \[4, 3\], found \[4\]"),
+        (3, None, FLOATS, r"multi_label_classification needs a label for each output"),
+        (3, None, NUMBERS, r"3 numbers from 0 to 1 a row as labels, .*, found 2 in the first rows \(0\)"),
+        (1, None, FLOATS / 0, r"regression expects 1 finite numbers a row as labels, .*, found inf in the first rows"),
+        (3, None, CLASSES + 1, r"expected labels from 0 to 2"),
+    ],
+)
+def test_labels_that_do_not_fit_the_problem_are_refused(
+    outputs: int, problem: str | None, labels: Tensor, expected: str
+) -> None:
+    rows, model = {"input_ids": IDS, "labels": labels}, classifier(outputs, problem)
+    task = with_problem(find_task("sequence_classification"), model, rows)
+    with pytest.raises((ConfigError, DataError), match=expected):
+        try_rows([rows], model, task, has_fixed_shapes=True)
+
+
+def test_one_class_is_refused() -> None:
+    rows = {"x": torch.zeros(2, 4), "labels": torch.zeros(2, 4, dtype=torch.int64)}
+    one = Positions()
+    one.table = nn.Parameter(torch.zeros(8, 1))
+    with pytest.raises(ConfigError, match=r"token_classification: the model has one class, whose cross entropy is alw"):
+        try_rows([rows], one, TASK, has_fixed_shapes=False)
 
 
 @pytest.mark.parametrize(("engine", "devices", "hosts"), [("xla", 8, 2), ("xla_fsdp1", 2, 1)])

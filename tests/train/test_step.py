@@ -17,6 +17,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.formats.base import ExportOptions, export_checkpoint
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
+from portable_fsdp.optim.loss_scale import LossScaler
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.train.build import shard_policy
 from portable_fsdp.train.step import Step, train_step
@@ -160,6 +161,46 @@ def test_a_second_step_starts_from_no_gradient(backend: Backend, accumulation: i
     assert again["loss"] == pytest.approx(first["loss"], rel=1e-6), "the learning rate was 0"
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_of_others_do_not_count_and_rates_of_groups_stay_the_users(
+    backend: Backend, accumulation: int
+) -> None:
+    """A user's own backward before each step changes neither the step nor its gradient norm; lr may be a tensor."""
+    plainly, among_others = run(backend, accumulation), run(backend, accumulation)
+    group = among_others.optimizer.param_groups[0]
+    for _ in range(2):
+        (ours,) = batches()
+        among_others.model(ours["input_ids"], ours["labels"])[0].backward()
+        group["lr"] = 0.25
+        actual = fetched(backend, among_others.step(batches(accumulation), torch.tensor(LR)))
+        assert group["lr"] == 0.25
+        assert actual == fetched(backend, plainly.step(batches(accumulation), LR))
+    for name, weight in weights(among_others.model).items():
+        assert torch.equal(weight, plainly.model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_in_which_no_label_counts_changes_nothing(backend: Backend, accumulation: int) -> None:
+    trained = run(backend, accumulation)
+    trained.step(batches(accumulation), LR)
+    before = weights(trained.model)
+    nothing = [{**b, "labels": b["labels"] * 0 - 100, "tokens": b["tokens"] * 0} for b in batches(accumulation)]
+    metrics = fetched(backend, trained.step(nothing, LR))
+    assert [metrics[name] for name in ("loss", "grad_norm", "is_empty")] == [0, 0, 1]
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(trained.model).items())
+    assert fetched(backend, trained.step(batches(accumulation), LR))["is_empty"] == 0
+
+
+def test_an_empty_step_leaves_the_loss_scale_and_its_window() -> None:
+    scaler, no, yes = LossScaler(64.0, 2, torch.device("cpu")), torch.tensor(False), torch.tensor(True)
+    scaler.update(no, no)
+    for _ in range(3):
+        scaler.update(no, yes)
+    assert scaler.state() == {"scale": 64.0, "finite_steps": 1, "skipped_steps": 0}
+    scaler.update(no, no)
+    assert scaler.state() == {"scale": 128.0, "finite_steps": 0, "skipped_steps": 0}
+
+
 def test_the_learning_rate_is_that_of_the_call(backend: Backend) -> None:
     first, other = run(backend), run(backend)
     before = weights(first.model)
@@ -194,7 +235,7 @@ def test_metrics_stay_on_the_device_and_what_rides_along_arrives(
     backend: Backend, accumulation: int, stop: float
 ) -> None:
     metrics = run(backend, accumulation).step(batches(accumulation, stop), LR)
-    assert metrics.keys() == {"loss", "grad_norm", "votes"}
+    assert metrics.keys() == {"loss", "grad_norm", "is_empty", "votes"}
     for value in metrics.values():
         assert type(value) is Tensor
         assert not value.requires_grad

@@ -9,7 +9,7 @@ optimizer runs on the host.
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -107,8 +107,8 @@ class NativeBackend(base.Backend):
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
-        self._prefetch: Prefetch | None = None
-        self._sums: GradientSums | None = None
+        self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
+        self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the models whose gradients they sum
         self.offload: ActivationOffload | None = None
         self._update_scales: Callable[[], None] = lambda: None  # of weights that are gathered in float8
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
@@ -158,10 +158,10 @@ class NativeBackend(base.Backend):
             self._update_scales = use_float8(model, policy, self.device, self._shard.size())
         if self._shard.size() == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
+            self._models[model] = None, policy.reduce
         else:
             mesh = self._shard if self.axes["replicate"] == 1 else self._mesh
-            self._prefetch = Prefetch(shard_units(model, policy, mesh, self.device), policy)
-        self._reduce, self._has_scalars = policy.reduce, any(weight.dim() == 0 for weight in model.parameters())
+            self._models[model] = Prefetch(shard_units(model, policy, mesh, self.device), policy), policy.reduce
         if policy.offload_activations:
             from portable_fsdp.backends.native.offload import ActivationOffload
 
@@ -227,33 +227,41 @@ class NativeBackend(base.Backend):
             yield
 
     @contextmanager
-    def accumulate(self, last: bool) -> Generator[None]:
+    def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
-        if isinstance(self._root, FSDPModule):
-            if self._syncs_each_micro_batch:
-                self._root.set_requires_all_reduce(last)
-            else:
-                self._root.set_requires_gradient_sync(last)
-            self._gather_first()
-        has_copies = self._has_scalars or not isinstance(self._root, FSDPModule)
-        sums = self._gradient_sums().summing() if has_copies and last and self.process.count > 1 else nullcontext()
-        with sums, explained_errors([self._root]):
+        models = [model] if model in self._models else list(self._models)
+        for root in models:
+            if isinstance(root, FSDPModule):
+                if self._syncs_each_micro_batch:
+                    root.set_requires_all_reduce(last)
+                else:
+                    root.set_requires_gradient_sync(last)
+        self._gather_first(models)
+        sums = self._gradient_sums(models) if last and self.process.count > 1 else None
+        with sums.summing() if sums else nullcontext(), explained_errors(models):
             yield
 
-    def _gradient_sums(self) -> GradientSums:
-        """The sums of gradients that FSDP2 doesn't reduce, of the weights that train now and that each process has
-        whole."""
-        trained = [p for p in self._root.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        if self._sums is None or [*map(id, trained)] != [*map(id, self._sums.parameters)]:
-            if self._sums:
-                self._sums.close()
-            self._sums = GradientSums(trained, cast(dist.ProcessGroup, dist.group.WORLD), self._reduce)
-        return self._sums
+    def _gradient_sums(self, models: list[nn.Module]) -> GradientSums | None:
+        """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
+        None: each process has no trainable weight as a whole."""
+        weights = (p for model in models for p in model.parameters())
+        trained = [p for p in weights if p.requires_grad and not isinstance(p, DTensor)]
+        if not trained:
+            return None
+        key = tuple(map(id, models))
+        sums = self._sums.get(key)
+        if sums is None or [*map(id, trained)] != [*map(id, sums.parameters)]:
+            if sums:
+                sums.close()
+            reduce = self._models[models[0]][1]
+            sums = self._sums[key] = GradientSums(trained, cast(dist.ProcessGroup, dist.group.WORLD), reduce)
+        return sums
 
-    def _gather_first(self) -> None:
-        if self._prefetch:
-            self._prefetch.before_forward()
+    def _gather_first(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
+            if prefetch := self._models[model][0]:
+                prefetch.before_forward()
 
     def unshard(self, module: nn.Module) -> None:
         if isinstance(module, FSDPModule):
@@ -261,14 +269,15 @@ class NativeBackend(base.Backend):
 
     @contextmanager
     def evaluate(self) -> Generator[None]:
-        self._gather_first()
+        self._gather_first(self._models)
         if self._programs:
             self._programs.expect_others()
         try:
-            with torch.no_grad(), explained_errors([self._root]):
+            with torch.no_grad(), explained_errors(self._models):
                 yield
         finally:
-            reshard_all(self._root)
+            for model in self._models:
+                reshard_all(model)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
         if not keep and not self._keeps_gradients:

@@ -265,7 +265,7 @@ def reshard_all(root: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
             group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
-            if group is not None:
+            if group is not None and hasattr(group.comm_ctx, "post_forward_order"):  # else it has never run
                 # FSDP2 (2.9) notes forwards without gradients too, and would gather by that order in the next backward.
                 group._post_forward_indices.clear()
                 group.comm_ctx.post_forward_order.clear()

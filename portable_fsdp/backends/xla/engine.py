@@ -64,6 +64,7 @@ class XlaBackend(PjrtBackend):
         )
         if device == "tpu" and not self._tensors.torus:
             log.info("the chips' coordinates are unknown: gradients are summed as the compiler likes, not as planned")
+        self._copies: list[Copies] = []  # of each model
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
@@ -113,7 +114,7 @@ class XlaBackend(PjrtBackend):
         scanned = policy.layers if policy.scan_layers else ()
         in_loop = {fqn: use for fqn, use in uses.items() if is_inside(fqn, scanned)}
         outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}
-        self._copies = copies = Copies(layouts.gathered, barrier, keeps_copies)
+        self._copies.append(copies := Copies(layouts.gathered, barrier, keeps_copies))
         in_int8 = {*map(model.get_submodule, eight_bit_layers(model, policy))}
         replace_forwards(uses, copies, layouts.shard, scatter_over(self._tensors.torus, self.axes), in_int8)
         for name, dtype in policy.modules.items():
@@ -174,9 +175,10 @@ class XlaBackend(PjrtBackend):
         return {name: self._tensors.place(tensor, by_rows(tensor)) for name, tensor in batch.items()}
 
     @contextmanager
-    def accumulate(self, last: bool) -> Generator[None]:
+    def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
         yield  # one global program: there is no gradient that has not crossed
-        self._copies.release()  # without gradients the model's forward itself gives back what it gathered
+        for copies in self._copies:  # without gradients a model's forward itself gives back what it gathered
+            copies.release()
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]

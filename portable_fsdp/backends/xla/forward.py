@@ -98,11 +98,13 @@ class Copies:
         """The model's `forward`: gathered copies live until after backward, or without gradients until its end."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._gather_all(uses)
+            is_first = not self._gathered  # a second forward before the backward uses the same copies
+            if is_first:
+                self._gather_all(uses)
             try:
                 return forward(*args, **kwargs)
             finally:
-                if not torch.is_grad_enabled():
+                if is_first and not torch.is_grad_enabled():
                     self.release()
 
         return run

@@ -28,6 +28,7 @@ from portable_fsdp.backends.pjrt import (
 )
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.config.schema import Config
+from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
@@ -60,6 +61,8 @@ class XlaFsdp1Backend(PjrtBackend):
         rows = self._settings.shard_param_on_dim_0
         self._by_rows = not self._settings.flatten_parameters if rows is None else rows
         self._programs = Programs(self.name)
+        self._roots: dict[nn.Module, Any] = {}  # model -> its root unit
+        self._shards_of: dict[nn.Module, dict[str, Shard]] = {}
 
     def close(self) -> None:
         self._bridge._xla_wait_device_ops(devices=[])  # no sync: what a failed step has left would be compiled
@@ -74,9 +77,9 @@ class XlaFsdp1Backend(PjrtBackend):
         if self._by_rows:
             check_rows(places)
         self._put_zeros(places)
-        self._units, self._reduce = self._wrap_forwards(model, policy), policy.reduce
-        self._root = self._units[-1]
-        self._shards = shards_of(self._units, places, self._index)
+        units, self._reduce = self._wrap_forwards(model, policy), policy.reduce
+        self._roots[model] = units[-1]
+        self._shards = self._shards_of[model] = shards_of(units, places, self._index)
         for shard in self._shards.values():
             shard.parameter.data = self._upload(shard.collect(fill, torch.float32))
             if not self._settings.flatten_parameters:  # else there is no shard of one parameter to be found there
@@ -169,7 +172,8 @@ class XlaFsdp1Backend(PjrtBackend):
         the optimizer's, from the first update on. So that order holds from the start, and after a load too.
         """
         frozen = [name for name in self._shards if name not in trained]
-        self._shards = {name: self._shards[name] for name in (*frozen, *trained)}
+        for name in (*frozen, *trained):
+            self._shards[name] = self._shards.pop(name)
         for name in trained:
             parameter = self._shards[name].parameter
             parameter.data = self._upload(parameter.detach().cpu())
@@ -202,21 +206,22 @@ class XlaFsdp1Backend(PjrtBackend):
             with torch.no_grad():
                 yield
         finally:
-            for unit in self._units:  # the root keeps its full parameters for backward; by the policy, all of them do
-                unit._free_full_params()
+            for root in self._roots.values():
+                for unit in (*root.module.inner, root):  # a root keeps its full parameters for backward, others may
+                    unit._free_full_params()
 
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
-        for parameter in self._root.params_with_grad:
+        for parameter in self._roots[model].params_with_grad:
             cast(Tensor, parameter.grad).mul_(factor)
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         if self._replicas > 1:
-            self._sum_over_replicas()
-        return self._root.clip_grad_norm_(math.inf if limit is None else limit, groups=self._shard_groups)
+            self._sum_over_replicas(model)
+        return self._roots[model].clip_grad_norm_(math.inf if limit is None else limit, groups=self._shard_groups)
 
-    def _sum_over_replicas(self) -> None:
+    def _sum_over_replicas(self, model: nn.Module) -> None:
         """Replace gradients by their sums, in the reduce dtype."""
-        for parameter in self._root.params_with_grad:
+        for parameter in self._roots[model].params_with_grad:
             gradient = cast(Tensor, parameter.grad)
             total = self._ops.all_reduce(
                 self._ops.REDUCE_SUM,
@@ -257,7 +262,7 @@ class XlaFsdp1Backend(PjrtBackend):
         self._xla.sync(wait=True)
         states: dict[str, base.TensorState] = {}
         on_host = functools.lru_cache(maxsize=1)(_flat_on_host)  # the parameters of one shard come one after another
-        for key_of, tensor, shard in self._cut(optimizer):
+        for key_of, tensor, shard in self._cut(model, optimizer):
             flat = functools.partial(on_host, tensor)
             for span in shard.spans:
                 pieces = functools.partial(self._pieces, shard, span.fqn, flat)
@@ -282,7 +287,7 @@ class XlaFsdp1Backend(PjrtBackend):
         ]
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
-        for key_of, tensor, shard in self._cut(optimizer):
+        for key_of, tensor, shard in self._cut(model, optimizer):
             host = shard.collect(lambda fqn, box, key_of=key_of: read(key_of(fqn), box), tensor.dtype)
             tensor.data = self._upload(host.contiguous())
         for key, tensor in self._uncut(model, optimizer).items():
@@ -293,9 +298,11 @@ class XlaFsdp1Backend(PjrtBackend):
                 tensor.data = self._upload(host.contiguous())
         self._xla.sync(wait=True)
 
-    def _cut(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Callable[[str], str], Tensor, Shard]]:
+    def _cut(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[Callable[[str], str], Tensor, Shard]]:
         """Parameters and their state: the key of each FQN that a shard holds elements of, its tensor, the shard."""
-        for shard in self._shards.values():
+        for shard in self._shards_of[model].values():
             yield str, shard.parameter, shard
             for name, value in self._states(shard, optimizer):
                 if value.shape == shard.parameter.shape:
@@ -303,9 +310,11 @@ class XlaFsdp1Backend(PjrtBackend):
 
     def _uncut(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What each process has whole, by its key: buffers, and state that isn't laid out like its parameter."""
+        if isinstance(optimizer, CountingOptimizer):
+            optimizer.settle_counts()
         counts = {
             base.state_key(name, span.fqn): value
-            for shard in self._shards.values()
+            for shard in self._shards_of[model].values()
             for name, value in self._states(shard, optimizer)
             if value.shape != shard.parameter.shape
             for span in shard.spans
