@@ -208,7 +208,7 @@ def config_from_json(values: Mapping[str, Any]) -> Any:
 
 def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Name, value and config class of each key that the class doesn't know, in parts (`text_config.`) too."""
-    if config is None:  # transformers refused the values, or the part
+    if not hasattr(config, "sub_configs"):  # no config: transformers refused the values, or the part is a plain dict
         return
     for name, value in values.items():
         if name in config.sub_configs and isinstance(value, dict):

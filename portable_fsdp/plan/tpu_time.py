@@ -10,7 +10,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from portable_fsdp.metrics import hlo
 from portable_fsdp.metrics.hlo import CollectiveCall, Computations, Instruction
@@ -30,11 +29,6 @@ def expected_time(hlo_text: str, devices: int, rates: Rates) -> Expected:
     """
     computations, _ = hlo.read_program(hlo_text)
     return _Walk(computations, devices, rates).of(hlo.ENTRY)
-
-
-class _Busy(NamedTuple):
-    part: str  # of the result
-    seconds: float  # of compute
 
 
 class _Walk:
@@ -115,20 +109,21 @@ class _Walk:
     def _attributes_in(self, callees: list[str]) -> str:
         return "".join(other.rest for name in callees for other in self._computations[name])
 
-    def _busy(self, instruction: Instruction, callees: list[str], types: list[str], carries: bool) -> _Busy:
-        """What compute an instruction takes; one that `carries` a collective along has its buffers among its own."""
+    def _busy(self, instruction: Instruction, callees: list[str], types: list[str], carries: bool) -> tuple[str, float]:
+        """An instruction's part of the result, and its seconds of compute. One that `carries` a collective has the
+        collective's buffers among its own."""
         if kernel := hlo.kernel_flops_of(instruction):
-            return _Busy("attention", kernel[1] / self._attention)
+            return "attention", kernel[1] / self._attention
         if instruction.operation in _FREE or instruction.operation.endswith("-start"):
-            return _Busy("elementwise", 0.0)
+            return "elementwise", 0.0
         flops = sum(self._flops(name) for name in callees)
         if instruction.operation in ("convolution", "dot"):
             flops += sum(count for _, count in hlo.products_of([*self._typed(types, instruction), instruction]))
         moved = 0.0 if carries else self._moved(instruction, callees, types) / self._memory
         if flops:
-            return _Busy("products", max(flops / self._products, moved))
+            return "products", max(flops / self._products, moved)
         inside = {other.operation for name in callees for other in self._computations[name]} or {instruction.operation}
-        return _Busy("copies" if inside <= _MOVES | _FREE else "elementwise", moved)
+        return "copies" if inside <= _MOVES | _FREE else "elementwise", moved
 
     def _typed(self, types: list[str], instruction: Instruction) -> list[Instruction]:
         """Parameters in place of an instruction's operands."""
