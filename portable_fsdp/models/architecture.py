@@ -1,24 +1,19 @@
 """`model.architecture`: a mapping of the YAML file or a config.json, read as transformers' `from_pretrained` reads it.
 
-transformers accepts any key and turns an unknown one into an attribute that nothing reads. No single list says what a
-class reads: it has fields, other names for them, keys of older files that it converts (`rotary_pct`, `torch_dtype`),
-and keys that the model's code asks for. A key outside all of these is refused if
-
-- it is one letter off one of them: a typing mistake, in a file too; or
-- the user typed it. A published config.json, or a mapping pasted from one (`_MARKS` recognises it), may carry keys of
-  the tool that wrote it, since transformers ignores them. So may `key: false` or null, which asks for nothing.
+transformers accepts any key and keeps an unknown one as an attribute that nothing reads. A class knows its fields,
+other names for them, keys of older files that it converts (`rotary_pct`, `torch_dtype`), and keys that its code asks
+for by name (`head_dim`). Another key is an error if the user typed it, with a value other than false or null. A
+config.json, or a mapping pasted from one (`_MARKS` recognises it), may carry keys of the tool that wrote it: the log
+names them. A pasted key whose name is nearly that of a field is an error too.
 """
 
 import dataclasses
 import difflib
 import inspect
-import itertools
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,13 +41,6 @@ _MAPPINGS = {
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
 """By transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
 
-_READS_OF_A_CONFIG = re.compile(
-    r"""kwargs\.(?:pop|get|setdefault)\(\s*["'](\w+)"""
-    r"""|kwargs\[["'](\w+)"""
-    r"""|["'](\w+)["'] (?:not )?in kwargs"""
-    r"""|getattr\(\s*[\w.]*config, ["'](\w+)"""
-    r"""|config\.(\w+)"""
-)
 _MAX_BYTES = 16 * 2**20
 
 
@@ -132,7 +120,12 @@ def _checked(architecture: Mapping[str, Any] | str, task: str) -> tuple[Any, lis
         config = _read(values)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         failure = error
-    unread = _refuse_unread(kind, config, values, where, is_published)
+    unknown = list(unknown_keys(config, values))
+    for name, value, its_kind in () if is_file else unknown:
+        _refuse_unknown_key(name, value, its_kind, where, is_published)
+    for part, inside in (("", values), *((f"{key}.", values.get(key)) for key in kind.sub_configs)):
+        for name in ("rope_parameters", "rope_scaling") if isinstance(inside, dict) else ():
+            _refuse_misspelt_rope(cast(dict[str, Any], inside).get(name), f"{where}{part}{name}")
     _refuse_sizes(kind, config, values, where)
     if failure is not None:
         raise ConfigError(
@@ -146,7 +139,7 @@ def _checked(architecture: Mapping[str, Any] | str, task: str) -> tuple[Any, lis
             f"rope_parameters are {config.rope_parameters}.\n  Leave it out."
         )
     remarks = {
-        f"{kind.__name__} reads no {', '.join(unread)}: without effect": unread,
+        f"{kind.__name__} knows no {', '.join(name for name, _, _ in unknown)}: without effect": unknown,
         f"{', '.join(dropout)}: taken as 0, since dropout is not built yet": dropout,
         f"{kind.__name__} drops {', '.join(dropped)}, as from_pretrained does": dropped,
     }
@@ -209,37 +202,45 @@ def config_from_json(values: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(**decoded)
 
 
-# -------------------------------------------------------------------------------------------- keys that nothing reads
+# ------------------------------------------------------------------------------------------------------ unknown keys
 
 
-def _refuse_unread(kind: Any, config: Any, values: Mapping[str, Any], where: str, is_published: bool) -> list[str]:
-    """Raises ConfigError for a key that is a mistake; returns the others that nothing reads.
+def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and config class of each key that the class doesn't know, in parts (`text_config.`) too."""
+    if not hasattr(config, "sub_configs"):  # no config: transformers refused the values, or the part is a plain dict
+        return
+    for name, value in values.items():
+        if name in config.sub_configs and isinstance(value, dict):
+            yield from unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
+        # A converted key is no attribute. A key that begins with _ is transformers' own; nobody types it.
+        elif (
+            name in vars(config).keys() - {"model_type"} and not name.startswith("_") and not _knows(type(config), name)
+        ):
+            yield f"{part}{name}", value, type(config)
 
-    `config`: None where transformers refuses the values; then its conversions can't be seen at work.
-    """
-    unread: list[str] = []
-    for part, inside, its_config in _mappings_in(kind, config, values):
-        its_kind = type(its_config) if its_config is not None else kind
-        held: Mapping[str, Any] = inside if its_config is None else vars(its_config)  # without converted keys
-        plain = {*_fields(its_kind), *its_kind.attribute_map}
-        # A key that begins with _ is transformers' own note to itself; nobody types it.
-        extra = [name for name in inside if name in held and name not in plain and not name.startswith("_")]
-        known = plain | _known_to_code(its_kind) if extra else plain
-        for name in extra:
-            if name in known:
-                continue
-            # Files have tokens of many names (eod_token_id), and the model doesn't depend on them.
-            near = [key for key in known if _is_one_letter_off(name, key) and not name.endswith("_token_id")]
-            if not near and not is_published:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-            if near or not (is_published or inside[name] is None or inside[name] is False):
-                near = difflib.get_close_matches(name, sorted(near or known), n=1)
-                others = f"nearest: {near[0]}" if near else f"It has: {', '.join(sorted(_fields(its_kind)))}"
-                raise ConfigError(f"{where}{part}{name}: unknown key of {its_kind.__name__}.\n  {others}.")
-            unread.append(f"{part}{name}")
-        for name in ("rope_parameters", "rope_scaling"):
-            _refuse_misspelt_rope(inside.get(name), f"{where}{part}{name}")
-    return unread
+
+def _knows(kind: Any, name: str) -> bool:
+    if name in _names(kind) or name == "tie_word_embeddings":  # for which the base of all models asks
+        return True
+    own = (f"self.{name} = ", f'kwargs.get("{name}"')
+    return f'config, "{name}"' in _code(kind, "modeling") or any(text in _code(kind, "configuration") for text in own)
+
+
+def _code(kind: Any, part: str) -> str:
+    """As text: importing a model takes a second."""
+    files = Path(inspect.getfile(kind)).parent.glob(f"{part}_*.py")
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _refuse_unknown_key(name: str, value: Any, kind: Any, where: str, is_published: bool) -> None:
+    key = name.rpartition(".")[2]
+    known = sorted(_names(kind))
+    # Files have tokens of many names (eod_token_id), and the model doesn't depend on them.
+    is_typo = difflib.get_close_matches(key, known, n=1, cutoff=0.9) and not key.endswith("_token_id")
+    if is_typo or not (is_published or value is None or value is False):
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"nearest: {near[0]}" if near else f"It has: {', '.join(known)}"
+        raise ConfigError(f"{where}{name}: unknown key of {kind.__name__}.\n  {hint}.")
 
 
 def _refuse_misspelt_rope(rope: Any, where: str) -> None:
@@ -254,46 +255,8 @@ def _refuse_misspelt_rope(rope: Any, where: str) -> None:
         _refuse_misspelt_rope(value, f"{where}.{name}")  # for each kind of layer
 
 
-def _is_one_letter_off(name: str, key: str) -> bool:
-    """One letter missing, added, changed, or two swapped; short keys (`d_inner`, `n_inner`) differ like that anyway."""
-    begin = _common_start(name, key)
-    name, key = name[begin:], key[begin:]
-    end = _common_start(name[::-1], key[::-1])
-    name, key = name[: len(name) - end], key[: len(key) - end]
-    is_swap = len(name) == 2 and name == key[::-1]
-    return begin + end > 7 and (max(len(name), len(key)) == 1 or is_swap)
-
-
-def _common_start(name: str, key: str) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, key, strict=False)))
-
-
-def _mappings_in(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """The mapping itself and those of its parts (`text_config.`), each with the config that it became."""
-    yield "", {key: value for key, value in values.items() if key != "model_type"}, config
-    for key in kind.sub_configs if config is not None else ():
-        part, inside = getattr(config, key, None), values.get(key)
-        if isinstance(inside, dict) and part is not None:
-            for below, mapping, its_config in _mappings_in(type(part), part, cast(dict[str, Any], inside)):
-                yield f"{key}.{below}", mapping, its_config
-
-
-@cache
-def _known_to_code(kind: Any) -> frozenset[str]:
-    """Keys that transformers' code asks a config of this class for: the code of the class, its bases and its model."""
-    bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
-    own = [*map(inspect.getsource, bases)]
-    codes = [*own, *_code_of_models(kind)]
-    names = {name for code in codes for groups in _READS_OF_A_CONFIG.findall(code) for name in groups if name}
-    names |= {name for code in own for name in re.findall(r"self\.(\w+) = ", code)}  # computed
-    properties = {name for name, value in inspect.getmembers_static(kind) if isinstance(value, property)}
-    named = {name for name in names if not callable(getattr(kind, name, None))}
-    return frozenset({*named, *properties, "tie_word_embeddings"})  # which the base of all models asks for
-
-
-def _code_of_models(kind: Any) -> list[str]:
-    """As text: importing a model takes a second."""
-    return [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(kind)).parent.glob("modeling_*.py")]
+def _names(kind: Any) -> set[str]:
+    return {*_fields(kind), *kind.attribute_map, *kind.attribute_map.values()}
 
 
 def _fields(kind: Any) -> dict[str, Any]:
@@ -307,30 +270,14 @@ def _dropped_rotary(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[st
     rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     each = [rotary, *(inside for inside in rotary.values() if isinstance(inside, dict))]
     taken = [value for inside in each for value in inside.values()]
-    for name, value, its_config in _named_numbers(config, values):
-        is_rotary = "rope" in name or "rotary" in name
-        if rotary and is_rotary and value not in taken and getattr(its_config, name, None) != value:
+    for name, value in values.items() if rotary else ():
+        is_rotary = type(value) in (int, float) and ("rope" in name or "rotary" in name)
+        if is_rotary and value not in taken and getattr(config, name, None) != value:
             yield name, value
     name = "partial_rotary_factor"
-    is_given = f'"{name}"' in json.dumps(values, default=str)  # at any depth; else it is the class's own
     factor = next((inside[name] for inside in each if inside.get(name, 1) != 1), None)
-    if is_given and factor is not None and not any(name in code for code in _code_of_models(type(config))):
+    if factor is not None and name not in _code(type(config), "modeling"):
         yield name, factor
-
-
-def _named_numbers(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name and value of each number, and the config that a model would ask for it.
-
-    Includes those of a part (dbrx's attn_config), unless the part has rotary parameters of its own.
-    """
-    for name, value in values.items():
-        if type(value) in (int, float):
-            yield name, value, config
-        elif name in type(config).sub_configs and isinstance(value, dict):
-            part = getattr(config, name, None)
-            if part is not None and not hasattr(part, "rope_parameters"):
-                numbers = _named_numbers(part, cast(dict[str, Any], value))
-                yield from ((below, number, None) for below, number, _ in numbers)
 
 
 # ------------------------------------------------------------------------------------------------------------- sizes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matches
-from portable_fsdp.models.architecture import last_line, mapping_of, models_of
+from portable_fsdp.models.architecture import last_line, mapping_of, models_of, unknown_keys
 from portable_fsdp.models.conversion import ConvertedTensors
 from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.safetensors_folder import SafetensorsFolder
@@ -117,6 +117,9 @@ def _config(folder: Path, task: str) -> Any:
             f"model.pretrained: {path}: expected weights in float32, bfloat16 or float16, found quantised ones "
             f"(quantization_config: {str(method)[:80]}).\n  {_UNQUANTISED}"
         )
+    values, _ = config.get_config_dict(folder, local_files_only=True)
+    if names := [name for name, _, _ in unknown_keys(config, values)]:
+        log.warning("model.pretrained: %s knows no %s: without effect", type(config).__name__, ", ".join(names))
     return config
 
 

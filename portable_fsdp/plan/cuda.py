@@ -48,9 +48,8 @@ from portable_fsdp.plan.memory_trace import (
 )
 from portable_fsdp.plan.model import empty_batch, facts_of, rows_of
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
-from portable_fsdp.plan.speed import rates_of
 from portable_fsdp.plan.target import Target
-from portable_fsdp.plan.time import over_links
+from portable_fsdp.plan.time import over_links, rates_of
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training

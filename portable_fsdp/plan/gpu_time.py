@@ -1,7 +1,7 @@
 """How long a GPU takes for the kernels of a recorded step.
 
 A GPU is one stream of compute and one of communication. A kernel takes the time of its products or of its bytes of
-memory, at the speeds that runs reach (`speed.Rates`), and at least LEAST_S. FSDP2 asks for the next gather when compute
+memory, at the speeds that runs reach (`time.Rates`), and at least LEAST_S. FSDP2 asks for the next gather when compute
 has taken over the last one's weights, and compute waits where it reads what isn't gathered yet; gradients are reduced
 beside compute, in turn with gathers, and a program ends when they are.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelRun, Timeline
 from portable_fsdp.plan.result import Expected
-from portable_fsdp.plan.speed import ComputeStream, Rates
+from portable_fsdp.plan.time import Rates, Streams
 
 LEAST_S = 4e-6
 """Of any kernel, from its start to the next one's. A guess, which decides nothing where kernels are large."""
@@ -25,42 +25,34 @@ def expected_time(
         sent: of each collective: link -> bytes that a device sends over it.
         is_compiled: whether layers and the loss are compiled, which fuses the kernels between their products.
     """
-    streams = _Streams(sent, rates)
+    streams = Streams()
+    gathered: dict[int, float] = {}  # id of what a gather fills, until it is read -> when the gather ends
+    last_used = 0.0  # when compute began with the last gather's weights
     for program in programs:
         for entry in fused(program) if is_compiled else program:
-            streams.communicate(entry) if isinstance(entry, CollectiveRun) else streams.compute(entry)
-        streams.end_program()
-    return streams.stream.expected({})
+            if isinstance(entry, CollectiveRun):
+                seconds = _seconds_to_send(sent[entry.collective], rates)
+                end = streams.send("links", seconds, since=last_used if entry.result else None)
+                if entry.result:
+                    gathered[id(entry.result)] = end
+                continue
+            for block, _ in entry.reads:
+                if id(block) in gathered:
+                    streams.wait(gathered.pop(id(block)))
+                    last_used = streams.now
+            streams.run(entry.part, _seconds_of(entry, rates))
+        streams.wait_for("links")
+    return streams.expected({})
 
 
-class _Streams:
-    def __init__(self, sent: Mapping[Collective, Mapping[str, float]], rates: Rates) -> None:
-        self.stream = ComputeStream()
-        self._link_free = 0.0
-        self._gather_used = 0.0  # when compute began with the last gather's weights
-        self._gathers: dict[int, float] = {}  # under way: id of what it fills -> when it ends
-        self._sent, self._rates = sent, rates
+def _seconds_to_send(sent: Mapping[str, float], rates: Rates) -> float:
+    return max((size / rates.links[link] for link, size in sent.items() if link in rates.links), default=0.0)
 
-    def communicate(self, run: CollectiveRun) -> None:
-        links = self._rates.links
-        sent = self._sent[run.collective]
-        seconds = max((size / links[link] for link, size in sent.items() if link in links), default=0.0)
-        self._link_free = max(self._link_free, self._gather_used if run.result else self.stream.now) + seconds
-        if run.result:
-            self._gathers[id(run.result)] = self._link_free
 
-    def compute(self, kernel: KernelRun) -> None:
-        for block, _ in kernel.reads:
-            if id(block) in self._gathers:
-                self.stream.wait(self._gathers.pop(id(block)))
-                self._gather_used = self.stream.now
-        rates = self._rates
-        reached = rates.peak(kernel.dtype) * (rates.attention if kernel.part == "attention" else rates.products)
-        moved = sum(size for _, size in (*kernel.reads, *kernel.writes))
-        self.stream.run(kernel.part, max(kernel.flops / reached, moved / rates.memory, LEAST_S))
-
-    def end_program(self) -> None:
-        self.stream.wait(self._link_free)
+def _seconds_of(kernel: KernelRun, rates: Rates) -> float:
+    reached = rates.peak(kernel.dtype) * (rates.attention if kernel.part == "attention" else rates.products)
+    moved = sum(size for _, size in (*kernel.reads, *kernel.writes))
+    return max(kernel.flops / reached, moved / rates.memory, LEAST_S)
 
 
 def fused(program: Timeline) -> Timeline:

@@ -1,14 +1,15 @@
 """How long a step takes at least, by roofline: compute, memory traffic, traffic over each link.
 
 A lower bound: each is taken at the speed that the vendor names, at its most favourable split and routing, and as if the
-others were free. Published runs took 1.2 to 3.4 times as long (benchmarks/results/time_bounds.md). What a step should
-take say gpu_time.py and tpu_time.py.
+others were free. Published runs took 1.2 to 3.4 times as long (benchmarks/results/time_bounds.md). gpu_time.py and
+tpu_time.py say what a step should take, at the speeds that measured runs reach (`Rates`) on one device (`Streams`).
 """
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Len
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
@@ -84,6 +85,71 @@ def over_links(
         sent[link] = full_bytes * (1 - 1 / taken) / inside
         inside, left, stride = inside * taken, left // taken, 1
     return {link: value for link, value in sent.items() if value and link not in ("chip", "host")}
+
+
+class Rates(NamedTuple):
+    """The speeds that measured runs reach on a device."""
+
+    peaks: Mapping[str, float]  # FLOP/s by dtype, that it can do at most
+    products: float  # the share of it that matrix products reach
+    attention: float  # and attention kernels
+    memory: float  # bytes/s that other kernels move
+    links: Mapping[str, float]  # bytes/s that a device sends, by link
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s; bfloat16's where the vendor names none for `dtype`."""
+        return self.peaks.get(dtype, self.peaks["bfloat16"])
+
+
+class Streams:
+    """A device's streams: one computes, and each link carries one transfer after the other."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # on the compute stream, in seconds since the beginning
+        self._free: defaultdict[str, float] = defaultdict(float)  # link -> when its last transfer ends
+        self._parts: defaultdict[str, float] = defaultdict(float)
+
+    def run(self, part: str, seconds: float) -> None:
+        """Compute; `part`: as of `Expected.parts`."""
+        self._parts[part] += seconds
+        self.now += seconds
+
+    def send(self, link: str, seconds: float, since: float | None = None) -> float:
+        """When a transfer ends that may begin at `since` (None: now), once its link is free."""
+        self._free[link] = max(self._free[link], self.now if since is None else since) + seconds
+        return self._free[link]
+
+    def wait(self, until: float) -> None:
+        """Compute waits until communication has ended; nothing where it has."""
+        self.run("exposed communication", max(0.0, until - self.now))
+
+    def wait_for(self, *links: str) -> None:
+        self.wait(max(self._free[link] for link in links))
+
+    def expected(self, synchronous_bytes: Mapping[str, float]) -> Expected:
+        """All of it; parts that took no time are left out."""
+        parts = {part: seconds for part, seconds in self._parts.items() if seconds}
+        return Expected(seconds=self.now, parts=parts, synchronous_bytes=dict(synchronous_bytes))
+
+
+def rates_of(target: Target) -> Rates | None:
+    """None where the peak, the memory's bandwidth or the shares that runs reach aren't known."""
+    hardware, reached = target.hardware, target.hardware.reached
+    peaks = {dtype: peak for dtype in ITEM_BYTES if (peak := peak_flops(hardware.device_name, dtype))}
+    if reached is None or hardware.memory_bandwidth is None or "bfloat16" not in peaks:
+        return None
+    links = {name: target.link(name) for name, _ in target.levels}
+    return Rates(
+        peaks=peaks,
+        products=reached.products,
+        attention=reached.attention,
+        memory=hardware.memory_bandwidth.value * reached.memory,
+        links={
+            name: link.value * (reached.network if name == "network" else reached.link)
+            for name, link in links.items()
+            if link is not None
+        },
+    )
 
 
 class MeasuredStep(BaseModel):

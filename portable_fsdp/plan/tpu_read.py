@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from portable_fsdp.metrics import hlo
 from portable_fsdp.plan.result import NO_TIME, Buffer, DeviceMemory, Expected, Work
-from portable_fsdp.plan.speed import rates_of
 from portable_fsdp.plan.target import parse_target
+from portable_fsdp.plan.time import rates_of
 from portable_fsdp.plan.tpu_program import Program, part_of
 from portable_fsdp.plan.tpu_time import expected_time
 

@@ -10,12 +10,11 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from portable_fsdp.metrics import hlo
 from portable_fsdp.metrics.hlo import CollectiveCall, Computations, Instruction
 from portable_fsdp.plan.result import Expected
-from portable_fsdp.plan.speed import ComputeStream, Rates
+from portable_fsdp.plan.time import Rates, Streams
 
 _MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "gather", "concatenate", "pad"}
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id", "custom-call"}
@@ -32,11 +31,6 @@ def expected_time(hlo_text: str, devices: int, rates: Rates) -> Expected:
     return _Walk(computations, devices, rates).of(hlo.ENTRY)
 
 
-class _Busy(NamedTuple):
-    part: str  # of the result
-    seconds: float  # of compute
-
-
 class _Walk:
     def __init__(self, computations: Computations, devices: int, rates: Rates) -> None:
         self._computations, self._devices = computations, devices
@@ -47,8 +41,7 @@ class _Walk:
 
     def of(self, computation: str) -> Expected:
         """A computation from beginning to end; all links are free when it begins."""
-        stream = ComputeStream()
-        ici_free = network_free = 0.0
+        streams = Streams()
         synchronous: defaultdict[str, float] = defaultdict(float)
         ends: dict[str, float] = {}  # of collectives under way, by instruction and by what their parts share
         types: dict[str, str] = {}
@@ -58,41 +51,41 @@ class _Walk:
             if instruction.operation in ("while", "conditional"):
                 inner = self._inner(instruction, callees)
                 for part, seconds in inner.parts.items():
-                    stream.run(part, seconds)
+                    streams.run(part, seconds)
                 for kind, size in inner.synchronous_bytes.items():
                     synchronous[kind] += size
             elif instruction.operation == "send" and hlo.MEGASCALE in instruction.rest:
-                network_free = max(stream.now, network_free) + _bytes(instruction.type) / self._network
+                streams.send("network", _bytes(instruction.type) / self._network)
             elif instruction.operation == "recv-done":
-                stream.wait(network_free)
+                streams.wait_for("network")
             elif instruction.operation.endswith(("-done", "-update")):
                 ends[instruction.name] = max((ends.get(name, 0.0) for name in operands), default=0.0)
                 if instruction.operation.endswith("-done"):
-                    stream.wait(ends[instruction.name])
+                    streams.wait(ends[instruction.name])
             else:
                 collectives = self._collectives(computation, instruction, callees)
                 part, seconds = self._busy(
                     instruction, callees, [types.get(name, "") for name in operands], bool(collectives)
                 )
                 if not collectives:
-                    stream.run(part, seconds)
+                    streams.run(part, seconds)
                     continue
                 key, inside = collectives[0].part_of or instruction.name, self._attributes_in(callees)
                 is_beside = key in ends or part == "products" or "AsyncCollective" in inside
                 is_beside = is_beside or instruction.operation.endswith("-start")
                 if key not in ends:
                     sent = sum(each.moved.sent_bytes for each in collectives)
-                    ici_free = ends[key] = max(stream.now, ici_free) + sent / self._ici
+                    ends[key] = streams.send("ici", sent / self._ici)
                 ends[instruction.name] = ends[key]
                 if is_beside:
-                    stream.run(part, seconds)
+                    streams.run(part, seconds)
                 else:
                     for each in collectives:
                         synchronous[each.kind] += each.moved.sent_bytes
                 if not is_beside or "AsyncCollectiveDone" in inside:
-                    stream.wait(ends[key])
-        stream.wait(max(ici_free, network_free))
-        return stream.expected(synchronous)
+                    streams.wait(ends[key])
+        streams.wait_for("ici", "network")
+        return streams.expected(synchronous)
 
     def _inner(self, instruction: Instruction, callees: list[str]) -> Expected:
         """All turns of a loop, or the longest branch."""
@@ -116,20 +109,21 @@ class _Walk:
     def _attributes_in(self, callees: list[str]) -> str:
         return "".join(other.rest for name in callees for other in self._computations[name])
 
-    def _busy(self, instruction: Instruction, callees: list[str], types: list[str], carries: bool) -> _Busy:
-        """What compute an instruction takes; one that `carries` a collective along has its buffers among its own."""
+    def _busy(self, instruction: Instruction, callees: list[str], types: list[str], carries: bool) -> tuple[str, float]:
+        """An instruction's part of the result, and its seconds of compute. One that `carries` a collective has the
+        collective's buffers among its own."""
         if kernel := hlo.kernel_flops_of(instruction):
-            return _Busy("attention", kernel[1] / self._attention)
+            return "attention", kernel[1] / self._attention
         if instruction.operation in _FREE or instruction.operation.endswith("-start"):
-            return _Busy("elementwise", 0.0)
+            return "elementwise", 0.0
         flops = sum(self._flops(name) for name in callees)
         if instruction.operation in ("convolution", "dot"):
             flops += sum(count for _, count in hlo.products_of([*self._typed(types, instruction), instruction]))
         moved = 0.0 if carries else self._moved(instruction, callees, types) / self._memory
         if flops:
-            return _Busy("products", max(flops / self._products, moved))
+            return "products", max(flops / self._products, moved)
         inside = {other.operation for name in callees for other in self._computations[name]} or {instruction.operation}
-        return _Busy("copies" if inside <= _MOVES | _FREE else "elementwise", moved)
+        return "copies" if inside <= _MOVES | _FREE else "elementwise", moved
 
     def _typed(self, types: list[str], instruction: Instruction) -> list[Instruction]:
         """Parameters in place of an instruction's operands."""

@@ -93,7 +93,7 @@ def test_the_log_names_keys_without_effect(caplog: pytest.LogCaptureFixture) -> 
         read_architecture(LLAMA | TAKEN["of no class, in a file"] | {"attention_dropout": 0.1})
         read_architecture(LLAMA | FILE | {"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0})
     assert [record.getMessage() for record in caplog.records if record.name == "portable_fsdp"] == [
-        "model.architecture: LlamaConfig reads no is_llama_config, rope_interleaved, vendor: without effect",
+        "model.architecture: LlamaConfig knows no is_llama_config, rope_interleaved, vendor: without effect",
         "model.architecture: attention_dropout: taken as 0, since dropout is not built yet",
         "model.architecture: LlamaConfig drops rope_theta, as from_pretrained does",
     ]
@@ -115,18 +115,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"architecture\.hidden_sze: unknown key of LlamaConfig\.\n  nearest: hidden_",
     ),
     "instead of the right one": (_NO_WIDTH | {"hidden_sze": 64}, r"architecture\.hidden_sze: unknown key"),
-    "in a file": (LLAMA | FILE | {"rms_norm_epz": 1e-5}, r"rms_norm_epz: unknown key .*\n  nearest: rms_norm_eps"),
+    "in a pasted file": (
+        LLAMA | FILE | {"rms_norm_epz": 1e-5},
+        r"rms_norm_epz: unknown key .*\n  nearest: rms_norm_eps",
+    ),
     "one letter, off": (LLAMA | FILE | {"tie_word_embedings": False}, r"nearest: tie_word_embeddings"),
     "of a part": (_OF_PART, r"\.text_config\.hiden_size: unknown key of Gemma3TextConfig.*\n  nearest: hidden_size"),
-    "of what is converted": (ARCHITECTURES["gpt_neox"] | {"rotary_pcd": 0.5}, r"nearest: rotary_pct"),
+    "of what is converted": (
+        ARCHITECTURES["gpt_neox"] | {"rotary_pcd": 0.5},
+        r"rotary_pcd: unknown key of GPTNeoXConfig",
+    ),
     "of another class": (LLAMA | {"sliding_window": 5}, r"sliding_window: unknown key of LlamaConfig"),
+    "that the model's code doesn't read": (
+        _GPT2 | {"n_layer": 2, "head_dim": 12},
+        r"head_dim: unknown key of GPT2Config",
+    ),
     "rotary, of another class": (LLAMA | {"rotary_pct": 0.5}, r"rotary_pct: unknown key of LlamaConfig"),
     "part of a head": (LLAMA | _HALF, r"partial_rotary_factor: .*0\.5, which LlamaConfig drops"),
     "part of a head, in rope_parameters": (
         LLAMA | {"rope_parameters": _ROPE | _HALF},
         r"partial_rotary_factor: .*0\.5, which LlamaConfig drops.*\n  Leave it out\.$",
     ),
-    "a base in a part": (_DBRX | {"attn_config": {"rope_theta": 7.0}}, r"rope_theta: .*7\.0, which DbrxConfig drops"),
+    "a base in a part": (
+        _DBRX | {"attn_config": {"rope_theta": 7.0}},
+        r"attn_config\.rope_theta: unknown key of DbrxAtt",
+    ),
     "two letters off, and false": (LLAMA | {"tie_word_embeding": False}, r"nearest: tie_word_embeddings"),
     "beside torch_dtype": (LLAMA | {"torch_dtype": "float32", "num_key_vallue_headss": 2}, r"nearest: num_key_value_"),
     "in rope_scaling": (
@@ -168,10 +181,12 @@ def test_other_names_of_sizes_count() -> None:
 
 
 @pytest.mark.parametrize("folder", [True, False])
-def test_a_path_is_what_it_holds(tmp_path: Path, folder: bool) -> None:
+def test_a_path_is_what_it_holds(tmp_path: Path, folder: bool, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / ("config.json" if folder else "mine.json")
-    path.write_text(json.dumps(LLAMA | {"vendor": "x", "rope_theta": 5.0}))
-    config = read_architecture(str(tmp_path if folder else path))
+    path.write_text(json.dumps(LLAMA | {"vendor": "x", "rms_norm_epz": 1e-5, "rope_theta": 5.0}))
+    with caplog.at_level(logging.WARNING, "portable_fsdp"):
+        config = read_architecture(str(tmp_path if folder else path))
+    assert "LlamaConfig knows no vendor, rms_norm_epz: without effect" in caplog.text  # however near the name is
     assert config.rope_parameters["rope_theta"] == 5.0
     assert config.hidden_size == 48
 
@@ -186,7 +201,6 @@ def test_a_path_is_what_it_holds(tmp_path: Path, folder: bool) -> None:
         ('{"hidden_size": 4}', r"c\.json: .*found no `model_type`"),
         ('{"model_type": "lama"}', r"c\.json: model_type: expected a causal .*'lama'\.\n  nearest: llama"),
         ('{"model_type": "llama"}', r"c\.json: expected the sizes of the model"),
-        (json.dumps(LLAMA | {"hidden_sze": 4}), r"c\.json: hidden_sze: unknown key"),
         (json.dumps(LLAMA | {"num_attention_heads": 5}), r"c\.json: transformers refuses it: .*hidden size.*5"),
     ],
 )

@@ -161,12 +161,14 @@ def test_missing_weights_that_are_allowed_are_drawn_as_in_a_new_model(
 ) -> None:
     stock = save(tmp_path, "llama")
     edit(tmp_path, HEAD, NORM)
+    _set(tmp_path, vendor=1)
     with pytest.raises(ConfigError, match=r"none for lm_head\.weight, and 1 more.*\n.*model\.allow"):
         open_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"none for model\.norm\.weight\.\n"):
         open_folder(tmp_path, "lm_head")
     built = open_folder(tmp_path, "lm_head", "*norm.weight")
     assert f"missing, and drawn from run.seed: {NORM}, {HEAD}" in caplog.text
+    assert "model.pretrained: LlamaConfig knows no vendor: without effect" in caplog.text
     assert torch.equal(whole_weight(built, HEAD), whole_weight(build("llama", seed=3), HEAD))
     assert torch.equal(whole_weight(built, NORM), torch.ones(48))
     assert torch.equal(whole_weight(built, TABLE), stock.get_parameter(TABLE))

@@ -7,7 +7,7 @@ import pytest
 from portable_fsdp.plan.gpu_time import LEAST_S, expected_time, fused
 from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelPart, KernelRun
 from portable_fsdp.plan.result import Expected
-from portable_fsdp.plan.speed import Rates
+from portable_fsdp.plan.time import Rates
 
 RATES = Rates({"bfloat16": 2e9}, products=0.5, attention=0.25, memory=1e6, links={"nvlink": 1e3})
 GATHER = Collective("all_gather", "bfloat16", 0, (0, 1), "a")  # 3,000 bytes: 3 s

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from portable_fsdp.plan.speed import Rates, rates_of
 from portable_fsdp.plan.target import parse_target
+from portable_fsdp.plan.time import Rates, rates_of
 from portable_fsdp.plan.tpu_time import expected_time
 
 RATES = Rates({"bfloat16": 2e9}, products=0.5, attention=0.25, memory=1e6, links={"ici": 1e3, "network": 1e2})
