@@ -15,9 +15,9 @@ from portable_fsdp.doctor import checks
 from portable_fsdp.doctor.checks import Finding, checked
 from portable_fsdp.doctor.engines import start_engines
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
 from portable_fsdp.runtime.host import tpu_chips
-from portable_fsdp.runtime.process import Launch, detect_launch
+from portable_fsdp.runtime.process import detect_launch
 from portable_fsdp.version import __version__
 
 DESCRIPTION = """Check this host: what is installed, which devices and engines work, what is wrong, and how to fix it.
@@ -26,26 +26,25 @@ EXIT_CODES = "exit code: 0 nothing failed (there may be warnings), 1 something f
 WIDTH = 120
 
 
-def main(argv: list[str]) -> int:
-    """Print the report; returns the exit code. `argv`: the arguments after the program's name."""
+def _parser() -> CommandParser:
     parser = CommandParser("doctor", DESCRIPTION, epilog=EXIT_CODES)
     help = "a run's folder: is there room?"
     parser.add_argument("--run_dir", type=Path, default=Path("runs"), metavar="FOLDER", help=help)
     help = "seconds to wait for an engine to open, and for the other hosts"
     parser.add_argument("--limit_s", type=at_least(1, float), default=60.0, help=help)
     parser.switch("--json", "one JSON object")
-    return run_command(parser, argv, lambda options: _examine(options.run_dir, options.limit_s, options.json))
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; returns the exit code. `argv`: the arguments after the program's name."""
+    return run_command(_parser(), argv, lambda options: _examine(options.run_dir, options.limit_s, options.json))
 
 
 def _examine(run_dir: Path, limit_s: float, as_json: bool) -> int:
     """Each host prints one report. Its other processes only take part in opening the engine."""
-    launch: Launch | None = None
-    try:
-        launch = detect_launch(os.environ)
-        rank = "" if launch.is_alone else f"; this is process {launch.rank}"
-        findings = {"launcher": Finding("ok", f"started by {launch.description}{rank}")}
-    except ConfigError as error:
-        findings = {"launcher": checks.failure(str(error), "unset that variable")}
+    findings = {"launcher": checked(lambda: checks.check_launcher(os.environ))}
+    launch = detect_launch(os.environ) if findings["launcher"].state == "ok" else None
     engines: dict[str, Callable[[], Finding]] = {}
     gpus, visible = len([*Path("/dev").glob("nvidia[0-9]*")]), os.environ.get("CUDA_VISIBLE_DEVICES")
     with ExitStack() as children:  # they open engines during the other checks

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from portable_fsdp.runtime.errors import PortableFSDPError
-from portable_fsdp.runtime.process import problem_of_tpu_worker
+from portable_fsdp.runtime.process import detect_launch, problem_of_tpu_worker
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 OURS = "portable-fsdp"
 INSTALL = "pip install '.'"
-GIB = 2**30
-MIN_BYTES = GIB  # docker gives /dev/shm 64 MiB, where NCCL ends with "no space left on device"
+MIN_BYTES = GIB = 2**30  # docker gives /dev/shm 64 MiB, where NCCL ends with "no space left on device"
 USUAL_BYTES = 20 * GIB  # a checkpoint of 1 B parameters with AdamW in float32 takes 12 GB
 MIN_FILES, USUAL_FILES = 256, 1024
 NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all
@@ -39,7 +38,8 @@ def checked(check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except PortableFSDPError as error:
-        return failure(str(error), "fix what this names")
+        problem, _, mend = str(error).partition("\n")
+        return Finding("failed", problem, mend.strip() or "fix what this names")
     except metadata.PackageNotFoundError as error:
         return Finding("warning", f"{error.name} is not installed: can't compare versions", INSTALL)
     except ModuleNotFoundError as error:
@@ -48,13 +48,10 @@ def checked(check: Callable[[], Finding]) -> Finding:
         return Finding("failed", f"couldn't check: {type(error).__name__}: {error}", "fix what this error names")
 
 
-def failure(message: str, mend: str) -> Finding:
-    """`message`: its first line is the problem, the lines below say how to fix it; without them `mend` does."""
-    problem, _, own_mend = message.partition("\n")
-    return Finding("failed", problem, own_mend.strip() or mend)
-
-
-# ------------------------------------------------------------------------------------------------------------ packages
+def check_launcher(environ: Mapping[str, str]) -> Finding:
+    launch = detect_launch(environ)
+    rank = "" if launch.is_alone else f"; this is process {launch.rank}"
+    return Finding("ok", f"started by {launch.description}{rank}")
 
 
 def installed(package: str) -> str | None:
@@ -127,9 +124,6 @@ def check_extras() -> Finding:
     return Finding("warning" if mend else "ok", "; ".join(states), mend)
 
 
-# ---------------------------------------------------------------------------------------------------------------- host
-
-
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     """NCCL's processes of one host talk through it."""
     size = shutil.disk_usage(folder)
@@ -176,9 +170,6 @@ def check_locked_memory(needed_by: Sequence[str]) -> Finding:
         return Finding("ok", limit)
     mend = "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: srun --propagate=MEMLOCK)"
     return Finding("warning", f"{limit}, beside {', '.join(needed_by)}", mend)
-
-
-# ------------------------------------------------------------------------------------------------------------- devices
 
 
 def check_gpu(files: int, visible: str | None) -> Finding:

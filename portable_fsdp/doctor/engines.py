@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from portable_fsdp.doctor.checks import Finding, failure, installed
+from portable_fsdp.doctor.checks import Finding, installed
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import Launch, end_with_parent
@@ -69,7 +69,8 @@ def _wait(child: Child, package: "Package", launch: Launch, limit_s: float) -> F
         return Finding("failed", late, f"--limit_s={2 * limit_s:g} waits longer; {mend}")
     if ended.code < 0:
         return Finding("failed", f"signal {signal.Signals(-ended.code).name}: {last}", mend)
-    return failure(answer.strip() if has_answered else last, mend)
+    problem, _, way_out = (answer.strip() if has_answered else last).partition("\n")
+    return Finding("failed", problem, f"{' '.join(way_out.split())} {mend}".strip())
 
 
 def main(argv: list[str]) -> int:
