@@ -65,7 +65,8 @@ def _wait(child: Child, package: "Package", launch: Launch, limit_s: float) -> F
             f"{' and '.join(SOCKETS)} unset or an interface (here: {names}) that the others reach; {mend}"
         )
     if ended.how == "late":
-        late = f"not open after {limit_s:g} s (a process is missing, the machine is busy, or a driver hangs): {last}"
+        cause = "a process is missing, " if launch.world_size > 1 else ""
+        late = f"not open after {limit_s:g} s ({cause}the machine is busy, or a driver hangs): {last}"
         return Finding("failed", late, f"--limit_s={2 * limit_s:g} waits longer; {mend}")
     if ended.code < 0:
         return Finding("failed", f"signal {signal.Signals(-ended.code).name}: {last}", mend)

@@ -164,7 +164,7 @@ def test_a_process_that_never_comes_is_named() -> None:
         free_port = free.getsockname()[1]
     meeting = {"LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     late = waiting = Finding("ok", "")
-    for limit_s in (15, 90):  # the second only where a busy machine hasn't imported torch by then
+    for limit_s in (20, 60):  # the second only where a busy machine hasn't imported torch by then
         with native(limit_s, **meeting, RANK="0") as first, native(limit_s, **meeting, RANK="2") as third:
             late, waiting = finding(first, limit_s, 3), finding(third, limit_s, 3)
         if "waiting" in late.found:

@@ -121,6 +121,18 @@ def test_versions_that_fit(site: Path) -> None:
     assert lines["extras"]["found"].startswith("xla complete; plan complete; torchtpu lacks torch_tpu")
 
 
+def test_beside_torch_tpu_no_extra_with_torch_xla_is_advised(site: Path) -> None:
+    """pip would replace its torch. jax, which plans need, may be there for other reasons."""
+    (site / "packaging").symlink_to(Path(packaging.__file__).parent)
+    install(site, "portable-fsdp", "0.1.0", (*NEEDS, "torch_xla==2.9.0; extra == 'xla'"), EXTRAS)
+    for name, version in {"torch": "2.13.0", "torch_tpu": "0.2.0", "jax": "0.9.2"}.items():
+        install(site, name, version)
+    _, lines = examine(site=site)
+    assert lines["extras"]["state"] == "ok"
+    assert lines["extras"]["found"].startswith("xla lacks torch_xla; plan lacks torch_xla; torchtpu complete")
+    assert "[xla]" not in json.dumps(lines)
+
+
 @pytest.mark.parametrize(("limit", "state"), [(100, "failed"), (512, "warning"), (1024, "ok")])
 def test_open_files(site: Path, limit: int, state: str) -> None:
     command = ["bash", "-c", f'ulimit -n {limit} && exec "$@"', "bash", *COMMAND]
