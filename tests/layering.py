@@ -203,9 +203,8 @@ def engines_that_know_each_other(modules: Modules) -> list[str]:
 
 
 NAMES_OF_OTHERS = {
-    # torch_xla's format of checkpoints, and an extra, bear the name of an engine.
+    # torch_xla's format of checkpoints bears the name of an engine.
     f"{PACKAGE}.formats": "xla_fsdp1",
-    f"{PACKAGE}.doctor.packages": "xla",
 }
 
 

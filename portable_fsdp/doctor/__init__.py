@@ -1,6 +1,5 @@
-"""`python -m portable_fsdp.doctor`: what this host has, what is wrong with it, and what mends that.
+"""`python -m portable_fsdp.doctor`: what this host has, what is wrong with it, and how to fix it.
 
-May import `runtime` only, and no torch: what needs torch runs in `probe.py`, a child process with a time limit, so that
-a driver that hangs is a line of the report. A check is a function that returns a `Finding` and never raises for what it
-finds. Read first: `finding.py`, then `host.py`.
+`checks.py` imports the standard library and `runtime` alone, so that the doctor reports missing packages. `engines.py`
+opens each engine in a child process with a time limit, so that a driver that hangs is one line of the report.
 """

@@ -1,136 +1,99 @@
-"""The doctor's report; under a launcher also which processes of the run are there, and how their clocks differ."""
+"""The doctor's report: one for each host, in words or as JSON."""
 
 import json
 import os
 import socket
 import sys
+import tempfile
+import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from portable_fsdp.doctor import devices, host, network, packages
-from portable_fsdp.doctor.finding import Finding, ProbeAnswer, failed, ok, probe_answer
-from portable_fsdp.runtime.child import Child
-from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stdout
+from portable_fsdp.doctor import checks
+from portable_fsdp.doctor.checks import Finding, checked
+from portable_fsdp.doctor.engines import start_engines
+from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
 from portable_fsdp.runtime.host import tpu_chips
-from portable_fsdp.runtime.process import Launch
+from portable_fsdp.runtime.process import detect_launch
 from portable_fsdp.version import __version__
 
-DESCRIPTION = """Check this host: what is installed, which devices are there, what is wrong, and how to mend it.
-Under torchrun it asks all hosts: who is there, and whether their clocks agree."""
+DESCRIPTION = """Check this host: what is installed, which devices and engines work, what is wrong, and how to fix it.
+Under torchrun all processes open an engine together, which shows whether the hosts reach each other."""
 EXIT_CODES = "exit code: 0 nothing failed (there may be warnings), 1 something failed, 2 usage error"
-
-LEAVE_S = 10.0  # after the limit, for a probe to say which processes are missing
+WIDTH = 120
 
 
 def _parser() -> CommandParser:
     parser = CommandParser("doctor", DESCRIPTION, epilog=EXIT_CODES)
-    parser.add_argument(
-        "--run_dir", type=Path, default=Path("runs"), metavar="FOLDER", help="a run's folder: is there room?"
-    )
-    parser.add_argument(
-        "--limit_s", type=at_least(1, float), default=60.0, help="seconds to wait for torch, a driver, another host"
-    )
+    help = "a run's folder: is there room?"
+    parser.add_argument("--run_dir", type=Path, default=Path("runs"), metavar="FOLDER", help=help)
+    help = "seconds to wait for an engine to open, and for the other hosts"
+    parser.add_argument("--limit_s", type=at_least(1, float), default=60.0, help=help)
     parser.switch("--json", "one JSON object")
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Print the report; returns the exit code. `argv`: the arguments after the program's name."""
-    return run_command(_parser(), argv, lambda options: _report(options.run_dir, options.limit_s, options.json))
+    return run_command(_parser(), argv, lambda options: _examine(options.run_dir, options.limit_s, options.json))
 
 
-def _report(run_dir: Path, limit_s: float, as_json: bool) -> int:
-    """Each host prints one report; its other processes only answer those that ask who is there."""
-    launch, launcher = network.launch_of(os.environ)
-    with ExitStack() as probes:  # before the other checks, which take seconds
-        several = launch is not None and launch.world_size > 1
-        processes = _probe(probes, "torch", "processes", str(limit_s)) if several else None
-        findings: dict[str, Finding] = {}
-        if launch is None or launch.local_rank == 0:
-            findings = _check_host(run_dir, limit_s, launch) | {"launcher": launcher}
-        if processes is not None:
-            findings["other processes"] = network.check_clocks(probe_answer(processes, limit_s + LEAVE_S))
-    if launch is not None and launch.local_rank != 0:
-        return EXIT_FINISHED  # at another code the launcher would end the process that reports
+def _examine(run_dir: Path, limit_s: float, as_json: bool) -> int:
+    """Each host prints one report. Its other processes only take part in opening the engine."""
+    findings = {"launcher": checked(lambda: checks.check_launcher(os.environ))}
+    launch = detect_launch(os.environ) if findings["launcher"].state == "ok" else None
+    engines: dict[str, Callable[[], Finding]] = {}
+    gpus, visible = len([*Path("/dev").glob("nvidia[0-9]*")]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    with ExitStack() as children:  # they open engines during the other checks
+        if launch is not None:
+            device = "cuda" if gpus and visible not in checks.NO_GPU else "cpu"
+            findings["engines"] = checked(partial(start_engines, engines, children, launch, device, limit_s))
+        host = {} if launch and launch.local_rank else _host_checks(run_dir, gpus, visible)
+        findings |= {name: checked(check) for name, check in (host | engines).items()}
+    if not (launch and launch.local_rank):
+        return _print(findings, as_json)
+    for name, finding in findings.items():
+        if finding.state == "failed":
+            to_stderr(f"process {launch.rank}: {name}: {finding.found}")
+    return EXIT_FINISHED  # at another code the launcher would end the process that reports
+
+
+def _host_checks(run_dir: Path, gpus: int, visible: str | None) -> dict[str, Callable[[], Finding]]:
+    chips = tpu_chips()
+    locking = [str(path) for path in [*chips, *Path("/sys/class/infiniband").glob("*")]]
+    return {
+        "python": lambda: checks.check_python(sys.version_info[:3]),
+        "packages": checks.check_packages,
+        "extras": checks.check_extras,
+        "shared memory": checks.check_shared_memory,
+        "run folder": lambda: checks.check_disk(run_dir, checks.USUAL_BYTES),
+        "temporary files": lambda: checks.check_disk(Path(tempfile.gettempdir())),
+        "open files": checks.check_open_files,
+        "locked memory": lambda: checks.check_locked_memory(locking),
+        "gpu": lambda: checks.check_gpu(gpus, visible),
+        "tpu": lambda: checks.check_tpu(chips, os.environ),
+        "tpu in use": lambda: checks.check_tpu_is_free(chips),
+    }
+
+
+def _print(findings: dict[str, Finding], as_json: bool) -> int:
     states = [finding.state for finding in findings.values()]
     code = EXIT_FAILED if "failed" in states else EXIT_FINISHED
+    host = socket.gethostname()
     if as_json:
-        checks = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
-        report = {"host": socket.gethostname(), "version": __version__, "exit_code": code, "checks": checks}
-        to_stdout(json.dumps(report))
+        lines = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
+        to_stdout(json.dumps({"host": host, "version": __version__, "exit_code": code, "checks": lines}))
         return code
-    lines = [f"portable_fsdp {__version__} on host {socket.gethostname()}"]
-    lines += [line for name, finding in findings.items() for line in finding.lines(name)]
-    lines.append(", ".join(f"{states.count(state)} {state}" for state in ("ok", "warning", "failed")))
-    to_stdout("\n".join(lines))
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("ok", "warning", "failed"))
+    lines = [f"portable_fsdp {__version__} on host {host}"]
+    for name, (state, found, mend) in findings.items():
+        lines += textwrap.wrap(f"{state:<8} {name:<16} {found}", WIDTH, subsequent_indent=" " * 26)
+        lines += textwrap.wrap(f"-> {mend}" if mend else "", WIDTH, initial_indent=" " * 26, subsequent_indent=" " * 29)
+    to_stdout("\n".join([*lines, counts]))
     return code
-
-
-def _probe(probes: ExitStack, package: str, *arguments: str, **environment: str) -> Child | None:
-    """Start a probe that needs a package; None where that isn't installed."""
-    if packages.installed(package) is None:
-        return None
-    return probes.enter_context(Child("portable_fsdp.doctor.probe", *arguments, environment=environment))
-
-
-def _check_host(run_dir: Path, limit_s: float, launch: Launch | None) -> dict[str, Finding]:
-    """`launch`: None where nobody knows."""
-    chips = tpu_chips()
-    processes = launch.world_size if launch is not None else 1
-    environ = {**os.environ, **(launch.variables if launch is not None else {})}
-    several, hostname = network.is_on_several_hosts(environ), socket.gethostname()
-    with ExitStack() as probes:  # all at once
-        children = {
-            "torch": _probe(probes, "torch", "torch"),
-            # With PJRT_DEVICE=CPU it takes no chip.
-            "torch_xla": _probe(probes, "torch_xla", "import", "torch_xla", PJRT_DEVICE="CPU"),
-        }
-        checks: dict[str, Callable[[], Finding]] = {
-            "python": lambda: packages.check_python(sys.version_info[:3]),
-            "torch": lambda: packages.check_package("torch"),
-            "torch_xla": lambda: packages.check_torch_xla(len(chips)),
-            "torch_tpu": lambda: packages.check_torch_tpu(len(chips)),
-            "transformers": lambda: packages.check_package("transformers"),
-            "packages": lambda: packages.check_others(shown=("torch", "transformers")),
-            "extras": packages.check_extras,
-            "shared memory": host.check_shared_memory,
-            "run folder": lambda: host.check_disk(run_dir, "set run.dir to another disk's folder"),
-            "temporary files": host.check_temporary,
-            "open files": lambda: host.check_open_files(processes),
-            "locked memory": lambda: host.check_locked_memory(host.memory_registering_hardware(len(chips))),
-            "tpu": lambda: devices.check_tpu(chips, os.environ),
-            "tpu in use": lambda: devices.check_tpu_is_free(chips),
-            "gloo": lambda: network.check_gloo(environ, network.interfaces(), hostname, several),
-        }
-        findings = {name: _checked(check) for name, check in checks.items()}
-        answers = {name: probe_answer(child, limit_s) for name, child in children.items() if child is not None}
-    findings |= {f"import {package}": _check_import(package, answer, limit_s) for package, answer in answers.items()}
-    gpus, torch = (devices.gpu_files(), devices.driver_version()), answers.get("torch")
-    findings["gpu"] = _checked(lambda: devices.check_gpu(torch, *gpus, os.environ))
-    findings["nccl"] = _checked(lambda: devices.check_nccl(torch, network.interfaces(), os.environ))
-    return findings
-
-
-def _checked(check: Callable[[], Finding]) -> Finding:
-    """What it finds; a host that is ill enough can break a check itself (no /proc), which is a line as well."""
-    try:
-        return check()
-    except Exception as error:
-        return failed(f"couldn't be asked: {type(error).__name__}: {error}", "mend what this error names")
-
-
-def _check_import(package: str, answer: ProbeAnswer, limit_s: float) -> Finding:
-    """Whether what is installed can be imported too."""
-    name = f"import {package}"
-    if answer.is_late:
-        problem = f"took longer than {limit_s:g} s: this machine is busy, its disk is slow, or a driver hangs"
-        return failed(problem, f"time python -c '{name}' shows how long; --limit_s={2 * limit_s:g} waits longer")
-    if answer.problem:
-        extra = "[xla]" if package == "torch_xla" else ""
-        return failed(answer.problem, f"python -c '{name}' shows all; pip install --force-reinstall '.{extra}'")
-    return ok("works")
 
 
 if __name__ == "__main__":

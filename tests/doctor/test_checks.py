@@ -1,210 +1,175 @@
-"""What each check makes of what it finds, where the finding itself can't be had here (a GPU, a chip, a wrong clock)."""
+"""Checks whose cause can't be had here (a GPU, a chip), and what a child makes of an engine."""
 
-import signal
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from portable_fsdp.doctor import devices, host, network, packages
-from portable_fsdp.doctor.finding import Finding, ProbeAnswer, probe_answer
+from portable_fsdp.backends.open import options_of
+from portable_fsdp.doctor import checks, engines
+from portable_fsdp.doctor.checks import Finding, checked
 from portable_fsdp.runtime.child import Child
+from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import tpu_chips
+from portable_fsdp.runtime.process import Launch
 
-GPU = {
-    **{"torch": "2.9.0", "cuda": "12.8", "driver_cuda": 12090, "problem": "", "nccl": "2.27.5"},
-    "devices": ["NVIDIA H100"] * 8,
-}
-NONE_SEEN = {**GPU, "devices": [], "problem": "forward compatibility was attempted"}
 CHIPS = [Path("/dev/accel0"), Path("/dev/accel1")]
 WORKERS = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}
 
 
-def gpu(value: dict[str, Any] | None, files: int, problem: str = "", **environ: str) -> Callable[[], Finding]:
-    answer = None if value is None and not problem else ProbeAnswer(value, problem)
-    return lambda: devices.check_gpu(answer, files, "570.1", environ)
-
-
-def nccl(value: dict[str, Any] | None, setting: str = "") -> Callable[[], Finding]:
-    environ = {"NCCL_SOCKET_IFNAME": setting} if setting else {}
-    answer = None if value is None else ProbeAnswer(value)
-    return lambda: devices.check_nccl(answer, ["lo", "eth0"], environ)
-
-
 def tpu(chips: list[Path], **environ: str) -> Callable[[], Finding]:
-    return lambda: devices.check_tpu(chips, environ)
+    return lambda: checks.check_tpu(chips, environ)
 
 
-def gloo(hostname: str, several: bool, setting: str = "") -> Callable[[], Finding]:
-    environ = {"GLOO_SOCKET_IFNAME": setting} if setting else {}
-    return lambda: network.check_gloo(environ, ["lo", "eth0"], hostname, several)
+def raises(error: Exception) -> Callable[[], Finding]:
+    def check() -> Finding:
+        raise error
 
-
-def clocks(value: dict[str, Any] | None) -> Callable[[], Finding]:
-    return lambda: network.check_clocks(ProbeAnswer(value, "no answer within 70 s"))
+    return check
 
 
 @pytest.mark.parametrize(
     ("check", "state", "text"),
     [
-        (gpu(GPU, 8), "ok", "8 x NVIDIA H100; driver 570.1 for CUDA 12.9, torch's is 12.8"),
-        (gpu(NONE_SEEN, 0), "ok", "none on this host"),
-        (gpu(None, 0), "ok", "none on this host"),
-        (gpu(None, 2), "warning", "torch isn't installed"),
-        (gpu(None, 2, "no answer within 60 s"), "warning", "no answer within 60 s"),
-        (gpu({**NONE_SEEN, "cuda": None}, 2), "failed", "torch 2.9.0 is built without CUDA"),
-        (gpu(NONE_SEEN, 2, CUDA_VISIBLE_DEVICES=""), "warning", "CUDA_VISIBLE_DEVICES=''"),
-        (gpu({**NONE_SEEN, "driver_cuda": 11080}, 2), "failed", "speaks CUDA 11.8, torch is built for 12.8"),
-        (gpu(NONE_SEEN, 2), "failed", "forward compatibility was attempted"),
-        (nccl(GPU, "eth"), "ok", "2.27.5"),
-        (nccl(GPU, "eth1"), "failed", "names none of lo, eth0"),
-        (nccl(GPU, "=eth0"), "ok", "2.27.5"),
-        (nccl(GPU, "=eth"), "failed", "names none of"),
-        (nccl(GPU, "^lo"), "ok", "2.27.5"),
-        (nccl(GPU, "^eth,lo"), "failed", "names none of"),
-        (nccl(GPU, "ib,lo"), "ok", "2.27.5"),
-        (nccl({**GPU, "nccl": ""}), "failed", "this torch has none"),
-        (nccl({**NONE_SEEN, "nccl": ""}), "ok", "only GPUs need it"),
-        (nccl(None), "ok", "only GPUs need it"),
+        (lambda: checks.check_gpu(0, ""), "ok", "none on this host"),
+        (lambda: checks.check_gpu(8, None), "ok", "8 on this host"),
+        (lambda: checks.check_gpu(8, "0,1"), "ok", "8 on this host"),
+        (lambda: checks.check_gpu(2, ""), "warning", "CUDA_VISIBLE_DEVICES=''"),
         (tpu([]), "ok", "none on this host"),
         (tpu([], PJRT_DEVICE="CPU"), "ok", "none on this host"),
         (tpu([], PJRT_DEVICE="TPU"), "warning", "no chip"),
-        (tpu([], **WORKERS), "warning", "TPU_WORKER_HOSTNAMES=a,b, TPU_WORKER_ID=1"),
-        (tpu(CHIPS, **WORKERS, TPU_LIBRARY_PATH="/lib/libtpu.so"), "ok", "2 chip(s)"),
+        (tpu([], **WORKERS), "warning", "no chip"),
+        (tpu(CHIPS, **WORKERS, TPU_LIBRARY_PATH="/lib/libtpu.so"), "ok", "2 chip(s), torch_xla, libtpu"),
         (tpu(CHIPS, **{**WORKERS, "TPU_WORKER_ID": "2"}), "failed", "TPU_WORKER_HOSTNAMES names 2 worker(s)"),
         (tpu(CHIPS, TPU_WORKER_ID="first"), "failed", "is no number"),
-        (gloo("localhost", False), "ok", "enough on one host"),
-        (gloo("localhost", True), "failed", "which no other host reaches"),
-        (gloo("nowhere.invalid", True), "failed", "no address of this host"),
-        (gloo("nowhere.invalid", False), "ok", "no address of this host"),
-        (gloo("localhost", True, "eth0"), "ok", "interface eth0"),
-        (gloo("localhost", False, "lo"), "ok", "interface lo"),
-        (gloo("localhost", True, "lo"), "failed", "lo, on several hosts"),
-        (gloo("localhost", True, "eth0,ib0"), "failed", "no interface ib0 here"),
-        (clocks({"processes": 2, "offsets": {"a": 0.0, "b": 0.01}}), "ok", "all 2 on 2 host(s)"),
-        (clocks({"processes": 2, "offsets": {"a": 0.0, "b": -3.0}}), "warning", "by 3.00 s (a +0.0 s, b -3.0 s"),
-        (clocks({"processes": 3, "offsets": {"a": 0.0, "b": 40.0, "c": -40.0}}), "failed", "differ by 80.00 s"),
-        (clocks({"missing": [2, 3], "hosts": ["a"]}), "failed", "process(es) 2, 3 never came; here are hosts a"),
-        (clocks({"problem": "gloo: connection refused"}), "failed", "connection refused"),
-        (clocks(None), "failed", "no answer within 70 s"),
-        (lambda: packages.check_python((3, 10, 12)), "failed", "3.10.12"),
-        (lambda: packages.check_python(sys.version_info[:3]), "ok", ""),
-        (partial(host.check_shared_memory, Path("/absent")), "warning", "/absent: No such file"),
+        (lambda: checks.check_python((3, 10, 12)), "failed", "3.10.12"),
+        (lambda: checks.check_python(sys.version_info[:3]), "ok", ""),
+        (lambda: checks.check_locked_memory([]), "ok", ""),
+        (partial(checks.check_shared_memory, Path("/absent")), "failed", "No such file or directory: '/absent'"),
+        (raises(BackendError("no chip.\n  Buy one.")), "failed", "no chip."),
+        (raises(ZeroDivisionError("x")), "failed", "ZeroDivisionError: x"),
     ],
 )
 def test_findings(check: Callable[[], Finding], state: str, text: str) -> None:
-    finding = check()
+    finding = checked(check)
     assert finding.state == state
     assert text in finding.found
     assert (finding.mend == "") == (state == "ok")
 
 
-def test_the_mending_names_interfaces_and_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "GLOO_SOCKET_IFNAME=ONE_OF eth0" in gloo("localhost", True)().mend
-    monkeypatch.setattr(devices, "installed", lambda _: None)
-    assert tpu(CHIPS)()[::2] == ("failed", "pip install '.[tpu]'")
+def test_a_chip_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda _: None)
+    assert tpu(CHIPS)() == ("failed", "2 chip(s), and no engine", "pip install '.[tpu]'")
 
 
-DRIVERS = {
-    "535.183.01": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n",
-    "570.86.15": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n",
-    "": "something else",
-}
-
-
-def test_device_files_and_drivers_are_read(tmp_path: Path) -> None:
+def test_device_files_of_chips(tmp_path: Path) -> None:
     (tmp_path / "vfio").mkdir()
-    nvidia = ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-modeset")
-    for name in (*nvidia, "accel0", "accel1", "accelerator", "vfio/0", "vfio/vfio", "vfio/devices"):
+    for name in ("accel0", "accel1", "accelerator", "vfio/0", "vfio/vfio", "vfio/devices"):
         (tmp_path / name).touch()
-    assert devices.gpu_files(tmp_path) == 3
     assert [path.name for path in tpu_chips(tmp_path)] == ["accel0", "accel1", "0"]
-    assert devices.driver_version(tmp_path / "none") == ""
-    for version, text in DRIVERS.items():
-        (tmp_path / "version").write_text(text)
-        assert devices.driver_version(tmp_path / "version") == version
 
 
-def test_who_holds_a_chip_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_holds_a_chip_is_named(tmp_path: Path) -> None:
     chip, lock = tmp_path / "accel0", tmp_path / "libtpu_lockfile"
     chip.touch()
-    assert devices.check_tpu_is_free([chip], lock).state == "ok"
+    assert checks.check_tpu_is_free([chip], lock).state == "ok"
     program = "import sys; file = open(sys.argv[1]); print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", program, str(chip)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        finding = devices.check_tpu_is_free([chip], lock)
+        finding = checks.check_tpu_is_free([chip], lock)
     assert finding.state == "failed"
     assert f"process {holder.pid} ({sys.executable}" in finding.found
     assert finding.mend.endswith(f"kill {holder.pid}")
     lock.touch()
-    assert devices.check_tpu_is_free([chip], lock).mend == f"rm {lock}"
-    assert devices.check_tpu_is_free([], lock).state == "ok"
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # libtpu's lock lies in /tmp all the same
-    assert devices.check_tpu_is_free([chip]) == devices.check_tpu_is_free([chip], devices.LIBTPU_LOCK)
-
-
-def test_several_hosts() -> None:
-    def several(**environ: str) -> bool:
-        return network.is_on_several_hosts(environ)
-
-    assert several(WORLD_SIZE="8", LOCAL_WORLD_SIZE="4")
-    assert several(SLURM_NNODES="2")
-    assert not any((several(), several(WORLD_SIZE="8", LOCAL_WORLD_SIZE="8"), several(SLURM_NNODES="1")))
-
-
-@pytest.mark.parametrize(
-    ("version", "specifiers", "does"),
-    [
-        ("2.9.0+cu128", (("==", "2.9.0"),), True),
-        ("2.9", (("==", "2.9.0"),), True),
-        ("2.9.1", (("==", "2.9.0"),), False),
-        ("2.13.0", ((">=", "2.9"),), True),
-        ("5.23.0", (("<", "6"), (">=", "5.23")), True),
-        ("6.0.0", (("<", "6"), (">=", "5.23")), False),
-        ("5.4", ((">=", "5.23"),), False),
-        ("1.0", (), True),
-    ],
-)
-def test_versions(version: str, specifiers: tuple[tuple[str, str], ...], does: bool) -> None:
-    assert packages.fits(version, specifiers) == does
+    assert checks.check_tpu_is_free([chip], lock).mend == f"rm {lock}"
+    assert checks.check_tpu_is_free([], lock).state == "ok"
 
 
 def test_our_own_requirements_are_read() -> None:
-    always = {requirement.name: requirement for requirement in packages.requirements(packages.OURS)}
+    always = {requirement.name: requirement for requirement in checks.requirements(checks.OURS)}
     assert str(always["torch"]) == "torch>=2.9"
-    assert always["transformers"].specifiers == (("<", "6"), (">=", "5.23"))
-    for extra, names in {"xla": {"jax", "flax", "torch_xla"}, "plan": {"jax", "matplotlib"}}.items():
-        assert names <= {requirement.name for requirement in packages.requirements(packages.OURS, extra)}
+    assert always["transformers"].specifier == "<6,>=5.23"
+    for extra, names in {"xla": {"jax", "flax", "torch_xla"}, "plan": {"jax", "matplotlib", "libtpu"}}.items():
+        of_extra = {requirement.name for requirement in checks.requirements(checks.OURS, extra)}
+        assert names <= of_extra
+        assert not {"pydantic", "transformers"} & of_extra
 
 
 def test_locked_memory() -> None:
     program = """if True:
         import resource
-        from portable_fsdp.doctor.host import check_locked_memory
+        from portable_fsdp.doctor.checks import check_locked_memory
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-        for needed_by in ("InfiniBand (mlx5_0)", ""):
+        for needed_by in (["mlx5_0"], []):
             print(*check_locked_memory(needed_by)[:2])
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    needed, spare = done.stdout.splitlines()
-    assert needed.startswith("warning 0 MiB (ulimit -l), beside InfiniBand")
-    assert spare.startswith("ok 0 MiB (ulimit -l)")
+    assert done.stdout.splitlines() == ["warning 0 MiB (ulimit -l), beside mlx5_0", "ok 0 MiB (ulimit -l)"]
 
 
-def test_a_probe_ends_with_its_block(tmp_path: Path) -> None:
-    (tmp_path / "endless.py").write_text("import time\nwhile True:\n    time.sleep(1)\n")
-    with Child("endless", environment={"PYTHONPATH": str(tmp_path)}) as child:
-        assert child.code is None
-        assert probe_answer(child, 0.2) == ProbeAnswer(None, "no answer within 0.2 s", is_late=True)
-        assert child.code == -signal.SIGKILL
-    with Child("endless", environment={"PYTHONPATH": str(tmp_path)}) as child:
-        pass
-    assert child.code == -signal.SIGKILL
+def native(limit_s: float, **environ: str) -> Child:
+    return Child("portable_fsdp.doctor.engines", "native", "cpu", str(limit_s), environment=environ)
+
+
+def finding(child: Child, limit_s: float, count: int = 1) -> Finding:
+    launch = Launch("variables", world_size=count)
+    return engines._wait(child, options_of("native").packages["cpu"], launch, limit_s)
+
+
+@pytest.mark.parametrize(
+    ("source", "limit_s", "text"),
+    [
+        ("raise ImportError('libcudart.so.12: cannot open\\nmore')", 60, "ImportError: libcudart.so.12: cannot open"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 60, "signal SIGSEGV"),
+        ("import os, sys\nos.write(2, b'a\\nb: lost\\n  note')\nos._exit(1)", 60, "b: lost"),
+        ("import time\ntime.sleep(1000)", 0.5, "not open after 0.5 s"),
+    ],
+    ids=["raises", "crashes", "exits", "hangs"],
+)
+def test_a_torch_that_breaks_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, limit_s: float, text: str
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with native(limit_s) as child:
+        broken = finding(child, limit_s)
+    assert broken.state == "failed"
+    assert broken.found.startswith(text)
+    assert "more" not in broken.found
+    assert "python -c 'import torch'" in broken.mend
+    assert broken.mend.startswith("--limit_s=1 waits longer") == (limit_s == 0.5)
+
+
+@pytest.mark.slow
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    with native(60) as child:
+        wrong = finding(child, 60)
+    assert wrong.state == "failed"
+    assert "ib7" in wrong.found
+    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME unset or an interface (here: lo" in wrong.mend
+
+
+@pytest.mark.slow
+def test_a_process_that_never_comes_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        free_port = free.getsockname()[1]
+    meeting = {"LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    late = waiting = Finding("ok", "")
+    for limit_s in (20, 60):  # the second only where a busy machine hasn't imported torch by then
+        with native(limit_s, **meeting, RANK="0") as first, native(limit_s, **meeting, RANK="2") as third:
+            late, waiting = finding(first, limit_s, 3), finding(third, limit_s, 3)
+        if "waiting" in late.found:
+            break
+    assert late.state == waiting.state == "failed"
+    assert "a process is missing" in late.found
+    assert "waiting for process 1, not come after" in late.found
+    assert "MASTER_ADDR and MASTER_PORT must be open" in waiting.mend
