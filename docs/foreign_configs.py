@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.convert.table import ENVIRONMENT, FSDP, Answers, ForeignKey, KeyOutcome, bare_name, key_table
+from portable_fsdp.convert.table import ENVIRONMENT, FSDP, KeyRow, KeyRow, KeyOutcome, bare_name, key_table
 from portable_fsdp.convert.values import cases
 
 INTRODUCTION = """# Configs of other tools
@@ -108,12 +108,12 @@ def _families() -> Iterator[str]:
     yield from (f"| {', '.join(names)} | | like the keys of {place} |" for place, names in by_place.items())
 
 
-def _names(key: ForeignKey) -> str:
+def _names(key: KeyRow) -> str:
     names = " = ".join(f"`{name}`" for name in (key.name, *key.aliases))
     return names + (f" ({_readers(key)})" if key.place == FSDP and _readers(key) else "")
 
 
-def _readers(key: ForeignKey) -> str:
+def _readers(key: KeyRow) -> str:
     """The tools that read the key, each with the name it reads where the key has several."""
     names = {bare_name(FSDP, name): name for name in (key.name, *key.aliases)}
     return ", ".join(
@@ -124,13 +124,13 @@ def _readers(key: ForeignKey) -> str:
     )
 
 
-def _kind(answers: Answers) -> str:
+def _kind(answers: KeyRow) -> str:
     kinds = [outcome.kind for _, outcome in cases(answers) if outcome.kind]
     order = {"set": "set", "launcher": "launcher", "refuse": "refused", "ignore": "ignored"}
     return next(word for kind, word in order.items() if kind in kinds)
 
 
-def _words(key: ForeignKey) -> str:
+def _words(key: KeyRow) -> str:
     answers = key.answers
     by_text: dict[str, list[str]] = {}
     for word, outcome in answers.words.items():
@@ -154,7 +154,7 @@ def _outcome(outcome: KeyOutcome, says_refused: bool = True) -> str:
         case "launcher":
             return str(outcome.launcher)
         case _:
-            override = f", or override {outcome.about}" if outcome.about else ""
+            override = f", or override {outcome.override}" if outcome.override else ""
             way = "" if outcome.way == "leave it out" else f"; {outcome.way}"
             return "refused: " * says_refused + f"{outcome.refuse}{way}{override}"
 

@@ -9,9 +9,8 @@ get a reason (`unused`).
 
 import math
 
-from portable_fsdp.convert.facts import ForeignFacts, KeyEntry
-from portable_fsdp.convert.table import DEEPSPEED, FSDP, MEGATRON, key_table
-from portable_fsdp.convert.tools import BY_ACCELERATE
+from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER, ForeignFacts, KeyEntry
+from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON, key_table
 
 _FREED = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
@@ -30,7 +29,7 @@ LOGGING_STEPS = 500
 def combine(facts: ForeignFacts) -> None:
     """Sets our options that the keys set together; contradictions become problems."""
     rules = (_sections, _strategy, _units, _precision, _recompute, _offload)
-    training = (_batch, _length, _warmup, _optimizer, _evaluations, _saves, _data)
+    training = (_batch, _length, _warmup, _optimizer, _evaluations, _data)
     for rule in (*rules, *training):
         rule(facts)
 
@@ -39,21 +38,8 @@ def unused(facts: ForeignFacts) -> list[tuple[KeyEntry, str]]:
     """The keys that set nothing of their own in the end, each with the reason."""
     used = {(setting.line, setting.key) for setting in facts.options.values()}
     rest = [setting for setting in facts.keys.values() if (setting.line, setting.key) not in used]
-    return [(setting, key_table().unused.get(setting.option) or _decided_by(facts, setting)) for setting in rest]
-
-
-def _decided_by(facts: ForeignFacts, setting: KeyEntry) -> str:
-    """The key that decided instead, and whether it came to the same."""
-    if setting.option.startswith("~warmup") and "optim.warmup_steps" not in facts.options and facts.value("~constant"):
-        return "lr_scheduler_type: constant has no warmup; constant_with_warmup has one"
-    decides = key_table().decides.items()
-    option = next((option for name, option in decides if setting.option.startswith(name)), "the option")
-    if option in facts.overridden or option not in facts.options:
-        return f"{option} takes precedence, as it is set elsewhere"
-    by = facts.options[option]
-    equivalent = {"~reshard": _FREED.get(str(by.value), False), "~recompute": by.value == "full"}
-    agrees = setting.value == equivalent.get(setting.option.partition(".")[0], by.value)
-    return f"agrees with {by.key}: {by.text}" if agrees else f"{by.key}: {by.text} takes precedence"
+    default = "another key or an override decides, or says the same"
+    return [(setting, key_table().unused.get(setting.option, default)) for setting in rest]
 
 
 # ------------------------------------------------------------------------------------------------------------- sharding
@@ -113,22 +99,23 @@ def _require_strategy(facts: ForeignFacts) -> None:
 def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     """The strategy by name, by what is freed after forward, or by both where they agree.
 
-    Where they don't, the tools choose: accelerate reads names under version 1 alone, and `reshard_after_forward` under
-    version 2, as Trainer does.
+    Where they don't, accelerate reads names, one of which its launcher always sets, and Trainer what is freed.
     """
     word, inside = facts.keys.get("~strategy"), facts.keys.get("~reshard_word")
     if inside is not None and inside.text.isdecimal() and inside.text != "1" and facts.value("~version") == 2:
         facts.result.add_problem(inside, f"expected true | false with fsdp_version 2, found {inside.text}.")
         inside = None
-    if word is not None and facts.tool.name == BY_ACCELERATE and facts.tool.version == 1:
-        return word
+    version = facts.reader.values.get("fsdp_version", "2" if facts.reader.tool == BY_TRAINER else "")
+    if word is not None and facts.reader.tool == BY_ACCELERATE and version == "1":
+        is_default = facts.result.kind == ENVIRONMENT and word.value == "FULL_SHARD"
+        return inside if inside and is_default else word
     if word is not None and inside is not None and word.value != inside.value:
         facts.contradiction("sharding.strategy", word, inside)
     word = word or inside
     freed = facts.keys.get("~reshard")
     if freed is None:
         return word
-    if word is None or (facts.tool.version == 2 and word.value in _HYBRID):
+    if word is None or (version == "2" and word.value in _HYBRID):
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
     if _FREED.get(str(word.value), False) != freed.value:
         facts.contradiction("sharding.strategy", word, freed)
@@ -173,17 +160,15 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
 
 def _units(facts: ForeignFacts) -> None:
     """Classes count where units are layers, min_num_params where they are made by size, or nothing else decides."""
-    least, wrap, classes = (facts.keys.get(name) for name in ("~min_num_params", "sharding.wrap", _CLASSES))
+    size, wrap, classes = (facts.keys.get(name) for name in ("~min_num_params", "sharding.wrap", _CLASSES))
     policy = facts.given.get("sharding.wrap", wrap and wrap.value)
     if classes is not None and policy not in (None, "TRANSFORMER_BASED_WRAP"):
         del facts.options[_CLASSES]
-    elif classes is not None and policy is None and facts.tool.name == BY_ACCELERATE:
-        remark = "accelerate reads it beside fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP only; used all the same"
-        facts.options[_CLASSES] = classes._replace(remark=remark)
-    by_size = classes is None and facts.tool.makes_units_by_size if policy is None else policy == "SIZE_BASED_WRAP"
-    if least is not None and by_size:
-        facts.set("sharding.wrap", "SIZE_BASED_WRAP", least)
-        facts.set("sharding.min_num_params", least.value, least)
+    on_xla = facts.value("~xla") or facts.value("~distributed") == "XLA"
+    by_default = classes is None and (not facts.reader.tool or on_xla)  # accelerate and Trainer: with a policy only
+    if size is not None and (by_default if policy is None else policy == "SIZE_BASED_WRAP"):
+        facts.set("sharding.wrap", "SIZE_BASED_WRAP", size)
+        facts.set("sharding.min_num_params", size.value, size)
 
 
 # ------------------------------------------------------------------------------------------------- numerics and memory
@@ -310,8 +295,6 @@ def _evaluations(facts: ForeignFacts) -> None:
     strategy, interval = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
     if strategy is None:
         return _evaluation_at_the_end(facts)
-    if delay := facts.keys.get("~eval_delay"):
-        facts.result.add_problem(delay, "the first evaluation comes after the first eval_steps steps.\n  Set it to 0.")
     every = facts.number("~eval_steps") or 0
     if interval is None or every == 0:
         steps = facts.integer("train.log_every") or LOGGING_STEPS
@@ -340,12 +323,6 @@ def _evaluation_at_the_end(facts: ForeignFacts) -> None:
     if best is not None:
         text = "the best checkpoint needs evaluations, which eval_strategy turns off."
         facts.result.add_problem(best, f"{text}\n  Set eval_strategy: steps, or train.eval_every.")
-
-
-def _saves(facts: ForeignFacts) -> None:
-    if saves := facts.keys.get("~no_saves"):
-        facts.options.pop("checkpoint.every", None)
-        facts.set("checkpoint.every", None, saves)
 
 
 def _data(facts: ForeignFacts) -> None:

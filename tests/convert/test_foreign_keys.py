@@ -21,8 +21,8 @@ from portable_fsdp.convert.table import (
     MIXED,
     SAGEMAKER,
     TRAINER,
-    Answers,
-    ForeignKey,
+    KeyRow,
+    KeyRow,
     KeyOutcome,
     find,
     find_anywhere,
@@ -127,22 +127,22 @@ def test_rows_are_well_formed() -> None:
     """Exactly one outcome for each value, which sets options that our config has, and no field of another kind."""
     options = set(option_names())
     for row in TABLE.keys:
-        answers = row.answers
+        answers = row
         assert answers.kind or answers.words, row.name
         for outcome in (*([answers] if answers.kind else []), *answers.words.values()):
             kinds = [outcome.settings, outcome.ignore, outcome.launcher, outcome.refuse]
             assert len(kinds) - kinds.count(None) == 1, row.name
             assert {name for name in outcome.options if not name.startswith("~")} <= options, row.name
-            kind_of = {"remark": "set", "fact": "launcher", "way": "refuse", "about": "refuse"}
+            kind_of = {"remark": "set", "fact": "launcher", "way": "refuse", "override": "refuse"}
             strange = [
                 name for name, kind in kind_of.items() if name in outcome.model_fields_set and kind != outcome.kind
             ]
             assert strange == [], row.name
-            assert outcome.about in (*options, "")
+            assert outcome.override in (*options, "")
             assert not re.search(r"[a-z]\.\w+=", outcome.way), (
-                "an override is named by `about`, which lifts the refusal"
+                "an override is named by `override`, which lifts the refusal"
             )
-    facts = {name for row in TABLE.keys for _, outcome in cases(row.answers) for name in outcome.options}
+    facts = {name for row in TABLE.keys for _, outcome in cases(row) for name in outcome.options}
     assert [name for name in TABLE.unused if name not in facts] == []
     assert [name for name in TABLE.decides if not any(fact.startswith(name) for fact in facts)] == []
 
@@ -150,7 +150,7 @@ def test_rows_are_well_formed() -> None:
 @pytest.mark.parametrize("row", [{"keys": "a", "set": "b", "sett": 1}, {"keys": "a", "as": "count"}, {"as": "flag"}])
 def test_a_row_with_a_strange_field_is_refused(row: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="validation error"):
-        Answers.model_validate(row)
+        KeyRow.model_validate(row)
 
 
 # --------------------------------------------------------------------------------------------------- values
@@ -224,14 +224,14 @@ OVERRIDES = {
 REFUSED = [
     pytest.param(row, "some" if value == "else" else value, answer, id=f"{row.place}-{row.name}-{value}")
     for row in TABLE.keys
-    for value, answer in cases(row.answers)
-    if answer.kind == "refuse" and answer.about
+    for value, answer in cases(row)
+    if answer.kind == "refuse" and answer.override
 ]
 
 
 @pytest.mark.parametrize(("row", "value", "refusal"), REFUSED)
 def test_the_override_that_a_refusal_names_lifts_it(
-    row: ForeignKey, value: str, refusal: KeyOutcome, tmp_path: Path
+    row: KeyRow, value: str, refusal: KeyOutcome, tmp_path: Path
 ) -> None:
     theirs, environ = tmp_path / "theirs.yaml", {}
     inside = {nested_place("", row.place): {row.name: value}} if nested_place("", row.place) else {row.name: value}
@@ -248,5 +248,5 @@ def test_the_override_that_a_refusal_names_lifts_it(
     assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Way out: {refusal.ways}." in plain(
         str(error.value), tmp_path
     )
-    assert refusal.ways.endswith(f", or override {refusal.about}")
-    read_config(theirs, [*rest, f"{refusal.about}={OVERRIDES[refusal.about]}"], environ=environ)
+    assert refusal.ways.endswith(f", or override {refusal.override}")
+    read_config(theirs, [*rest, f"{refusal.override}={OVERRIDES[refusal.override]}"], environ=environ)
