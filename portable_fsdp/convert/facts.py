@@ -1,6 +1,6 @@
 """Keys of a foreign file, and the options of this project that follow; `read.py` and `rules.py` fill it in."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Reader(NamedTuple):
     values: Mapping[str, str]  # by a key's name in the table; without the key, the tool's default
 
     @classmethod
-    def of_file(cls, kind: str, keys: Iterable[tuple[KeyRow, KeyEntry]]) -> "Reader":
+    def of_file(cls, kind: str, keys: Sequence[tuple[KeyRow, KeyEntry]]) -> "Reader":
         """The tool by all keys of a file; `kind` is the place of most keys at its top."""
         values: dict[str, str] = {}
         for row, entry in keys:
@@ -65,7 +65,7 @@ class Reader(NamedTuple):
         """Why a key sets nothing; empty where its tool reads it."""
         read_by = outcome.read_by or row.read_by
         is_read = any(all(map(self._holds, who.split(" with "))) for who in read_by.split(" or "))
-        return "" if is_read else f"only {read_by} reads it"
+        return "" if is_read else f"it counts only for {read_by}"
 
     def _holds(self, term: str) -> bool:
         key, is_value, word = term.partition("=")

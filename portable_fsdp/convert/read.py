@@ -12,7 +12,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.yaml_text import NULL_TAG
 from portable_fsdp.convert.facts import ForeignFacts, Import, ImportContext, KeyEntry, Reader
-from portable_fsdp.convert.rules import combine, unused
+from portable_fsdp.convert.rules import combine
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
     MIXED,
@@ -22,6 +22,7 @@ from portable_fsdp.convert.table import (
     KeyRow,
     find,
     find_anywhere,
+    key_table,
     nearest_key,
     nested_place,
 )
@@ -29,8 +30,8 @@ from portable_fsdp.convert.values import Raw, UnreadableValue, outcome_of
 
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
 _NUMBERS = ("num_processes", "num_machines")
-_DEEP = 8  # mappings within mappings; more is an alias of a mapping in itself
 _NULL = KeyOutcome(ignore="null")
+_DECIDED_ELSEWHERE = "another key or an override decides, or says the same"
 
 
 def is_foreign(node: MappingNode) -> bool:
@@ -64,25 +65,25 @@ def read_entries(entries: Iterable[KeyEntry], result: Import, context: ImportCon
             _read_unknown(entry, result)
         else:
             _read(facts, row, entry)
-    _check_rank(facts)
     facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := result.number(fact))}}
     facts.options |= {name: setting for name, setting in facts.keys.items() if not name.startswith("~")}
     combine(facts)
-    for entry, reason in unused(facts):
-        result.ignore(entry, reason)
+    used = {(setting.line, setting.key) for setting in facts.options.values()}
+    for setting in facts.keys.values():
+        if (setting.line, setting.key) not in used:
+            result.ignore(setting, key_table().unused.get(setting.option, _DECIDED_ELSEWHERE))
 
 
-def _entries(node: MappingNode, place: str, result: Import, depth: int = 0) -> Iterator[KeyEntry]:
+def _entries(node: MappingNode, place: str, result: Import) -> Iterator[KeyEntry]:
     for key_node, value in _pairs(node):
         line = cast(int, key_node.start_mark.line) + 1
         key = str(key_node.value) if isinstance(key_node, ScalarNode) else "?"
         entry = KeyEntry(place, key, _raw(value), line, f"{result.path}:{line}")
         inside = nested_place(place, key)
-        if key == "<<" or depth > _DEEP:
-            text = "expected plain keys, found a YAML merge or a mapping within itself; write the keys out."
-            result.add_problem(entry, text)
+        if key == "<<":
+            result.add_problem(entry, "expected plain keys, found a YAML merge; write the keys out.")
         elif inside and isinstance(value, MappingNode):
-            yield from _entries(value, inside, result, depth + 1)
+            yield from _entries(value, inside, result)
         elif inside and inside != MIXED:
             _read_section_without_keys(entry, result)
         elif entry.raw and key in _SECRET:
@@ -104,14 +105,12 @@ def _pairs(node: MappingNode) -> list[tuple[Node, Node]]:
     return cast(list[tuple[Node, Node]], node.value)
 
 
-def _raw(node: Node, depth: int = 0) -> Raw:
-    if depth > _DEEP:
-        return "..."
+def _raw(node: Node) -> Raw:
     if isinstance(node, ScalarNode):
         return None if node.tag == NULL_TAG else str(node.value)
     if isinstance(node, SequenceNode):
-        return [_raw(item, depth + 1) for item in cast(list[Node], node.value)]
-    return {str(key.value): _raw(value, depth + 1) for key, value in _pairs(cast(MappingNode, node))}
+        return [_raw(item) for item in cast(list[Node], node.value)]
+    return {str(key.value): _raw(value) for key, value in _pairs(cast(MappingNode, node))}
 
 
 def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
@@ -162,15 +161,6 @@ def _compare_with_earlier(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> 
     first = next((first for earlier, first in facts.rows if earlier is row and first.place == entry.place), None)
     if first is not None and first.text.lower() != entry.text.lower():
         facts.contradiction("", first, entry)
-
-
-def _check_rank(facts: ForeignFacts) -> None:
-    """Hosts are counted from 0."""
-    rank, hosts = facts.result.number("machine_rank"), facts.result.number("num_machines")
-    if rank is not None and hosts is not None and rank >= hosts:
-        entry = next(entry for row, entry in facts.rows if row.name == "machine_rank")
-        expected = f"expected a number from 0 to num_machines - 1 = {hosts - 1}"
-        facts.result.add_problem(entry, f"{expected}, found {rank}.")
 
 
 def _read_unknown(entry: KeyEntry, result: Import) -> None:

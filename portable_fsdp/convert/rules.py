@@ -3,19 +3,18 @@
 A row of the table sets an option of ours where its key decides alone, else a fact (`~name`) for a rule. So
 `fsdp_sharding_strategy: HYBRID_SHARD` is `~strategy`, of which `num_machines: 1` makes FULL_SHARD. A rule is a function
 of `ForeignFacts`: it reads what the keys set (`facts.keys`, which stays as it is) and writes `facts.options`, each with
-the key that decided. No rule reads what another one wrote, so any order is right. Keys that set no option in the end
-get a reason (`unused`).
+the key that decided. No rule reads what another one wrote, so any order is right.
 """
 
 import math
 
 from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER, ForeignFacts, KeyEntry
-from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON, key_table
+from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON
 
 _FREED = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
 _ONE_COPY = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
-_SECTIONS = {"FSDP": FSDP, "XLA": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
+_SECTIONS = {"FSDP": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
 _NEEDED = {
     "DEEPSPEED": "zero_stage in deepspeed_config",
     "MEGATRON_LM": "megatron_lm_use_distributed_optimizer: true in megatron_lm_config",
@@ -34,34 +33,21 @@ def combine(facts: ForeignFacts) -> None:
         rule(facts)
 
 
-def unused(facts: ForeignFacts) -> list[tuple[KeyEntry, str]]:
-    """The keys that set nothing of their own in the end, each with the reason."""
-    used = {(setting.line, setting.key) for setting in facts.options.values()}
-    rest = [setting for setting in facts.keys.values() if (setting.line, setting.key) not in used]
-    default = "another key or an override decides, or says the same"
-    return [(setting, key_table().unused.get(setting.option, default)) for setting in rest]
-
-
 # ------------------------------------------------------------------------------------------------------------- sharding
 
 
 def _sections(facts: ForeignFacts) -> None:
     """A section that accelerate doesn't read under this distributed_type: which of the two is meant?"""
-    kind, fsdp = facts.keys.get("~distributed"), facts.keys.get("~fsdp")
+    kind, fsdp, sections = facts.keys.get("~distributed"), facts.keys.get("~fsdp"), facts.sections
     sets = any(setting.place == FSDP and setting.value for setting in facts.keys.values())  # Trainer dumps what is off
     if fsdp is not None and not fsdp.value and sets:
         text = f"expected true, found {fsdp.text!r}, under which Trainer doesn't read fsdp_config.\n"
         facts.result.add_problem(fsdp, f"{text}  Set fsdp: true, or leave fsdp_config out.")
-    if kind is None:
-        return
-    for word in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        place = _SECTIONS[word]
-        if place in facts.sections and _SECTIONS.get(str(kind.value)) != place:
-            text = (
-                f"expected distributed_type: {word}, found {kind.text} ({kind.where}), under which accelerate doesn't "
-                f"read it.\n  Set distributed_type: {word}, or leave {place} out."
-            )
-            facts.result.add_problem(facts.sections[place]._replace(key=place), text)
+    for word, place in _SECTIONS.items():
+        if kind is not None and place in sections and place != _SECTIONS.get(str(kind.value).replace("XLA", "FSDP")):
+            text = f"accelerate doesn't read it with distributed_type: {kind.text} ({kind.where})."
+            text += f"\n  Set distributed_type: {word}, or leave {place} out."
+            facts.result.add_problem(sections[place]._replace(key=place), text)
 
 
 def _strategy(facts: ForeignFacts) -> None:
@@ -102,10 +88,10 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     Where they don't, accelerate reads names, one of which its launcher always sets, and Trainer what is freed.
     """
     word, inside = facts.keys.get("~strategy"), facts.keys.get("~reshard_word")
-    if inside is not None and inside.text.isdecimal() and inside.text != "1" and facts.value("~version") == 2:
+    version = facts.reader.values.get("fsdp_version")
+    if inside is not None and inside.text.isdecimal() and inside.text != "1" and version == "2":
         facts.result.add_problem(inside, f"expected true | false with fsdp_version 2, found {inside.text}.")
         inside = None
-    version = facts.reader.values.get("fsdp_version", "2" if facts.reader.tool == BY_TRAINER else "")
     if word is not None and facts.reader.tool == BY_ACCELERATE and version == "1":
         is_default = facts.result.kind == ENVIRONMENT and word.value == "FULL_SHARD"
         return inside if inside and is_default else word
@@ -115,7 +101,8 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     freed = facts.keys.get("~reshard")
     if freed is None:
         return word
-    if word is None or (version == "2" and word.value in _HYBRID):
+    is_version_2 = version == "2" or (version is None and facts.reader.tool == BY_TRAINER)
+    if word is None or (is_version_2 and word.value in _HYBRID):
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
     if _FREED.get(str(word.value), False) != freed.value:
         facts.contradiction("sharding.strategy", word, freed)
@@ -132,18 +119,12 @@ def _implied_strategy(facts: ForeignFacts) -> KeyEntry | None:
     return sizes and sizes._replace(value="FULL_SHARD")
 
 
-_SIZES = (
-    "num_processes",
-    *(f"parallelism_config_{what}_size" for what in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
-)
-
-
 def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
     """Copies * devices of a shard are all devices, as in accelerate; those that no key sets are 1."""
     shards = facts.keys.get("~shard_size")
-    if not facts.can_read(*_SIZES):
+    if facts.failed or shards is None:  # one of the sizes may be among those that failed
         return
-    if shards is None or (strategy == "NO_SHARD" and facts.keys.get("~replicas") is None and shards.value == 1):
+    if strategy == "NO_SHARD" and facts.keys.get("~replicas") is None and shards.value == 1:
         return
     if strategy == "NO_SHARD" and shards.value != 1:
         return facts.contradiction("sharding.strategy", word, shards)

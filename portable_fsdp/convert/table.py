@@ -156,12 +156,8 @@ def option_meant(key: str) -> str:
 
 def nested_place(place: str, key: str) -> str | None:
     """The place that a mapping under this key holds the keys of."""
-    plain = plain_name(key)
-    if plain in (f"fsdp_{MIXED}", MIXED):
-        return MIXED
-    return next(
-        (name for name in key_table().nested if plain in (name, f"{key_table().prefixes.get(place, '')}{name}")), None
-    )
+    prefix = key_table().prefixes.get(place, "")
+    return next((name for name in key_table().nested if plain_name(key) in (name, f"{prefix}{name}")), None)
 
 
 def nearest_key(place: str, key: str) -> str:

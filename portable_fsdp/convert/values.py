@@ -6,7 +6,6 @@ meant, and `"true"`, `yes` and `1` are one value.
 
 import math
 import re
-from collections.abc import Iterator
 from typing import cast
 
 from portable_fsdp.convert.table import KeyOutcome, KeyRow
@@ -114,17 +113,6 @@ def _bounds(row: KeyRow) -> str:
     if row.max < math.inf:
         return f" from {row.min:g} to {row.max:g}"
     return f" >= {row.min:g}" if row.min > -math.inf else ""
-
-
-def cases(row: KeyRow) -> Iterator[tuple[str, KeyOutcome]]:
-    """Each value that has an outcome of its own, in words, and `else` for what a row refuses besides."""
-    yield from row.words.items()
-    if row.reads == "off":
-        yield ", ".join(filter(None, ("off", row.as_off))), KeyOutcome(ignore="turned off")
-    if row.reads == "dtype":
-        yield "float16", float16(row)
-    if row.kind:
-        yield "else" * (row.kind == "refuse"), row
 
 
 def _names(raw: Raw) -> list[str]:
