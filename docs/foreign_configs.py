@@ -32,13 +32,14 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 - The launcher decides the number of processes and hosts, and the device. A file's numbers must equal those of the
   start.
 
-A key that its own tool doesn't read sets nothing here either, and `explain` says who reads it. In the tables this stands
-in brackets behind the key: tools, and other keys of the file with the value that they must have. Trainer reads
+A key that its own tool doesn't read sets nothing here either, and `explain` says for whom it counts. In the tables that
+stands in brackets behind the key: tools, and other keys of the file with the value that they must have. Trainer reads
 `cpu_offload` where accelerate reads `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no
 `sharding_strategy`. The other keys of a file show which tool it is for: `distributed_type` is accelerate's;
-TrainingArguments and an `fsdp_config` by itself are Trainer's; in other files (axolotl's) every name counts. We also use
-what accelerate's manual has and its code doesn't read: `fsdp_backward_prefetch_policy`, a strategy's name under
-`fsdp_reshard_after_forward` with version 1, and transformers' `xla` keys; and keys outside their section, with a remark.
+TrainingArguments and an `fsdp_config` by itself are Trainer's; in other files (axolotl's) every name counts. What
+accelerate's manual has and its code doesn't read counts too: `fsdp_backward_prefetch_policy`, a strategy's name under
+`fsdp_reshard_after_forward` with version 1, and transformers' `xla` keys; and so do keys outside their section, with a
+remark.
 
 Some options follow from several keys, marked `~name` in the tables:
 

@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from portable_fsdp.convert.table import ENVIRONMENT, FSDP, TRAINER, KeyOutcome, KeyRow
-from portable_fsdp.convert.values import NO, OFF, YES, Raw, in_words
+from portable_fsdp.convert.table import ENVIRONMENT, FSDP, TRAINER, KeyOutcome, KeyRow, key_table
+from portable_fsdp.convert.values import OFF, YES, Raw, in_words
 
 BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
-_NONE = {"xla": "false", "mixed_precision": "false", "dynamo_backend": "false", "eval_strategy": "false"}
-_DEFAULTS = {BY_ACCELERATE: {**_NONE, "fsdp_version": "1"}, BY_TRAINER: _NONE}
 _AXOLOTL = ("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lr_scheduler")
 
 
@@ -42,24 +40,24 @@ class KeyEntry(NamedTuple):
         return f"{self.where}: {self.key}: {self.text}"
 
 
-class Reader(NamedTuple):
+class ConfigTool(NamedTuple):
     """The tool that a file is for, and the values that a row's `read_by` may depend on."""
 
-    tool: str  # empty: the keys don't tell, or tell axolotl's, which reads every name
+    name: str  # empty: the keys don't tell, or tell axolotl's, which reads every name
     values: Mapping[str, str]  # by a key's name in the table; without the key, the tool's default
 
     @classmethod
-    def of_file(cls, kind: str, keys: Sequence[tuple[KeyRow, KeyEntry]]) -> "Reader":
+    def of_file(cls, kind: str, keys: Sequence[tuple[KeyRow, KeyEntry]]) -> "ConfigTool":
         """The tool by all keys of a file; `kind` is the place of most keys at its top."""
-        values: dict[str, str] = {}
-        for row, entry in keys:
-            word = entry.text.strip().lower()
-            values.setdefault(row.name, "false" if word in (*NO, *OFF) else "true" if word in YES[:-1] else word)
+        values = {row.name: entry.text.strip().lower() for row, entry in reversed(keys)}  # of two, the first
         names = {entry.key for _, entry in keys}
+        name = ""
         if kind == ENVIRONMENT or not names.isdisjoint(("distributed_type", "compute_environment")):
-            return cls(BY_ACCELERATE, _DEFAULTS[BY_ACCELERATE] | values)
-        of_trainer = (kind == FSDP or any(row.place == TRAINER for row, _ in keys)) and names.isdisjoint(_AXOLOTL)
-        return cls(BY_TRAINER, _NONE | values) if of_trainer else cls("", values)
+            name = BY_ACCELERATE
+        elif (kind == FSDP or any(row.place == TRAINER for row, _ in keys)) and names.isdisjoint(_AXOLOTL):
+            name = BY_TRAINER
+        set_values = {key: word for key, word in values.items() if word not in ("", "none", "null")}
+        return cls(name, {**key_table().defaults.get(name, {}), **set_values})
 
     def unread(self, row: KeyRow, outcome: KeyOutcome) -> str:
         """Why a key sets nothing; empty where its tool reads it."""
@@ -70,9 +68,10 @@ class Reader(NamedTuple):
     def _holds(self, term: str) -> bool:
         key, is_value, word = term.partition("=")
         if not is_value:
-            return self.tool in (term, "") or not term
+            return self.name in (term, "") or not term
         actual = self.values.get(key.removesuffix("!"))
-        return actual is None or (actual == word.lower()) != key.endswith("!")
+        words = {"true": YES, "false": OFF}.get(word, (word.lower(),))
+        return actual is None or (actual in words) != key.endswith("!")
 
 
 @dataclass
@@ -113,7 +112,7 @@ class ForeignFacts:
 
     result: Import
     context: ImportContext
-    reader: Reader
+    tool: ConfigTool
     keys: dict[str, KeyEntry] = field(default_factory=lambda: {})  # by option or fact
     failed: set[str] = field(default_factory=set[str])  # keys of the table whose values were refused or can't be read
     rows: list[tuple[KeyRow, KeyEntry]] = field(default_factory=lambda: [])  # that were read

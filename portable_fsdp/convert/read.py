@@ -11,7 +11,7 @@ from typing import cast
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.yaml_text import NULL_TAG
-from portable_fsdp.convert.facts import ForeignFacts, Import, ImportContext, KeyEntry, Reader
+from portable_fsdp.convert.facts import ConfigTool, ForeignFacts, Import, ImportContext, KeyEntry
 from portable_fsdp.convert.rules import combine
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
@@ -58,8 +58,7 @@ def read_foreign(path: Path, node: MappingNode, context: ImportContext) -> Impor
 def read_entries(entries: Iterable[KeyEntry], result: Import, context: ImportContext) -> None:
     """Read the keys one by one, then combine them: the options that they set, and which keys set none."""
     rows = [(find_anywhere(entry.place, entry.key), entry) for entry in entries]
-    reader = Reader.of_file(result.kind, [(row, entry) for row, entry in rows if row])
-    facts = ForeignFacts(result, context, reader)
+    facts = ForeignFacts(result, context, ConfigTool.of_file(result.kind, [(row, e) for row, e in rows if row]))
     for row, entry in rows:
         if row is None:
             _read_unknown(entry, result)
@@ -123,7 +122,7 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
             facts.failed.add(row.name)
             return
         outcome = _NULL
-    if reason := facts.reader.unread(row, outcome):
+    if reason := facts.tool.unread(row, outcome):
         facts.result.ignore(entry, reason)
         return
     if outcome.kind != "set":

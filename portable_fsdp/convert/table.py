@@ -89,6 +89,7 @@ class KeyTable(NamedTuple):
     keys: tuple[KeyRow, ...]
     prefixes: Mapping[str, str]  # of the keys of a place
     families: Mapping[str, str]  # prefix of variables -> the place whose keys they answer like
+    defaults: Mapping[str, Mapping[str, str]]  # tool -> the values of keys that its files don't set
     unused: Mapping[str, str]  # fact or option -> why it may set nothing
     nested: list[str]  # mappings within a file that hold the keys of the place of that name
 
@@ -97,15 +98,15 @@ class KeyTable(NamedTuple):
 def key_table() -> KeyTable:
     """The table; raises pydantic.ValidationError for a row that isn't well formed."""
     text = Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8")
-    document = cast(dict[str, Any], yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    rows = {place: rows for place, rows in document.items() if isinstance(rows, list)}
+    parsed = cast(dict[str, Any], yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    rows = {place: rows for place, rows in parsed.items() if isinstance(rows, list)}
     keys: list[KeyRow] = []
     for place, fields in ((place, fields) for place, fields_of_rows in rows.items() for fields in fields_of_rows):
-        row = KeyRow.model_validate({"read_by": document["read_by"].get(place, ""), **fields, "place": place})
+        row = KeyRow.model_validate({"read_by": parsed["read_by"].get(place, ""), **fields, "place": place})
         names = (word.split("=") for word in row.keys.split())
         keys += [row.model_copy(update={"name": name, "aliases": tuple(aliases)}) for name, *aliases in names]
     nested = [place for place in rows if place not in _NO_MAPPINGS]
-    return KeyTable(tuple(keys), document["prefixes"], document["families"], document["unused"], nested)
+    return KeyTable(tuple(keys), parsed["prefixes"], parsed["families"], parsed["defaults"], parsed["unused"], nested)
 
 
 @cache
