@@ -1,11 +1,10 @@
 """Writes docs/foreign_configs.md from the table of foreign keys: `make docs`. A test compares the two."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
-from portable_fsdp.convert.table import ENVIRONMENT, FSDP, Answers, ForeignKey, KeyOutcome, bare_name, key_table
-from portable_fsdp.convert.values import cases
+from portable_fsdp.convert.table import ENVIRONMENT, KeyOutcome, KeyRow, key_table
 
 INTRODUCTION = """# Configs of other tools
 
@@ -33,14 +32,14 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 - The launcher decides the number of processes and hosts, and the device. A file's numbers must equal those of the
   start.
 
-A key that its own tool doesn't read sets nothing here either, and `explain` says why. Trainer reads `cpu_offload`
-where accelerate reads `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no
-`sharding_strategy`; `fp8_config` counts with `mixed_precision: fp8`, `downcast_bf16` on TPUs. The other keys of a file
-show which tool it is for: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by itself are
-Trainer's; in other files (axolotl's) every name counts. Some keys are documented although their tool doesn't read
-them. We use these, with a remark: `fsdp_backward_prefetch_policy`, a strategy's name under
-`fsdp_reshard_after_forward` with version 1, transformers' `xla` keys in a file of accelerate's, and keys outside their
-section.
+A key that its own tool doesn't read sets nothing here either, and `explain` says for whom it counts. In the tables that
+stands in brackets behind the key: tools, and other keys of the file with the value that they must have. Trainer reads
+`cpu_offload` where accelerate reads `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no
+`sharding_strategy`. The other keys of a file show which tool it is for: `distributed_type` is accelerate's;
+TrainingArguments and an `fsdp_config` by itself are Trainer's; in other files (axolotl's) every name counts. What
+accelerate's manual has and its code doesn't read counts too: `fsdp_backward_prefetch_policy`, a strategy's name under
+`fsdp_reshard_after_forward` with version 1, and transformers' `xla` keys; and so do keys outside their section, with a
+remark.
 
 Some options follow from several keys, marked `~name` in the tables:
 
@@ -63,8 +62,8 @@ accelerate passes its file and flags on in environment variables. We read these 
 `accelerate launch` started the process: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, a file of
 ours and a Trainer's arguments take precedence; an imported accelerate file must agree. The second line of a run lists
 the options that came this way. accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under
-version 1, one with the launcher's default gives way to another value of the other; under version 2, only the second
-counts.
+version 1 the first counts, unless it has the launcher's default and the second names a strategy; under version 2 only
+the second counts.
 
 We compared accelerate 1.15's FSDP2 with ours on one file, two CPU processes, 6 steps
 (tests/launch/test_accelerate_launch.py). Units, dtypes and reshard_after_forward are the same; the losses agree to
@@ -89,55 +88,36 @@ def render() -> str:
     """The whole page."""
     table = key_table()
     parts = [INTRODUCTION]
-    for place in dict.fromkeys(key.place for key in table.keys):
+    for place in dict.fromkeys(row.place for row in table.keys):
         groups: dict[tuple[str, str], list[str]] = {}
-        for key in table.keys:
-            if key.place == place and key.like is None:
-                groups.setdefault((_kind(key.answers), _words(key)), []).append(_names(key))
+        for row in table.keys:
+            if row.place == place:
+                groups.setdefault((_kind(row), _words(row)), []).append(_names(row))
         rows = [f"| {', '.join(names)} | {kind} | {words} |" for (kind, words), names in groups.items()]
-        rows += _families() if place == ENVIRONMENT else []
+        if place == ENVIRONMENT:
+            rows += [f"| `{prefix}*` | | like the keys of {like} |" for prefix, like in table.families.items()]
         parts.append("\n".join([f"### {place}\n", "| key | becomes | how |", "|---|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 
-def _families() -> Iterator[str]:
-    by_place: dict[str, list[str]] = {}
-    for key in key_table().keys:
-        if key.like is not None:
-            by_place.setdefault(key.like.place, []).append(f"`{key.name}`")
-    yield from (f"| {', '.join(names)} | | like the keys of {place} |" for place, names in by_place.items())
+def _names(row: KeyRow) -> str:
+    readers = row.read_by or " or ".join(dict.fromkeys(o.read_by for o in row.words.values() if o.read_by))
+    return " = ".join(f"`{name}`" for name in (row.name, *row.aliases)) + (f" ({readers})" if readers else "")
 
 
-def _names(key: ForeignKey) -> str:
-    names = " = ".join(f"`{name}`" for name in (key.name, *key.aliases))
-    return names + (f" ({_readers(key)})" if key.place == FSDP and _readers(key) else "")
-
-
-def _readers(key: ForeignKey) -> str:
-    """The tools that read the key, each with the name it reads where the key has several."""
-    names = {bare_name(FSDP, name): name for name in (key.name, *key.aliases)}
-    return ", ".join(
-        tool + f" `{name}`" * (len(names) > 1)
-        for tool, read in key_table().reads.items()
-        for bare, name in names.items()
-        if bare in read
-    )
-
-
-def _kind(answers: Answers) -> str:
-    kinds = [outcome.kind for _, outcome in cases(answers) if outcome.kind]
+def _kind(row: KeyRow) -> str:
+    kinds = [outcome.kind for outcome in (*row.words.values(), row) if outcome.kind]
     order = {"set": "set", "launcher": "launcher", "refuse": "refused", "ignore": "ignored"}
     return next(word for kind, word in order.items() if kind in kinds)
 
 
-def _words(key: ForeignKey) -> str:
-    answers = key.answers
+def _words(row: KeyRow) -> str:
     by_text: dict[str, list[str]] = {}
-    for word, outcome in answers.words.items():
+    for word, outcome in row.words.items():
         by_text.setdefault(_outcome(outcome), []).append(word)
     parts = [f"{', '.join(words)}: {text}" for text, words in by_text.items()]
-    if answers.kind:
-        parts.append("else: " * bool(parts) + _outcome(answers, says_refused=bool(parts)))
+    if row.kind:
+        parts.append("else: " * bool(parts) + _outcome(row, says_refused=bool(parts)))
     return "; ".join(parts).replace("|", "\\|")
 
 
@@ -154,7 +134,7 @@ def _outcome(outcome: KeyOutcome, says_refused: bool = True) -> str:
         case "launcher":
             return str(outcome.launcher)
         case _:
-            override = f", or override {outcome.about}" if outcome.about else ""
+            override = f", or override {outcome.override}" if outcome.override else ""
             way = "" if outcome.way == "leave it out" else f"; {outcome.way}"
             return "refused: " * says_refused + f"{outcome.refuse}{way}{override}"
 

@@ -1,13 +1,15 @@
 """Keys of a foreign file, and the options of this project that follow; `read.py` and `rules.py` fill it in."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from portable_fsdp.convert.table import ForeignKey
-from portable_fsdp.convert.tools import Tool
-from portable_fsdp.convert.values import Raw, in_words
+from portable_fsdp.convert.table import ENVIRONMENT, FSDP, TRAINER, KeyOutcome, KeyRow, key_table
+from portable_fsdp.convert.values import OFF, YES, Raw, in_words
+
+BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
+_AXOLOTL = ("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lr_scheduler")
 
 
 class KeyEntry(NamedTuple):
@@ -36,6 +38,40 @@ class KeyEntry(NamedTuple):
     def quote(self) -> str:
         """`accelerate.yaml:12: mixed_precision: bf16`."""
         return f"{self.where}: {self.key}: {self.text}"
+
+
+class ConfigTool(NamedTuple):
+    """The tool that a file is for, and the values that a row's `read_by` may depend on."""
+
+    name: str  # empty: the keys don't tell, or tell axolotl's, which reads every name
+    values: Mapping[str, str]  # by a key's name in the table; without the key, the tool's default
+
+    @classmethod
+    def of_file(cls, kind: str, keys: Sequence[tuple[KeyRow, KeyEntry]]) -> "ConfigTool":
+        """The tool by all keys of a file; `kind` is the place of most keys at its top."""
+        values = {row.name: entry.text.strip().lower() for row, entry in reversed(keys)}  # of two, the first
+        names = {entry.key for _, entry in keys}
+        name = ""
+        if kind == ENVIRONMENT or not names.isdisjoint(("distributed_type", "compute_environment")):
+            name = BY_ACCELERATE
+        elif (kind == FSDP or any(row.place == TRAINER for row, _ in keys)) and names.isdisjoint(_AXOLOTL):
+            name = BY_TRAINER
+        set_values = {key: word for key, word in values.items() if word not in ("", "none", "null")}
+        return cls(name, {**key_table().defaults.get(name, {}), **set_values})
+
+    def unread(self, row: KeyRow, outcome: KeyOutcome) -> str:
+        """Why a key sets nothing; empty where its tool reads it."""
+        read_by = outcome.read_by or row.read_by
+        is_read = any(all(map(self._holds, who.split(" with "))) for who in read_by.split(" or "))
+        return "" if is_read else f"it counts only for {read_by}"
+
+    def _holds(self, term: str) -> bool:
+        key, is_value, word = term.partition("=")
+        if not is_value:
+            return self.name in (term, "") or not term
+        actual = self.values.get(key.removesuffix("!"))
+        words = {"true": YES, "false": OFF}.get(word, (word.lower(),))
+        return actual is None or (actual in words) != key.endswith("!")
 
 
 @dataclass
@@ -76,10 +112,10 @@ class ForeignFacts:
 
     result: Import
     context: ImportContext
-    tool: Tool
+    tool: ConfigTool
     keys: dict[str, KeyEntry] = field(default_factory=lambda: {})  # by option or fact
     failed: set[str] = field(default_factory=set[str])  # keys of the table whose values were refused or can't be read
-    rows: list[tuple[ForeignKey, KeyEntry]] = field(default_factory=lambda: [])  # that were read
+    rows: list[tuple[KeyRow, KeyEntry]] = field(default_factory=lambda: [])  # that were read
 
     def __post_init__(self) -> None:
         self.given, self.overridden, self.numbers = self.context

@@ -1,16 +1,19 @@
 """Files and the environment of other tools under our own values: what they add, and where the two contradict."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from yaml.nodes import MappingNode
 
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.config.layers import LayeredValues, Origin
-from portable_fsdp.convert.environment import launched_numbers, read_environment
 from portable_fsdp.convert.facts import Import, ImportContext, KeyEntry
-from portable_fsdp.convert.read import read_foreign, stated_numbers
-from portable_fsdp.convert.table import ACCELERATE, FSDP, SCRIPT, TRAINER
+from portable_fsdp.convert.read import read_entries, read_foreign, stated_numbers
+from portable_fsdp.convert.table import ACCELERATE, ENVIRONMENT, FSDP, SCRIPT, TRAINER, find, key_table
+from portable_fsdp.runtime.process import is_by_accelerate
+
+_LAUNCHER = "accelerate launch"
 
 _ALTERNATIVES = {
     "train.steps": "train.epochs",
@@ -41,7 +44,7 @@ def lay_under(
 
     `is_config`: the first file stands in place of a config of ours.
     """
-    numbers = launched_numbers(environ)
+    numbers = _launched_numbers(environ)
     for _, root in reversed(files):  # of two files that differ, the first counts here; the launcher is compared later
         numbers |= stated_numbers(root)
     imports = [_lay_file(source, path, root, numbers) for path, root in files]
@@ -69,7 +72,7 @@ def _lay_environment(source: LayeredValues, environ: Mapping[str, str], imports:
         if imported.kind != TRAINER and source.origin(tuple(option.split("."))).where == setting.origin
     }
     first = _with_alternatives({option for option in given if option not in theirs})
-    imported = read_environment(environ, ImportContext(given, first, launched_numbers(environ)))
+    imported = _read_environment(environ, ImportContext(given, first, _launched_numbers(environ)))
     if imported is None:
         return []
     for option in [option for option in imported.settings if option in first]:
@@ -77,6 +80,44 @@ def _lay_environment(source: LayeredValues, environ: Mapping[str, str], imports:
         imported.ignore(setting, f"{source.origin(tuple(option.split('.'))).where} takes precedence")
     _add(source, imported, given, first)
     return [imported]
+
+
+def _read_environment(environ: Mapping[str, str], context: ImportContext) -> Import | None:
+    """What `accelerate launch` passes to the processes that it starts; None where it didn't start this one.
+
+    Raises nothing: problems are in the result, an unknown variable with one of accelerate's prefixes among them.
+    """
+    if not is_by_accelerate(environ):
+        return None
+    result = Import(Path(_LAUNCHER), ENVIRONMENT)
+    prefixes = tuple(key_table().families)
+    variables = {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
+    # A list of a file arrives as Python writes it: ['A', 'B'].
+    texts = {name: re.sub(r"[\[\]'\"]", "", text) if text.startswith("[") else text for name, text in variables.items()}
+    entries = [KeyEntry(ENVIRONMENT, name, text, 0, _LAUNCHER) for name, text in texts.items()]
+    result.problems += [(0, text) for text in _without_switch(variables)]
+    read_entries(entries, result, context)
+    return result
+
+
+def _launched_numbers(environ: Mapping[str, str]) -> dict[str, int]:
+    """Processes and machines that `accelerate launch` started; nothing where it didn't start this one."""
+    if not is_by_accelerate(environ):
+        return {}
+    counts = {"num_processes": "WORLD_SIZE", "num_machines": "GROUP_WORLD_SIZE"}
+    return {fact: int(environ[name]) for fact, name in counts.items() if environ.get(name, "").isdecimal()}
+
+
+def _without_switch(variables: Mapping[str, str]) -> Iterator[str]:
+    """A problem for each family of variables whose switch is off: accelerate doesn't read them."""
+    for prefix in key_table().families:
+        flag = f"USE_{prefix.removeprefix('ACCELERATE_').rstrip('_')}"
+        names = [name for name in variables if name.startswith(prefix)]
+        switch = variables.get(f"ACCELERATE_{flag}", "none")
+        if names and find(ENVIRONMENT, f"ACCELERATE_{flag}") and switch.lower() not in ("true", "1"):
+            text = f"expected ACCELERATE_{flag}=true, without which accelerate doesn't read it, found {switch}.\n"
+            text += f"  Start with {_LAUNCHER} --{flag.lower()}, or unset {', '.join(names)}."
+            yield f"{_LAUNCHER}: {names[0]}: {text}"
 
 
 def _with_alternatives(options: set[str]) -> set[str]:
@@ -116,15 +157,12 @@ def _require_the_rest(source: LayeredValues, imported: Import) -> None:
     for option, _, example in missing:  # else the schema would report it once more
         source.add_default(option, example, None)
     needed = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
-    settings = ", ".join(f"{name}={yaml_value(setting.value)}" for name, setting in imported.settings.items())
     examples = [f"{option}={example}" for option, _, example in missing]
     examples += [f"{option}={example}" for option, example in _DATA if option not in given]
-    if "train.eval_every" in imported.settings and "data.eval_split" not in given:
-        examples.append("data.eval_split=5%")
     source.add_problem(
         where,
         (),
-        f"{_KINDS[imported.kind]}; a run needs {needed} too.\n  It sets {settings or 'no option of ours'}.\n"
+        f"{_KINDS[imported.kind]}; a run needs {needed} too.\n"
         f"  Add: python -m portable_fsdp.launch --config={imported.path} {' '.join(examples)}\n"
         "  Without data.source the run trains on the bytes of CPython's documentation.\n"
         f"  Or import it under your config: --config=YOURS.yaml --import={imported.path} (explain shows the result).",

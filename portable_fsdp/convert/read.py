@@ -1,7 +1,7 @@
 """A foreign file to an `Import`: settings of ours, what the launcher decides, and every problem by file:line.
 
-The file is walked key by key; each key meets its row of the table. A key that its own tool doesn't read sets nothing
-(`tools.py`); one outside its section is used, with a remark; an unknown one is a problem that names the nearest key.
+Each key of the file meets its row of the table. A key that its own tool doesn't read (`read_by`) sets nothing; one
+outside its section is used, with a remark; an unknown one is a problem that names the nearest key.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,29 +11,27 @@ from typing import cast
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.yaml_text import NULL_TAG
-from portable_fsdp.convert.facts import ForeignFacts, Import, ImportContext, KeyEntry
-from portable_fsdp.convert.rules import combine, unused
+from portable_fsdp.convert.facts import ConfigTool, ForeignFacts, Import, ImportContext, KeyEntry
+from portable_fsdp.convert.rules import combine
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
-    FSDP,
     MIXED,
     SCRIPT,
     TOP,
-    TRAINER,
-    ForeignKey,
     KeyOutcome,
+    KeyRow,
     find,
     find_anywhere,
+    key_table,
     nearest_key,
     nested_place,
 )
-from portable_fsdp.convert.tools import BY_TRAINER, Tool, tool_of
 from portable_fsdp.convert.values import Raw, UnreadableValue, outcome_of
 
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
 _NUMBERS = ("num_processes", "num_machines")
-_DEEP = 8  # mappings within mappings; more is an alias of a mapping in itself
 _NULL = KeyOutcome(ignore="null")
+_DECIDED_ELSEWHERE = "another key or an override decides, or says the same"
 
 
 def is_foreign(node: MappingNode) -> bool:
@@ -60,31 +58,31 @@ def read_foreign(path: Path, node: MappingNode, context: ImportContext) -> Impor
 def read_entries(entries: Iterable[KeyEntry], result: Import, context: ImportContext) -> None:
     """Read the keys one by one, then combine them: the options that they set, and which keys set none."""
     rows = [(find_anywhere(entry.place, entry.key), entry) for entry in entries]
-    facts = ForeignFacts(result, context, tool_of(result.kind, ((row, e.key, e.text) for row, e in rows if row)))
+    facts = ForeignFacts(result, context, ConfigTool.of_file(result.kind, [(row, e) for row, e in rows if row]))
     for row, entry in rows:
         if row is None:
             _read_unknown(entry, result)
         else:
             _read(facts, row, entry)
-    _check_rank(facts)
     facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := result.number(fact))}}
     facts.options |= {name: setting for name, setting in facts.keys.items() if not name.startswith("~")}
     combine(facts)
-    for entry, reason in unused(facts):
-        result.ignore(entry, reason)
+    used = {(setting.line, setting.key) for setting in facts.options.values()}
+    for setting in facts.keys.values():
+        if (setting.line, setting.key) not in used:
+            result.ignore(setting, key_table().unused.get(setting.option, _DECIDED_ELSEWHERE))
 
 
-def _entries(node: MappingNode, place: str, result: Import, depth: int = 0) -> Iterator[KeyEntry]:
+def _entries(node: MappingNode, place: str, result: Import) -> Iterator[KeyEntry]:
     for key_node, value in _pairs(node):
         line = cast(int, key_node.start_mark.line) + 1
         key = str(key_node.value) if isinstance(key_node, ScalarNode) else "?"
         entry = KeyEntry(place, key, _raw(value), line, f"{result.path}:{line}")
         inside = nested_place(place, key)
-        if key == "<<" or depth > _DEEP:
-            text = "expected plain keys, found a YAML merge or a mapping within itself; write the keys out."
-            result.add_problem(entry, text)
+        if key == "<<":
+            result.add_problem(entry, "expected plain keys, found a YAML merge; write the keys out.")
         elif inside and isinstance(value, MappingNode):
-            yield from _entries(value, inside, result, depth + 1)
+            yield from _entries(value, inside, result)
         elif inside and inside != MIXED:
             _read_section_without_keys(entry, result)
         elif entry.raw and key in _SECRET:
@@ -97,41 +95,34 @@ def _entries(node: MappingNode, place: str, result: Import, depth: int = 0) -> I
 def _read_section_without_keys(entry: KeyEntry, result: Import) -> None:
     """A section that is null or empty sets nothing; Trainer takes JSON in quotes and the path of a file, too."""
     if not entry.raw:
-        result.ignore(entry, "empty")
-        return
-    problem = f"expected a mapping, found {entry.text}."
-    if entry.text.lstrip().startswith("{"):
-        problem = "expected a mapping, found JSON in quotes.\n  Take the quotes away."
-    elif entry.text.endswith((".json", ".yaml", ".yml")):
-        problem += f"\n  Import that file by itself, --import={entry.text}, and leave {entry.key} out."
-    result.add_problem(entry, problem)
+        return result.ignore(entry, "empty")
+    text = f"expected a mapping, found {entry.text}.\n  Write JSON without quotes around it; import a file by itself"
+    return result.add_problem(entry, f"{text}, by --import, and leave {entry.key} out.")
 
 
 def _pairs(node: MappingNode) -> list[tuple[Node, Node]]:
     return cast(list[tuple[Node, Node]], node.value)
 
 
-def _raw(node: Node, depth: int = 0) -> Raw:
-    if depth > _DEEP:
-        return "..."
+def _raw(node: Node) -> Raw:
     if isinstance(node, ScalarNode):
         return None if node.tag == NULL_TAG else str(node.value)
     if isinstance(node, SequenceNode):
-        return [_raw(item, depth + 1) for item in cast(list[Node], node.value)]
-    return {str(key.value): _raw(value, depth + 1) for key, value in _pairs(cast(MappingNode, node))}
+        return [_raw(item) for item in cast(list[Node], node.value)]
+    return {str(key.value): _raw(value) for key, value in _pairs(cast(MappingNode, node))}
 
 
-def _read(facts: ForeignFacts, row: ForeignKey, entry: KeyEntry) -> None:
+def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
     """One key; keys that set one option must agree."""
     try:
-        outcome = _NULL if entry.raw is None else outcome_of(row.answers, entry.raw)
+        outcome = _NULL if entry.raw is None else outcome_of(row, entry.raw)
     except UnreadableValue as expected:
         if not (isinstance(entry.raw, str) and entry.raw.lower() in ("", "none", "null")):
             facts.result.add_problem(entry, f"expected {expected}, found {entry.text}.")
-            facts.failed.add(row.in_file.name)
+            facts.failed.add(row.name)
             return
         outcome = _NULL
-    if reason := facts.tool.unread(row, entry.key):
+    if reason := facts.tool.unread(row, outcome):
         facts.result.ignore(entry, reason)
         return
     if outcome.kind != "set":
@@ -139,7 +130,8 @@ def _read(facts: ForeignFacts, row: ForeignKey, entry: KeyEntry) -> None:
     facts.rows.append((row, entry))
     match outcome.kind:
         case "set":
-            remarks = (outcome.remark, _misplaced(facts.tool, row, entry), facts.tool.remark(row, entry.key))
+            in_place = row.place in (entry.place, SCRIPT) or entry.place == ENVIRONMENT
+            remarks = (outcome.remark, "" if in_place else f"a key of {row.place}, found in {entry.place}")
             setting = entry._replace(place=row.place, remark="; ".join(filter(None, remarks)))
             for option, value in outcome.options.items():
                 _set(facts, setting._replace(option=option, value=value))
@@ -147,10 +139,10 @@ def _read(facts: ForeignFacts, row: ForeignKey, entry: KeyEntry) -> None:
             facts.result.ignore(entry, str(outcome.ignore))
         case "launcher":
             facts.result.launcher.append(entry._replace(remark=str(outcome.launcher), fact=outcome.fact))
-        case _ if outcome.about not in facts.overridden:
+        case _ if outcome.override not in facts.overridden:
             problem = f"{entry.text} can't be honoured: {outcome.refuse}.\n  Way out: {outcome.ways}."
             facts.result.add_problem(entry, problem)
-            facts.failed.add(row.in_file.name)
+            facts.failed.add(row.name)
         case _:
             pass
 
@@ -163,27 +155,11 @@ def _set(facts: ForeignFacts, setting: KeyEntry) -> None:
         facts.contradiction(setting.option, first, setting)
 
 
-def _compare_with_earlier(facts: ForeignFacts, row: ForeignKey, entry: KeyEntry) -> None:
+def _compare_with_earlier(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
     """One key twice, perhaps under another name; keys that set options are compared by option."""
     first = next((first for earlier, first in facts.rows if earlier is row and first.place == entry.place), None)
     if first is not None and first.text.lower() != entry.text.lower():
         facts.contradiction("", first, entry)
-
-
-def _check_rank(facts: ForeignFacts) -> None:
-    """Hosts are counted from 0."""
-    rank, hosts = facts.result.number("machine_rank"), facts.result.number("num_machines")
-    if rank is not None and hosts is not None and rank >= hosts:
-        entry = next(entry for row, entry in facts.rows if row.name == "machine_rank")
-        expected = f"expected a number from 0 to num_machines - 1 = {hosts - 1}"
-        facts.result.add_problem(entry, f"{expected}, found {rank}.")
-
-
-def _misplaced(tool: Tool, row: ForeignKey, entry: KeyEntry) -> str:
-    is_axolotls = (entry.place, row.place) == (TRAINER, FSDP) and tool.name != BY_TRAINER
-    if row.place in (entry.place, SCRIPT) or is_axolotls:
-        return ""
-    return f"a key of {row.place}, found in {entry.place}"
 
 
 def _read_unknown(entry: KeyEntry, result: Import) -> None:

@@ -3,20 +3,18 @@
 A row of the table sets an option of ours where its key decides alone, else a fact (`~name`) for a rule. So
 `fsdp_sharding_strategy: HYBRID_SHARD` is `~strategy`, of which `num_machines: 1` makes FULL_SHARD. A rule is a function
 of `ForeignFacts`: it reads what the keys set (`facts.keys`, which stays as it is) and writes `facts.options`, each with
-the key that decided. No rule reads what another one wrote, so any order is right. Keys that set no option in the end
-get a reason (`unused`).
+the key that decided. No rule reads what another one wrote, so any order is right.
 """
 
 import math
 
-from portable_fsdp.convert.facts import ForeignFacts, KeyEntry
-from portable_fsdp.convert.table import DEEPSPEED, FSDP, MEGATRON, key_table
-from portable_fsdp.convert.tools import BY_ACCELERATE
+from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER, ForeignFacts, KeyEntry
+from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON
 
 _FREED = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
 _ONE_COPY = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
-_SECTIONS = {"FSDP": FSDP, "XLA": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
+_SECTIONS = {"FSDP": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
 _NEEDED = {
     "DEEPSPEED": "zero_stage in deepspeed_config",
     "MEGATRON_LM": "megatron_lm_use_distributed_optimizer: true in megatron_lm_config",
@@ -29,31 +27,9 @@ LOGGING_STEPS = 500
 
 def combine(facts: ForeignFacts) -> None:
     """Sets our options that the keys set together; contradictions become problems."""
-    rules = (_sections, _strategy, _units, _precision, _recompute, _offload)
-    training = (_batch, _length, _warmup, _optimizer, _evaluations, _saves, _data)
-    for rule in (*rules, *training):
+    sharding = (_sections, _strategy, _units, _precision, _recompute, _offload)
+    for rule in (*sharding, _batch, _length, _warmup, _optimizer, _evaluations, _data):
         rule(facts)
-
-
-def unused(facts: ForeignFacts) -> list[tuple[KeyEntry, str]]:
-    """The keys that set nothing of their own in the end, each with the reason."""
-    used = {(setting.line, setting.key) for setting in facts.options.values()}
-    rest = [setting for setting in facts.keys.values() if (setting.line, setting.key) not in used]
-    return [(setting, key_table().unused.get(setting.option) or _decided_by(facts, setting)) for setting in rest]
-
-
-def _decided_by(facts: ForeignFacts, setting: KeyEntry) -> str:
-    """The key that decided instead, and whether it came to the same."""
-    if setting.option.startswith("~warmup") and "optim.warmup_steps" not in facts.options and facts.value("~constant"):
-        return "lr_scheduler_type: constant has no warmup; constant_with_warmup has one"
-    decides = key_table().decides.items()
-    option = next((option for name, option in decides if setting.option.startswith(name)), "the option")
-    if option in facts.overridden or option not in facts.options:
-        return f"{option} takes precedence, as it is set elsewhere"
-    by = facts.options[option]
-    equivalent = {"~reshard": _FREED.get(str(by.value), False), "~recompute": by.value == "full"}
-    agrees = setting.value == equivalent.get(setting.option.partition(".")[0], by.value)
-    return f"agrees with {by.key}: {by.text}" if agrees else f"{by.key}: {by.text} takes precedence"
 
 
 # ------------------------------------------------------------------------------------------------------------- sharding
@@ -61,21 +37,16 @@ def _decided_by(facts: ForeignFacts, setting: KeyEntry) -> str:
 
 def _sections(facts: ForeignFacts) -> None:
     """A section that accelerate doesn't read under this distributed_type: which of the two is meant?"""
-    kind, fsdp = facts.keys.get("~distributed"), facts.keys.get("~fsdp")
+    kind, fsdp, sections = facts.keys.get("~distributed"), facts.keys.get("~fsdp"), facts.sections
     sets = any(setting.place == FSDP and setting.value for setting in facts.keys.values())  # Trainer dumps what is off
     if fsdp is not None and not fsdp.value and sets:
         text = f"expected true, found {fsdp.text!r}, under which Trainer doesn't read fsdp_config.\n"
         facts.result.add_problem(fsdp, f"{text}  Set fsdp: true, or leave fsdp_config out.")
-    if kind is None:
-        return
-    for word in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        place = _SECTIONS[word]
-        if place in facts.sections and _SECTIONS.get(str(kind.value)) != place:
-            text = (
-                f"expected distributed_type: {word}, found {kind.text} ({kind.where}), under which accelerate doesn't "
-                f"read it.\n  Set distributed_type: {word}, or leave {place} out."
-            )
-            facts.result.add_problem(facts.sections[place]._replace(key=place), text)
+    for word, place in _SECTIONS.items():
+        if kind is not None and place in sections and place != _SECTIONS.get(str(kind.value).replace("XLA", "FSDP")):
+            text = f"accelerate doesn't read it with distributed_type: {kind.text} ({kind.where})."
+            text += f"\n  Set distributed_type: {word}, or leave {place} out."
+            facts.result.add_problem(sections[place]._replace(key=place), text)
 
 
 def _strategy(facts: ForeignFacts) -> None:
@@ -113,22 +84,24 @@ def _require_strategy(facts: ForeignFacts) -> None:
 def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     """The strategy by name, by what is freed after forward, or by both where they agree.
 
-    Where they don't, the tools choose: accelerate reads names under version 1 alone, and `reshard_after_forward` under
-    version 2, as Trainer does.
+    Where they don't, accelerate reads names, one of which its launcher always sets, and Trainer what is freed.
     """
     word, inside = facts.keys.get("~strategy"), facts.keys.get("~reshard_word")
-    if inside is not None and inside.text.isdecimal() and inside.text != "1" and facts.value("~version") == 2:
+    version = facts.tool.values.get("fsdp_version")
+    if inside is not None and inside.text.isdecimal() and inside.text != "1" and version == "2":
         facts.result.add_problem(inside, f"expected true | false with fsdp_version 2, found {inside.text}.")
         inside = None
-    if word is not None and facts.tool.name == BY_ACCELERATE and facts.tool.version == 1:
-        return word
+    if word is not None and facts.tool.name == BY_ACCELERATE and version == "1":
+        is_default = facts.result.kind == ENVIRONMENT and word.value == "FULL_SHARD"
+        return inside if inside and is_default else word
     if word is not None and inside is not None and word.value != inside.value:
         facts.contradiction("sharding.strategy", word, inside)
     word = word or inside
     freed = facts.keys.get("~reshard")
     if freed is None:
         return word
-    if word is None or (facts.tool.version == 2 and word.value in _HYBRID):
+    is_version_2 = version == "2" or (version is None and facts.tool.name == BY_TRAINER)
+    if word is None or (is_version_2 and word.value in _HYBRID):
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
     if _FREED.get(str(word.value), False) != freed.value:
         facts.contradiction("sharding.strategy", word, freed)
@@ -145,18 +118,12 @@ def _implied_strategy(facts: ForeignFacts) -> KeyEntry | None:
     return sizes and sizes._replace(value="FULL_SHARD")
 
 
-_SIZES = (
-    "num_processes",
-    *(f"parallelism_config_{what}_size" for what in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
-)
-
-
 def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
     """Copies * devices of a shard are all devices, as in accelerate; those that no key sets are 1."""
     shards = facts.keys.get("~shard_size")
-    if not facts.can_read(*_SIZES):
+    if facts.failed or shards is None:  # one of the sizes may be among those that failed
         return
-    if shards is None or (strategy == "NO_SHARD" and facts.keys.get("~replicas") is None and shards.value == 1):
+    if strategy == "NO_SHARD" and facts.keys.get("~replicas") is None and shards.value == 1:
         return
     if strategy == "NO_SHARD" and shards.value != 1:
         return facts.contradiction("sharding.strategy", word, shards)
@@ -173,17 +140,15 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
 
 def _units(facts: ForeignFacts) -> None:
     """Classes count where units are layers, min_num_params where they are made by size, or nothing else decides."""
-    least, wrap, classes = (facts.keys.get(name) for name in ("~min_num_params", "sharding.wrap", _CLASSES))
+    size, wrap, classes = (facts.keys.get(name) for name in ("~min_num_params", "sharding.wrap", _CLASSES))
     policy = facts.given.get("sharding.wrap", wrap and wrap.value)
     if classes is not None and policy not in (None, "TRANSFORMER_BASED_WRAP"):
         del facts.options[_CLASSES]
-    elif classes is not None and policy is None and facts.tool.name == BY_ACCELERATE:
-        remark = "accelerate reads it beside fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP only; used all the same"
-        facts.options[_CLASSES] = classes._replace(remark=remark)
-    by_size = classes is None and facts.tool.makes_units_by_size if policy is None else policy == "SIZE_BASED_WRAP"
-    if least is not None and by_size:
-        facts.set("sharding.wrap", "SIZE_BASED_WRAP", least)
-        facts.set("sharding.min_num_params", least.value, least)
+    on_xla = facts.value("~xla") or facts.value("~distributed") == "XLA"
+    by_default = classes is None and (not facts.tool.name or on_xla)  # accelerate and Trainer: with a policy only
+    if size is not None and (by_default if policy is None else policy == "SIZE_BASED_WRAP"):
+        facts.set("sharding.wrap", "SIZE_BASED_WRAP", size)
+        facts.set("sharding.min_num_params", size.value, size)
 
 
 # ------------------------------------------------------------------------------------------------- numerics and memory
@@ -310,8 +275,6 @@ def _evaluations(facts: ForeignFacts) -> None:
     strategy, interval = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
     if strategy is None:
         return _evaluation_at_the_end(facts)
-    if delay := facts.keys.get("~eval_delay"):
-        facts.result.add_problem(delay, "the first evaluation comes after the first eval_steps steps.\n  Set it to 0.")
     every = facts.number("~eval_steps") or 0
     if interval is None or every == 0:
         steps = facts.integer("train.log_every") or LOGGING_STEPS
@@ -340,12 +303,6 @@ def _evaluation_at_the_end(facts: ForeignFacts) -> None:
     if best is not None:
         text = "the best checkpoint needs evaluations, which eval_strategy turns off."
         facts.result.add_problem(best, f"{text}\n  Set eval_strategy: steps, or train.eval_every.")
-
-
-def _saves(facts: ForeignFacts) -> None:
-    if saves := facts.keys.get("~no_saves"):
-        facts.options.pop("checkpoint.every", None)
-        facts.set("checkpoint.every", None, saves)
 
 
 def _data(facts: ForeignFacts) -> None:

@@ -6,10 +6,9 @@ meant, and `"true"`, `yes` and `1` are one value.
 
 import math
 import re
-from collections.abc import Iterator
 from typing import cast
 
-from portable_fsdp.convert.table import Answers, KeyOutcome
+from portable_fsdp.convert.table import KeyOutcome, KeyRow
 
 YES = ("true", "yes", "y", "t", "on", "1")
 NO = ("false", "no", "n", "f", "off", "0")
@@ -26,105 +25,94 @@ class UnreadableValue(Exception):
     """The value that was expected, in words."""
 
 
-def outcome_of(answers: Answers, raw: Raw) -> KeyOutcome:
+def outcome_of(row: KeyRow, raw: Raw) -> KeyOutcome:
     """What becomes of a key with this value. Raises UnreadableValue where its row reads no such value."""
-    match answers.reads:
+    match row.reads:
         case "any":
-            return answers
+            return row
         case "off":
-            is_off = raw.lower() in (*OFF, answers.also) if isinstance(raw, str) else not raw
-            return KeyOutcome(ignore="turned off") if is_off else answers
+            is_off = raw.lower() in (*OFF, row.as_off) if isinstance(raw, str) else not raw
+            return KeyOutcome(ignore="turned off") if is_off else row
         case "names":
             names = _names(raw)
-            return (answers.words.get(names[0].lower()) if len(names) == 1 else None) or _setting(answers, names)
+            return (row.words.get(names[0].lower()) if len(names) == 1 else None) or _setting(row, names)
         case "several":
-            return _several(answers, raw)
+            return _several(row, raw)
         case _:
-            return _of_scalar(answers, scalar(raw))
+            return _of_scalar(row, scalar(raw))
 
 
-def _of_scalar(answers: Answers, text: str) -> KeyOutcome:
-    menu = answers.reads if isinstance(answers.reads, tuple) else ()
+def _of_scalar(row: KeyRow, text: str) -> KeyOutcome:
+    menu = row.reads if isinstance(row.reads, tuple) else ()
     if text.isdecimal() and 1 <= int(text) <= len(menu):
-        return _setting(answers, menu[int(text) - 1])
+        return _setting(row, menu[int(text) - 1])
     word, number = _ENUM.sub("", text).lower().replace("-", "_"), number_of(text)
     flag = "true" if text.lower() in YES else "false" if text.lower() in NO else ""
-    by_word = {name.lower(): outcome for name, outcome in answers.words.items()}
-    numeral = f"{number:g}" if answers.reads in ("number", "whole") else word
+    by_word = {name.lower(): outcome for name, outcome in row.words.items()}
+    numeral = f"{number:g}" if row.reads in ("number", "whole") else word
     for spelling in (word, flag if "true" in by_word else word, numeral):
         if spelling in by_word:
             return by_word[spelling]
-    match answers.reads:
-        case "text" if text or answers.kind == "set":
-            return _setting(answers, text)
+    match row.reads:
+        case "text" if text or row.kind == "set":
+            return _setting(row, text)
         case "flag" if flag:
-            return _setting(answers, flag == "true")
+            return _setting(row, flag == "true")
         case "dtype" if word in _DTYPES:
-            return _setting(answers, _DTYPES[word])
+            return _setting(row, _DTYPES[word])
         case "dtype" if word in ("float16", "fp16"):
-            return float16(answers)
-        case "number" if answers.least <= number <= answers.most:
-            return _setting(answers, number)
+            return float16(row)
+        case "number" if row.min <= number <= row.max:
+            return _setting(row, number)
         # A count that sets nothing is digits alone: its own tool takes no 2.0 for it.
-        case "whole" if answers.least <= number <= answers.most and (
-            number.is_integer() if answers.kind == "set" else _DIGITS.fullmatch(text)
+        case "whole" if row.min <= number <= row.max and (
+            number.is_integer() if row.kind == "set" else _DIGITS.fullmatch(text)
         ):
-            return _setting(answers, int(number))
+            return _setting(row, int(number))
         case _ if word in (names := {name.lower(): name for name in menu}):
-            return _setting(answers, names[word])
+            return _setting(row, names[word])
         case _:
-            raise UnreadableValue(expected(answers))
+            raise UnreadableValue(expected(row))
 
 
-def _setting(answers: Answers, value: object) -> KeyOutcome:
+def _setting(row: KeyRow, value: object) -> KeyOutcome:
     """The row's own outcome, with the value for the option that takes it."""
-    if not isinstance(answers.settings, str):
-        return answers
-    return KeyOutcome(set={answers.settings: value}, remark=answers.remark)
+    if not isinstance(row.settings, str):
+        return row
+    return KeyOutcome(set={row.settings: value}, remark=row.remark)
 
 
-def float16(answers: Answers) -> KeyOutcome:
+def float16(row: KeyRow) -> KeyOutcome:
     """That dtype, for an option of any."""
-    [option] = answers.options
+    [option] = row.options
     if option == "precision.compute":
-        return KeyOutcome(set={option: "float16"}, remark=answers.remark)
-    return KeyOutcome(refuse="only products are computed in float16", way="set it to float32", about=str(option))
+        return KeyOutcome(set={option: "float16"}, remark=row.remark)
+    return KeyOutcome(refuse="only products are computed in float16", way="set it to float32", override=str(option))
 
 
-def expected(answers: Answers) -> str:
+def expected(row: KeyRow) -> str:
     """The values that a row reads, in words."""
-    numbers = answers.reads in ("number", "whole")
-    words = [word for word in answers.words if not (numbers and math.isfinite(number_of(word)))]
-    if answers.reads == "several":
+    numbers = row.reads in ("number", "whole")
+    words = [word for word in row.words if not (numbers and math.isfinite(number_of(word)))]
+    if row.reads == "several":
         return f"true | false, or of {', '.join(words[2:])}"
-    if isinstance(answers.reads, tuple):
-        return " | ".join([*words, *answers.reads]) + f", or 1 to {len(answers.reads)}"
+    if isinstance(row.reads, tuple):
+        return " | ".join([*words, *row.reads]) + f", or 1 to {len(row.reads)}"
     own = {
         "flag": "true | false",
         "dtype": " | ".join((*_DTYPES, "float16", "fp16")),
         "names": "names with commas between them, or a list of names",
-        "number": f"a number{_bounds(answers)}",
-        "whole": f"a whole number{_bounds(answers)}",
+        "number": f"a number{_bounds(row)}",
+        "whole": f"a whole number{_bounds(row)}",
         "text": "text",
     }
-    return ", or ".join(filter(None, (own.get(answers.reads, ""), " | ".join(words))))
+    return ", or ".join(filter(None, (own.get(row.reads, ""), " | ".join(words))))
 
 
-def _bounds(answers: Answers) -> str:
-    if answers.most < math.inf:
-        return f" from {answers.least:g} to {answers.most:g}"
-    return f" >= {answers.least:g}" if answers.least > -math.inf else ""
-
-
-def cases(answers: Answers) -> Iterator[tuple[str, KeyOutcome]]:
-    """Each value that has an outcome of its own, in words, and `else` for what a row refuses besides."""
-    yield from answers.words.items()
-    if answers.reads == "off":
-        yield ", ".join(filter(None, ("off", answers.also))), KeyOutcome(ignore="turned off")
-    if answers.reads == "dtype":
-        yield "float16", float16(answers)
-    if answers.kind:
-        yield "else" * (answers.kind == "refuse"), answers
+def _bounds(row: KeyRow) -> str:
+    if row.max < math.inf:
+        return f" from {row.min:g} to {row.max:g}"
+    return f" >= {row.min:g}" if row.min > -math.inf else ""
 
 
 def _names(raw: Raw) -> list[str]:
@@ -135,19 +123,19 @@ def _names(raw: Raw) -> list[str]:
     return names
 
 
-def _several(answers: Answers, raw: Raw) -> KeyOutcome:
+def _several(row: KeyRow, raw: Raw) -> KeyOutcome:
     """Several words, each with settings of its own, in one text with spaces or a list; or true or false."""
     items = raw if isinstance(raw, list) else [scalar(raw)]
     words = [word for item in items for word in scalar(item).lower().replace(",", " ").split()]
     if not words or words[0] in (*NO, "none"):
-        return answers.words["false"]
+        return row.words["false"]
     if len(words) == 1 and words[0] in YES:
-        return answers.words["true"]
+        return row.words["true"]
     settings: dict[str, object] = {}
     for word in words:
-        if word not in answers.words or word in ("true", "false"):
-            raise UnreadableValue(expected(answers))
-        for name, value in answers.words[word].options.items():
+        if word not in row.words or word in ("true", "false"):
+            raise UnreadableValue(expected(row))
+        for name, value in row.words[word].options.items():
             if settings.setdefault(name, value) != value:
                 raise UnreadableValue("one strategy")
     return KeyOutcome(set=settings)

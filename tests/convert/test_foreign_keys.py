@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from foreign_files import plain, problems, read
 
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.load import read_config
+from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER
 from portable_fsdp.convert.rules import LOGGING_STEPS
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
@@ -21,16 +22,15 @@ from portable_fsdp.convert.table import (
     MIXED,
     SAGEMAKER,
     TRAINER,
-    Answers,
-    ForeignKey,
     KeyOutcome,
+    KeyRow,
+    bare_name,
     find,
     find_anywhere,
     key_table,
     nested_place,
 )
-from portable_fsdp.convert.tools import BY_ACCELERATE, BY_TRAINER
-from portable_fsdp.convert.values import cases
+from portable_fsdp.convert.values import float16
 from portable_fsdp.runtime.errors import ConfigError
 
 TABLE = key_table()
@@ -97,25 +97,39 @@ def test_every_key_of_a_tool_is_in_the_table(tool: str) -> None:
     assert sum(len(list(keys)) for keys in keys_by_place().values()) > least
 
 
+DOCUMENTED = {"backward_prefetch_policy", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"}
+"""Keys of fsdp_config that accelerate's manual has, and its code doesn't read; used all the same."""
+
+
+def names_read_by(tool: str) -> set[str]:
+    """The names of fsdp_config, without prefix, that the table has for a tool."""
+    others = {BY_ACCELERATE, BY_TRAINER, "other tools"} - {tool}
+    rows = [row for row in TABLE.keys if row.place == FSDP]
+    return {
+        bare_name(FSDP, name)
+        for row in rows
+        for name in (row.name, *row.aliases)
+        if any(others.isdisjoint(who.split(" with ")) for who in row.read_by.split(" or "))
+    }
+
+
 def test_each_tool_reads_those_keys_that_its_sources_read() -> None:
     launch = (package("accelerate") / "utils/launch.py").read_text()
-    assert TABLE.reads[BY_ACCELERATE] == set(map("".join, re.findall(r'args\.fsdp_(\w+)|"fsdp_(\w+)"', launch)))
+    keys = set(map("".join, re.findall(r'args\.fsdp_(\w+)|"fsdp_(\w+)"', launch)))
+    assert names_read_by(BY_ACCELERATE) == keys | DOCUMENTED
     folder = package("transformers")
     text = "".join((folder / name).read_text() for name in ("training_args.py", "trainer.py", "integrations/tpu.py"))
     keys = set(re.findall(r'(?<!xla_)fsdp_config(?:\.get\(\s*|\.setdefault\(|\[)"(\w+)"', text))
-    assert TABLE.reads[BY_TRAINER] == keys - {"xla_fsdp_settings"}
+    assert names_read_by(BY_TRAINER) == keys - {"xla_fsdp_settings"}
 
 
 def test_keys_that_no_tool_reads_are_known() -> None:
-    names = {name.removeprefix("fsdp_") for row in TABLE.keys if row.place == FSDP for name in (row.name, *row.aliases)}
-    assert names - TABLE.reads[BY_ACCELERATE] - TABLE.reads[BY_TRAINER] == {
+    assert names_read_by("other tools") - names_read_by(BY_ACCELERATE) - names_read_by(BY_TRAINER) == {
         *("strategy", "offload", "wrap_policy", "transformer_cls_to_wrap", "sharding_min_num_params"),
         *("transformer_cls_names_to_wrap", "mixed_precision_policy", "param_init_fn"),  # of accelerate's plugin in code
         *("state_dict_config", "optim_state_dict_config"),
         *("cpu_offload_pin_memory", "final_state_dict_type"),  # axolotl's
-        "backward_prefetch_policy",
     }
-    assert TABLE.reads[BY_ACCELERATE] | TABLE.reads[BY_TRAINER] <= names
 
 
 def test_what_eval_steps_takes_where_nothing_is_set_is_trainers_default() -> None:
@@ -127,30 +141,29 @@ def test_rows_are_well_formed() -> None:
     """Exactly one outcome for each value, which sets options that our config has, and no field of another kind."""
     options = set(option_names())
     for row in TABLE.keys:
-        answers = row.answers
+        answers = row
         assert answers.kind or answers.words, row.name
         for outcome in (*([answers] if answers.kind else []), *answers.words.values()):
             kinds = [outcome.settings, outcome.ignore, outcome.launcher, outcome.refuse]
             assert len(kinds) - kinds.count(None) == 1, row.name
             assert {name for name in outcome.options if not name.startswith("~")} <= options, row.name
-            kind_of = {"remark": "set", "fact": "launcher", "way": "refuse", "about": "refuse"}
+            kind_of = {"remark": "set", "fact": "launcher", "way": "refuse", "override": "refuse"}
             strange = [
                 name for name, kind in kind_of.items() if name in outcome.model_fields_set and kind != outcome.kind
             ]
             assert strange == [], row.name
-            assert outcome.about in (*options, "")
+            assert outcome.override in (*options, "")
             assert not re.search(r"[a-z]\.\w+=", outcome.way), (
-                "an override is named by `about`, which lifts the refusal"
+                "an override is named by `override`, which lifts the refusal"
             )
-    facts = {name for row in TABLE.keys for _, outcome in cases(row.answers) for name in outcome.options}
+    facts = {name for row in TABLE.keys for outcome in (row, *row.words.values()) for name in outcome.options}
     assert [name for name in TABLE.unused if name not in facts] == []
-    assert [name for name in TABLE.decides if not any(fact.startswith(name) for fact in facts)] == []
 
 
 @pytest.mark.parametrize("row", [{"keys": "a", "set": "b", "sett": 1}, {"keys": "a", "as": "count"}, {"as": "flag"}])
 def test_a_row_with_a_strange_field_is_refused(row: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="validation error"):
-        Answers.model_validate(row)
+        KeyRow.model_validate(row)
 
 
 # --------------------------------------------------------------------------------------------------- values
@@ -221,32 +234,35 @@ OVERRIDES = {
 }
 """A value for each option that a refusal names."""
 
+
+def refusals(row: KeyRow) -> Iterator[tuple[str, KeyOutcome]]:
+    """Each value that a row refuses."""
+    outcomes = {**row.words, "some": row} | ({"float16": float16(row)} if row.reads == "dtype" else {})
+    yield from ((value, outcome) for value, outcome in outcomes.items() if outcome.kind == "refuse")
+
+
 REFUSED = [
-    pytest.param(row, "some" if value == "else" else value, answer, id=f"{row.place}-{row.name}-{value}")
+    pytest.param(row, value, refusal, id=f"{row.place}-{row.name}-{value}")
     for row in TABLE.keys
-    for value, answer in cases(row.answers)
-    if answer.kind == "refuse" and answer.about
+    for value, refusal in refusals(row)
+    if refusal.override
 ]
 
 
 @pytest.mark.parametrize(("row", "value", "refusal"), REFUSED)
 def test_the_override_that_a_refusal_names_lifts_it(
-    row: ForeignKey, value: str, refusal: KeyOutcome, tmp_path: Path
+    row: KeyRow, value: str, refusal: KeyOutcome, tmp_path: Path
 ) -> None:
-    theirs, environ = tmp_path / "theirs.yaml", {}
+    theirs = tmp_path / "theirs.yaml"
     inside = {nested_place("", row.place): {row.name: value}} if nested_place("", row.place) else {row.name: value}
     if row.place == MIXED:  # of which Trainer, whose fsdp_config it would be alone, reads nothing
         inside = {FSDP: inside}
-    if row.place == ENVIRONMENT:
-        inside, environ = {"learning_rate": 1}, {"ACCELERATE_MIXED_PRECISION": "no", row.name: value}
-        switches = (family.switch for prefix, family in TABLE.families.items() if row.name.startswith(prefix))
-        environ |= {switch: "true" for switch in switches if switch}
     theirs.write_text(yaml.safe_dump(inside))
     rest = ["model.pretrained=folder", "train.steps=10", "sharding.strategy=FULL_SHARD"]
     with pytest.raises(ConfigError) as error:
-        read_config(theirs, rest, environ=environ)
+        read_config(theirs, rest)
     assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Way out: {refusal.ways}." in plain(
         str(error.value), tmp_path
     )
-    assert refusal.ways.endswith(f", or override {refusal.about}")
-    read_config(theirs, [*rest, f"{refusal.about}={OVERRIDES[refusal.about]}"], environ=environ)
+    assert refusal.ways.endswith(f", or override {refusal.override}")
+    read_config(theirs, [*rest, f"{refusal.override}={OVERRIDES[refusal.override]}"])
