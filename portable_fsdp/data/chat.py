@@ -68,17 +68,18 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-# Templates read calls in several forms; the first is that of transformers' documents. DeepSeek's ask whether content is
-# none.
-_FORMS = [
-    _form(no_content, change)
-    for no_content in ({}, {"content": None})
-    for change in (
-        lambda call: call,
-        lambda call: {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}},
-        lambda call: call["function"],
-    )
-]
+def _forms() -> list[_Form]:
+    """The forms in which templates read calls; the first is that of transformers' documents. DeepSeek's ask whether
+    content is none."""
+    return [
+        _form(no_content, change)
+        for no_content in ({}, {"content": None})
+        for change in (
+            lambda call: call,
+            lambda call: {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}},
+            lambda call: call["function"],
+        )
+    ]
 
 
 class ChatTemplate:
@@ -148,8 +149,8 @@ class ChatTemplate:
         shape = tuple(marks), tuple(message["role"] for message in conversation.messages)
         if shape in self._shapes:
             return self._shapes[shape]
-        results: list[tuple[_Form, list[tuple[int, str]]]] = []
-        for form in _FORMS:
+        forms, results = _forms(), list[tuple[_Form, list[tuple[int, str]]]]()
+        for form in forms:
             try:
                 text, _ = self._render(marked._replace(messages=[form(message) for message in marked.messages]))
             except Exception:  # a template may raise anything
@@ -161,7 +162,7 @@ class ChatTemplate:
         if len(self._shapes) > 1000:
             self._shapes.clear()
         # Where no form can be rendered, rendering the texts themselves raises.
-        self._shapes[shape] = results[-1] if results else (_FORMS[0], [])
+        self._shapes[shape] = results[-1] if results else (forms[0], [])
         return self._shapes[shape]
 
     def _left_out_note(self, conversation: Conversation, number: int, key: str) -> list[str]:

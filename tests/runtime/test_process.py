@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp import launch
 from portable_fsdp.runtime import process as module
 from portable_fsdp.runtime.errors import ConfigError, TrainingError
 from portable_fsdp.runtime.process import OUR_RUNS, Stopped, StopRequest, open_store
@@ -123,17 +122,29 @@ def test_a_worker_ends_with_its_agent(run: str | None, code: int, output: str) -
     assert (done.returncode, done.stdout.strip()) == (code, output)
 
 
-def test_a_stop_before_the_run_is_no_stop_after_a_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """143 promises a save. This launcher waits for its config, as it may for imports."""
-    os.mkfifo(tmp_path / "waits.yaml")
-    before, main = signal.getsignal(signal.SIGTERM), threading.main_thread().ident
-    assert main is not None
-    sent = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGTERM))
-    sent.start()
-    assert launch.main([f"--config={tmp_path / 'waits.yaml'}"]) == 1
-    sent.join()
-    assert capsys.readouterr().err == "stopped before the run began (SIGTERM): nothing was saved\n"
-    assert signal.getsignal(signal.SIGTERM) is before
+STOPPED_AS_IT_OPENS_ITS_CONFIG = """
+import os, signal, sys
+from portable_fsdp import launch
+
+def stop(event, arguments):
+    if event == "open" and str(arguments[0]) == sys.argv[1]:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+before = signal.getsignal(signal.SIGTERM)
+sys.addaudithook(stop)
+code = launch.main([f"--config={sys.argv[1]}"])
+assert signal.getsignal(signal.SIGTERM) is before
+sys.exit(code)
+"""
+
+
+def test_a_stop_before_the_run_is_no_stop_after_a_save(tmp_path: Path) -> None:
+    """143 promises a save."""
+    path = tmp_path.resolve() / "a.yaml"
+    path.write_text("{}")
+    command = [sys.executable, "-c", STOPPED_AS_IT_OPENS_ITS_CONFIG, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "stopped before the run began (SIGTERM): nothing was saved\n")
 
 
 def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
