@@ -173,7 +173,7 @@ class _Builder:
 
     def _key(self, part: keys.Documents, source: DocumentSource, taken: str) -> str:
         template = self._tokenizer.chat_template
-        # Only where they matter: entries of earlier releases keep their names.
+        # Only where they matter.
         arguments: dict[str, object] = {}
         if part.chat_template_kwargs:
             arguments["chat_template_kwargs"] = part.chat_template_kwargs

@@ -46,7 +46,6 @@ BATCH_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 1000
 MAX_NOTES = 1000
 """Different ones: each row may have other keys."""
-_FIRST_DOCUMENTS = 4
 _THREADS = 2
 """Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
 
@@ -289,13 +288,21 @@ def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generato
 
     with memory_limit() as allow:
         for batch in _batches(documents):
-            limit = Limit(len(batch), sum(map(_characters, batch)))
+            limit = Limit(
+                len(batch) + sum(_turns(document) ** 2 for document in batch) // 1000, sum(map(_characters, batch))
+            )
             allow(limit)
             in_work.append((batch, limit, begin(partial(render, batch))))
             if len(in_work) > _THREADS:
                 yield oldest()
         while in_work:
             yield oldest()
+
+
+def _turns(document: Example | Broken) -> int:
+    """How many messages it has: a template renders the conversation up to each."""
+    values = document.fields.values() if isinstance(document, Example) else ()
+    return max((len(value) for value in values if isinstance(value, list)), default=0)
 
 
 def _characters(value: object) -> int:
@@ -307,15 +314,15 @@ def _characters(value: object) -> int:
 
 
 def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
-    """The first one is small: a tokenizer or template that never ends is found soon."""
+    """The first ones are small: a tokenizer or template that never ends is found soon."""
     batch: list[Example | Broken] = []
-    characters, most = 0, _FIRST_DOCUMENTS
+    characters, most = 0, 1
     for document in documents:
         batch.append(document)
         characters += _characters(document)
         if characters >= BATCH_CHARACTERS or len(batch) >= most:
             yield batch
-            batch, characters, most = [], 0, BATCH_DOCUMENTS
+            batch, characters, most = [], 0, min(8 * most, BATCH_DOCUMENTS)
     if batch:
         yield batch
 

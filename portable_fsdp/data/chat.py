@@ -25,8 +25,8 @@ DATE = "2024-07-26"
 take this date where they can't ask."""
 
 _ASKS = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
-_MARK = 0xE000
-"""The first private-use character: one stands for each message's text."""
+_MARK = 0xF0000
+"""The first character of a private plane, which no text has: one stands for each text of a conversation."""
 
 CharacterSpan = tuple[int, int]
 """[begin, end)."""
@@ -169,6 +169,11 @@ class ChatTemplate:
         """Raises ValueError unless the template reads this key, and leaves it out in some messages only."""
         if key == "content":
             role = conversation.messages[number]["role"]
+            if conversation.messages[number].get("tool_calls"):
+                raise ValueError(
+                    f"the chat template leaves out the text of message {number + 1}, which has tool_calls too.\n"
+                    "  Remove that text, or take another template"
+                )
             raise ValueError(
                 f"the chat template leaves out message {number + 1} (role {role}).\n"
                 f"  Remove the message, or set data.ignore=[{role}] to leave out all of this role"
@@ -179,7 +184,7 @@ class ChatTemplate:
                 f"the chat template leaves out {key}, or a part of it.\n  Write it into the text of a message, take "
                 f"another template, or set data.ignore=[{key}] to leave it out"
             )
-        return [f"messages with {key} that the chat template leaves out (it keeps some, such as the last)"]
+        return [f"messages whose {key} the chat template drops, though it names that key"]
 
     def _keys_left_out(self, conversation: Conversation, text: str) -> list[str]:
         """Notes on keys that mean nothing for training and that the template doesn't use."""
@@ -197,7 +202,8 @@ class ChatTemplate:
         """The text, and its parts in `{% generation %}`. As `apply_chat_template`, which takes no empty list."""
         if conversation.tools is not None and not self._reads("tools"):
             raise ValueError(
-                "expected a chat template that reads tools, found no `tools` in it: it would leave the functions out"
+                "expected a chat template that reads tools, found no `tools` in it: it would leave the functions out.\n"
+                "  Take another template, or set data.ignore=[tools]"
             )
         if self._asks_otherwise:
             raise ValueError(
@@ -265,7 +271,7 @@ class ChatTemplate:
         start = _common(text, before)
         asked = self._or_none(conversation.messages, conversation, asks=True) or text
         header = asked[_common(text, asked) :]
-        if not header and conversation.messages[number].get("content"):
+        if not header and not conversation.messages[number].get("tool_calls"):
             return start, True
         for length in range(len(header), 0, -1) if len(header) < 300 else ():
             if (at := text.rfind(header[:length], after, start)) >= 0:
@@ -297,7 +303,8 @@ class ChatTemplate:
         name). Raises ValueError unless it writes that once."""
         mark, messages, message = chr(_MARK), list(conversation.messages), conversation.messages[number]
         first, *others = message.get("tool_calls") or [{}]
-        with_mark = {"content": mark} if message.get("content") else {"tool_calls": [_named(first, mark), *others]}
+        has_calls = not message.get("content") and message.get("tool_calls")
+        with_mark = {"tool_calls": [_named(first, mark), *others]} if has_calls else {"content": mark}
         messages[number] = {**message, **with_mark}
         text = self._or_none(messages, conversation)
         if text is None or text.count(mark) != 1:
@@ -362,7 +369,7 @@ def _marked(conversation: Conversation) -> tuple[Conversation, list[tuple[int, s
     marks: list[tuple[int, str, str]] = []
 
     def mark(number: int, key: str) -> str:
-        marks.append((number, key, chr(_MARK + len(marks) % 6400)))
+        marks.append((number, key, chr(_MARK + len(marks) % 65000)))
         return marks[-1][2]
 
     def call(number: int, given: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from portable_fsdp.config.data import Column
-from portable_fsdp.data.meaning import WEIGHTS, is_empty, kind, trains, without_nulls
+from portable_fsdp.data.meaning import WEIGHTS, contains, is_empty, kind, trains, without_nulls
 from portable_fsdp.runtime.strict_json import parse_json
 
 _SHAREGPT_ROLES = {
@@ -39,20 +39,24 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 
 def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collection[str] = ()) -> Conversation:
     """The messages of these columns one after the other, below the row's `system`. Raises ValueError."""
-    messages = [message for column in columns for message in messages_of(fields[column], ignore)]
-    system = next((fields[key] for key in ("system", "system_prompt") if not is_empty(fields.get(key))), None)
+    given = [message for column in columns for message in messages_of(fields[column], ignore)]
+    messages = [message for message in given if message["role"] not in ignore]
+    names = () if "system" in ignore else ("system", "system_prompt")
+    system = next((fields[name] for name in names if not is_empty(fields.get(name))), None)
     if system is not None and not isinstance(system, str):
         raise ValueError(f"expected the system prompt as text, found {kind(system)}")
-    if system is not None and messages[0].get("content") != system:
-        if messages[0]["role"] in ("system", "developer"):
+    if system is not None and (not messages or messages[0].get("content") != system):
+        if messages and messages[0]["role"] in ("system", "developer"):
             raise ValueError(
                 "the row has a system column and another system message: leave one out.\n"
                 "  data.ignore=[system] leaves out both"
             )
         messages = [{"role": "system", "content": system}, *messages]
-    kept = [message for message in messages if message["role"] not in ignore]
-    clean = [{key: value for key, value in message.items() if key not in (*WEIGHTS, "loss")} for message in kept]
-    return Conversation(clean, _tools(fields), [_message_trains(message) for message in kept])
+    clean = [{key: value for key, value in message.items() if key not in (*WEIGHTS, "loss")} for message in messages]
+    tools = _tools(fields)
+    if tools and contains("\n".join(str(message.get("content")) for message in clean), tools):
+        tools = None  # Hermes' rows have them in a system message too
+    return Conversation(clean, tools, [_message_trains(message) for message in messages])
 
 
 def _message_trains(message: ChatMessage) -> bool:
@@ -122,6 +126,8 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
     has_content = is_sharegpt or "content" in turn
     if not isinstance(message.get("role"), str) or not (has_content or calls):
         raise ValueError(f"expected messages with role and content, found {keys}")
+    if message["role"] == "function":  # OpenAI's older name
+        message["role"] = "tool"
     content = message.get("content")
     if isinstance(content, list) and content and all(_is_text(part) for part in cast("list[Any]", content)):
         message["content"] = content = "".join(part["text"] for part in cast("list[Any]", content))
@@ -129,6 +135,7 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
     if not isinstance(content, str) and not (content is None and calls):
         raise ValueError(
             f"expected messages whose content is text, found {kind(content)} as content, of {keys}"
+            + (".\n  Only parts of the type text are read" if isinstance(content, list) else "")
             + (".\n  Write it as JSON text" if message["role"] == "tool" else "")
             + (".\n  Write the refusal as content" if message.get("refusal") else "")
         )
@@ -167,9 +174,14 @@ def _call(call: Any, expected: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{expected} {str(call)[:60]}")
     of_arguments = f"expected the arguments of {function['name']} as a JSON object, found"
-    arguments = _from_json(function.get("arguments"), of_arguments)
+    given = function.get("arguments", function.get("parameters"))  # Llama 3 writes calls with parameters
+    arguments = _from_json(given, of_arguments)
     arguments = {} if is_empty(arguments) else without_nulls(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"{of_arguments} {kind(arguments)}")
     outer = {} if function is call else cast("dict[str, Any]", call)
-    return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
+    for key, value in (*function.items(), *outer.items()):
+        if key not in ("name", "arguments", "parameters", "function", "id", "type", "index") and not is_empty(value):
+            raise ValueError(f"expected name and arguments in a call, found the key {key}")
+    kept = {key: value for key, value in function.items() if key != "parameters"}
+    return {"type": "function", **outer, "function": {**kept, "arguments": arguments}}

@@ -37,7 +37,7 @@ class JsonLines(TextFileSource):
         self._ignore = ignore
 
     def read(self) -> Iterator[Example | Broken]:
-        number = 0
+        number, self._seen = 0, set[str]()
         for path in self.files:
             is_array = is_json_array(path)
             for line_number, line in (read_array if is_array else read_lines)(path):
@@ -45,11 +45,20 @@ class JsonLines(TextFileSource):
                     expected = "expected a JSON object" + ("" if is_array else " on one line")
                     yield self._example(number, f"{path}:{line_number}", line, expected)
                     number += 1
+        needed = FORMAT_COLUMNS[format_of(self._columns)]
+        if never := {name for column, name in self._columns.items() if column not in needed} - self._seen:
+            raise DataError(
+                f"data.columns: expected columns that a row has, found none with {min(never)}: {self.name}."
+            )
 
     def _example(self, number: int, place: str, line: bytes, expected: str) -> Example | Broken:
         try:
-            values = {name: value for name, value in _json_object(line, expected).items() if value is not None}
-            columns = _present(self._columns, values)
+            values = _json_object(line, expected)
+            self._seen.update(self._columns.values() & values.keys())
+            values = {name: value for name, value in values.items() if value is not None}
+            columns, needed = _present(self._columns, values), FORMAT_COLUMNS[format_of(self._columns)]
+            # A row may lack an optional one.
+            columns = {column: name for column, name in columns.items() if column in needed or name in values}
             _require(columns, values)
             read = _all_read(columns, values, self._ignore)
         except ValueError as error:

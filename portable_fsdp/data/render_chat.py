@@ -105,6 +105,7 @@ def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> 
         if not isinstance(item, Rendered):
             prompt, whole = next(prompts), ended(next(wholes), tokenizer.end_of_text)
             is_ended = len(prompt) and prompt[-1] == tokenizer.end_of_text
+            is_ended = is_ended and not np.array_equal(whole[: len(prompt)], prompt)
             item = _masked(example, prompt[:-1] if is_ended else prompt, whole)
         rendered.append(item)
     return rendered
@@ -122,13 +123,15 @@ def _require_use(fields: Mapping[str, Any], text: str, form: Format, used: Colle
     """Raises ValueError for a column that means something in this format, isn't `used`, and isn't in the row's text."""
     unused = set(meaningful_columns(form)) - {*WEIGHTS, *used}
     for key, value in fields.items():
-        if key not in unused or is_empty(value) or contains(text, without_nulls(value)):
+        if key not in unused or is_empty(value) or isinstance(value, bool) or contains(text, without_nulls(value)):
             continue
         advice = "Write it into the row's messages or prompt"
-        if key in ("context", "history", "input"):
+        if key in ("context", "history", "input") and form != "instruction":
             advice = "data.format=instruction reads instruction, input and output"
+        elif key == "context":
+            advice = "data.columns='{input: context}' reads it as the input"
         raise ValueError(
-            f"the column {key} means something for training, but the text of this row is without it.\n"
+            f"the row's text doesn't contain the column {key}, which matters for training.\n"
             f"  {advice}, or set data.ignore=[{key}] to leave it out"
         )
 
@@ -144,7 +147,8 @@ def _instruction(
 ) -> tuple[str, str] | Rendered:
     """A question and an answer in the chat template, if the tokenizer has one; otherwise texts under headings."""
     fields = example.fields
-    parts = {key: fields.get(key) or "" for key in ("system", "instruction", "input", "output")}
+    values = {key: fields.get(key) for key in ("system", "instruction", "input", "output")}
+    parts = {key: "" if value is None and key in ("system", "input") else value for key, value in values.items()}
     if wrong := next((key for key, part in parts.items() if not isinstance(part, str)), None):
         raise ValueError(f"expected {wrong} as text, found {kind(parts[wrong])}")
     if template is not None:

@@ -17,8 +17,8 @@ from portable_fsdp.runtime.errors import DataError
 
 T = TypeVar("T")
 
-SECONDS = 20.0
-_SECONDS_PER_DOCUMENT = 2.0  # a template renders a long conversation once for each turn
+SECONDS = 4.0
+_SECONDS_PER_DOCUMENT = 1.0  # a template renders a long conversation once for each turn
 _CHARACTERS_PER_SECOND = 20_000  # a slow tokenizer on a busy host
 _BYTES_PER_CHARACTER = 500  # measured: 230, where each is a token
 _POLL_S = 0.05
@@ -58,7 +58,7 @@ class Limit:
         )
 
 
-OPENING = Limit(200)
+OPENING = Limit(60)
 """Of a tokenizer: some are converted then."""
 
 

@@ -199,7 +199,11 @@ def _evaluate(run: _Run, step: int) -> tuple[bool, EvaluationEnd | None]:
     if evaluation is None:
         return False, None
     if evaluation.tokens == 0 and math.isinf(evaluation.loss):
-        log.warning("step: %d  nothing counts in the validation set (labels of -100): it has no loss", step)
+        log.log(
+            logging.INFO if run.engine.process.index else logging.WARNING,
+            "step: %d  nothing counts in the validation set (labels of -100): it has no loss",
+            step,
+        )
         return True, None
     _require_finite(run, step, {"eval_loss": evaluation.loss})
     if step > 0:  # the initial weights are never the best
@@ -442,6 +446,7 @@ def _train_what_is_left(run: _Run) -> Outcome:
     if run.start.resumed is None and run.start.config.train.eval_on_start:
         _evaluate(run, 0)
     if run.misses_evaluation:
+        run.stop.begin_steps()
         is_complete, evaluation = _evaluate(run, run.step)
         if not is_complete:
             return "stopped"

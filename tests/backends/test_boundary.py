@@ -68,13 +68,13 @@ def test_replicas_of_shards_do_too(name: str, workers: GetWorkers) -> None:
     assert_equal(train(workers(FOUR), name, hybrid)["metrics"], plain_run(name, 3, LR)[1])
 
 
-@pytest.mark.parametrize("name", ["Changed", "Scalars"])
+@pytest.mark.parametrize("name", ["Appended", "Changed", "Scalars"])
 def test_casts_reach_into_objects_and_scalars_with_and_without_shards(name: str, workers: GetWorkers) -> None:
     sharded, whole = (
         train(workers(TWO), name, {"precision": {"compute": "bfloat16"}, "sharding": {"strategy": strategy}})
         for strategy in ("FULL_SHARD", "NO_SHARD")
     )
-    assert_equal(sharded["metrics"], whole["metrics"])
+    assert_equal(sharded["metrics"], whole["metrics"], rel=5e-4 if name == "Appended" else 1e-5)  # rounded otherwise
     assert_equal(sharded["metrics"], plain_run(name, 3, LR)[1], rel=5e-3)
     assert sharded["metrics"] != plain_run(name, 3, LR)[1]
 

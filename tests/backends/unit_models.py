@@ -185,23 +185,24 @@ class OnlyAttribute(Model):
 
 
 class Appended(Model):
-    """Blocks append to a list and take from it, as U-Nets do, and write to a dict that they are given."""
+    """Blocks append to a list and take from it, as U-Nets do, and write to a dict that they are given: in float32, also
+    where they compute in bfloat16."""
 
     class block(Block):
         def forward(self, x: Tensor, skips: list[Tensor], notes: dict[str, Tensor]) -> Tensor:
             out = self.compute(x)
             notes[f"mean {self.number}"] = self.inner(x).mean(dim=-1, keepdim=True)
             if self.number < 2:
-                skips.append(out * 0.5)
+                skips.append((out * 0.5).float())
                 return out
-            return out + skips.pop()
+            return out + skips.pop().to(out.dtype)
 
     def middle(self, x: Tensor) -> Tensor:
         skips, notes = [x], dict[str, Tensor]()
         for block in self.blocks:
             x = block(x, skips, notes=notes)
         assert (len(skips), len(notes)) == (2, 3)
-        return x + skips[1] + notes["mean 1"] + skips[0]
+        return x + (skips[1] + notes["mean 1"] + skips[0]).to(x.dtype)
 
 
 class InPlace(Model):

@@ -54,7 +54,7 @@ def test_a_hostile_template_ends_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
 ) -> None:
     """Protects a start from a template that blocks it or takes the host's memory; nothing is left in the cache."""
-    monkeypatch.setattr(limits, "SECONDS", 0.3 if template == _LOOP else 20)
+    monkeypatch.setattr(limits, "SECONDS", 0.3 if template == _LOOP else 20.0)
     monkeypatch.setattr(limits, "_SECONDS_PER_DOCUMENT", 0.01)
     before = limits._own_bytes()  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(DataError, match=message):

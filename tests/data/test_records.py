@@ -92,6 +92,14 @@ def test_a_json_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> 
         assert [type(item) for item in read(source="jsonl", path=path)].count(Broken) == 1
 
 
+def test_an_optional_column_may_be_missing_in_some_rows_but_not_in_all(tmp_path: Path) -> None:
+    rows = [{"instruction": "a", "context": None, "output": "b"}, {"instruction": "a", "output": "b"}]
+    path, keys = lines(tmp_path / "a.jsonl", *rows), {"source": "jsonl", "format": "instruction"}
+    assert [type(item) for item in read(path=path, columns={"input": "context"}, **keys)] == [Example] * 2
+    with pytest.raises(DataError, match=r"data\.columns: expected columns that a row has, found none with contex: "):
+        read(path=path, columns={"input": "contex"}, **keys)
+
+
 def test_columns_have_other_names(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"instruction": "q", "output": "a"})
     columns = {"prompt": "instruction", "completion": "output"}

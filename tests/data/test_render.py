@@ -181,6 +181,7 @@ def test_the_assistants_turns_count(
         assert rendered.ids.tolist() == list(tokenizer._tokenizer.apply_chat_template(CONVERSATION)["input_ids"])
 
 
+SAID_OF_USER = {"role": "user", "content": "1+2?"}
 OF_KEYS = "expected messages with role and content, found the keys"
 OF_TEXT = "expected messages whose content is text, found"
 OF_TOOLS = "expected tools as a list of JSON schemas, found"
@@ -191,6 +192,10 @@ BROKEN_MESSAGES: list[tuple[Any, str]] = [
     ([{"from": "human", "value": "x"}, {"role": "assistant", "content": "y"}], f"{OF_KEYS} from, value in mess"),
     ([{"from": "human", "value": "x"}], "expected a turn of the assistant, found none"),
     ([{"from": "human", "value": 1}], f"{OF_TEXT} a number"),
+    (
+        [SAID_OF_USER, {"role": "assistant", "tool_calls": [{"name": "f", "args": {"a": 1}}]}],
+        "expected name and arguments in",
+    ),
     (CONVERSATION[:2], "expected a turn of the assistant, found none"),
     ([{"role": "user"}, CONVERSATION[2]], f"{OF_KEYS} role in mess"),
     ([CONVERSATION[1], {"role": "assistant", "value": "b"}], f"{OF_KEYS} role, value in message 2"),
@@ -247,6 +252,7 @@ def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, mess
 
 SAID = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
 USED = {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
+LLAMA_CALL = {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}
 ADDED = '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>\n'
 ENDLESS = CHATML.replace(" + '<|im_end|>\n'", "")
 OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen").replace(
@@ -283,6 +289,24 @@ THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n
         (ENDLESS, "chat", {"messages": [*SAID, *SAID]}, ["3<|im_start|>", "3"]),
         (TOOLS, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<|im_end|>\n"]),
         (None, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<end>"]),
+        (
+            TOOLS,
+            "chat",
+            {"messages": [SAID[0], LLAMA_CALL, {"role": "function", "content": "3"}, SAID[1]]},
+            [ADDED, "3<|im_end|>\n"],
+        ),
+        (
+            TOOLS,
+            "chat",
+            {"messages": [{"role": "system", "content": json.dumps(SCHEMAS)}, *SAID], "tools": SCHEMAS},
+            ["3<|im_end|>\n"],
+        ),
+        (
+            FAMILIES["qwen3"],
+            "chat",
+            {"messages": [SAID[0], SAID[1] | {"content": ""}, *SAID]},
+            ["<|im_end|>\n", "<think>\n\n</think>\n\n3<|im_end|>\n"],
+        ),
     ],
 )
 def test_rows_as_people_write_them(
@@ -297,6 +321,7 @@ def test_rows_as_people_write_them(
         assert text.startswith(
             "### Instruction:\nAdd\n\n### Input:\n1+2\n" if template is None else "<|im_start|>user\nAdd\n\n1+2<"
         )
+    assert text.count('"parameters"') <= 1
     assert (template == ENDLESS) == any("learn to stop" in note for note in rendered.notes)
     assert (fields.get("messages") is THOUGHT) == any("cuts or changes" in note for note in rendered.notes)
 
@@ -304,7 +329,12 @@ def test_rows_as_people_write_them(
 @pytest.mark.parametrize(
     ("form", "fields", "problem", "ignored"),
     [
-        ("chat", {"messages": [SAID[0], SAID[1] | {"weight": 0.5}]}, "the message has weight='0.5'", "weight"),
+        (
+            "chat",
+            {"messages": [SAID[0], SAID[1] | {"weight": 0.5}]},
+            "the message's weight is 0.5: 1 or true trains it",
+            "weight",
+        ),
         ("chat", {"messages": [SAID[0] | {"train": True}, SAID[1]]}, "a message of the role user has train=T", "train"),
         (
             "chat",
@@ -312,21 +342,37 @@ def test_rows_as_people_write_them(
             "the chat template leaves out refusal",
             "refusal",
         ),
-        ("chat", {"messages": SAID, "images": ["a.png"]}, "the column images means something", "images"),
+        ("chat", {"messages": SAID, "images": ["a.png"]}, "the row's text doesn't contain the column images", "images"),
         (
             "chat",
             {"messages": [{"role": "critic", "content": "?"}, *SAID]},
             "the chat template leaves out mes",
             "critic",
         ),
-        ("prompt_completion", {"prompt": "Add", "completion": "3", "input": "1+2"}, "the column input means", "input"),
+        (
+            "prompt_completion",
+            {"prompt": "Add", "completion": "3", "input": "1+2"},
+            "the row's text doesn't contain the column input",
+            "input",
+        ),
         (
             "prompt_completion",
             {"prompt": "Add", "completion": "3", "tools": SCHEMAS},
-            "the column tools means",
+            "the row's text doesn't contain the column tools",
             "tools",
         ),
-        ("prompt_completion", {"prompt": "Add", "completion": "3", "weight": 2}, "the row has weight='2'", "weight"),
+        (
+            "chat",
+            {"messages": [{"role": "system", "content": "Be"}, *SAID], "system": "Do"},
+            "the row has a s",
+            "system",
+        ),
+        (
+            "prompt_completion",
+            {"prompt": "Add", "completion": "3", "weight": 2},
+            "the row's weight is 2: 1 or true",
+            "weight",
+        ),
     ],
 )
 def test_a_row_whose_keys_cannot_be_used_is_refused_or_they_are_ignored_by_name(

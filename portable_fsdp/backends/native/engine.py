@@ -110,7 +110,7 @@ class NativeBackend(base.Backend):
         self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the models whose gradients they sum
         self.offload: ActivationOffload | None = None
-        self._update_scales: Callable[[], None] = lambda: None  # of weights that are gathered in float8
+        self._update_scales: list[Callable[[], None]] = []  # of weights that are gathered in float8
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
@@ -155,7 +155,7 @@ class NativeBackend(base.Backend):
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
 
-            self._update_scales = use_float8(model, policy, self.device, self._shard.size())
+            self._update_scales.append(use_float8(model, policy, self.device, self._shard.size()))
         if self._shard.size() == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
             self._models[model] = None, policy.reduce
@@ -204,7 +204,8 @@ class NativeBackend(base.Backend):
 
     def _note_step(self, *_: Any) -> None:
         self._first_step_is_over = True
-        self._update_scales()
+        for update in self._update_scales:
+            update()
         if self._peers:
             self._peers.note_step()
         if self._programs:
@@ -230,6 +231,8 @@ class NativeBackend(base.Backend):
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
+        if model not in self._models and model is not None and len(self._models) > 1:
+            raise ValueError("accumulate: expected one of the models that this engine laid out, found another")
         models = [model] if model in self._models else list(self._models)
         for root in models:
             if isinstance(root, FSDPModule):
@@ -356,7 +359,8 @@ class NativeBackend(base.Backend):
                     read(key, region, local)
                 else:
                     local.copy_(read(key, region))
-            self._update_scales()
+            for update in self._update_scales:
+                update()
 
     @property
     def collectives(self) -> dict[str, base.Traffic] | None:

@@ -232,7 +232,7 @@ EFFECTS = {
     "sharding.backward_prefetch=NO_PREFETCH": "a unit is gathered in backward when it is needed",
     "precision.compute": "weights are cast unit by unit; over several devices by MixedPrecisionPolicy(param_dtype)",
     "precision.compute=float16": "with dynamic loss scaling; a step whose gradients overflow changes nothing",
-    "precision.cast_inputs": "MixedPrecisionPolicy(cast_forward_inputs); without shards by a hook of each unit",
+    "precision.cast_inputs": "by a hook of each unit",
     "precision.reduce": "MixedPrecisionPolicy(reduce_dtype), or the dtype of the buckets that replicas sum",
     "precision.reduce=auto": "float32",
     "precision.modules": "weights, inputs and outputs are cast; under fully_shard a group with its own param_dtype",

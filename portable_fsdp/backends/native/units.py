@@ -121,7 +121,10 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
         return running[-1]((args, kwargs))
 
     module.register_forward_pre_hook(cast_all, with_kwargs=True)
-    module.register_forward_hook(lambda *_: running.pop().write_back() if running else None, always_call=True)
+    # Before FSDP2's hook, at which Boundary writes back too.
+    module.register_forward_hook(
+        lambda *_: running.pop().write_back() if running else None, prepend=True, always_call=True
+    )
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
