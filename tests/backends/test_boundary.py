@@ -6,8 +6,12 @@ from typing import Any
 import pytest
 import torch
 from assemble import assemble
+from torch import nn
 from unit_models import MODELS, plain_run
 from workers import Group, JobFailed, Workers
+
+from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.native.scalars import cast_scalars
 
 GetWorkers = Callable[[Group], Workers]
 Settings = dict[str, dict[str, Any]]
@@ -122,3 +126,16 @@ def test_each_optimizer_takes_scalars_beside_shards(name: str, workers: GetWorke
     assert_equal(sharded["metrics"], whole["metrics"])
     for key, value in whole["final"].items():
         torch.testing.assert_close(sharded["final"][key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loop_that_changes_a_scalar_between_steps_reaches_the_weight() -> None:
+    """OpenCLIP clamps logit_scale so; forward, recomputation and evaluation read a copy in the compute dtype."""
+    model: Any = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(9.0))
+    cast_scalars(model, ShardPolicy((), compute=torch.bfloat16), torch.device("cpu"))
+    with torch.no_grad():
+        model.scale.clamp_(max=4.6)
+    assert dict(model.named_parameters())["scale"].item() == pytest.approx(4.6)
+    assert model.scale.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert model.eval().scale.dtype == torch.bfloat16

@@ -31,7 +31,14 @@ def _casting(
     """A subclass of the same name. No forward is replaced: a recomputed or compiled one casts too."""
 
     def cast(leaf: str) -> property:
-        return property(lambda module: module._parameters[leaf].to(device, dtype))
+        def read(module: nn.Module) -> torch.Tensor:
+            weight = module._parameters[leaf]
+            assert weight is not None
+            # A loop that changes the weight between steps, without gradients, has to reach the weight itself.
+            is_changed = module.training and not torch.is_grad_enabled()
+            return weight if is_changed else weight.to(device, dtype)
+
+        return property(read)
 
     names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), names | {leaf: cast(leaf) for leaf in leaves})
