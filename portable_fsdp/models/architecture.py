@@ -12,6 +12,7 @@ import difflib
 import inspect
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -223,7 +224,9 @@ def _knows(kind: Any, name: str) -> bool:
     if name in _names(kind) or name == "tie_word_embeddings":  # for which the base of all models asks
         return True
     own = (f"self.{name} = ", f'kwargs.get("{name}"')
-    return f'config, "{name}"' in _code(kind, "modeling") or any(text in _code(kind, "configuration") for text in own)
+    if any(text in _code(kind, "configuration") for text in own):
+        return True
+    return re.search(rf'config, "{name}"|\bconfig\.{name}\b', _code(kind, "modeling")) is not None
 
 
 def _code(kind: Any, part: str) -> str:
