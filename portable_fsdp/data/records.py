@@ -58,7 +58,7 @@ class JsonLines(TextFileSource):
             values = {name: value for name, value in values.items() if value is not None}
             columns, needed = _present(self._columns, values), FORMAT_COLUMNS[format_of(self._columns)]
             # A row may lack an optional one.
-            columns = {column: name for column, name in columns.items() if column in needed or name in values}
+            columns: Columns = {column: name for column, name in columns.items() if column in needed or name in values}
             _require(columns, values)
             read = _all_read(columns, values, self._ignore)
         except ValueError as error:

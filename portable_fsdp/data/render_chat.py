@@ -148,7 +148,9 @@ def _instruction(
     """A question and an answer in the chat template, if the tokenizer has one; otherwise texts under headings."""
     fields = example.fields
     values = {key: fields.get(key) for key in ("system", "instruction", "input", "output")}
-    parts = {key: "" if value is None and key in ("system", "input") else value for key, value in values.items()}
+    parts: dict[str, Any] = {
+        key: "" if value is None and key in ("system", "input") else value for key, value in values.items()
+    }
     if wrong := next((key for key, part in parts.items() if not isinstance(part, str)), None):
         raise ValueError(f"expected {wrong} as text, found {kind(parts[wrong])}")
     if template is not None:

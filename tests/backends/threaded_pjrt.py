@@ -39,6 +39,8 @@ class _Gate:
             self._left[:] = [False] * len(self._left)
         self.barrier.wait()
         while not all(self._left[:rank]) and _lookups() < self._before + rank:
+            if self.barrier.broken:  # the device before this one failed
+                raise threading.BrokenBarrierError
             time.sleep(0.001)
         bridge._xla_step_marker(device, [], wait=False, reset_scope=reset_scope)
         self._left[rank] = True

@@ -5,7 +5,7 @@ dtype in which it computes.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,9 +19,9 @@ def cast_scalars(model: nn.Module, policy: ShardPolicy, device: torch.device) ->
     for name, module in model.named_modules():
         own = {leaf: weight for leaf, weight in module.named_parameters(recurse=False) if weight.dim() == 0}
         dtype = dtype_of(name, policy)
-        cast = tuple(leaf for leaf, weight in own.items() if weight.is_floating_point())
-        if cast and (policy.cpu_offload or any(own[leaf].dtype != dtype for leaf in cast)):
-            module.__class__ = _casting(type(module), cast, dtype, device)
+        floats = tuple(leaf for leaf, weight in own.items() if weight.is_floating_point())
+        if floats and (policy.cpu_offload or any(own[leaf].dtype != dtype for leaf in floats)):
+            module.__class__ = _casting(type(module), floats, dtype, device)
 
 
 @cache  # equal layers keep an equal class, so that torch.compile makes one program for all of them
@@ -30,10 +30,9 @@ def _casting(
 ) -> type[nn.Module]:
     """A subclass of the same name. No forward is replaced: a recomputed or compiled one casts too."""
 
-    def cast(leaf: str) -> property:
+    def reading(leaf: str) -> property:
         def read(module: nn.Module) -> torch.Tensor:
-            weight = module._parameters[leaf]
-            assert weight is not None
+            weight = cast(Any, module)._parameters[leaf]
             # A loop that changes the weight between steps, without gradients, has to reach the weight itself.
             is_changed = module.training and not torch.is_grad_enabled()
             return weight if is_changed else weight.to(device, dtype)
@@ -41,4 +40,4 @@ def _casting(
         return property(read)
 
     names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), names | {leaf: cast(leaf) for leaf in leaves})
+    return type(kind.__name__, (kind,), names | {leaf: reading(leaf) for leaf in leaves})
