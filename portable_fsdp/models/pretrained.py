@@ -119,7 +119,7 @@ def _config(folder: Path, task: str) -> Any:
         )
     values, _ = config.get_config_dict(folder, local_files_only=True)
     if names := [name for name, _, _ in unknown_keys(config, values)]:
-        log.info("model.pretrained: %s knows no %s: without effect", type(config).__name__, ", ".join(names))
+        log.warning("model.pretrained: %s knows no %s: without effect", type(config).__name__, ", ".join(names))
     return config
 
 
