@@ -306,7 +306,7 @@ def _turns(document: Example | Broken) -> int:
 
 
 def _characters(value: object) -> int:
-    """Of all texts inside."""
+    """Count the characters of all texts inside."""
     if isinstance(value, Example):
         value = value.fields
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -341,7 +341,7 @@ class ChatTemplate:
     def _with_ends(
         self, text: str, ids: list[int], offsets: Sequence[CharacterSpan], spans: Sequence[CharacterSpan]
     ) -> TokenizedChat:
-        """With the next special token where none ends a part: the template leaves it outside of `{% generation %}`, or
+        """Count the next special token where none ends a part: the template leaves it outside of `{% generation %}`, or
         the next role's marker ends a turn (GLM)."""
         counted, is_ended = _inside(offsets, spans), True
         begins = [begin for begin, _ in offsets]

@@ -81,17 +81,19 @@ def _completed(
     used = {*_IN_A_CONVERSATION, *(("input",) if form == "instruction" else ())}
     _require_use(example.fields, written.text, form, used)
     completion = [(begin or 0, len(written.text))]
-    texts = [(prompt, []), (written.text, []), (written.text, silent), (written.text, completion)]
-    alone, whole, without, counted = template.tokenized(texts)
+    alone, whole = template.tokenized([(prompt, []), (written.text, completion)])
     dtype = token_dtype(tokenizer.vocab_size)
     rendered = _masked(example, np.array(alone.ids, dtype=dtype), np.array(whole.ids, dtype=dtype))
     notes = (*written.notes, *_notes_of_roles(conversation.messages, template))
     if rendered.prompt_differs and begin is None:
         notes += (_NOT_AS_ASKED,)
-    if not counted.is_ended:
+    if not whole.is_ended:
         notes += (_NO_END,)
-    counts = rendered.counted if begin is None else np.array(counted.counted)
-    return rendered._replace(counted=counts & ~np.array(without.counted), prompt_differs=False, notes=notes)
+    counts = rendered.counted if begin is None else np.array(whole.counted)
+    if silent:
+        [without] = template.tokenized([(written.text, silent)])
+        counts = counts & ~np.array(without.counted)
+    return rendered._replace(counted=counts, prompt_differs=False, notes=notes)
 
 
 def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:

@@ -40,7 +40,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def ended(ids: Tokens, end: int | None) -> Tokens:
-    """With the end of text behind it, unless it ends so, or there is none."""
+    """Append the end of text, unless the ids end with it or there is none."""
     if end is None or (len(ids) and ids[-1] == end):
         return ids
     return np.append(ids, np.array([end], dtype=ids.dtype))

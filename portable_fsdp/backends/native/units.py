@@ -113,7 +113,7 @@ def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """By hooks: a list or an object that the module changes is changed for its caller too."""
+    """Cast by hooks, so that a list or an object that the module changes is changed for its caller too."""
     running: list[Replacement] = []
 
     def cast_all(_: nn.Module, args: Any, kwargs: Any) -> Any:
