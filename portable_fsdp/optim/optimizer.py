@@ -108,11 +108,11 @@ def _make(optim: Optim, compute: torch.dtype, groups: list[dict[str, Any]], comp
         from portable_fsdp.optim.muon import Muon
 
         return Muon(groups, lr=lr, betas=optim.betas, eps=optim.eps, momentum=optim.momentum, compute=compute)
-    if isinstance(lr, Tensor):
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    if isinstance(lr, Tensor) or "tpu" in devices:  # torch's skips a step only where it is fused
         return AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, decoupled=optim.name == "adamw")
-    parameters = [cast(Tensor, parameter) for group in groups for parameter in group["params"]]
-    has_fused = {parameter.device.type for parameter in parameters} in ({"cuda"}, {"cpu"})
     torchs = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    has_fused = devices in ({"cuda"}, {"cpu"})
     # fused=None: torch's default, which refuses no device
     return torchs(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True if has_fused else None)
 

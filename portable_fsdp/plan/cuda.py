@@ -229,16 +229,16 @@ class _Planned:
         return model
 
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        def as_on_gpu(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
-            optimizer = make(groups, compiled)
-            on_gpu = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
+        def as_on_device(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
+            on_device = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
+            optimizer = make(groups, compiled or self._recorder.is_tpu)  # as make_optimizer does on a TPU
             for group in optimizer.param_groups:
-                if "fused" in group and on_gpu:  # as make_optimizer does on a GPU, and torch's default on a TPU
-                    group |= {"foreach": self._recorder.is_tpu, "fused": not self._recorder.is_tpu}
+                if "fused" in group and on_device:  # as it does on a GPU
+                    group |= {"foreach": False, "fused": True}
             return optimizer
 
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
-            return self._backend.build_optimizer(as_on_gpu, groups)
+            return self._backend.build_optimizer(as_on_device, groups)
 
     def place(self, batch: Batch) -> Batch:
         with self._recorder.making("activations", "the batch"):

@@ -146,7 +146,7 @@ def gradients_of_branches() -> dict[str, Any]:
         before = gradients()
         with backend.accumulate(True):
             model(rows[rank][1], rank).backward()
-        sums, buckets = gradients(), len(cast(Any, backend)._sums._buckets)
+        sums, [buckets] = gradients(), [len(of_model._buckets) for of_model in cast(Any, backend)._sums.values()]
         plain: Any = Branches()
         for fqn, weight in plain.named_parameters():
             weight.data.fill_(0.01 * len(fqn))

@@ -139,14 +139,3 @@ def test_what_makes_no_module_is_refused(make: Any, words: str) -> None:
     config = pf.make_config()
     with pf.open_backend(config, device="cpu", backend="native") as engine, pytest.raises(ConfigError, match=words):
         pf.shard(make, config, engine)
-
-
-def test_native_refuses_a_parameter_without_dimensions() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-
-    config = pf.make_config(memory={"cpu_offload": True})  # else one device has nothing to cut
-    with pf.open_backend(config, device="cpu", backend="native") as engine, pytest.raises(BackendError, match="scale"):
-        pf.shard(Scaled, config, engine)

@@ -34,7 +34,7 @@ def test_a_tpu_holds_at_least_what_a_gpus_operations_hold(apart: Apart) -> None:
     assert tpu_work.collectives == gpu_work.collectives
 
 
-def test_attention_holds_no_scores_and_the_optimizer_takes_all_weights_at_once(apart: Apart) -> None:
+def test_attention_holds_no_scores_and_the_optimizer_one_weight_at_a_time(apart: Apart) -> None:
     heads: dict[str, Any] = {**SETTINGS, "model": {**LLAMA, "num_hidden_layers": 1, "vocab_size": 256}}
     short, long, whole = [
         step(**heads, data__seq_len=512),  # float32, for which a GPU's kernel takes no grouped heads
@@ -43,9 +43,10 @@ def test_attention_holds_no_scores_and_the_optimizer_takes_all_weights_at_once(a
     ]
     memory = [memory for memory, _ in apart(plans, [short, long, whole], parse_target("v6e-8"))]
     assert memory[1].parts["activations"] < 2.1 * memory[0].parts["activations"]
-    weights = memory[2].parts["weights"]
     assert memory[2].at == "optimizer"
-    assert memory[2].parts["temporaries"] == pytest.approx(weights, rel=0.05)  # torch._foreach_sqrt
+    largest = 4 * 4096 * 512  # the embedding in float32
+    # It and its two moments, kept in case that nothing counts in the step, and what the update computes.
+    assert memory[2].parts["temporaries"] == pytest.approx(6 * largest, rel=0.1)
 
 
 def test_a_lower_bound_over_the_limit_does_not_fit() -> None:

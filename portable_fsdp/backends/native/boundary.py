@@ -93,13 +93,15 @@ class Boundary:
         self._replaced.write_back()
         if torch.is_grad_enabled():
             self._modules = self._modules or [*self._own_modules()]
+            number = cast(Any, torch.autograd)._get_sequence_nr()  # that of the next node
             for tensor in tensors_in((output, self._arguments, kept_by(self._modules))):
                 # A change in place of a view replaces the view's node in the graph, but not that of its base.
                 for made in (tensor._base, tensor):
                     if made is not None and made.grad_fn is not None and id(made) not in self._outside:
                         made.register_hook(self._state._pre_backward)
                         # Backward runs what is ready in the reverse order of these numbers: nothing of the unit before.
-                        cast(Any, made.grad_fn)._set_sequence_nr(cast(Any, torch.autograd)._get_sequence_nr())
+                        if made.grad_fn._sequence_nr() < number - 1:
+                            cast(Any, made.grad_fn)._set_sequence_nr(number)
         self._arguments, self._outside = (), set()
         self._replaced = Replacement(lambda tensor: tensor)
         return output
