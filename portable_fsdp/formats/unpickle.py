@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.checkpoint.format import DTYPE_BYTES
+import torch
+
 from portable_fsdp.runtime.errors import CheckpointError
 
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
@@ -106,7 +107,7 @@ class _MetadataReader(_Reader):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if global_name in RECORDS.get(module_name, ()):
             return partial(Record, global_name)
-        if module_name == "torch" and global_name in DTYPE_BYTES:
+        if module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype):
             return f"torch.{global_name}"
         if stand_in := _PLAIN.get((module_name, global_name)):
             return stand_in
