@@ -82,9 +82,13 @@ def _take(path: Path) -> int:
                         path.parent,
                     )
                 since = datetime.now(UTC).isoformat(timespec="seconds")
-                os.ftruncate(descriptor, 0)
                 text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n"
-                os.write(descriptor, text.encode())
+                try:
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, text.encode())
+                except OSError:
+                    os.close(descriptor)
+                    raise
                 return descriptor
             os.close(descriptor)
             if lock is False:
