@@ -23,9 +23,8 @@ FLOORS = [
 ]
 """From the bottom; what stands directly in the package, the commands, is on top of them."""
 
-SIDEWAYS = {("checkpoint", "backends"), ("plan", "train"), ("parity", "train"), ("formats", "report")}
-"""Imports on one floor: a checkpoint knows the contract's types; plan plans the trainer's own step, parity runs it; an
-export's model card has the report's figures."""
+SIDEWAYS = {("checkpoint", "backends"), ("plan", "train"), ("parity", "train")}
+"""Imports on one floor: a checkpoint knows the contract's types; plan plans the trainer's own step, parity runs it."""
 
 ON_DEMAND = {("config", "convert"), ("train", "formats")}
 """Imports that a function may hold: `config` reads another tool's file where there is one, and a run may export."""

@@ -195,8 +195,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _diff(options: argparse.Namespace) -> int:
     paths = resolve(options.a), resolve(options.b)
-    from portable_fsdp.checkpoint.store import Reader
-    from portable_fsdp.checkpoint.values import value_differences
+    from portable_fsdp.checkpoint.store import Reader, value_differences
 
     with Reader(paths[0]) as a, Reader(paths[1]) as b:
         differences = report.differences(a.manifest, b.manifest)

@@ -283,7 +283,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: expected at most 1 GiB")
     try:
         text = read(path).decode()
-        content: object = parse_json(text)
+        content: object = parse_json(text, max_nested=3_000_000)  # 300,000 tensors
         version = cast(dict[str, object], content).get("format_version") if isinstance(content, dict) else None
         if version != 1:
             raise ValueError(f"expected format_version 1, found {repr(version)[:80]}; is it of a newer portable_fsdp?")

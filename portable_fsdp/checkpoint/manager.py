@@ -283,7 +283,7 @@ class Checkpoints(Closing):
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, OSError):
-                message += way_out(error, self.folder, format.bytes_of_tensors(tensors), folder)
+                message += way_out(error, self.folder, format.bytes_of_tensors(tensors))
             remove_files(folder, process)  # makes room on a full disk for the index
             index = Index(attempt=attempt, process=process, error=message)
         commit.write_index(folder, index)
@@ -294,7 +294,7 @@ class Checkpoints(Closing):
         failure = as_checkpoint_error(f"checkpoint {final.name}", error)
         if isinstance(error, OSError):
             needed = 0 if manifest is None else format.bytes_of_tensors(manifest.tensors)
-            return CheckpointError(f"{failure}{way_out(error, self.folder, needed, self._unfinished)}")
+            return CheckpointError(f"{failure}{way_out(error, self.folder, needed)}")
         return failure
 
     def _commit(self, final: Path, attempt: str, manifest: format.Manifest) -> None:

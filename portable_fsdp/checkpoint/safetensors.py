@@ -91,7 +91,7 @@ def read_header(source: storage.FileReader) -> dict[str, Stored]:
     text = source.read(8, length)
     if text.count(b",") > _MAX_COMMAS * (text.count(b"{") + 5000):
         raise ValueError("expected a header of tensors, found more values than they have")
-    header = parse_json(text, _MAX_TENSORS + 2)  # the header itself, and its metadata
+    header = parse_json(text)
     if not isinstance(header, dict):
         raise ValueError("expected a header that is a JSON object")
     tensors = cast(dict[str, Any], header)

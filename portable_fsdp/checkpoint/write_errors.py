@@ -1,14 +1,11 @@
 """Explains a write error of a save: its cause, what is saved, and the way out. Never raises itself."""
 
 import errno
-import os
 from pathlib import Path
 
-from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.runtime.host import in_units
 
-_HEADERS = 1 << 20  # bytes: room for the manifest and the files' headers
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_OURS = "{folder} belongs to somebody else: make it writable."
 _CAUSES = {
@@ -28,49 +25,27 @@ def with_cause(error: Exception, folder: Path) -> str:
     return f"{error}\n  {reason}" if reason else str(error)
 
 
-def way_out(error: OSError, folder: Path, needed_bytes: int = 0, unfinished: Path | None = None) -> str:
+def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
     """Lines for the end of a message, each after a line break: the cause, what is saved in `folder`, what to do.
 
-    `needed_bytes`: of the checkpoint. `unfinished`: its folder, which the failed save removes.
+    `needed_bytes`: of the checkpoint.
     """
-    freed = 0 if unfinished is None else _bytes_in(unfinished)
-    reason = _cause(error, folder, needed_bytes, freed)
+    reason = _cause(error, folder, needed_bytes)
     try:
         steps = committed_steps(folder)
     except Exception:  # the storage that failed may not answer either
         return f"\n  {reason}" if reason else ""
     before = "Then"
     if error.errno in _FULL:
-        free = _free_bytes(folder)
-        missing = needed_bytes + _HEADERS - (free or 0) - freed
-        room = f"{in_units(missing)} there" if free is not None and missing > 0 else "room there"
         prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
-        before = f"Free {room}{prune} and"
+        before = f"Free room there{prune} and"
     saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
     rerun = f"{before} rerun the same command: it {f'resumes from {steps[0].name}' if steps else 'begins anew'}."
     elsewhere = "Or save elsewhere: checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "") + "."
     return "".join(f"\n  {line}" for line in (reason, saved, rerun, elsewhere) if line)
 
 
-def _cause(error: OSError, folder: Path, needed_bytes: int = 0, freed_bytes: int = 0) -> str:
+def _cause(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
     """One sentence; "" for an error that needs none."""
-    sizes = ": free some"
-    if error.errno in _FULL and needed_bytes and (free := _free_bytes(folder)) is not None:
-        sizes = f": {in_units(needed_bytes)} are needed, {in_units(free + freed_bytes)} are free"
+    sizes = f": {in_units(needed_bytes)} are needed" if needed_bytes else ": free some"
     return _CAUSES.get(error.errno or 0, "").format(folder=folder, sizes=sizes)
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """What this user may still write; None where unknown."""
-    try:
-        status = None if storage.is_object_store(folder) else os.statvfs(folder)
-    except OSError:
-        return None
-    return None if status is None else status.f_bavail * status.f_frsize
-
-
-def _bytes_in(folder: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except Exception:  # other processes remove their files too
-        return 0

@@ -2,14 +2,13 @@
 
 An entry is a folder named by a hash of everything that determines its content: the documents' bytes, the tokenizer, the
 format, which part of them is taken, the releases of the libraries that do the work, and `FORMAT`. One process makes it
-under a lock (flock's) in a folder of another name, syncs it and renames it. So a folder with the entry's name is whole;
+under a lock in a folder of another name, syncs it and renames it. So a folder with the entry's name is whole;
 a kill leaves only a temporary folder, which the next process deletes. Where the file system has no locks, several
 processes may make the same entry, and one of them stays. facts.json holds a hash of every 4 MiB of the other files,
 which each process checks when it first reads them: damage is an error.
 """
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import xxhash
@@ -36,6 +35,7 @@ from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import sync_folder
 from portable_fsdp.runtime.limits import Limit, begin, memory_limit
+from portable_fsdp.runtime.lock import try_lock
 
 log = logging.getLogger("portable_fsdp")
 
@@ -49,7 +49,6 @@ MAX_NOTES = 1000
 _THREADS = 2
 """Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
 
-_NO_LOCKS_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _HASHED_BYTES = 1 << 22
 _HEX_DIGITS = 16  # of a hash
@@ -220,29 +219,17 @@ def _cannot_write(folder: Path, error: OSError) -> DataError:
     )
 
 
-def _is_taken(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process makes the entry; False where the file system has no locks."""
     with path.open("a") as file:  # closing unlocks it; the file stays, since another process may wait for it
-        try:
-            if not _is_taken(file):
-                log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
-                while not _is_taken(file):  # polled: NFS lets a blocked lock wait for up to 30 s
-                    time.sleep(0.1)
-            is_locked = True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
-                raise
-            is_locked = False
-        yield is_locked
+        lock = try_lock(file.fileno())
+        if lock is False:
+            log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
+        while lock is False:  # polled: NFS lets a blocked lock wait for up to 30 s
+            time.sleep(0.1)
+            lock = try_lock(file.fileno())
+        yield lock is True
 
 
 # ------------------------------------------------------------------------------------------------------------ make

@@ -32,15 +32,13 @@ FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class ExportOptions:
     """`dtype`: of the model's floating-point tensors; None: as saved. `save_tokenizer`: for folders of transformers.
-    `base`: of adapters, a folder or a hub id; None: where the run read it. No file exceeds `max_file_bytes`. `run`: the
-    run's folder, for the model card; None: the one that holds the checkpoints."""
+    `base`: of adapters, a folder or a hub id; None: where the run read it. No file exceeds `max_file_bytes`."""
 
     dtype: str | None = None
     save_tokenizer: SaveTokenizer | None = None
     advance: Advance = no_progress
     base: str | None = None
     max_file_bytes: int = 5_000_000_000
-    run: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
             if options.save_tokenizer is not None and not is_file:
                 options.save_tokenizer(unfinished)
             if name in OF_TRANSFORMERS:
-                run = options.run or checkpoint.parent.parent
-                write_card(unfinished, reader.manifest, OF_TRANSFORMERS[name], run)
+                write_card(unfinished, reader.manifest, OF_TRANSFORMERS[name])
 
 
 def weights_of(reader: Reader, dtype: str | None = None) -> dict[str, TensorEntry]:

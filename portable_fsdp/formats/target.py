@@ -79,7 +79,8 @@ def new_file(file: Path) -> Generator[Path]:
         yield unfinished
         with unfinished.open("rb") as content:
             os.fsync(content.fileno())
-        _take_name(unfinished, file)
+        require_new(file)
+        unfinished.rename(file)
     finally:
         for path in (unfinished, storage.part_of(unfinished)):
             path.unlink(missing_ok=True)
@@ -136,17 +137,6 @@ def _hidden(target: Path) -> Path:
         for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.{'?' * _UNIQUE}.{kind}*")):
             log.warning("%s: a killed export left it, or one is at work. Delete it if none is.", left)
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:_UNIQUE]}.unfinished")
-
-
-def _take_name(unfinished: Path, file: Path) -> None:
-    """Rename; where the file system has hard links, never over a file that appeared meanwhile."""
-    try:
-        os.link(unfinished, file)
-    except FileExistsError:
-        require_new(file)
-    except OSError:
-        require_new(file)
-        unfinished.rename(file)
 
 
 def _replace(folder: Path, new: Path) -> None:

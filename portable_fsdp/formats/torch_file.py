@@ -2,17 +2,16 @@
 
 import struct
 import zipfile
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
-from portable_fsdp.checkpoint.storage import require_regular
-from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.checkpoint.storage import part_of, require_regular
+from portable_fsdp.checkpoint.store import Advance, Reader
 from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, weights_of
 from portable_fsdp.formats.names import names_of
 from portable_fsdp.formats.safetensors_file import byte_chunks, check_shape
@@ -35,27 +34,44 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
     """One file; all names of a tied weight share one storage in it.
 
-    torch.save writes the file without its tensors (`skip_data`). We put them in their places one at a time, and their
-    checksums in place of those of zeros.
+    torch.save writes the file without its tensors (`skip_data`, on fake ones). We copy that, with the tensors.
     """
     tensors = weights_of(reader, options.dtype)
     names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
+    aliases = {} if names is None else names.aliases
 
     def write(path: Path) -> None:
-        places = _write_without_data(path, tensors, {} if names is None else names.aliases)
-        with path.open("r+b") as file:
-            checksums: dict[int, int] = {}
-            for key, entry in tensors.items():
-                file.seek(places[key])
-                checksum = 0
-                for chunk in byte_chunks(key, reader.read_whole, entry):
-                    file.write(chunk)
-                    checksum = zlib.crc32(chunk, checksum)
-                    options.advance(len(chunk))
-                checksums[places[key]] = checksum
-            _write_checksums(file, checksums)
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.serialization import skip_data
+
+        empty, keys = part_of(path), iter(tensors)
+        with FakeTensorMode():
+            fake = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in tensors.items()}
+        with skip_data(materialize_fake_tensors=True), torch_saving(path):
+            torch.save({name: fake[key] for key in tensors for name in aliases.get(key, [key])}, empty)
+        with zipfile.ZipFile(empty) as source, zipfile.ZipFile(path, "w") as archive:
+            for member in source.infolist():
+                name = member.filename.partition("/")[2]
+                if name.startswith("data/"):
+                    key = next(keys)
+                    chunks = byte_chunks(key, reader.read_whole, tensors[key])
+                    _write_member(archive, f"archive/{name}", chunks, options.advance)
+                elif not name.startswith("."):  # how torch aligned the file that it wrote
+                    archive.writestr(f"archive/{name}", source.read(member))
+        empty.unlink()
 
     return write
+
+
+def _write_member(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview], advance: Advance) -> None:
+    """Its bytes begin at a multiple of 64, as torch's own do, for tensors that are mapped."""
+    member = zipfile.ZipInfo(name)
+    padding = -(archive.start_dir + 30 + len(name) + 4 + 20) % 64  # header, name, this field and that of large files
+    member.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
+    with archive.open(member, "w", force_zip64=True) as file:
+        for chunk in chunks:
+            file.write(chunk)
+            advance(len(chunk))
 
 
 def matches(path: Path) -> bool:
@@ -136,35 +152,3 @@ def entry_of(where: str, tensor: Tensor) -> TensorEntry:
             f"{where}: expected {tensor.nbytes:,} bytes for {list(shape)}, found {tensor.untyped_storage().nbytes():,}"
         )
     return TensorEntry(shape=shape, dtype=dtype)
-
-
-def _write_checksums(file: BinaryIO, checksums: Mapping[int, int]) -> None:
-    """Put the CRC-32 of each member (by the offset of its bytes) into the zip: after those bytes, and into the
-    directory at the end (APPNOTE.TXT 6.3.10, 4.3.9 and 4.3.12)."""
-    archive = zipfile.ZipFile(file)
-    entry = archive.start_dir
-    for member in archive.infolist():
-        file.seek(member.header_offset + 26)
-        start = member.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
-        file.seek(entry + 28)
-        size = 46 + sum(struct.unpack("<HHH", file.read(6)))
-        if start in checksums:
-            for place in (start + member.file_size + 4, entry + 16):
-                file.seek(place)
-                file.write(struct.pack("<I", checksums[start]))
-        entry += size
-
-
-def _write_without_data(path: Path, tensors: dict[str, TensorEntry], aliases: dict[str, list[str]]) -> dict[str, int]:
-    """Write the file with room for the tensors. Returns the offset of each one's bytes, as `skip_data` documents it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.serialization import skip_data
-
-    with FakeTensorMode():
-        fake = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in tensors.items()}
-    state = {name: fake[key] for key in tensors for name in aliases.get(key, [key])}
-    with skip_data(materialize_fake_tensors=True), torch_saving(path):
-        torch.save(state, path)
-    with FakeTensorMode():
-        loaded = torch.load(path, weights_only=True)
-    return {key: loaded[key].untyped_storage()._checkpoint_offset for key in tensors}

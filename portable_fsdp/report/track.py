@@ -5,7 +5,6 @@ training, and accelerate, which would start XLA in a worker, never meets one. It
 a later `report RUN --track=NAME` does, and keeps in `trackers/NAME.json` which step it has sent.
 """
 
-import fcntl
 import json
 import os
 import select
@@ -22,6 +21,7 @@ import psutil
 from portable_fsdp.report.read import JsonObject, name_of, read_config, read_records
 from portable_fsdp.runtime.errors import PortableFSDPError, UsageError
 from portable_fsdp.runtime.files import read_regular, write_text_atomically
+from portable_fsdp.runtime.lock import try_lock
 from portable_fsdp.runtime.strict_json import parse_json
 
 FOLDER = "trackers"
@@ -81,10 +81,9 @@ def track(run: Path, name: str, *, follow: bool) -> int:
     try:
         folder.mkdir(exist_ok=True)
         with os.fdopen(os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if try_lock(lock.fileno()) is False:
+                raise UsageError(f"--track: {run}: the run itself or another command is sending; wait for it.")
             return _send(run, name, config, follow=follow)
-    except BlockingIOError:
-        raise UsageError(f"--track: {run}: the run itself or another command is sending; wait for it.") from None
     except OSError as error:
         raise UsageError(f"--track: {folder} can't be written to: {error.strerror}") from None
 

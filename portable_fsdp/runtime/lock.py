@@ -1,10 +1,9 @@
-"""One run a folder: who writes to `run.dir` holds a lock on a small file in it.
+"""Locks on files by flock, and the one that lets a single run write to `run.dir`.
 
-The lock is flock's, on an open file: the kernel releases it however the process ends, so a restart has it at once.
-Python passes the descriptor on to no program that it starts.
+The kernel releases a lock however its process ends, so a restart has it at once. Python passes the descriptor on to no
+program that it starts.
 """
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -12,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,19 @@ _ATTEMPTS = 10
 _NO_LOCKS_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 
 
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file until it is closed. False: another process has it; None: the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        return None
+    return True
+
+
 @contextmanager
 def sole_run(folder: Path) -> Generator[None]:
     """While entered, nobody else enters with `folder`, on any host that shares it. Makes the folder.
@@ -36,76 +48,56 @@ def sole_run(folder: Path) -> Generator[None]:
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        descriptor = _make_and_lock(folder)
-    except OSError as error:
-        _remove(made)
-        raise ConfigError(
-            f"run.dir: expected a folder that can be written to, or a new one: {folder}\n"
-            f"  found that {error.filename or folder} can't: {error.strerror}\n  Set run.dir to another folder."
-        ) from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # the folder may have been moved or deleted during the run
-            (folder / LOCK_NAME).unlink()  # before the lock is released: the next run makes its own
-        os.close(descriptor)
-        _remove(made)
-
-
-def _make_and_lock(folder: Path) -> int:
-    """The descriptor of the lock's file, which names its owner. Raises OSError, and ConfigError for another's."""
-    path = folder / LOCK_NAME
-    for attempt in range(_ATTEMPTS):
-        folder.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # a run that had made the folder ended, and removed it again
-            if attempt == _ATTEMPTS - 1:
-                raise
-            continue
+            descriptor = _take(folder / LOCK_NAME)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir: expected a folder that can be written to, or a new one: {folder}\n"
+                f"  found that {error.filename or folder} can't: {error.strerror}\n  Set run.dir to another folder."
+            ) from None
         try:
-            _lock(descriptor, folder)
-            if _is_at(path, descriptor):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, _describe_owner())
-                return descriptor
-        except BaseException:
+            yield
+        finally:
+            with suppress(OSError):  # the folder may have been moved or deleted during the run
+                (folder / LOCK_NAME).unlink()  # before the lock is released: the next run makes its own
             os.close(descriptor)
-            raise
-        os.close(descriptor)  # its owner ended and deleted it after it was opened here
+    finally:
+        for path in made:  # the folder, then those above it; one that holds something stays
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _take(path: Path) -> int:
+    """Lock the file, write its owner into it, return its descriptor. Raises OSError, and ConfigError for another's."""
+    for _ in range(_ATTEMPTS):  # another run may end, and remove its folder or its file after it was opened here
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            lock, owner = try_lock(descriptor), _owner(descriptor)
+            if lock is not False and path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat()):
+                if lock is None:
+                    log.warning(
+                        "run.dir: %s: this file system has no locks, so that two runs in one folder would not be "
+                        "noticed. Give each run a folder of its own.",
+                        path.parent,
+                    )
+                since = datetime.now(UTC).isoformat(timespec="seconds")
+                text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n"
+                try:
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, text.encode())
+                except OSError:
+                    os.close(descriptor)
+                    raise
+                return descriptor
+            os.close(descriptor)
+            if lock is False:
+                raise ConfigError(
+                    f"run.dir: expected a folder that no other run writes to: {path.parent}\n"
+                    f"  found one that {owner}.\n"
+                    "  Wait for that run, or end it (a SIGTERM to it saves first), or set run.dir to another folder."
+                )
     raise OSError(errno.EAGAIN, "other runs take and leave it all the time", str(path))
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"run.dir: expected a folder that no other run writes to: {folder}\n"
-            f"  found one that {_owner(descriptor)}.\n"
-            "  Wait for that run, or end it (a SIGTERM to it saves first), or set run.dir to another folder."
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS_HERE:
-            raise
-        log.warning(
-            "run.dir: %s: this file system has no locks (%s), so that two runs in one folder would not be noticed. "
-            "Give each run a folder of its own.",
-            folder,
-            error.strerror,
-        )
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _describe_owner() -> bytes:
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    return (json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n").encode()
 
 
 def _owner(descriptor: int) -> str:
@@ -114,10 +106,3 @@ def _owner(descriptor: int) -> str:
         return f"process {owner['pid']} on host {owner['host']} writes to since {owner['since']}"
     except (ValueError, KeyError, TypeError, OSError):  # it has the lock, and has not written its name yet
         return "another process has just begun to write to"
-
-
-def _remove(made: list[Path]) -> None:
-    """The folder first, then those above it; one that holds something stays."""
-    for path in made:
-        with contextlib.suppress(OSError):
-            path.rmdir()

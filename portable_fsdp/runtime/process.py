@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import sys
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import count
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -179,8 +177,6 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
         count, most = environ.get("TORCHELASTIC_RESTART_COUNT"), environ["TORCHELASTIC_MAX_RESTARTS"]
         description += f" (restart {count} of {most})"
     launch = _of_variables(environ, "torchrun", description)
-    if not is_ours:
-        _require_fixed_hosts(environ, _command_of_agent())
     if tasks is None or tasks.count == 1:
         return launch
     of_tasks = f"{tasks.count_variable}={tasks.count}"
@@ -196,30 +192,6 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
             "hosts would train a run of its own.\n  Give torchrun --nnodes and --rdzv-endpoint instead of --standalone."
         )
     return launch
-
-
-def _require_fixed_hosts(environ: Mapping[str, str], agent: str) -> None:
-    """torchrun gives its workers the number of hosts that came; the MIN:MAX it was started with is in its command.
-
-    `agent`: that command, its words with NULs between them. Raises ConfigError for a MIN other than MAX.
-    """
-    flag = re.search(r"\0--nnodes[=\0]([^\0]*)", agent)
-    hosts = flag[1] if flag else environ.get("PET_NNODES", "")  # torchrun's own variable for the flag
-    fewest, _, most = hosts.partition(":")
-    if most and fewest != most:
-        raise ConfigError(
-            f"torchrun: expected a fixed number of hosts, found --nnodes={hosts}: a host that comes back never joins "
-            f"the others again.\n  Give --nnodes={most}. Where a host is lost, start torchrun on all hosts again: the "
-            "run resumes from its last checkpoint."
-        )
-
-
-def _command_of_agent() -> str:
-    """Of the parent, which is torchrun. Linux only; else empty."""
-    try:
-        return Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:

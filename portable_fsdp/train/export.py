@@ -34,7 +34,7 @@ def export_run(
         checkpoint, reason = best_checkpoint(newest, history)
         # The base may have moved since the checkpoint was saved.
         save = tokenizer.save if tokenizer else None
-        options = ExportOptions(save_tokenizer=save, base=config.model.pretrained, run=Path(config.run.dir))
+        options = ExportOptions(save_tokenizer=save, base=config.model.pretrained)
         export_checkpoint(checkpoint, kind, folder, options)
         log.info("exported %s%s to %s", checkpoint, reason, folder)
 

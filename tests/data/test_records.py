@@ -48,7 +48,7 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: 
         (b"[1, 2]", r"expected a JSON object on one line, found \[1, 2\]"),
         (b'{"text": "\xff"}', "expected UTF-8, found 0xff at byte 10"),
         (b'{"text": "\\ud800"}', "expected text, found half of a surrogate pair"),
-        (b"[" * 300_000, "expected a JSON object on one line: .* and 200,000 lists, found 0 and 300,000"),
+        (b"[" * 300_000, "expected a JSON object on one line: expected fewer levels"),
         (b'{"a":' * 5000, "expected a JSON object on one line: expected fewer levels"),
         (b'{"text": "x", "text": "y"}', "expected a JSON object on one line: the key 'text' stands twice"),
         (b'{"text": "x", "a": [{"b": 1, "b": 2}]}', "expected a JSON object on one line: the key 'b' stands twice"),

@@ -17,11 +17,11 @@ import torch
 from foreign_models import dcp_save
 
 from portable_fsdp.formats import dcp
-from portable_fsdp.formats.unpickle import _PLAIN, _RECORDS  # pyright: ignore[reportPrivateUsage]
+from portable_fsdp.formats.unpickle import RECORDS
 
 _GLOBALS = [
-    *((module, name) for module, names in _RECORDS.items() for name in sorted(names)),
-    *_PLAIN,
+    *((module, name) for module, names in RECORDS.items() for name in sorted(names)),
+    *(("torch", "Size"), ("collections", "OrderedDict")),
     *(("torch", name) for name in ("float32", "load", "_C", "Tensor", "Size.__new__", "bool")),
     *(("builtins", name) for name in ("eval", "exec", "getattr", "object", "type", "open", "__import__")),
     *(("os", "system"), ("posix", "system"), ("pathlib", "Path.touch"), ("pathlib", "Path"), ("subprocess", "Popen")),
@@ -134,6 +134,7 @@ def _attack(draw: random.Random, folder: Path) -> bytes:
             b")" + b"\x85" * depth,
             b"}" + b")" + b"\x85" * depth + b"Ns",  # the hash of nested tuples
             b"}(" + b"".join(_colliding(number) for number in range(30_000)) + b"u",
+            b"N" + b"".join(b"p%d\n" % (number * (2**61 - 1)) for number in range(30_000)),  # places of the memo
             b"]" * depth + b"a" * (depth - 1),
             b"(" * depth,
             b"N" + b"2\x86" * 60,  # a tree of 2**60 leaves

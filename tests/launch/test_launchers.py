@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli import FAKE_LAUNCHERS, PROGRAMS, committed, finish, free_port, require_curve, started, tiny_config, two_tasks
+from cli import FAKE_LAUNCHERS, committed, finish, require_curve, started, tiny_config, two_tasks
 
 pytestmark = pytest.mark.slow
 
@@ -40,12 +40,3 @@ def test_a_loop_of_ones_own_and_the_doctor_under_srun(tmp_path: Path) -> None:
     assert run.out.count("on host") == 1
     assert "srun: 2 process(es), 2 of them on this host; this is process 0\n" in run.out
     assert "; 2 processes on 1 host(s) answer: " in run.out
-
-
-def test_torchrun_with_a_number_of_hosts_that_changes_is_refused(tmp_path: Path) -> None:
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-conf=last_call_timeout=1"]
-    command = [PROGRAMS / "torchrun", "--nnodes=1:2", *meeting, "-m", "portable_fsdp.launch", "--device=cpu"]
-    run = finish([*command, f"--config={tiny_config(tmp_path)}"], tmp_path, 1)
-    assert "expected a fixed number of hosts, found --nnodes=1:2" in run.err
-    assert "exitcode  : 2" in run.err
-    assert not (tmp_path / "run").exists()

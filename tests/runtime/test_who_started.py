@@ -5,7 +5,7 @@ import re
 import pytest
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import OUR_RUNS, Launch, _require_fixed_hosts, detect_launch
+from portable_fsdp.runtime.process import OUR_RUNS, Launch, detect_launch
 from portable_fsdp.runtime.tasks import first_host
 
 Environ = dict[str, str]
@@ -193,10 +193,6 @@ REFUSED: dict[str, Environ] = {
     "TPU_WORKER_ID=3, but TPU_WORKER_HOSTNAMES names 3 worker": {**WORKERS, "TPU_WORKER_ID": "3"},
     "TPU_WORKER_ID=first is no number": {**WORKERS, "TPU_WORKER_ID": "first"},
     "two launchers: WORLD_SIZE=8 (by RANK, ": {**VARIABLES, **WORKERS},
-    "found --nnodes=1:4: a host that comes back never joins the others again.\n  Give --nnodes=4.": {
-        **TORCHRUN,
-        "PET_NNODES": "1:4",
-    },
 }
 
 
@@ -204,11 +200,3 @@ REFUSED: dict[str, Environ] = {
 def test_contradictions_name_the_variables(message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         detect_launch(REFUSED[message])
-
-
-def test_the_number_of_hosts_must_be_fixed_by_the_flag_or_else_the_variable() -> None:
-    assert detect_launch({**TORCHRUN, "PET_NNODES": "4:4"}).kind == "torchrun"
-    for flag in ("--nnodes=2:4", "--nnodes\0002:4"):
-        with pytest.raises(ConfigError, match="found --nnodes=2:4"):
-            _require_fixed_hosts({"PET_NNODES": "4"}, f"python\0torchrun\0{flag}\0-m\0portable_fsdp.launch")
-    _require_fixed_hosts({"PET_NNODES": "1:4"}, "torchrun\0--nnodes=4\0-m\0portable_fsdp.launch")

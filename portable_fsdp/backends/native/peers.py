@@ -17,19 +17,18 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import psutil
 import torch.distributed as dist
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic import dataclasses as checked
 
 from portable_fsdp.backends.base import Rank
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
 from portable_fsdp.runtime.process import open_store
+from portable_fsdp.runtime.strict_json import parse_json
 
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
@@ -37,29 +36,24 @@ ROUNDS = 6  # heartbeats that fit into the timeout, at least
 STORE_ANSWER_S = 5.0
 RESTART_NOTE = "  All processes end with exit code 1, so that their launcher restarts them from the last checkpoint."
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Name = Annotated[str, Field(max_length=255)]
-PeerMessage = Annotated[str, Field(max_length=10_000)]
-
-
-@checked.dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class Heartbeat:
-    """What a process writes about itself. Anyone who reaches the store can write one, so each is validated."""
-
-    id: Name  # of this very process: a restart has another
-    host: Name
-    pid: Count
-    local_rank: Count
-    addresses: Annotated[list[Name], Field(max_length=1000)]
-    number: Count = 0
-    steps: Count = 0  # finished since the start of the process
-    left: bool = False  # in order
-    error: PeerMessage = ""  # that the process ended with
-    verdict: PeerMessage = ""  # of process 0: which process is lost, and why
-
-
-_HEARTBEAT = TypeAdapter(Heartbeat)
 _MAX_BYTES = 1 << 20
+_MAX_TEXT_BYTES = 50_000
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a process writes about itself. Anyone who reaches the store can write one, so `_parse` validates each."""
+
+    id: str  # of this very process: a restart has another
+    host: str
+    pid: int
+    local_rank: int
+    addresses: list[str]
+    number: int = 0
+    steps: int = 0  # finished since the start of the process
+    left: bool = False  # in order
+    error: str = ""  # that the process ended with
+    verdict: str = ""  # of process 0: which process is lost, and why
 
 
 @dataclass
@@ -326,9 +320,20 @@ def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
 def _parse(line: bytes) -> Heartbeat | None:
     """None for a line that no process of this version wrote: anyone can write to the store, and may not end a run."""
     try:
-        return _HEARTBEAT.validate_json(line) if len(line) <= _MAX_BYTES else None
-    except ValidationError:
+        beat = Heartbeat(**parse_json(line)) if len(line) <= _MAX_BYTES else None
+        example = Heartbeat("", "", 0, 0, [])
+        return beat if beat and all(map(_is_legal, astuple(beat), astuple(example))) else None
+    except (ValueError, TypeError):
         return None
+
+
+def _is_legal(value: object, example: object) -> bool:
+    """Whether `value` has the type of `example`, and a size that processes write. Raises ValueError for no text."""
+    if type(value) is not type(example):
+        return False
+    if isinstance(value, list):
+        return len(value) <= 1000 and all(_is_legal(item, "") for item in cast(list[object], value))
+    return len(value.encode()) <= _MAX_TEXT_BYTES if isinstance(value, str) else 0 <= cast(int, value) < 2**63
 
 
 def _heartbeat_of_this_process() -> Heartbeat:
