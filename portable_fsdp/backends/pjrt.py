@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Forward, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
-from portable_fsdp.backends.nested import kept_by, taken_apart, tensors_in
+from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.pjrt_program import run_program
 from portable_fsdp.backends.pjrt_recurrent import loop_over_positions
@@ -51,7 +51,7 @@ def set_environment(device: str) -> None:
 
 @cache  # else it may ask the cloud's metadata server each time
 def _generation() -> str:
-    """Of this machine's TPU, as libtpu names slices (v5e, v5p, v6e); empty where no chip is."""
+    """The generation of this machine's TPU in libtpu's words (v5e, v5p, v6e); empty without a chip."""
     from torch_xla._internal import tpu
 
     return str(cast(Any, tpu).get_tpu_type()).replace("litepod", "e") if tpu.num_available_chips() else ""
@@ -271,7 +271,7 @@ def recomputed(
     from torch_xla.utils.checkpoint import checkpoint
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        values, inputs_of = taken_apart((args, kwargs))
+        values, unflatten = flatten((args, kwargs))
         if not torch.is_grad_enabled() or not (trains or any(map(wants_gradient, values))):
             return forward(*args, **kwargs)
 
@@ -279,10 +279,10 @@ def recomputed(
         output_of: list[Callable[[Sequence[Tensor]], Any]] = []  # of the first run
 
         def of_tensors(*values: Tensor) -> tuple[Tensor, ...]:
-            args_, kwargs_ = inputs_of(values)
+            args_, kwargs_ = unflatten(values)
             if not torch.is_grad_enabled():  # the first run
                 with keep(kept, again=False):
-                    output, make = taken_apart(forward(*args_, **kwargs_))
+                    output, make = flatten(forward(*args_, **kwargs_))
                 if {*map(id, tensors_in((args_, kwargs_)))} != {*map(id, values)}:
                     raise _beside_the_output(block)
                 output_of.append(make)
@@ -293,7 +293,7 @@ def recomputed(
             with again(floats) if again else nullcontext(), keep(kept, again=True):
                 output = tensors_in(forward(*args_, **kwargs_))
             known = {*map(id, values), *map(id, output)}
-            if any(t.grad_fn and id(t) not in known for t in tensors_in(kept_by(block.modules() if block else ()))):
+            if any(t.grad_fn and id(t) not in known for t in tensors_of_modules(block.modules() if block else ())):
                 raise _beside_the_output(block)
             return tuple(output)
 

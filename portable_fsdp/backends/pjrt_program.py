@@ -20,10 +20,9 @@ T = TypeVar("T")
 
 
 def run_program(run: Callable[[], T], what: str, name: str) -> T:
-    """As torch_xla.compile(full_graph=True), but nothing of a function that fails is compiled, and backward, where
-    torch_xla doesn't look, is checked as well.
+    """Compile and run a function as one program. Raises BackendError, which begins with `what`, if it makes several.
 
-    Raises BackendError, which begins with `what`, unless all operations of the function make one program.
+    Unlike torch_xla.compile(full_graph=True) it checks backward too, and compiles nothing of a function that fails.
     """
     import torch_xla
 
@@ -117,7 +116,7 @@ def _run_again(run: Callable[[], object], one_by_one: bool) -> tuple[Exception, 
 
 
 def _line(error: Exception) -> str | None:
-    """Where the model raised an error; None in the backward of torch's operations."""
+    """The model's line that raised an error; None in the backward of torch's operations."""
     frames = traceback.extract_tb(error.__traceback__)
     begin = max((at for at, frame in enumerate(frames) if frame.name == "_engine_run_backward"), default=-1)
     own = [frame for frame in frames[begin + 1 :] if _is_own(frame.filename)]

@@ -1,4 +1,4 @@
-"""Where each weight is used, and in which dtype it computes there: for engines that cast at use.
+"""Finds the modules that use each weight, and the dtypes in which it computes: for engines that cast at use.
 
 Weights are replaced in a module's own table while its forward runs: no wrapper module, no changed name.
 """
@@ -19,7 +19,7 @@ from portable_fsdp.runtime.errors import BackendError
 
 
 class Use(NamedTuple):
-    """Where a weight is used, `module._parameters[leaf]`, and the dtype in which it computes there.
+    """A use of a weight, `module._parameters[leaf]`, and the dtype in which it computes there.
 
     `apart`: XLA's: the module's forward asks for the copy, and gives the master its gradient itself (xla/reduce.py).
     """

@@ -49,7 +49,7 @@ def check_paths(config: Config) -> None:
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """Where the run's checkpoints lie. Raises CheckpointError for an URL of no store."""
+    """The folder of the run's checkpoints. Raises CheckpointError for an URL of no store."""
     return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
 
 

@@ -19,7 +19,7 @@ from portable_fsdp.runtime.errors import ConfigError, DataError
 
 
 class RowCost(NamedTuple):
-    """Of a row: tokens (1 where rows have none), and model FLOPs of forward and backward where torch counts them."""
+    """A row's tokens (1 where rows have none), and model FLOPs of forward and backward if torch counts them."""
 
     tokens: int
     flops: float | None
@@ -39,7 +39,7 @@ def tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of a batch's tensors, without the rows."""
+"""Shapes of a batch's tensors, without the rows."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,7 @@ def _twin(model: nn.Module, policy: ShardPolicy) -> nn.Module:
 class _OneDtype(TorchDispatchMode):
     """Refuses products of two dtypes, which no device has; tensors on meta let them pass."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         dtypes = {str(arg.dtype) for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()}
         if name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution") and len(dtypes) > 1:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
-from portable_fsdp.backends.nested import Replacement, kept_by, tensors_in
+from portable_fsdp.backends.nested import Replacement, grad_tensors, tensors_in, tensors_of_modules
 from portable_fsdp.runtime.errors import BackendError
 
 _CAUSES = {
@@ -79,8 +79,7 @@ class Boundary:
     def _enter(self, args: Any, kwargs: Any) -> Any:
         """The arguments for the unit's forward."""
         self._arguments = args, kwargs
-        entering = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if torch.is_grad_enabled() and entering:
+        if torch.is_grad_enabled() and (entering := grad_tensors((args, kwargs))):
             inside = cast("tuple[Tensor, ...]", cast(Any, RegisterPostBackwardFunction).apply(self._group, *entering))
             by_id = {id(tensor): new for tensor, new in zip(entering, inside, strict=True)}
             self._outside = {id(tensor) for new in inside for tensor in (new, new._base)}
@@ -93,7 +92,7 @@ class Boundary:
         self._replaced.write_back()
         if torch.is_grad_enabled():
             self._modules = self._modules or [*self._own_modules()]
-            for tensor in tensors_in((output, self._arguments, kept_by(self._modules))):
+            for tensor in tensors_in((output, self._arguments, tensors_of_modules(self._modules))):
                 # A change in place of a view replaces the view's node in the graph, but not that of its base.
                 for made in (tensor._base, tensor):
                     if made is not None and made.grad_fn is not None and id(made) not in self._outside:

@@ -279,7 +279,7 @@ class XlaFsdp1Backend(PjrtBackend):
         return states
 
     def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[base.Piece]:
-        """Those of one parameter, from the flat shard that holds it."""
+        """The pieces of one parameter, from the flat shard that holds it."""
         number = self._replica if self._replicas > 1 else None
         return [
             base.Piece(
