@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 _WHOLE = (str, bytes, int, float, complex, NoneType, type, nn.Module)  # no tensors to look for inside of these
 
@@ -30,6 +31,8 @@ class Replacement:
         self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []  # the original, the copy, what is in it at first
 
     def __call__(self, value: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile knows this one
+            return tree_map_only(self._kind, self._change, value)
         if isinstance(value, _WHOLE):
             return value
         if id(value) not in self._known:

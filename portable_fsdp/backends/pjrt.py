@@ -173,13 +173,12 @@ class Programs:
 
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         def note(*_: Any) -> None:
-            groups = [(number, item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
-            numbers = [(f"{key} of optimizer group {at}", value) for at, (key, value) in groups]
-            trained = [(name, weight.grad) for name, weight in parameters.items() if weight.requires_grad]
-            tensors = sum(map(len, optimizer.state.values()))
-            self._at_update = {key: value for key, value in numbers if type(value) in (int, float, tuple)}
-            self._at_update |= {f"the gradient of {name}": "absent" if g is None else "present" for name, g in trained}
-            self._at_update["the number of tensors in the optimizer's state"] = str(tensors)
+            for at, group in enumerate(optimizer.param_groups):
+                numbers = {key: value for key, value in group.items() if type(value) in (int, float, tuple)}
+                self._at_update |= {f"{key} of optimizer group {at}": value for key, value in numbers.items()}
+            trained = {name: weight.grad for name, weight in parameters.items() if weight.requires_grad}
+            facts = {name: "absent" if gradient is None else "present" for name, gradient in trained.items()}
+            self._at_update |= {f"the gradient of {name}": fact for name, fact in facts.items()}
 
         optimizer.register_step_pre_hook(note)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Forward, ShardPolicy, cast_floats, parameter_slots
+from portable_fsdp.backends.base import Forward, ShardPolicy, parameter_slots
 from portable_fsdp.backends.nested import floats_in
 from portable_fsdp.runtime.errors import BackendError
 
@@ -116,14 +116,10 @@ def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | Non
     """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            args, kwargs = cast_floats((args, kwargs), dtype)
-            output = forward(*args, **kwargs)
-        else:
-            inputs = floats_in(dtype)
-            args, kwargs = inputs((args, kwargs))
-            output = forward(*args, **kwargs)
-            inputs.write_back()
-        return output if result is None else cast_floats(output, result)
+        inputs = floats_in(dtype)
+        args, kwargs = inputs((args, kwargs))
+        output = forward(*args, **kwargs)
+        inputs.write_back()
+        return output if result is None else floats_in(result)(output)
 
     return run

@@ -31,6 +31,7 @@ from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
 from portable_fsdp.data.examples import Broken, DocumentSource, Example, Rendered
+from portable_fsdp.data.meaning import texts_in
 from portable_fsdp.data.render import Render
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
@@ -305,12 +306,8 @@ def _turns(document: Example | Broken) -> int:
     return max((len(value) for value in values if isinstance(value, list)), default=0)
 
 
-def _characters(value: object) -> int:
-    """Count the characters of all texts inside."""
-    if isinstance(value, Example):
-        value = value.fields
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return len(value) if isinstance(value, str) else sum(map(_characters, inside))
+def _characters(document: Example | Broken) -> int:
+    return sum(map(len, texts_in(document.fields))) if isinstance(document, Example) else 0
 
 
 def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
