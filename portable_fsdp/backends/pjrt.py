@@ -105,7 +105,13 @@ class PjrtBackend(Backend):
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is None:  # else what a failed step has left would be compiled
+            self._programs.wait()  # nothing is left for the next engine's first program
+        super().__exit__(kind, error, where)
+
     def close(self) -> None:
+        self._bridge._xla_wait_device_ops(devices=[])
         self._bridge._xla_set_mat_mul_precision(self._matmul_before)
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
@@ -163,6 +169,9 @@ class Compiles(Protocol):
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note at each update what else a program depends on: gradients that exist, and numbers of the optimizer."""
 
+    def wait(self) -> None:
+        """Run pending operations, and wait for all programs."""
+
 
 class Programs:
     """Functions that XLA compiles as they are called: counts compilations, and warns of unexpected ones."""
@@ -170,6 +179,11 @@ class Programs:
     def __init__(self, engine: str) -> None:
         self._engine, self.compilations = engine, 0
         self._at_update: dict[str, Any] = {}
+
+    def wait(self) -> None:
+        import torch_xla
+
+        torch_xla.sync(wait=True)
 
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         def note(*_: Any) -> None:

@@ -23,7 +23,7 @@ def from_bitsandbytes(optim: Optim) -> Callable[[list[dict[str, Any]], bool], to
             "  pip install bitsandbytes, or set optim.name=adamw."
         ) from None
     maps: list[Tensor] = [create_dynamic_map(signed=signed) for signed in (True, False)]
-    return lambda groups, _: AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, maps=maps)
+    return lambda groups, _: AdamW8bit(groups, maps, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
 class AdamW8bit(AdamW):
@@ -35,16 +35,8 @@ class AdamW8bit(AdamW):
     tensors have AdamW's own state. (bitsandbytes' own optimizer cuts blocks from what a device holds.)
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: Number,
-        betas: tuple[float, float],
-        eps: float,
-        maps: list[Tensor],
-    ) -> None:
-        super().__init__(groups, lr=lr, betas=betas, eps=eps)
+    def __init__(self, groups: list[dict[str, Any]], maps: list[Tensor], **options: Any) -> None:
+        super().__init__(groups, **options)
         self._maps = {torch.device("cpu"): maps}
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:

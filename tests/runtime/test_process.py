@@ -10,9 +10,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from portable_fsdp.runtime import process as module
 from portable_fsdp.runtime.errors import ConfigError, TrainingError
@@ -184,7 +185,8 @@ def test_a_slow_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
         connecting = pool.submit(open_store, environ, timedelta(seconds=30), serves=False)
         time.sleep(0.5)
-        server = TCPStore("127.0.0.1", port, None, True, master_listen_fd=os.dup(listening.fileno()))
+        make: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+        server = make("127.0.0.1", port, None, True, master_listen_fd=os.dup(listening.fileno()))
         connecting.result(20).set("key", "value")
         assert server.get("key") == b"value"
 

@@ -291,7 +291,7 @@ def _gather_order(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """With their values. Before `shard_units`: fully_shard would move them by `.data`, which no TPU tensor takes."""
+    """Move buffers, with their values, before `shard_units`: fully_shard sets `.data`, which no TPU tensor takes."""
     for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
         if not buffer.is_meta:
             owner, _, leaf = fqn.rpartition(".")
