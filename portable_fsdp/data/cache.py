@@ -41,7 +41,7 @@ from portable_fsdp.runtime.limits import Limit, begin, memory_limit
 log = logging.getLogger("portable_fsdp")
 
 FORMAT = 2
-"""Of an entry and of the code that makes it; raise it when either changes."""
+"""The version of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 1000
@@ -125,12 +125,12 @@ class TokenizedDocuments:
     tokens: Tokens
     starts: NDArray[np.int64]
     numbers: NDArray[np.int64]
-    """Of each document, in its source."""
+    """The number of each document in its source."""
     counted: NDArray[np.bool_] | None
     """For each token whether it counts; None: all do."""
     facts: Facts
     files: tuple[Path, ...] = ()
-    """Those that tokens and counted are mapped from."""
+    """The files of `tokens` and `counted`."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -161,13 +161,13 @@ class Recipe:
     """How to make an entry."""
 
     key: str
-    """Of `entry_key`: equal for equal entries, and only for those."""
+    """The result of `entry_key`: equal for equal entries, and only for those."""
     source: DocumentSource
     takes: Callable[[int], bool]
     """Whether the document of this number belongs to the entry."""
     render: Render
     dtype: np.dtype[Any]
-    """Of the ids."""
+    """The dtype of the ids."""
     skip_broken: bool
     """Leave out and count documents that can't be read or rendered, instead of an error at the first."""
 
