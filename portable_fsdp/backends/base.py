@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
-from torch.utils._pytree import tree_map_only
 
-from portable_fsdp.backends.nested import floats_in
 from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import BackendError
@@ -452,10 +450,3 @@ def rows_of_shard(rows: int, index: int, count: int) -> slice:
     """
     step = -(-rows // count)
     return slice(min(index * step, rows), min((index + 1) * step, rows))
-
-
-def cast_floats(values: Any, dtype: torch.dtype) -> Any:
-    """`values`, nested in any way, with floating point tensors in `dtype`."""
-    if torch.compiler.is_compiling():  # torch.compile knows this one
-        return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
-    return floats_in(dtype)(values)

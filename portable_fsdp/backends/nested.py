@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 _WHOLE = (str, bytes, int, float, complex, NoneType, type, nn.Module)  # no tensors to look for inside of these
 
@@ -30,6 +31,8 @@ class Replacement:
         self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []  # the original, the copy, what is in it at first
 
     def __call__(self, value: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile knows this one
+            return tree_map_only(self._kind, self._change, value)
         if isinstance(value, _WHOLE):
             return value
         if id(value) not in self._known:
@@ -73,12 +76,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def kept_by(modules: Iterable[nn.Module]) -> list[Any]:
-    """The tensors, lists and dicts that the user's code keeps on modules."""
+def grad_tensors(value: Any) -> list[Tensor]:
+    """The tensors in it that require a gradient."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def tensors_of_modules(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The tensors that the user's code keeps in attributes of modules, also inside lists and dicts."""
     values = ((name, value) for module in modules for name, value in vars(module).items())
     own = _of_every_module()  # and what fully_shard keeps there begins with __
     kinds = (Tensor, list, tuple, dict)
-    return [value for name, value in values if isinstance(value, kinds) and name not in own and name[:2] != "__"]
+    return tensors_in([v for name, v in values if isinstance(v, kinds) and name not in own and name[:2] != "__"])
 
 
 @cache
@@ -87,13 +95,13 @@ def _of_every_module() -> frozenset[str]:
 
 
 class _Place(NamedTuple):
-    """Stands for a tensor."""
+    """Takes a tensor's place."""
 
     number: int
 
 
-def taken_apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors in `value`, and a function that makes it anew, as it is now, of such tensors."""
+def flatten(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors in `value`, and `unflatten`, which puts other tensors into a copy of `value` as it is now."""
     tensors: list[Tensor] = []
     frame = Replacement(lambda tensor: tensors.append(tensor) or _Place(len(tensors) - 1))(value)
     return tensors, lambda new: Replacement(lambda place: new[place.number], _Place)(frame)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Forward, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
-from portable_fsdp.backends.nested import kept_by, taken_apart, tensors_in
+from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.pjrt_program import run_program
 from portable_fsdp.backends.pjrt_recurrent import loop_over_positions
@@ -51,7 +51,7 @@ def set_environment(device: str) -> None:
 
 @cache  # else it may ask the cloud's metadata server each time
 def _generation() -> str:
-    """Of this machine's TPU, as libtpu names slices (v5e, v5p, v6e); empty where no chip is."""
+    """The generation of this machine's TPU in libtpu's words (v5e, v5p, v6e); empty without a chip."""
     from torch_xla._internal import tpu
 
     return str(cast(Any, tpu).get_tpu_type()).replace("litepod", "e") if tpu.num_available_chips() else ""
@@ -105,7 +105,13 @@ class PjrtBackend(Backend):
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is None:  # else what a failed step has left would be compiled
+            self._programs.wait()  # nothing is left for the next engine's first program
+        super().__exit__(kind, error, where)
+
     def close(self) -> None:
+        self._bridge._xla_wait_device_ops(devices=[])
         self._bridge._xla_set_mat_mul_precision(self._matmul_before)
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
@@ -163,6 +169,9 @@ class Compiles(Protocol):
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note at each update what else a program depends on: gradients that exist, and numbers of the optimizer."""
 
+    def wait(self) -> None:
+        """Run pending operations, and wait for all programs."""
+
 
 class Programs:
     """Functions that XLA compiles as they are called: counts compilations, and warns of unexpected ones."""
@@ -171,15 +180,19 @@ class Programs:
         self._engine, self.compilations = engine, 0
         self._at_update: dict[str, Any] = {}
 
+    def wait(self) -> None:
+        import torch_xla
+
+        torch_xla.sync(wait=True)
+
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         def note(*_: Any) -> None:
-            groups = [(number, item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
-            numbers = [(f"{key} of optimizer group {at}", value) for at, (key, value) in groups]
-            trained = [(name, weight.grad) for name, weight in parameters.items() if weight.requires_grad]
-            tensors = sum(map(len, optimizer.state.values()))
-            self._at_update = {key: value for key, value in numbers if type(value) in (int, float, tuple)}
-            self._at_update |= {f"the gradient of {name}": "absent" if g is None else "present" for name, g in trained}
-            self._at_update["the number of tensors in the optimizer's state"] = str(tensors)
+            for at, group in enumerate(optimizer.param_groups):
+                numbers = {key: value for key, value in group.items() if type(value) in (int, float, tuple)}
+                self._at_update |= {f"{key} of optimizer group {at}": value for key, value in numbers.items()}
+            trained = {name: weight.grad for name, weight in parameters.items() if weight.requires_grad}
+            facts = {name: "absent" if gradient is None else "present" for name, gradient in trained.items()}
+            self._at_update |= {f"the gradient of {name}": fact for name, fact in facts.items()}
 
         optimizer.register_step_pre_hook(note)
 
@@ -271,7 +284,7 @@ def recomputed(
     from torch_xla.utils.checkpoint import checkpoint
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        values, inputs_of = taken_apart((args, kwargs))
+        values, unflatten = flatten((args, kwargs))
         if not torch.is_grad_enabled() or not (trains or any(map(wants_gradient, values))):
             return forward(*args, **kwargs)
 
@@ -279,10 +292,10 @@ def recomputed(
         output_of: list[Callable[[Sequence[Tensor]], Any]] = []  # of the first run
 
         def of_tensors(*values: Tensor) -> tuple[Tensor, ...]:
-            args_, kwargs_ = inputs_of(values)
+            args_, kwargs_ = unflatten(values)
             if not torch.is_grad_enabled():  # the first run
                 with keep(kept, again=False):
-                    output, make = taken_apart(forward(*args_, **kwargs_))
+                    output, make = flatten(forward(*args_, **kwargs_))
                 if {*map(id, tensors_in((args_, kwargs_)))} != {*map(id, values)}:
                     raise _beside_the_output(block)
                 output_of.append(make)
@@ -293,7 +306,7 @@ def recomputed(
             with again(floats) if again else nullcontext(), keep(kept, again=True):
                 output = tensors_in(forward(*args_, **kwargs_))
             known = {*map(id, values), *map(id, output)}
-            if any(t.grad_fn and id(t) not in known for t in tensors_in(kept_by(block.modules() if block else ()))):
+            if any(t.grad_fn and id(t) not in known for t in tensors_of_modules(block.modules() if block else ())):
                 raise _beside_the_output(block)
             return tuple(output)
 

@@ -20,10 +20,9 @@ T = TypeVar("T")
 
 
 def run_program(run: Callable[[], T], what: str, name: str) -> T:
-    """As torch_xla.compile(full_graph=True), but nothing of a function that fails is compiled, and backward, where
-    torch_xla doesn't look, is checked as well.
+    """Compile and run a function as one program. Raises BackendError, which begins with `what`, if it makes several.
 
-    Raises BackendError, which begins with `what`, unless all operations of the function make one program.
+    Unlike torch_xla.compile(full_graph=True) it checks backward too, and compiles nothing of a function that fails.
     """
     import torch_xla
 
@@ -52,11 +51,7 @@ def run_program(run: Callable[[], T], what: str, name: str) -> T:
 
 
 class _OnHost(Exception):
-    """Operations that ran outside of a program."""
-
-    def __init__(self, runs: Counter[str]) -> None:
-        super().__init__("run")
-        self.runs = runs
+    """Operations that ran outside of a program, counted in its argument."""
 
 
 class _Watch(TorchDispatchMode):
@@ -80,14 +75,14 @@ class _Watch(TorchDispatchMode):
 def _problem(run: Callable[[], object], error: Exception, runs: Counter[str]) -> str | None:
     """What fails, and where; None for an error that has no line of a model, or is the model's own."""
     is_early = "Unexpected execution" in str(error)
-    where = None if isinstance(error, _OnHost) else _line(error)
+    where = _line(error)
     is_own = where and not is_early and not re.search("Check failed|RET_CHECK|torch_xla/csrc", str(error))
     if is_own or "RESOURCE_EXHAUSTED" in str(error):  # too large for the devices
         return None
     if where is None:
         # If all operations of the function can be traced, one of them can't be compiled.
         error, where = _run_again(run, False) or _run_again(run, True) or (error, None)
-        runs = error.runs if isinstance(error, _OnHost) else runs
+        runs = error.args[0] if isinstance(error, _OnHost) else runs
     if runs or is_early:
         operations = ", ".join(sorted(filter(None, runs)))
         ran = f"{operations} would run on the host" if operations else "a value is read on the host"
@@ -117,7 +112,7 @@ def _run_again(run: Callable[[], object], one_by_one: bool) -> tuple[Exception, 
 
 
 def _line(error: Exception) -> str | None:
-    """Where the model raised an error; None in the backward of torch's operations."""
+    """The model's line that raised an error; None in the backward of torch's operations."""
     frames = traceback.extract_tb(error.__traceback__)
     begin = max((at for at, frame in enumerate(frames) if frame.name == "_engine_run_backward"), default=-1)
     own = [frame for frame in frames[begin + 1 :] if _is_own(frame.filename)]
@@ -141,8 +136,7 @@ def _runs() -> Counter[str]:
 
     names = [name for name in cast(Any, metrics).counter_names() if "::" in name and not name.startswith("xla::")]
     counts = Counter({name: cast(Any, metrics).counter_value(name) or 0 for name in names})
-    if (
-        runtime.is_spmd() or runtime.addressable_device_count() == 1
-    ):  # else devices may be threads, which count together
+    # Otherwise devices may be threads, which count together.
+    if runtime.is_spmd() or runtime.addressable_device_count() == 1:
         counts[""] = sum(cast(Any, metrics).counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
     return counts

@@ -1,4 +1,4 @@
-"""Where each weight is used, and in which dtype it computes there: for engines that cast at use.
+"""Finds the modules that use each weight, and the dtypes in which it computes: for engines that cast at use.
 
 Weights are replaced in a module's own table while its forward runs: no wrapper module, no changed name.
 """
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Forward, ShardPolicy, cast_floats, parameter_slots
+from portable_fsdp.backends.base import Forward, ShardPolicy, parameter_slots
 from portable_fsdp.backends.nested import floats_in
 from portable_fsdp.runtime.errors import BackendError
 
 
 class Use(NamedTuple):
-    """Where a weight is used, `module._parameters[leaf]`, and the dtype in which it computes there.
+    """A use of a weight, `module._parameters[leaf]`, and the dtype in which it computes there.
 
     `apart`: XLA's: the module's forward asks for the copy, and gives the master its gradient itself (xla/reduce.py).
     """
@@ -116,14 +116,10 @@ def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | Non
     """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            args, kwargs = cast_floats((args, kwargs), dtype)
-            output = forward(*args, **kwargs)
-        else:
-            inputs = floats_in(dtype)
-            args, kwargs = inputs((args, kwargs))
-            output = forward(*args, **kwargs)
-            inputs.write_back()
-        return output if result is None else cast_floats(output, result)
+        inputs = floats_in(dtype)
+        args, kwargs = inputs((args, kwargs))
+        output = forward(*args, **kwargs)
+        inputs.write_back()
+        return output if result is None else floats_in(result)(output)
 
     return run

@@ -30,6 +30,7 @@ from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
 from portable_fsdp.data.examples import Broken, DocumentSource, Example, Rendered
+from portable_fsdp.data.meaning import texts_in
 from portable_fsdp.data.render import Render
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
@@ -40,7 +41,7 @@ from portable_fsdp.runtime.lock import try_lock
 log = logging.getLogger("portable_fsdp")
 
 FORMAT = 2
-"""Of an entry and of the code that makes it; raise it when either changes."""
+"""The version of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 1000
@@ -123,12 +124,12 @@ class TokenizedDocuments:
     tokens: Tokens
     starts: NDArray[np.int64]
     numbers: NDArray[np.int64]
-    """Of each document, in its source."""
+    """The number of each document in its source."""
     counted: NDArray[np.bool_] | None
     """For each token whether it counts; None: all do."""
     facts: Facts
     files: tuple[Path, ...] = ()
-    """Those that tokens and counted are mapped from."""
+    """The files of `tokens` and `counted`."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -159,13 +160,13 @@ class Recipe:
     """How to make an entry."""
 
     key: str
-    """Of `entry_key`: equal for equal entries, and only for those."""
+    """The result of `entry_key`: equal for equal entries, and only for those."""
     source: DocumentSource
     takes: Callable[[int], bool]
     """Whether the document of this number belongs to the entry."""
     render: Render
     dtype: np.dtype[Any]
-    """Of the ids."""
+    """The dtype of the ids."""
     skip_broken: bool
     """Leave out and count documents that can't be read or rendered, instead of an error at the first."""
 
@@ -292,12 +293,8 @@ def _turns(document: Example | Broken) -> int:
     return max((len(value) for value in values if isinstance(value, list)), default=0)
 
 
-def _characters(value: object) -> int:
-    """Count the characters of all texts inside."""
-    if isinstance(value, Example):
-        value = value.fields
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return len(value) if isinstance(value, str) else sum(map(_characters, inside))
+def _characters(document: Example | Broken) -> int:
+    return sum(map(len, texts_in(document.fields))) if isinstance(document, Example) else 0
 
 
 def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:

@@ -236,7 +236,7 @@ class ChatTemplate:
         return [span for number, span in pairs if number not in silent] if silent else written.generated, True
 
     def spans(self, written: Written, numbers: Sequence[int]) -> tuple[list[CharacterSpan], bool]:
-        """As `turns`, for these messages of the assistant."""
+        """The spans of these messages of the assistant, like `turns`."""
         spans: list[CharacterSpan] = []
         all_as_asked = True
         for number in numbers:

@@ -47,11 +47,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def is_json_array(path: Path) -> bool:
     """Whether the file begins as a JSON array; False where it can't be read."""
-    try:
-        with _opened(path) as file:
-            return file.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
-    except (OSError, EOFError, zlib.error):
-        return False
+    return _beginning(path).removeprefix(BOM).lstrip().startswith(b"[")
 
 
 def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -127,16 +123,17 @@ class TextFileSource:
 
     def content(self, cache: Path) -> str:
         """`hash_of_files`, marked where a file begins with a BOM: earlier releases took it for text."""
-        mark = "without BOM " if any(_begins_with_bom(path) for path in self.files) else ""
+        mark = "without BOM " if any(_beginning(path).startswith(BOM) for path in self.files) else ""
         return mark + hash_of_files(self.files, cache)
 
 
-def _begins_with_bom(path: Path) -> bool:
+def _beginning(path: Path) -> bytes:
+    """The first bytes; none if they can't be read."""
     try:
         with _opened(path) as file:
-            return file.read(len(BOM)) == BOM
+            return file.read(4096)
     except (OSError, EOFError, zlib.error):
-        return False
+        return b""
 
 
 def _kind(path: Path) -> str | None:

@@ -99,7 +99,7 @@ class _Items:
         return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
 
     def _way_out(self, items: list[Any]) -> str:
-        """Of rows that default_collate can't stack, if length is all that differs."""
+        """How to fix rows that can't be stacked: data.buckets if only their lengths differ."""
         uneven = uneven_key(items) if self._collate is default_collate else None
         if uneven is None:
             return "\n  Give all rows the same keys and shapes, or return a collate function beside the dataset."
@@ -199,7 +199,7 @@ class DatasetRows(_OwnRows):
         return sample_indices(seed, positions, len(self)) + positions // len(self) * len(self)
 
     def fingerprint(self) -> str:
-        """Of the number of rows, and of some of them: reading all may take hours."""
+        """Hash the number of rows, and some of them: reading all may take hours."""
         count = len(self)
         chosen = np.unique(np.linspace(0, count - 1, min(count, _COMPARED)).astype(np.int64))
         rows = (self._items.as_they_are(*self._named(np.array([number]))) for number in chosen)
@@ -273,7 +273,7 @@ class StreamRows(_OwnRows):
         return positions
 
     def fingerprint(self) -> str:
-        """Of its first items."""
+        """Hash the first items."""
         again = StreamRows(self._name, self._dataset, self._collate, self._items.buckets)
         rows = (again._items.as_they_are(*again._named(np.array([number]))) for number in range(_COMPARED))
         return _hash("stream", rows)

@@ -63,7 +63,7 @@ class DocumentSource(Protocol):
     total: int
     """The sum of the documents' sizes, for a progress bar; 0: unknown."""
     unit: str
-    """Of the sizes: `B`, or `rows`."""
+    """The unit of sizes: `B`, or `rows`."""
 
     def content(self, cache: Path) -> str:
         """A hash of everything that determines the documents; reads all of it, unless `cache` remembers the hash."""

@@ -34,7 +34,7 @@ ENDLESS = 2**62
 
 class MicroBatch(NamedTuple):
     numbers: Int64s
-    """Of its rows."""
+    """The numbers of its rows."""
     tensors: dict[str, Tensor]
 
 

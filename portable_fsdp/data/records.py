@@ -155,7 +155,7 @@ class HuggingFace:
         self.total = len(self._data)
 
     def content(self, cache: Path) -> str:
-        """Of the files, and of the part of them that the split takes."""
+        """Hash the files, and the part of them that the split takes."""
         files = [Path(file["filename"]) for file in self._data.cache_files]
         taken = f"{hash_of_files(files, cache)} {self._split} {self.total} {self._data.features}"
         if not files:  # a data set without files is in memory
@@ -184,7 +184,7 @@ _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+)
 
 
 def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]]:
-    """The part that `split` means, and how many rows each split of the data set has."""
+    """Load a split, or an expression like train[:10%]; return it and the number of rows in each split."""
     datasets = extra("datasets")
     folder = Path(path)
     with _quiet(datasets):
@@ -247,7 +247,7 @@ def _notes(read: Mapping[str, str], names: Iterable[str], ignore: Collection[str
 
 
 def _present(columns: Columns, names: Iterable[str]) -> Columns:
-    """With ShareGPT's `conversations` in place of `messages`, where a file has it."""
+    """Replace `messages` by ShareGPT's `conversations`, if the file has that."""
     if columns.get("messages") == "messages" and "messages" not in names and SHAREGPT in names:
         return {**columns, "messages": SHAREGPT}
     return columns

@@ -113,6 +113,11 @@ def last_save(path: Path) -> NamedSave | None:
     return saves[-1] if saves else None
 
 
+def last_event(path: Path) -> dict[str, Any]:
+    """The newest event of an events.jsonl; empty without one. Raises UsageError for a file that can't be read."""
+    return parse_line(_tail(path).rstrip().rpartition(b"\n")[2]) or {}
+
+
 def utc_text(seconds: float) -> str:
     """Seconds since 1970 as both files write times: in UTC (ISO 8601, milliseconds)."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
@@ -133,7 +138,7 @@ def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
             elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                 raise UsageError(
                     f"{path}:{number}: expected one JSON object a line, found {text.rstrip()[:60]!r}.\n"
-                    "  The file was changed by something else: mend that line, or move the file away."
+                    "  The file was changed by something else: fix that line, or move the file away."
                 )
     return rows
 
@@ -148,15 +153,15 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
 
 
 def _tail(path: Path) -> bytes:
-    """The end of a file, or all of it; empty for an absent one. Raises UsageError for what is no plain file."""
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise UsageError(f"{path}: expected a plain file, found a folder or a special file.\n  Move it away.")
+    """The end of a file, or all of it; empty for an absent one. Raises UsageError for a file that can't be read."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             return file.read(_TAIL_BYTES)
     except FileNotFoundError:
         return b""
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}.\n  Move it away.") from error
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -40,7 +40,7 @@ _MAPPINGS = {
 }
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
-"""By transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
+"""Transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
 
 _MAX_BYTES = 16 * 2**20
 
@@ -230,7 +230,7 @@ def _knows(kind: Any, name: str) -> bool:
 
 
 def _code(kind: Any, part: str) -> str:
-    """As text: importing a model takes a second."""
+    """The text of the model's files: importing them takes a second."""
     files = Path(inspect.getfile(kind)).parent.glob(f"{part}_*.py")
     return "".join(file.read_text(encoding="utf-8") for file in files)
 

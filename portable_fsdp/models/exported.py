@@ -22,16 +22,16 @@ _BLOCK = 1 << 20
 
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Name -> length and 128-bit XXH3 of each file. Without README.md, which people edit. Raises OSError."""
-    return {name: _summary(folder, name, content=True) for name in names if name != "README.md"}
+    return {name: _summary(folder, name) for name in names if name != "README.md"}
 
 
-def require_as_exported(folder: Path, verify: str = "full") -> bool:
-    """Compare the files of an export with the hashes in its mark (`full`), or their lengths (`size`); `off`: neither.
+def require_as_exported(folder: Path) -> bool:
+    """Compare the files of an export with the hashes in its mark.
 
     False for a folder that has none: it isn't ours, or an earlier release wrote it. Raises ConfigError for a file that
     is damaged or absent, and for weights that the export didn't write.
     """
-    if verify == "off" or not os.path.lexists(folder / MARK):
+    if not os.path.lexists(folder / MARK):
         return False
     way_out = f"\n  Copy or export it again. If you changed it on purpose, delete its line below `hashes` in {MARK}."
     try:
@@ -40,8 +40,7 @@ def require_as_exported(folder: Path, verify: str = "full") -> bool:
         if hashes is None:
             return False
         for name, expected in hashes.items():
-            actual = _summary(folder, name, content=verify == "full")
-            if not str(expected).startswith(actual):
+            if (actual := _summary(folder, name)) != expected:
                 raise ConfigError(
                     f"{folder / name}: damaged: the export wrote {expected:.80}, found {actual}.{way_out}"
                 )
@@ -54,23 +53,22 @@ def require_as_exported(folder: Path, verify: str = "full") -> bool:
 
 
 def require_intact(config: Config, processes: Processes) -> None:
-    """`require_as_exported` for the folders of a run's model; one process of each host reads them. *collective*"""
+    """`require_as_exported` for the folders of a run's model, with checkpoint.verify=full; one process of each host
+    reads them. *collective*"""
 
     def check() -> None:
         names = [config.model.pretrained, config.model.lora and config.model.lora.start_from]
-        for name in names if detect_launch(os.environ).local_rank == 0 else ():
-            if name is not None:
-                require_as_exported(Path(name), config.checkpoint.verify)
+        reads = config.checkpoint.verify == "full" and detect_launch(os.environ).local_rank == 0
+        for name in filter(None, names if reads else ()):
+            require_as_exported(Path(name))
 
     on_each_process(processes, check)
 
 
-def _summary(folder: Path, name: str, *, content: bool) -> str:
-    """The length of a file, and with `content` its hash."""
+def _summary(folder: Path, name: str) -> str:
+    """The length of a file and its hash."""
     digest = xxhash.xxh3_128()
     with open_regular(folder / name, folder) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        while content and (block := file.read(_BLOCK)):
+        while block := file.read(_BLOCK):
             digest.update(block)
-    return f"{size} bytes, xxh3_128 {digest.hexdigest()}" if content else f"{size} bytes, "
+        return f"{file.tell()} bytes, xxh3_128 {digest.hexdigest()}"

@@ -186,7 +186,7 @@ class PretrainedWeights:
         return torch.cat([kept, mean.expand(new, *mean.shape)])
 
     def _mean(self, fqn: str) -> Tensor:
-        """Of the old rows, in float32: every process reads all of them in one order, so that all get the same."""
+        """The mean of the old rows, in float32. Every process reads all rows in one order, and gets the same."""
         if fqn not in self._means:
             name = self._where[fqn]
             shape = self._tensors.shapes[name]

@@ -200,5 +200,5 @@ def count_classes(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> 
 
 
 def _reads_a_value(error: Exception) -> bool:
-    """Of a tensor on meta, which has none."""
+    """Whether the task reads the value of a tensor on meta, which has none."""
     return isinstance(error, NotImplementedError) or "meta tensors" in str(error) or "data-dependent" in str(error)

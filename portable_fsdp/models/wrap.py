@@ -194,7 +194,7 @@ def _count_inside(module: str, places: Iterable[str]) -> int:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Of names in the order of definition, those that are in no other."""
+    """The names that are inside no other; `names` are in the order of definition."""
     kept: list[str] = []
     for name in names:
         if not any(_is_inside(name, outer) for outer in kept):

@@ -55,5 +55,5 @@ def _shapes(parameter: Tensor) -> dict[str, list[int]]:
 
 
 def _mean(tensor: Tensor, dim: int) -> Tensor:
-    """By a sum: DTensor's mean over uneven shards would weigh each process alike."""
+    """The mean by a sum: DTensor's mean over uneven shards would weigh each process alike."""
     return tensor.sum(dim) / tensor.shape[dim]

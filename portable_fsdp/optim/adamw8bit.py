@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.config.schema import Optim
-from portable_fsdp.optim.counting import CountingOptimizer, Number, adamw_prepare, adamw_update
+from portable_fsdp.optim.counting import AdamW, Number
 from portable_fsdp.runtime.errors import ConfigError
 
 BLOCK, SMALLEST = 256, 4096  # values of one scale, and of the smallest tensor that is quantised: bitsandbytes' own
 
 
 def from_bitsandbytes(optim: Optim) -> Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]:
-    """As `make_optimizer`, for optim.name=adamw8bit. Raises ConfigError without bitsandbytes."""
+    """`make_optimizer` for optim.name=adamw8bit. Raises ConfigError without bitsandbytes."""
     try:
         from bitsandbytes.functional import create_dynamic_map
     except ImportError as error:
@@ -23,10 +23,10 @@ def from_bitsandbytes(optim: Optim) -> Callable[[list[dict[str, Any]], bool], to
             "  pip install bitsandbytes, or set optim.name=adamw."
         ) from None
     maps: list[Tensor] = [create_dynamic_map(signed=signed) for signed in (True, False)]
-    return lambda groups, _: AdamW8bit(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, maps=maps)
+    return lambda groups, _: AdamW8bit(groups, maps, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
-class AdamW8bit(CountingOptimizer):
+class AdamW8bit(AdamW):
     """AdamW with block-wise quantised moments (Dettmers et al., arXiv 2110.02861).
 
     The state of a tensor is the same on any number of devices. Where a row of dimension 0 is whole blocks of 256
@@ -35,25 +35,14 @@ class AdamW8bit(CountingOptimizer):
     tensors have AdamW's own state. (bitsandbytes' own optimizer cuts blocks from what a device holds.)
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: Number,
-        betas: tuple[float, float],
-        eps: float,
-        maps: list[Tensor],
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+    def __init__(self, groups: list[dict[str, Any]], maps: list[Tensor], **options: Any) -> None:
+        super().__init__(groups, **options)
         self._maps = {torch.device("cpu"): maps}
-
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         rows, values = parameter.shape[0] if parameter.dim() else 1, parameter.numel()
         if parameter.dim() < 2 or values < SMALLEST or values // rows % BLOCK:
-            adamw_update(self.state[parameter], parameter, gradient, group, prepared)
+            super().update(parameter, gradient, group, *prepared)
             return
         state, names = self.state[parameter], ("exp_avg", "exp_avg_sq")
         if not state:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Number = float | Tensor
-"""Of a step: Python's own, or a compiled step's input."""
+"""A step's number: Python's own, or a compiled step's input."""
 
 
 class CountingOptimizer(torch.optim.Optimizer):

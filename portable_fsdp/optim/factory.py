@@ -14,7 +14,7 @@ Make = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
 
 
 def from_factory(optim: Optim, name: str) -> Make:
-    """As `make_optimizer`, by `function(groups, lr)`; lr is a number, or in compiled steps a float32 tensor.
+    """`make_optimizer` for a `function(groups, lr)`; lr is a number, or in compiled steps a float32 tensor.
 
     Raises ConfigError for a function that can't be used. So it does for an optimizer that keeps what a checkpoint
     doesn't hold, whose state doesn't start at zero, or that ignores `lr` or `weight_decay` of its groups: trials show

@@ -158,11 +158,9 @@ def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Gen
         return
 
     def changed() -> dict[tuple[Tensor, str], Tensor]:
-        state = {
-            (p, name): value for p in parameters if p.grad is not None for name, value in optimizer.state[p].items()
-        }
-        tensors = {(p, ""): p for p in parameters if p.grad is not None} | state
-        return {key: t for key, t in tensors.items() if isinstance(t, Tensor) and t.device == found_inf.device}
+        trained = [p for p in parameters if p.grad is not None]
+        values = {(p, name): value for p in trained for name, value in {"": p, **optimizer.state[p]}.items()}
+        return {key: t for key, t in values.items() if isinstance(t, Tensor) and t.device == found_inf.device}
 
     with torch.no_grad():
         before = {key: value.clone() for key, value in changed().items()}

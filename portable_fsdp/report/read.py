@@ -225,7 +225,7 @@ _CHECKS = {
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """By dotted key; empty for a file that is missing or isn't what a run writes. Aliases and depth are bounded."""
+    """The config by dotted key; empty if the file is missing or no run wrote it. Aliases and depth are bounded."""
     try:
         with _readable():
             text = read_regular(path, path.parent, _SMALL_BYTES) if os.path.lexists(path) else b""

@@ -51,7 +51,7 @@ _TAKE_TEXTS = ("comet_ml", "dvclive", "swanlab", "tensorboard", "trackio", "wand
 
 
 def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
-    """Those of accelerate's class for a tracker, by which it writes below `folder`, and to the run's own curve.
+    """The arguments of accelerate's class for a tracker, so that it writes below `folder`, and to the run's own curve.
 
     Raises KeyError for a name that accelerate doesn't have.
     """

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_TEXT_BYTES = 1 << 27
-"""Of a JSON file; the largest tokenizers have 60 MB."""
+"""For a JSON file; the largest tokenizers have 60 MB."""
 MAX_LOG_BYTES = 1 << 30
-"""Of metrics.jsonl and the like: two million steps."""
+"""For metrics.jsonl and the like: two million steps."""
 MAX_LINE_BYTES = 1 << 20
 _MAX_NAMES = 100_000
 

@@ -59,7 +59,7 @@ class Limit:
 
 
 OPENING = Limit(60)
-"""Of a tokenizer: some are converted then."""
+"""For opening a tokenizer, which may convert it."""
 
 
 def begin(call: Callable[[], T]) -> "Future[T]":

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from portable_fsdp.runtime.errors import EXIT_FAILED, ConfigError, TrainingError
+from portable_fsdp.runtime.limits import begin
 from portable_fsdp.runtime.tasks import Tasks, integer, read_tasks
 
 if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
@@ -27,7 +27,6 @@ COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 OUR_RUNS = "portable_fsdp.launch-"  # begins the elastic run's id in a start of our own; the agent's PID follows
 _CONNECT_S = 20  # between two looks at the store's address
-_ANSWERS = "a program answers there, but not as a store"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -77,8 +76,8 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     elif tpu_workers(environ):
         launch = _tpu_vm(environ)
     else:
-        by = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
-        launch = Launch("plain", description=by)
+        launcher = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
+        launch = Launch("plain", description=launcher)
     by_accelerate = is_by_accelerate(environ)
     return replace(launch, by_accelerate=by_accelerate, description=_describe(launch, by_accelerate, environ))
 
@@ -91,11 +90,11 @@ def is_by_accelerate(environ: Mapping[str, str]) -> bool:
 def _describe(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
     if by_accelerate and launch.kind == "plain":
         return "accelerate launch: 1 process(es)"  # it starts no others, and has counted this one
-    by = launch.description + (", of accelerate launch" if by_accelerate else "")
+    description = launch.description + (", of accelerate launch" if by_accelerate else "")
     if launch.is_alone:
-        return by
+        return description
     here = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
-    return f"{by}: {launch.world_size} process(es)" + (f", {here} of them on this host" if here else "")
+    return f"{description}: {launch.world_size} process(es)" + (f", {here} of them on this host" if here else "")
 
 
 # ------------------------------------------------------------------------------------------------------------ TPU VMs
@@ -377,32 +376,23 @@ def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) ->
     # torch's own rendezvous would wait for all workers here, and not say for which one.
     connect = partial(cast(Any, torch.distributed).TCPStore, wait_for_workers=False, timeout=limit)
     waiting = f"process {environ.get('RANK', '?')} waits for the store of process 0 at {host}:{port}"
-    return _connected(partial(connect, host, port, everyone, False), host, port, waiting)
+    return _connected(partial(connect, host, port, everyone, False), limit, host, port, waiting)
 
 
-def _connected(connect: Callable[[], Any], host: str, port: int, waiting: str) -> Any:
-    """The store that `connect` makes; says every minute what it waits for. Raises TrainingError."""
-    connected: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            connected.set_result(connect())
-        except Exception as error:
-            connected.set_exception(error)
-
-    # In a thread: torch waits without end for a program that accepts the connection and isn't a store.
-    threading.Thread(target=work, name="portable_fsdp store", daemon=True).start()
-    state = ""
+def _connected(connect: Callable[[], Any], limit: timedelta, host: str, port: int, waiting: str) -> Any:
+    """The store that `connect` makes. Prints each minute what it waits for; raises TrainingError after `limit`."""
+    # In a thread: torch waits without end for a program that accepts the connection and doesn't answer.
+    connected, state = begin(connect), ""
     for waited_s in count(_CONNECT_S, _CONNECT_S):
         try:
             return connected.result(_CONNECT_S)
         except (TimeoutError, RuntimeError) as error:
             before, state = state, _listener(host, port)
-            if isinstance(error, RuntimeError) or state == before == _ANSWERS:  # once: it may just have come
-                way_out = (
-                    "Give all processes the address of process 0, MASTER_ADDR, and a MASTER_PORT that is free there."
-                )
-                raise TrainingError(f"{waiting}: {state}.\n  {way_out}") from None
+            if isinstance(error, RuntimeError) or waited_s >= limit.total_seconds():
+                raise TrainingError(
+                    f"{waiting}: {state}.\n  Give all processes the address of process 0, MASTER_ADDR, and a free port "
+                    "there, MASTER_PORT."
+                ) from None
             if state != before or waited_s % 60 == 0:
                 print(f"{waiting}: after {waited_s} s {state}", file=sys.stderr, flush=True)
     raise AssertionError("the loop has no end")
@@ -423,7 +413,7 @@ def _listener(host: str, port: int) -> str:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
         return f"there is none yet ({error})"
-    return _ANSWERS
+    return "a program listens there, but has not answered as a store"
 
 
 @cache

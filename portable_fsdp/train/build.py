@@ -165,7 +165,8 @@ def _laid_out(
         _check_statistics(model, policy)
     if fill is not None:  # the planner has other hardware
         eager = backend.expected_compilations == 0
-        require_memory(config, backend, memory_need(model, make, groups, eager=eager))
+        own = config.optim.factory is not None
+        require_memory(config, backend, memory_need(model, make, groups, eager=eager, own=own))
     return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)
 
 

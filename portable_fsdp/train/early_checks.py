@@ -22,8 +22,9 @@ from portable_fsdp.checkpoint.storage import is_object_store, locate
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
+from portable_fsdp.metrics.sinks import last_event
 from portable_fsdp.models.architecture import architecture_mapping
-from portable_fsdp.runtime.errors import CheckpointError, ConfigError, DataError, without_passwords
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError, DataError, UsageError, without_passwords
 from portable_fsdp.runtime.hub import is_hub_id, require_folder_or_hub_id
 
 
@@ -49,7 +50,7 @@ def check_paths(config: Config) -> None:
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """Where the run's checkpoints lie. Raises CheckpointError for an URL of no store."""
+    """The folder of the run's checkpoints. Raises CheckpointError for an URL of no store."""
     return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
 
 
@@ -68,17 +69,20 @@ def nothing_left(config: Config) -> str | None:
         return None
     try:
         manifest = read_manifest(newest)
+        changes = differences(manifest, saved_config(config), None, None, is_own=True)
         evaluated = manifest.evaluation and manifest.evaluation.step
-        if config.train.eval_every is not None and config.data.eval_split is not None and evaluated != manifest.step:
-            return None  # a stop came before its evaluation
-        if any(change.makes_curve for change in differences(manifest, saved_config(config), None, None, is_own=True)):
+        misses = None not in (config.train.eval_every, config.data.eval_split) and evaluated != manifest.step
+        # A run with an empty validation set finishes without an evaluation; otherwise a stop came before it.
+        if misses and (changes or last_event(Path(config.run.dir) / "events.jsonl").get("event") != "finish"):
+            return None
+        if any(change.makes_curve for change in changes):
             return None
         begun = [path.stat().st_mtime for path in (newest, Path(config.run.dir) / "config.yaml") if path.exists()]
         if (files := _files_read(config)) is None or any(path.stat().st_mtime > min(begun) for path in files):
             return None
         for file in manifest.files if checkpoint.verify != "off" else ():
             verify_file(newest, file, content=checkpoint.verify == "full")
-    except (CheckpointError, DataError, OSError):
+    except (CheckpointError, DataError, OSError, UsageError):
         return None
     return f"step {manifest.step} of {last} is saved already: nothing left to train"
 

@@ -62,7 +62,7 @@ class Evaluator:
             count = _whole_batches(count, self._batch)
         self._chosen = np.arange(count, dtype=np.int64) * len(rows) // count
         self.fingerprint = f"{count} of {rows.fingerprint()}"
-        """Of the rows evaluated over: losses over others can't be compared."""
+        """Identifies the evaluated rows: losses over other rows can't be compared."""
 
         self._metrics: tuple[str, ...] = ()
 
@@ -132,7 +132,7 @@ def _whole_batches(rows: int, batch: int) -> int:
 
 
 def updated_history(history: Evaluated | None, step: int, loss: float, rows: str) -> Evaluated:
-    """With the evaluation after `step`. `rows`: `Evaluator.fingerprint`."""
+    """Add the evaluation after `step`. `rows`: `Evaluator.fingerprint`."""
     if history is None or loss < history.best_loss:
         return Evaluated(rows=rows, step=step, loss=loss, best_step=step, best_loss=loss, without_improvement=0)
     without = history.without_improvement + 1

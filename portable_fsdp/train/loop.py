@@ -149,7 +149,9 @@ def _next_rows(run: _Run, batches: Batches, in_flight: InFlight | None) -> list[
             return next(batches)
     except (DataError, UserExit):
         if in_flight is not None:
-            run.callbacks.call(Callback.on_step, _read(run, in_flight)[0])
+            end, _ = _read(run, in_flight)
+            with suppress(Exception):  # the disk may be full too: the error of the data goes first
+                run.callbacks.call(Callback.on_step, end)
         raise
 
 
@@ -199,25 +201,15 @@ def _evaluate(run: _Run, step: int) -> tuple[bool, EvaluationEnd | None]:
     if evaluation is None:
         return False, None
     if evaluation.tokens == 0 and math.isinf(evaluation.loss):
-        log.log(
-            logging.INFO if run.engine.process.index else logging.WARNING,
-            "step: %d  nothing counts in the validation set (labels of -100): it has no loss",
-            step,
-        )
+        if run.engine.process.index == 0:
+            log.warning("step: %d  nothing counts in the validation set (labels of -100): it has no loss", step)
         return True, None
     _require_finite(run, step, {"eval_loss": evaluation.loss})
     if step > 0:  # the initial weights are never the best
         run.history = updated_history(run.history, step, evaluation.loss, evaluator.fingerprint)
     is_best = run.history is not None and run.history.best_step == step
-    end = EvaluationEnd(
-        step,
-        evaluation.loss,
-        evaluation.perplexity,
-        evaluation.tokens,
-        time.perf_counter() - began,
-        is_best,
-        evaluation.metrics,
-    )
+    figures = evaluation.loss, evaluation.perplexity, evaluation.tokens
+    end = EvaluationEnd(step, *figures, time.perf_counter() - began, is_best, evaluation.metrics)
     run.callbacks.call(Callback.on_evaluate, end)
     return True, end
 
@@ -267,7 +259,7 @@ def _require_finite(run: _Run, step: int, values: dict[str, float], loss_scale: 
 
 
 def _newest(run: _Run) -> str:
-    """A sentence about the newest checkpoint, which only process 0 was told of."""
+    """A sentence that names the newest checkpoint. Reads the folder: only process 0 gets the commits."""
     try:
         saved = committed_steps(run.checkpoints.folder)
     except Exception as error:  # of a store, of many classes
@@ -385,7 +377,7 @@ def _train(
 
 
 def _displays(config: Config) -> Iterator[Callback]:
-    """Ours that a run can do without: one that raises is dropped, as people's own are."""
+    """Optional built-in callbacks. One that raises is removed and the run continues, as for user callbacks."""
     if sys.stderr.isatty():
         from portable_fsdp.train.live_display import LiveDisplay
 
@@ -408,7 +400,7 @@ def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Ev
 
 
 def _train_observed(run: _Run) -> Outcome:
-    """Train what is left; the callbacks see every commit, and then the end, whatever it is."""
+    """Train the remaining steps. Callbacks see every commit, and then the end, also that of a failed run."""
     try:
         with user_code():
             try:
@@ -426,7 +418,7 @@ def _train_observed(run: _Run) -> Outcome:
 
 
 def _record_failure(run: _Run, error: BaseException) -> None:
-    """Let the callbacks see the end; an error that is no refusal of a first step also says how far the run is."""
+    """Tell the callbacks, and add the last step and checkpoint to the message of an error that lost work."""
     values = error.values if isinstance(error, NotFiniteError) else {}
     end = _end_of(run, "not finite" if values else "failed", values, error)
     with suppress(Exception), user_code():  # the disk may be full: the run's own error goes first
@@ -436,10 +428,10 @@ def _record_failure(run: _Run, error: BaseException) -> None:
     error.run_has_started = True
     if isinstance(error, DataError) or run.step > run.start.step:
         error.exit_code = EXIT_FAILED  # 2 means that nothing was lost
-    # Those two name the checkpoint themselves.
+    # CheckpointError and NotFiniteError name the checkpoint themselves.
     if error.exit_code == EXIT_FAILED and not isinstance(error.__cause__ or error, CheckpointError | NotFiniteError):
         ended = f"after step {run.step}" if run.step else "before its first step"
-        error.args = (f"{error}\n  The run ended {ended}. {_newest(run)} Mend the cause, then rerun the same command.",)
+        error.args = (f"{error}\n  The run ended {ended}. {_newest(run)} Fix the cause, then rerun the same command.",)
 
 
 def _train_what_is_left(run: _Run) -> Outcome:

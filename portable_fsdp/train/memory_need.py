@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from portable_fsdp.backends.base import Backend, MakeOptimizer, optimizer_state_twins
+from portable_fsdp.backends.base import Backend, MakeOptimizer, name_groups, optimizer_state_twins
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes, in_units
@@ -31,13 +31,15 @@ class MemoryNeed:
     gradients: int  # 0 where a program may free each as soon as it is used
     optimizer: int
     largest_weight: int  # as it is drawn on the host, in float32
+    copies: int = 0  # of weights and state during a step, for an optimizer that can't skip it on the device
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.copies
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer}
+        parts["their copies during a step (found_inf: docs/optimizers.md)"] = self.copies
         return ", ".join(f"{name} {in_units(part)}" for name, part in parts.items() if part)
 
 
@@ -49,19 +51,25 @@ class Room(NamedTuple):
     device_bytes: int | None  # of each of its devices; None where the engine doesn't tell
 
 
-def memory_need(model: nn.Module, make: MakeOptimizer, groups: list[dict[str, Any]], *, eager: bool) -> MemoryNeed:
+def memory_need(
+    model: nn.Module, make: MakeOptimizer, groups: list[dict[str, Any]], *, eager: bool, own: bool = False
+) -> MemoryNeed:
     """Of a model on meta. `groups` name what is trained, by FQN, under `params`; `eager`: a step keeps all gradients
-    from the end of the backward to the optimizer."""
+    from the end of the backward to the optimizer; `own`: the optimizer is the user's."""
     parameters = dict(model.named_parameters())
     trained = [weight for weight in parameters.values() if weight.requires_grad]
     states = optimizer_state_twins(make, groups, {fqn: parameters[fqn] for group in groups for fqn in group["params"]})
+    optimizer = sum(value.nbytes for state in states.values() for value in state.values())
+    # On meta torch's own optimizers don't show that they skip a step on a device.
+    copies = own and eager and not hasattr(make(name_groups(groups, parameters), False), "_step_supports_amp_scaling")
     return MemoryNeed(
         parameters=sum(weight.numel() for weight in parameters.values()),
         trained=sum(weight.numel() for weight in trained),
         weights=sum(weight.nbytes for weight in parameters.values()),
         gradients=sum(weight.nbytes for weight in trained) if eager else 0,
-        optimizer=sum(value.nbytes for state in states.values() for value in state.values()),
+        optimizer=optimizer,
         largest_weight=max(4 * weight.numel() for weight in parameters.values()),
+        copies=sum(weight.nbytes for weight in trained) + optimizer if copies else 0,
     )
 
 

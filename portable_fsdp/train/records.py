@@ -199,8 +199,7 @@ class Console(Callback):
             log.info(_step_line(step))
         if step.is_empty and not self._warned_of_empty:
             self._warned_of_empty = True
-            why = "no row has a label or weight that counts, so the step changed nothing (later ones: is_empty in"
-            log.warning("step: %d  %s metrics.jsonl)", step.step, why)
+            log.warning("step: %d  no label counts, so the step changed nothing (is_empty in metrics.jsonl)", step.step)
         for straggler in step.stragglers:
             log.warning("step: %d  %s", step.step, straggler)
         if step.evaluation is not None:

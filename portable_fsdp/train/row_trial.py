@@ -19,7 +19,7 @@ from portable_fsdp.runtime.errors import ConfigError, DataError
 
 
 class RowCost(NamedTuple):
-    """Of a row: tokens (1 where rows have none), and model FLOPs of forward and backward where torch counts them."""
+    """A row's tokens (1 where rows have none), and model FLOPs of forward and backward if torch counts them."""
 
     tokens: int
     flops: float | None
@@ -39,7 +39,7 @@ def tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of a batch's tensors, without the rows."""
+"""Shapes of a batch's tensors, without the rows."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def try_rows(
     if task.name == CAUSAL_LM.name:
         classes, flops = getattr(getattr(model, "config", None), "vocab_size", None), None
     else:
-        twin, on_meta = _twin(model, policy), [_on_meta(batch) for batch in batches]
+        twin = _twin(model, policy)
+        on_meta = [{name: value.to("meta") for name, value in batch.items()} for batch in batches]
         if not has_fixed_shapes:  # XLA multiplies tensors of two dtypes
             _require_buffers_that_fit(model, policy, task, on_meta[-1])
         if several:
@@ -90,7 +91,7 @@ def try_rows(
         with FlopCounterMode(display=False) as counter:
             check_scores(task, twin, on_meta[-1])
         # Backward computes twice what forward does: the gradients of inputs and of weights.
-        flops = 3.0 * counter.get_total_flops() / _rows(largest) or None
+        flops = 3.0 * counter.get_total_flops() / len(next(iter(largest.values()))) or None
         classes = count_classes(task, twin, on_meta[-1])
     if classes == 1 and task.problem == SINGLE_LABEL and task.name != CAUSAL_LM.name:
         raise ConfigError(
@@ -122,9 +123,7 @@ def _twin(model: nn.Module, policy: ShardPolicy) -> nn.Module:
 class _OneDtype(TorchDispatchMode):
     """Refuses products of two dtypes, which no device has; tensors on meta let them pass."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         dtypes = {str(arg.dtype) for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()}
         if name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution") and len(dtypes) > 1:
@@ -157,14 +156,6 @@ def _error(task: Task, twin: nn.Module, batch: Mapping[str, Tensor]) -> ConfigEr
     except ConfigError as error:
         return error
     return None
-
-
-def _rows(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
-
-
-def _on_meta(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.to("meta") for name, value in batch.items()}
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> Shapes:

@@ -53,7 +53,7 @@ def train_step(
         scaler.require_skippable(optimizer)
 
     def expected_count(batch: Batch) -> Tensor:
-        """Of the step's losses, on all devices."""
+        """The count of the step's losses on all devices."""
         if "tokens" in batch or task.counts_labels:
             return backend.sum(batch["tokens"].sum())
         rows = next(iter(batch.values()))

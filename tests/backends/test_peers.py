@@ -178,7 +178,7 @@ def test_a_run_that_waits_says_so(tmp_path: Path) -> None:
     """For a process that has not come, then for the first step."""
     without_steps = PROCESS.replace("peers.note_step()", "pass")
     with watching(tmp_path, 3, ranks=range(2), program=without_steps) as processes:
-        wait_for("waiting for process 2, not come after 5 s", tmp_path, processes[0])
+        wait_for("waiting for process 2, which did not join", tmp_path, processes[0])
     with watching(tmp_path, 2, program=without_steps) as processes:
         wait_for("the first step has not ended after 5 s although all processes", tmp_path, processes[0])
 

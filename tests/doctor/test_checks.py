@@ -171,5 +171,5 @@ def test_a_process_that_never_comes_is_named() -> None:
             break
     assert late.state == waiting.state == "failed"
     assert "a process is missing" in late.found
-    assert "waiting for process 1, not come after" in late.found
+    assert "waiting for process 1, which did not join" in late.found
     assert "MASTER_ADDR and MASTER_PORT must be open" in waiting.mend

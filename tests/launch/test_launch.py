@@ -20,9 +20,9 @@ from cli import PYTHON, TORCHRUN, Started, committed, events, launch, losses, st
 from documented import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from portable_fsdp.checkpoint.format import read_manifest
+from portable_fsdp.checkpoint.format import MANIFEST, manifest_text, read_manifest
 from portable_fsdp.config.load import load_config
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.metrics.sinks import EventsFile, read_jsonl
 from portable_fsdp.train.early_checks import nothing_left
 
 STARTS: dict[str, list[str]] = {
@@ -186,9 +186,17 @@ def test_a_finished_run_whose_files_changed_looks_for_itself(folder: Path) -> No
     text.write_text("a line of some words\n" * 200)
     (folder / "config.json").write_text(json.dumps(load_config("tiny.yaml").model.architecture))
     files = ["data.source=text", f"data.path={text}", "model.architecture=config.json"]
+    files += ["data.eval_split=config.json", "train.eval_every=6"]
     assert launch("--device=cpu", "--config=tiny.yaml", *files) == 0
     config = load_config("tiny.yaml", files)
     assert nothing_left(config) is not None
+    checkpoint, history = Path("run/checkpoints/step-00000006"), EventsFile(Path("run/events.jsonl"))
+    without = read_manifest(checkpoint).model_copy(update={"evaluation": None})  # nothing counts in the validation set
+    (checkpoint / MANIFEST).write_text(manifest_text(without))
+    assert nothing_left(config) is not None
+    history.write("stop", step=6)  # before the evaluation
+    assert nothing_left(config) is None
+    history.write("finish", step=6)
     text.write_text(text.read_text() + "and one more\n")
     assert nothing_left(config) is None
 

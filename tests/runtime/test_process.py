@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from portable_fsdp.runtime import process as module
 from portable_fsdp.runtime.errors import ConfigError, TrainingError
@@ -150,7 +153,7 @@ def test_a_stop_before_the_run_is_no_stop_after_a_save(tmp_path: Path) -> None:
 def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Process 0 names it, and the others don't wait for ever for a program that is no store."""
     monkeypatch.setattr(module, "_CONNECT_S", 0.25)
-    limit, started = timedelta(seconds=2), time.monotonic()
+    limit, started = timedelta(seconds=1), time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
@@ -159,14 +162,33 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, capfd:
         ):
             open_store(environ, limit, serves=True)
         with pytest.raises(
-            TrainingError, match=rf"process 1 waits for .*127\.0\.0\.1:{port}: .* but not as a store\.\n"
+            TrainingError, match=rf"process 1 waits for .*127\.0\.0\.1:{port}: .* not answered as a store\.\n"
         ):
             open_store(environ, limit, serves=False)
     assert time.monotonic() - started < 20
     assert f"at 127.0.0.1:{port}: after 0.25 s a program" in capfd.readouterr().err
-    for thread in threading.enumerate():  # torch's: its connection is closed
-        if thread.name == "portable_fsdp store":
+    join_torchs_threads()
+
+
+def join_torchs_threads() -> None:
+    """Those that still wait for a connection, which is closed."""
+    for thread in threading.enumerate():
+        if thread.name == "portable_fsdp limited":
             thread.join(60)
+
+
+def test_a_slow_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protects a start whose process 0 is suspended or overloaded: the kernel accepts connections, nobody answers."""
+    monkeypatch.setattr(module, "_CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        port = listening.getsockname()[1]
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
+        connecting = pool.submit(open_store, environ, timedelta(seconds=30), serves=False)
+        time.sleep(0.5)
+        make: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+        server = make("127.0.0.1", port, None, True, master_listen_fd=os.dup(listening.fileno()))
+        connecting.result(20).set("key", "value")
+        assert server.get("key") == b"value"
 
 
 def test_an_address_where_nobody_listens(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +199,4 @@ def test_an_address_where_nobody_listens(capfd: pytest.CaptureFixture[str], monk
     with pytest.raises(TrainingError, match=r"there is none yet \(.*Connection refused\)\.\n  Give all"):
         open_store(environ, timedelta(seconds=1), serves=False)
     assert "after 0.25 s there is none yet" in capfd.readouterr().err
+    join_torchs_threads()

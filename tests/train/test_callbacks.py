@@ -25,7 +25,7 @@ from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.data import Data
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.sinks import read_jsonl
-from portable_fsdp.runtime.errors import TrainingError
+from portable_fsdp.runtime.errors import DataError, TrainingError
 from portable_fsdp.runtime.logs import run_log
 from portable_fsdp.train.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 from portable_fsdp.train.loop import train
@@ -156,6 +156,48 @@ def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> 
         assert read_jsonl(folder / "events.jsonl")[-1]["event"] == "fail"
         assert train(settings, device="cpu", backend="toy") == 0
         assert [row["step"] for row in read_jsonl(folder / file)] == [*range(5)]
+
+
+ROWS_THAT_END = """
+from pathlib import Path
+import torch
+
+class Rows(torch.utils.data.Dataset):
+    reads = 0
+
+    def __init__(self, split):
+        pass
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        Rows.reads += Path("run/config.yaml").exists()  # the run has begun
+        if Rows.reads > 1:
+            raise OSError("the archive is broken")
+        return {"input_ids": torch.arange(6), "labels": torch.arange(6)}
+"""
+
+
+def test_an_error_of_the_data_is_not_hidden_by_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Protects the cause: the row of the step in flight can't be written either."""
+    (tmp_path / "rows_that_end.py").write_text(ROWS_THAT_END)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    bert = {"model_type": "bert", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_labels": 16}
+    settings = config(
+        model={"architecture": {**bert, "num_hidden_layers": 1, "num_attention_heads": 2}},
+        train={"task": "token_classification", "steps": 8, "global_batch": 1},
+    )
+    settings = settings.model_copy(update={"data": Data.model_validate({"factory": "rows_that_end:Rows"})})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 0, "long": "x" * ((1 << 20) - 100)}) + "\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(DataError, match="the archive is broken"):
+            train(settings, device="cpu", backend="native")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_loss_that_is_not_finite_reaches_the_callbacks() -> None:

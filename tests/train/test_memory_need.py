@@ -104,11 +104,12 @@ def test_the_line_says_where_it_rests() -> None:
     [
         {},
         {"optim": {"name": "sgd"}},
+        {"optim": {"factory": "own_optimizers:Stepping"}},
         {"precision": {"master": "bfloat16", "compute": "bfloat16"}},
         {"model": {"architecture": ARCHITECTURE, "freeze": ["model.embed_tokens"]}},
         {"model": {"architecture": ARCHITECTURE, "lora": {"r": 4}}, "precision": {"frozen": "bfloat16"}},
     ],
-    ids=["adamw", "sgd", "bfloat16", "frozen", "lora"],
+    ids=["adamw", "sgd", "own", "bfloat16", "frozen", "lora"],
 )
 def test_the_bytes_are_those_that_rest(sections: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """On an engine, after it has made all of them: the bound is exact for one device."""
@@ -117,13 +118,15 @@ def test_the_bytes_are_those_that_rest(sections: dict[str, Any], caplog: pytest.
         training = build_training(settings, backend, VOCABULARY)
         model = build_model(settings.model, settings.precision, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY).model
         groups = [{"params": [fqn for fqn, weight in model.named_parameters() if weight.requires_grad]}]
-        need = memory_need(model, make_optimizer(settings.optim), groups, eager=True)
+        own = settings.optim.factory is not None
+        need = memory_need(model, make_optimizer(settings.optim), groups, eager=True, own=own)
         weights = list(training.model.parameters())
         trained = [weight for weight in weights if weight.requires_grad]
         states = [value for state in training.optimizer.state.values() for value in state.values()]
         assert need.weights == sum(weight.nbytes for weight in weights)
         assert need.gradients == sum(weight.nbytes for weight in trained)
         assert need.optimizer == sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+        assert need.copies == (need.weights + need.optimizer if own else 0), "such an optimizer can't skip a step"
     (line,) = [record.getMessage() for record in caplog.records if "parameters" in record.getMessage()]
     assert str(need) in line
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
-from portable_fsdp.backends.nested import Replacement, kept_by, tensors_in
+from portable_fsdp.backends.nested import Replacement, grad_tensors, tensors_in, tensors_of_modules
 from portable_fsdp.runtime.errors import BackendError
 
 _CAUSES = {
@@ -79,8 +79,7 @@ class Boundary:
     def _enter(self, args: Any, kwargs: Any) -> Any:
         """The arguments for the unit's forward."""
         self._arguments = args, kwargs
-        entering = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if torch.is_grad_enabled() and entering:
+        if torch.is_grad_enabled() and (entering := grad_tensors((args, kwargs))):
             inside = cast("tuple[Tensor, ...]", cast(Any, RegisterPostBackwardFunction).apply(self._group, *entering))
             by_id = {id(tensor): new for tensor, new in zip(entering, inside, strict=True)}
             self._outside = {id(tensor) for new in inside for tensor in (new, new._base)}
@@ -94,14 +93,15 @@ class Boundary:
         if torch.is_grad_enabled():
             self._modules = self._modules or [*self._own_modules()]
             number = cast(Any, torch.autograd)._get_sequence_nr()  # that of the next node
-            for tensor in tensors_in((output, self._arguments, kept_by(self._modules))):
+            for tensor in tensors_in((output, self._arguments, tensors_of_modules(self._modules))):
                 # A change in place of a view replaces the view's node in the graph, but not that of its base.
                 for made in (tensor._base, tensor):
                     if made is not None and made.grad_fn is not None and id(made) not in self._outside:
                         made.register_hook(self._state._pre_backward)
                         # Backward runs what is ready in the reverse order of these numbers: nothing of the unit before.
-                        if made.grad_fn._sequence_nr() < number - 1:
-                            cast(Any, made.grad_fn)._set_sequence_nr(number)
+                        node = cast(Any, made.grad_fn)
+                        if node._sequence_nr() < number - 1:
+                            node._set_sequence_nr(number)
         self._arguments, self._outside = (), set()
         self._replaced = Replacement(lambda tensor: tensor)
         return output

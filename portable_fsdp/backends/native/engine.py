@@ -317,8 +317,8 @@ class NativeBackend(base.Backend):
         return torch.stack(norms).to(self.device).square().sum()
 
     def _sum_over_shards(self, value: Tensor) -> Tensor:
-        """Of a 0-dim tensor. Replicas must get equal bits, so their groups add up in one order, which a reduction of
-        NCCL's takes from each host's topology."""
+        """Sum a scalar over the shards, in a fixed order: NCCL's depends on each host's topology, and replicas must get
+        identical bits."""
         group = self._shard.get_group()
         if self.axes["replicate"] == 1:
             dist.all_reduce(value, group=group)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from portable_fsdp.backends.native.units import require_unchanged
-from portable_fsdp.backends.nested import tensors_in
+from portable_fsdp.backends.nested import grad_tensors
 
 
 class _HostCopy:
@@ -58,7 +58,7 @@ class _HostCopy:
 
 
 class ActivationOffload:
-    """Of one model on one device. `host_bytes`: the most that lay on the host."""
+    """Offloads the activations of one model on one device. `host_bytes`: the peak on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -72,7 +72,7 @@ class ActivationOffload:
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Masks and rotary embeddings, which all layers share, need no gradient.
-        inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
+        inputs = {tensor.untyped_storage()._cdata for tensor in grad_tensors((args, kwargs))}
         # Hooks that are inside others replace them: what isn't ours goes to those.
         outer = cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True)
 

@@ -132,14 +132,14 @@ class Peers:
             thread.start()
 
     def meet(self) -> Any:
-        """The store for torch's process group, private to this start: torchrun keeps one store over its restarts.
+        """Wait for process 0, then return the store for torch's process group. Raises TrainingError on a timeout.
 
-        Returns once process 0 has joined; raises TrainingError if it never does.
+        A prefix makes it private to this start: torchrun keeps one store over its restarts.
         """
         start = self._self.id
         if self._index != 0:
             if not self._joined.wait(self._limit.total_seconds()):
-                raise TrainingError(f"process 0 did not come within {self._limit.total_seconds():.0f} s to {_store()}")
+                raise TrainingError(f"process 0 did not join {_store()} within {self._limit.total_seconds():.0f} s")
             start = cast(Heartbeat, self._peers[0].beat).id
         return dist.PrefixStore(f"portable_fsdp/{start}", self._group_store)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -269,7 +269,7 @@ class Peers:
         """Warn when the run waits although no process is lost."""
         missing = ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None)
         if missing and self._joining.is_due(elapsed_s):
-            message = f"waiting for process {missing}, not come after {self._joining.waited_s:.0f} s to {_store()}"
+            message = f"waiting for process {missing}, which did not join {_store()} in {self._joining.waited_s:.0f} s"
             if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
                 message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
             self._warn(message)
@@ -293,7 +293,7 @@ class Peers:
         to_stderr(printable(message))  # it quotes what others wrote to the store
 
     def _all_heartbeats(self) -> dict[int, Heartbeat]:
-        """Those of all processes that the store gives within some seconds."""
+        """The heartbeats that the store returns within some seconds."""
         beats: dict[int, Heartbeat] = {}
 
         def ask() -> None:

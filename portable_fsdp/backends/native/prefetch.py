@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.native.units import UnitGroup
-from portable_fsdp.backends.nested import tensors_in
+from portable_fsdp.backends.nested import grad_tensors
 
 
 class Prefetch:
@@ -47,7 +47,7 @@ class Prefetch:
             def ended(_: nn.Module, __: Any, output: Any, group: UnitGroup = group) -> None:
                 if not torch.is_grad_enabled():  # an evaluation says nothing of backward
                     return
-                if _grad_tensors(output):
+                if grad_tensors(output):
                     self._ended.append(group)
                 if group is self._units[0]:
                     self._arrange()
@@ -91,7 +91,7 @@ class Prefetch:
 
         def watch_input(_: nn.Module, args: Any, kwargs: Any) -> None:
             # FSDP2's own hook ran before this one, and reduces when the tensor that it passed on gets its gradient.
-            for tensor in _grad_tensors((args, kwargs))[:1]:
+            for tensor in grad_tensors((args, kwargs))[:1]:
                 tensor.register_hook(gather)
 
         cast(nn.Module, unit).register_forward_pre_hook(watch_input, with_kwargs=True)
@@ -99,7 +99,3 @@ class Prefetch:
 
 def _modules(units: list[UnitGroup]) -> list[FSDPModule]:
     return [module for group in units for module in (group.unit, *group.inside)]
-
-
-def _grad_tensors(values: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(values) if tensor.requires_grad]

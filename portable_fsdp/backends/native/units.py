@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from portable_fsdp.backends.base import ShardPolicy, dropouts, output_head, parameter_slots
 from portable_fsdp.backends.native.boundary import Boundary
 from portable_fsdp.backends.native.scalars import cast_scalars
-from portable_fsdp.backends.nested import Replacement, floats_in, taken_apart
+from portable_fsdp.backends.nested import Replacement, flatten, floats_in
 from portable_fsdp.backends.weight_uses import dtype_of, in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
 
@@ -128,7 +128,7 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Of its class, or what replaced it, with the module as its first argument: equal for equal layers."""
+    """The forward of its class, or its replacement, with the module as first argument: equal for equal layers."""
     forward = module.forward
     return forward.__func__ if isinstance(forward, MethodType) else lambda _, *args, **named: forward(*args, **named)
 
@@ -174,11 +174,11 @@ def _recomputed(
         if torch.compiler.is_compiling():
             return checkpoint(forward, self, *args, **options, **kwargs)
         first = [(args, kwargs)]  # what the layer changes in them is changed for its caller
-        tensors, again = taken_apart((args, kwargs))
+        tensors, unflatten = flatten((args, kwargs))
         del args, kwargs  # autograd's hooks decide where the second run's inputs are
 
         def forward_of_tensors(*tensors: Tensor) -> Any:
-            args, kwargs = first.pop() if first else again(tensors)
+            args, kwargs = first.pop() if first else unflatten(tensors)
             return forward(self, *args, **kwargs)
 
         return checkpoint(forward_of_tensors, *tensors, **options)
@@ -291,7 +291,7 @@ def _gather_order(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """With their values. Before `shard_units`: fully_shard would move them by `.data`, which no TPU tensor takes."""
+    """Move buffers, with their values, before `shard_units`: fully_shard sets `.data`, which no TPU tensor takes."""
     for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
         if not buffer.is_meta:
             owner, _, leaf = fqn.rpartition(".")

@@ -69,13 +69,7 @@ class XlaBackend(PjrtBackend):
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
 
-    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        if error is None:  # else what a failed step has left would be compiled
-            self._tensors.wait()
-        super().__exit__(kind, error, where)
-
     def close(self) -> None:
-        self._bridge._xla_wait_device_ops(devices=[])
         super().close()
         if self._owns_group:
             dist.destroy_process_group()

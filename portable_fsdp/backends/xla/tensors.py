@@ -49,10 +49,6 @@ class Tensors(Compiles, Protocol):
         """A tensor of this host's rows, as part of a global one."""
         ...
 
-    def wait(self) -> None:
-        """For all programs that were started."""
-        ...
-
 
 class DeviceTensors(Programs):
     """On the devices of this process, as parts of a mesh over all processes."""
@@ -63,7 +59,6 @@ class DeviceTensors(Programs):
 
         super().__init__("xla")
         self.torus, self.for_tpu = torus, for_tpu
-        self._xla: Any = torch_xla
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         self._spmd: Any = spmd
         self._mesh, self._shards, self._processes = mesh, shards, processes
@@ -91,9 +86,6 @@ class DeviceTensors(Programs):
         sharding = self._spmd.ShardingSpec(self._mesh, spec, minibatch=self._processes > 1)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [sharding.xla_spec(tensor)])
         return placed
-
-    def wait(self) -> None:
-        self._xla.sync(wait=True)
 
 
 class Layouts:

@@ -64,15 +64,6 @@ class XlaFsdp1Backend(PjrtBackend):
         self._roots: dict[nn.Module, Any] = {}  # model -> its root unit
         self._shards_of: dict[nn.Module, dict[str, Shard]] = {}
 
-    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        if error is None:  # else what a failed step has left would be compiled
-            self._xla.sync(wait=True)  # nothing is left for the next engine's first program
-        super().__exit__(kind, error, where)
-
-    def close(self) -> None:
-        self._bridge._xla_wait_device_ops(devices=[])
-        super().close()
-
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
@@ -279,7 +270,7 @@ class XlaFsdp1Backend(PjrtBackend):
         return states
 
     def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[base.Piece]:
-        """Those of one parameter, from the flat shard that holds it."""
+        """The pieces of one parameter, from the flat shard that holds it."""
         number = self._replica if self._replicas > 1 else None
         return [
             base.Piece(
