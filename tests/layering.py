@@ -185,7 +185,7 @@ SHARED_BY_ENGINES = {
     f"{PACKAGE}.backends.pjrt_program": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
     f"{PACKAGE}.backends.pjrt_options": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
     f"{PACKAGE}.backends.weight_uses": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
-    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("nested", "options", "open", "support", "verdicts")},
+    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("nested", "options", "open", "support")},
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
 
