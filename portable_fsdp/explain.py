@@ -28,9 +28,8 @@ from portable_fsdp.config.describe import (
 from portable_fsdp.config.load import Loaded, read_config
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
-from portable_fsdp.convert.facts import KeyEntry
+from portable_fsdp.convert.facts import Import, KeyEntry
 from portable_fsdp.convert.launcher import check_launcher_facts
-from portable_fsdp.convert.translation import origin, translation, unsaid
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
@@ -286,6 +285,51 @@ def _json_of_table(answers: Answers) -> str:
         for option, lines in answers.items()
     }
     return json.dumps({"options": options}, indent=2)
+
+
+# ------------------------------------------------------------------------------------------------------- imports
+
+
+def translation(loaded: Loaded) -> str:
+    """YAML of every option that is not left to its default; `load_config` reads it back to an equal Config.
+
+    Above each key stands where it came from; at the end, as comments, what the imports say that no option does.
+    """
+    values = loaded.config.model_dump()
+    lines: list[str] = []
+    section = ""
+    for option in option_names():
+        if option not in loaded.origins:
+            continue
+        name, _, key = option.partition(".")
+        if name != section:
+            section = name
+            lines += ["", f"{name}:"]
+        lines += [f"  # {line}" for line in origin(loaded, option).splitlines()]
+        lines.append(f"  {key}: {yaml_value(values[name][key])}")
+    for imported in loaded.imports:
+        lines += ["", *(f"# {line}" for line in unsaid(imported))]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def origin(loaded: Loaded, option: str) -> str:
+    """`accelerate.yaml:12: mixed_precision: bf16 (why)`, or just file:line, or the override."""
+    where = loaded.origins.get(option, "default")
+    for imported in loaded.imports:
+        setting = imported.settings.get(option)
+        if setting is not None and setting.origin == where:
+            return setting.quote + (f" ({setting.remark})" if setting.remark else "")
+    return where
+
+
+def unsaid(imported: Import) -> Iterator[str]:
+    """A line for each key of an import that sets no option: the launcher decides, and what isn't needed."""
+    for title, keys in (("the launcher decides", imported.launcher), ("sets nothing", imported.not_needed)):
+        if keys:
+            yield f"{imported.path}: {title}:"
+        for note in keys:
+            line = f"{note.where.rpartition(':')[2]}: " if note.where != str(imported.path) else ""
+            yield f"  {line}{note.key}: {' '.join(note.text.split())}: {note.remark}"
 
 
 if __name__ == "__main__":
