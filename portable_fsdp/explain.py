@@ -1,7 +1,7 @@
 """What each engine does with each option: `python -m portable_fsdp.explain --config=run.yaml --device=tpu`.
 
 Without a config it prints the whole table: each option, and when it is honoured, delegated or refused. It reads
-backends/<engine>/options.py and config/rules.py, imports no torch and looks at no device.
+config/schema.py, config/rules.py and backends/<engine>/options.py, imports no torch and looks at no device.
 """
 
 import argparse
@@ -9,20 +9,27 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
-from portable_fsdp.backends.support import require_supported, rules_of
-from portable_fsdp.backends.verdicts import Verdict, effects_of, verdicts
-from portable_fsdp.config.describe import expected, fields, key_name, nearest, option_names, shortened, yaml_value
+from portable_fsdp.backends.support import Verdict, lines_of, require_supported, verdicts
+from portable_fsdp.config.describe import (
+    description_of,
+    expected,
+    fields,
+    key_name,
+    nearest,
+    option_names,
+    shortened,
+    value_of,
+    yaml_value,
+)
 from portable_fsdp.config.load import Loaded, read_config
-from portable_fsdp.config.rules import Deployment, Effect, Rule
+from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
-from portable_fsdp.convert.facts import KeyEntry
+from portable_fsdp.convert.facts import Import, KeyEntry
 from portable_fsdp.convert.launcher import check_launcher_facts
-from portable_fsdp.convert.translation import origin, translation, unsaid
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
@@ -37,13 +44,8 @@ EXIT_CODES = (
 WIDTH = 120
 
 
-class Line(NamedTuple):
-    """What engines do with an option: with any value, or in the case of `case`."""
-
-    engines: tuple[str, ...]
-    kind: str
-    case: str
-    text: str
+Answers = dict[str, dict[Verdict, list[str]]]
+"""Option -> what engines do with it -> these engines."""
 
 
 def _parser() -> CommandParser:
@@ -101,6 +103,7 @@ def _explain(options: argparse.Namespace) -> str:
     imports: list[str] = options.imports
     overrides = [word for word in options.words if "=" in word]
     requested = tuple(option for word in options.words if "=" not in word for option in _options_of(word))
+    shown = requested or option_names()
     if options.strict:
         deployments = [_sole_deployment(options, deployments)]
     if options.config is None and not imports:
@@ -108,8 +111,9 @@ def _explain(options: argparse.Namespace) -> str:
             raise ConfigError(f"override '{overrides[0]}': expected --config too.")
         if options.write:
             raise ConfigError(f"--write={options.write}: expected --config or --import too.")
-        table = {option: list(_lines_of(option, deployments)) for option in requested or option_names()}
-        return _json_of_table(table) if options.json else _text_of_table(table, documented=bool(requested))
+        lines = {d: [line for option in shown for line in lines_of(d.engine, option)] for d in deployments}
+        answers = _answers(shown, lines)
+        return _json_of_table(answers) if options.json else "\n".join(_text(answers, deployments, bool(requested)))
     loaded = read_config(
         options.config or imports[0], overrides, imports if options.config else imports[1:], os.environ
     )
@@ -117,9 +121,12 @@ def _explain(options: argparse.Namespace) -> str:
         _require_accepted(loaded, deployments[0])
     if options.write:
         _write(Path(options.write), translation(loaded))
-    shown = requested or option_names()
-    judged = {d: [v for v in verdicts(loaded.config, d) if v.option in shown] for d in deployments}
-    return _json_of_config(judged, loaded) if options.json else _text_of_config(judged, loaded, bool(requested))
+    answers = _answers(shown, {d: verdicts(loaded.config, d) for d in deployments})
+    if options.json:
+        return _json_of_config(answers, deployments, loaded)
+    where = ", ".join(f"{d.engine} on {d.device}" for d in deployments) + _counts(deployments[0])
+    also = [line for imported in loaded.imports for line in ("", *unsaid(imported))]
+    return "\n".join([where, "", *_text(answers, deployments, bool(requested), loaded), *also])
 
 
 def _options_of(word: str) -> tuple[str, ...]:
@@ -196,24 +203,33 @@ def _require_accepted(loaded: Loaded, deployment: Deployment) -> None:
     require_supported(loaded.config, deployment)
 
 
-# ------------------------------------------------------------------------------------------------------- a config
+# --------------------------------------------------------------------------------------------------------- answers
 
 
-def _text_of_config(judged: dict[Deployment, list[Verdict]], loaded: Loaded, documented: bool) -> str:
-    deployments = list(judged)
-    lines = [", ".join(f"{d.engine} on {d.device}" for d in deployments) + _counts(deployments[0]), ""]
-    for row in zip(*judged.values(), strict=True):
-        lines += _value_and_origin(row[0].option, row[0].value, origin(loaded, row[0].option))
+def _answers(options: tuple[str, ...], lines: Mapping[Deployment, Sequence[Verdict]]) -> Answers:
+    answers: Answers = {option: {} for option in options}
+    for deployment, line in ((place, line) for place in lines for line in lines[place]):
+        if line.option in answers:
+            answers[line.option].setdefault(line, []).append(deployment.engine)
+    return answers
+
+
+def _text(
+    answers: Answers, deployments: list[Deployment], documented: bool, loaded: Loaded | None = None
+) -> Iterator[str]:
+    """The lines of each option, refusals last; with its value where a config is `loaded`."""
+    for option, lines in answers.items():
+        if loaded is None:
+            yield option
+        else:
+            yield from _value_and_origin(option, value_of(loaded.config, option), origin(loaded, option))
         if documented:
-            lines.append(_documentation(row[0].option))
-        same: dict[tuple[str, str], list[str]] = {}
-        for deployment, verdict in zip(deployments, row, strict=True):
-            same.setdefault((verdict.kind, verdict.text), []).append(deployment.engine)
-        for (kind, text), engines in same.items():
-            lines.append(_entry(tuple(engines), kind, text, len(deployments)))
-    for imported in loaded.imports:
-        lines += ["", *unsaid(imported)]
-    return "\n".join(lines)
+            yield _documentation(option)
+        for line, engines in sorted(lines.items(), key=lambda item: item[0].kind == "refused"):
+            who = "all engines" if len(engines) == len(deployments) > 1 else ", ".join(engines)
+            text = "" if documented and line.text == description_of(option) else line.text
+            words = f"{who:<18} {line.kind:<10} {f'{line.case}: ' * bool(line.case)}{text}"
+            yield textwrap.fill(words, WIDTH, initial_indent="  ", subsequent_indent=" " * 32)
 
 
 def _value_and_origin(option: str, value: object, where: str) -> list[str]:
@@ -229,22 +245,19 @@ def _counts(deployment: Deployment) -> str:
     return f"; {deployment.devices} device(s) of {deployment.hosts} host(s)"
 
 
-def _entry(engines: tuple[str, ...], kind: str, text: str, shown: int) -> str:
-    who = "all engines" if len(engines) == shown > 1 else ", ".join(engines)
-    return textwrap.fill(f"{who:<18} {kind:<10} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32)
-
-
-def _json_of_config(judged: dict[Deployment, list[Verdict]], loaded: Loaded) -> str:
+def _json_of_config(answers: Answers, deployments: list[Deployment], loaded: Loaded) -> str:
     options = {
-        row[0].option: {
-            "value": row[0].value,
-            "origin": origin(loaded, row[0].option),
+        option: {
+            "value": value_of(loaded.config, option),
+            "origin": origin(loaded, option),
             "engines": {
-                d.engine: {"verdict": verdict.kind, "text": verdict.text}
-                for d, verdict in zip(judged, row, strict=True)
+                d.engine: {"verdict": line.kind, "text": line.text}
+                for d in deployments
+                for line, engines in lines.items()
+                if d.engine in engines
             },
         }
-        for row in zip(*judged.values(), strict=True)
+        for option, lines in answers.items()
     }
     imports = [
         {
@@ -254,7 +267,7 @@ def _json_of_config(judged: dict[Deployment, list[Verdict]], loaded: Loaded) -> 
         }
         for imported in loaded.imports
     ]
-    places = [{"engine": d.engine, "device": d.device, "devices": d.devices, "hosts": d.hosts} for d in judged]
+    places = [{"engine": d.engine, "device": d.device, "devices": d.devices, "hosts": d.hosts} for d in deployments]
     return json.dumps({"places": places, "options": options, "imports": imports}, indent=2)
 
 
@@ -263,42 +276,60 @@ def _json_of_key(entry: KeyEntry) -> dict[str, str]:
     return dict(zip(("key", "typed", "where", "reason", "fact"), values, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------ the table
-
-
-def _lines_of(option: str, deployments: list[Deployment]) -> Iterator[Line]:
-    """The effects and rules of an option on these engines; one line where engines share it."""
-    engines_of: dict[Effect | Rule, list[str]] = {}
-    for tables in (effects_of, rules_of):
-        for deployment in deployments:
-            for row in tables(deployment.engine):
-                engines_of.setdefault(row, []).append(deployment.engine)
-    for row, engines in engines_of.items():
-        if isinstance(row, Rule):
-            if row.option == option:
-                when = "" if row.when else " (checked when the model is built)"
-                yield Line(tuple(engines), "refused", row.case, row.reason + when)
-        elif cases := [name.partition("=")[2] for name in row.options if name.partition("=")[0] == option]:
-            yield Line(tuple(engines), row.kind, ", ".join(case for case in cases if case), row.what)
-
-
-def _text_of_table(table: dict[str, list[Line]], *, documented: bool) -> str:
-    shown = len({engine for lines in table.values() for line in lines for engine in line.engines})
-    text: list[str] = []
-    for option, lines in table.items():
-        text.append(option)
-        text += [_documentation(option)] if documented else []
-        text += [
-            _entry(line.engines, line.kind, f"{line.case}: {line.text}" if line.case else line.text, shown)
-            for line in lines
+def _json_of_table(answers: Answers) -> str:
+    options = {
+        option: [
+            {"engines": engines, "kind": line.kind, "case": line.case, "text": line.text}
+            for line, engines in lines.items()
         ]
-    return "\n".join(text)
+        for option, lines in answers.items()
+    }
+    return json.dumps({"options": options}, indent=2)
 
 
-def _json_of_table(table: dict[str, list[Line]]) -> str:
-    return json.dumps(
-        {"options": {option: [line._asdict() for line in lines] for option, lines in table.items()}}, indent=2
-    )
+# ------------------------------------------------------------------------------------------------------- imports
+
+
+def translation(loaded: Loaded) -> str:
+    """YAML of every option that is not left to its default; `load_config` reads it back to an equal Config.
+
+    Above each key stands where it came from; at the end, as comments, what the imports say that no option does.
+    """
+    values = loaded.config.model_dump()
+    lines: list[str] = []
+    section = ""
+    for option in option_names():
+        if option not in loaded.origins:
+            continue
+        name, _, key = option.partition(".")
+        if name != section:
+            section = name
+            lines += ["", f"{name}:"]
+        lines += [f"  # {line}" for line in origin(loaded, option).splitlines()]
+        lines.append(f"  {key}: {yaml_value(values[name][key])}")
+    for imported in loaded.imports:
+        lines += ["", *(f"# {line}" for line in unsaid(imported))]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def origin(loaded: Loaded, option: str) -> str:
+    """`accelerate.yaml:12: mixed_precision: bf16 (why)`, or just file:line, or the override."""
+    where = loaded.origins.get(option, "default")
+    for imported in loaded.imports:
+        setting = imported.settings.get(option)
+        if setting is not None and setting.origin == where:
+            return setting.quote + (f" ({setting.remark})" if setting.remark else "")
+    return where
+
+
+def unsaid(imported: Import) -> Iterator[str]:
+    """A line for each key of an import that sets no option: the launcher decides, and what isn't needed."""
+    for title, keys in (("the launcher decides", imported.launcher), ("sets nothing", imported.not_needed)):
+        if keys:
+            yield f"{imported.path}: {title}:"
+        for note in keys:
+            line = f"{note.where.rpartition(':')[2]}: " if note.where != str(imported.path) else ""
+            yield f"  {line}{note.key}: {' '.join(note.text.split())}: {note.remark}"
 
 
 if __name__ == "__main__":

@@ -180,11 +180,11 @@ def imports_upwards(modules: Modules) -> list[str]:
 SHARED_BY_ENGINES = {
     # One runtime, torch_xla's, is under both engines.
     f"{PACKAGE}.backends.pjrt": [f"{PACKAGE}.backends.{name}" for name in ("xla", "xla_fsdp1")],
-    **{f"{PACKAGE}.backends.{name}": [f"{PACKAGE}.backends.pjrt"] for name in ("pjrt_profile", "pjrt_recurrent")},
+    f"{PACKAGE}.backends.pjrt_recurrent": [f"{PACKAGE}.backends.pjrt"],
     f"{PACKAGE}.backends.pjrt_program": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
     f"{PACKAGE}.backends.pjrt_options": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
     f"{PACKAGE}.backends.weight_uses": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
-    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("nested", "options", "open", "support", "verdicts")},
+    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("nested", "options", "open", "support")},
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from portable_fsdp import explain, launch, sample
 from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
-from portable_fsdp.backends.verdicts import verdicts
+from portable_fsdp.backends.support import verdicts
 from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.layout import check_batch

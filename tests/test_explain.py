@@ -192,7 +192,7 @@ def test_a_key_is_explained_by_its_documentation_and_a_section_by_its_keys(capsy
     assert explained(capsys, "optim.lr").splitlines() == [
         "optim.lr",
         "  peak learning rate (a number > 0; default 0.0003)",
-        "  all engines        honoured   the learning rate of each step, computed on the host",
+        "  all engines        honoured",
     ]
     section = explained(capsys, "checkpoint").splitlines()
     keys = [name for name in option_names() if name.startswith("checkpoint.")]

@@ -22,17 +22,17 @@ class Package(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """One engine. `support.py` adds the rules and effects that all engines share (`config/rules.py`)."""
+    """One engine. `support.py` adds the rules that all engines share (`config/rules.py`)."""
 
     engine: str  # "module:class", imported when the engine is opened
     packages: Mapping[str, Package]  # device -> what it needs there; the devices that it has
     example_device: str  # `explain` shows its options on this device by default
     rules: tuple[Rule, ...]
-    effects: Mapping[str, str]
-    """`section.key`, `section.key|key` or `section.key=value|value` -> what the engine does with it."""
     processes: ProcessCount
     launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
     prepare_start: Callable[[str, int, Mapping[str, str]], Hosts | None] = lambda device, processes, environ: None
     """(device, processes of this host, environment), in the process that starts them -> where several hosts meet."""
-    delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # as `effects`; the engine decides by itself
+    notes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """`section.key` or `section.key=value` -> what the engine does, where the schema's description doesn't tell it."""
+    delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # `section.key` -> what decides in its place
     other_devices: Mapping[str, str] = field(default_factory=dict[str, str])  # device -> why not, and the way out

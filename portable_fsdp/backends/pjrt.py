@@ -7,12 +7,13 @@ Only functions import torch_xla: at import it reads the environment variables th
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,12 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
+from portable_fsdp.metrics.profile import Operation
 from portable_fsdp.runtime.errors import BackendError
-
-if TYPE_CHECKING:
-    from portable_fsdp.metrics.profile import Operation
 
 log = logging.getLogger("portable_fsdp")
 
+_COLLECTIVE = re.compile(r"%?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-[a-z]+)\b")
 _LOWERING = Lock()  # devices may be threads
 
 
@@ -121,10 +121,17 @@ class PjrtBackend(Backend):
     def compilations(self) -> int:
         return self._programs.compilations
 
-    def start_trace(self, folder: Path) -> Callable[[], Callable[[], "list[Operation]"]]:
-        from portable_fsdp.backends.pjrt_profile import start_trace
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
+        """The trace is for xprof."""
+        import torch_xla.debug.profiler as profiler
 
-        return start_trace(folder)
+        cast(Any, profiler).start_trace(str(folder))
+
+        def stop() -> Callable[[], list[Operation]]:
+            cast(Any, profiler).stop_trace()
+            return lambda: [operation for path in folder.rglob("*.xplane.pb") for operation in _operations(path)]
+
+        return stop
 
     def _whole_piece(self, tensor: Tensor) -> list[Piece]:
         """What isn't sharded, of which process 0 writes a copy."""
@@ -339,3 +346,25 @@ def is_float(value: Any) -> bool:
 
 def wants_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _operations(path: Path) -> Iterator[Operation]:
+    """Those of compiled programs. PJRT's CPU devices share their threads, and so count as one device."""
+    from jax.profiler import ProfileData
+
+    for plane in cast(Any, ProfileData).from_file(str(path)).planes:
+        is_device = plane.name.startswith("/device:")
+        # A device's other lines hold its steps and programs, over the same times.
+        for line in (line for line in plane.lines if not is_device or line.name.endswith("XLA Ops")):
+            for event in line.events:
+                stats, collective = dict(event.stats), _COLLECTIVE.match(event.name)
+                if is_device or "hlo_op" in stats:
+                    yield Operation(
+                        collective[1].replace("-", "_") if collective else event.name,
+                        "communication" if collective else "compute",
+                        event.start_ns / 1e9,
+                        event.duration_ns / 1e9,
+                        line.name,
+                        plane.name if is_device else "cpu",
+                        str(stats.get("hlo_module", "")),
+                    )

@@ -46,23 +46,21 @@ RULES = (
     ),
 )
 
-EFFECTS = {
-    "data.packing=documents": (
-        "the same rows on every engine; layers compare the documents' numbers, which keeps documents apart"
-    ),
-    "precision.matmul": "XLA's matmul precision, while the backend is open",
-    "memory.gradient_checkpointing=full|selective": "torch_xla's checkpoint around a layer's forward",
-    "memory.every|classes": "torch_xla's checkpoint around the forward of a layer, or of a module of these classes",
-    "compile.cache_dir=null": "each start compiles again: torch_xla 2.9 cannot load a compiled program",
-    "memory.save_ops=[]": "a recomputed layer runs again",
+NOTES = {
+    "compile.cache_dir": "each start compiles again: torch_xla 2.9 cannot load a compiled program",
     "memory.budget": "not read: gradient_checkpointing=budget is refused",
 }
 
+_GATHERS = "XLA's scheduler starts gathers"
+_COMPILES = "XLA compiles the whole step in any case"
 DELEGATED = {
     "run.peer_timeout_s": "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
-    "sharding.forward_prefetch|backward_prefetch|backward_prefetch_units": "XLA's scheduler starts gathers",
+    "sharding.forward_prefetch": _GATHERS,
+    "sharding.backward_prefetch": _GATHERS,
+    "sharding.backward_prefetch_units": _GATHERS,
     "sharding.sync_each_micro_batch": "the program of a micro batch sums its gradients",
-    "compile.enabled|backend": "XLA compiles the whole step in any case",
+    "compile.enabled": _COMPILES,
+    "compile.backend": _COMPILES,
 }
 
 
@@ -70,12 +68,7 @@ class TorchXlaOptions(EngineOptions):
     """What an engine of torch_xla declares by itself; the rest is the same for both."""
 
     def __init__(
-        self,
-        engine: str,
-        *,
-        rules: tuple[Rule, ...],
-        effects: Mapping[str, str],
-        processes: ProcessCount,
+        self, engine: str, *, rules: tuple[Rule, ...], processes: ProcessCount, notes: Mapping[str, str] = {}
     ) -> None:
         super().__init__(
             engine=engine,
@@ -85,7 +78,7 @@ class TorchXlaOptions(EngineOptions):
             },
             example_device="tpu",
             rules=(*RULES, *rules),
-            effects={**EFFECTS, **effects},
+            notes={**NOTES, **notes},
             delegated=DELEGATED,
             processes=processes,
             launcher_counts_devices=False,

@@ -1,19 +1,83 @@
-"""The options of a config that an engine refuses, each with the reason and the way out.
+"""What an engine does with each option: honoured, delegated, or refused with the reason and the way out.
 
-A backend calls `require_supported` while it opens; `verdicts.py` has what becomes of the other options. Imports no
-engine and no torch.
+Numerics and memory are honoured or refused. An engine may decide by itself what concerns speed alone, and how long it
+waits for a lost process: that is delegated. A backend calls `require_supported` while it opens, `explain` shows
+`verdicts`. Imports no engine and no torch.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.config.describe import section_model, value_of, with_value, yaml_value
+from portable_fsdp.config.describe import (
+    default_of,
+    description_of,
+    option_names,
+    section_model,
+    value_of,
+    with_value,
+    yaml_value,
+)
 from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.rules import RULES, Deployment, Refused, Rule
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.runtime.errors import BackendError, ConfigError
+
+Kind = Literal["honoured", "delegated", "refused"]
+
+
+class Verdict(NamedTuple):
+    """What an engine does with an option: with the value of a config, or in the case of a table's line."""
+
+    option: str  # `section.key`
+    kind: Kind
+    text: str  # what the engine does, or the reason, and in a config the way out
+    case: str = ""  # a value, or when a rule applies
+
+
+def verdicts(config: Config, deployment: Deployment) -> tuple[Verdict, ...]:
+    """One for each option of the config, in the schema's order."""
+    refused: dict[str, list[str]] = {}
+    for rule in refusals(config, deployment):
+        refused.setdefault(rule.option, []).append(f"{rule.case}: {reason_of(rule, config, deployment, ' ')}")
+    if batch := batch_problem(config, deployment.devices):
+        refused["train.global_batch"] = [" ".join(batch.removeprefix("train.global_batch: ").split())]
+    return tuple(
+        Verdict(option, "refused", " ".join(refused[option]))
+        if option in refused
+        else _taken(config, deployment.engine, option)
+        for option in option_names()
+    )
+
+
+def _taken(config: Config, engine: str, option: str) -> Verdict:
+    value, lines = value_of(config, option), lines_of(engine, option)
+    taken = {line.case: line for line in lines if line.kind != "refused"}
+    line = (taken.get(yaml_value(value) if len(taken) > 1 else "") or taken[""])._replace(case="")
+    if value == default_of(option):
+        return line
+    later = [rule.case for rule in rules_of(engine) if rule.option == option and rule.when is None]
+    cases = "; ".join(f"refused {case}" for case in later)
+    return line._replace(text=f"{line.text}; {cases}: checked when the model is built") if later else line
+
+
+@cache
+def lines_of(engine: str, option: str) -> tuple[Verdict, ...]:
+    """What an engine does with any value of an option, with some values, and in the cases in which it refuses it."""
+    options, rules = options_of(engine), [rule for rule in rules_of(engine) if rule.option == option]
+    only = next((f"{rule.only} is the only value" for rule in rules if rule.only), "")
+    delegated, note = options.delegated.get(option), options.notes.get(option)
+    text = delegated or note or only or description_of(option)
+    values = [(key.partition("=")[2], text) for key, text in options.notes.items() if key.startswith(f"{option}=")]
+    return (
+        Verdict(option, "delegated" if delegated else "honoured", text),
+        *(Verdict(option, "honoured", text, value) for value, text in values),
+        *(
+            Verdict(option, "refused", rule.reason + " (checked when the model is built)" * (not rule.when), rule.case)
+            for rule in rules
+        ),
+    )
 
 
 def require_supported(config: Config, deployment: Deployment) -> None:

@@ -4,24 +4,10 @@ import itertools
 import re
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Le, Lt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, field_validator, model_validator
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 
 from portable_fsdp.runtime.factory import FACTORY_PATTERN
-
-
-def _float_from_yaml(value: object) -> object:
-    """YAML 1.1 reads `3e-4` (no dot) as a string; take it as the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-Float = Annotated[float, BeforeValidator(_float_from_yaml)]
-DecayRate = Annotated[float, BeforeValidator(_float_from_yaml), Ge(0), Lt(1)]
 
 
 class Section(BaseModel):
@@ -120,7 +106,7 @@ MOST_BUCKETS, MOST_WORKERS = 16, 64
 class MixtureSource(Documents):
     """One source of a mixture."""
 
-    weight: Float = Field(
+    weight: float = Field(
         default=1.0, gt=0, description="its share of the rows relative to the other weights, rounded to 1/1000"
     )
 

@@ -45,6 +45,11 @@ def option_names() -> tuple[str, ...]:
     return tuple(key_name(key) for key in _known() if len(key) == 2)
 
 
+def description_of(option: str) -> str:
+    """What `section.key` means."""
+    return _known()[tuple(option.split("."))].description or ""
+
+
 def value_of(config: Config, option: str) -> Any:
     """The value of `section.key`."""
     section, _, key = option.partition(".")

@@ -1,16 +1,14 @@
-"""Rules that no engine owns: configs that contradict themselves, and options that every engine treats alike.
+"""Rules that no engine owns: configs that contradict themselves.
 
 Each engine's own rules are in `backends/<engine>/options.py`; `backends/support.py` checks a config against both.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from portable_fsdp.config.describe import default_of, value_of, yaml_value
 from portable_fsdp.config.schema import Compile, Config, Optim
-
-Kind = Literal["honoured", "delegated", "refused"]
 
 
 class Deployment(NamedTuple):
@@ -38,6 +36,7 @@ class Rule:
     when: When | None
     reason: str
     ways: tuple[str, ...] | Callable[[Config, Deployment], tuple[str, ...]] = ()
+    only: str = ""  # the one value that is left; empty: more than one
 
 
 class Refused(Rule):
@@ -47,33 +46,18 @@ class Refused(Rule):
     case alone.
     """
 
-    def __init__(self, option: str, case: str, reason: str, *other_ways: str, when: When = lambda c, p: True) -> None:
+    def __init__(self, option: str, case: str, reason: str, *other_ways: str, when: When | None = None) -> None:
         option, _, words = option.partition("=")
         default = default_of(option)
+        text = yaml_value(default)
 
         def is_refused(config: Config, place: Deployment) -> bool:
             value = value_of(config, option)
-            return (value in words.split("|") if words else value != default) and when(config, place)
+            is_other = value in words.split("|") if words else value != default
+            return is_other and (when is None or when(config, place))
 
-        super().__init__(option, case, is_refused, reason, (f"{option}={yaml_value(default)}", *other_ways))
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What an engine does with options: with every value, or with one (`section.key=value`)."""
-
-    options: tuple[str, ...]
-    what: str
-    kind: Kind = "honoured"
-
-
-def effects(table: Mapping[str, str], kind: Kind = "honoured") -> Iterator[Effect]:
-    """The rows of a table: `section.key`, `section.key|key` or `section.key=value|value` -> what becomes of it."""
-    for options, what in table.items():
-        section, _, rest = options.partition(".")
-        keys, equals, values = rest.partition("=")
-        names = [f"{section}.{key}{equals}{value}" for key in keys.split("|") for value in values.split("|")]
-        yield Effect(tuple(names), what, kind)
+        only = "" if words or when else text
+        super().__init__(option, case, is_refused, reason, (f"{option}={text}", *other_ways), only)
 
 
 # ------------------------------------------------------------------------------------------ conditions and ways out
@@ -462,77 +446,3 @@ RULES = (
     ),
     *_NEEDS,
 )
-
-# ---------------------------------------------------------------------------------------- alike on every engine
-
-EFFECTS = {
-    "run.dir": "holds everything that the run writes; process 0 writes",
-    "run.name": "written into events.jsonl",
-    "run.seed": "weights are a function of (seed, name), rows of (seed, epoch, position)",
-    "model.architecture|pretrained|gguf_file|allow": "built on meta; each process initializes or reads its slices",
-    "model.factory": "built on meta; each process initializes its slices, as the function's own operations do",
-    "train.task": "one loss for all engines; the step divides its sum by the count over the global batch",
-    "data.factory": "the same rows on every engine; augmentation is seeded by row and epoch",
-    "data.buckets": "pads each micro batch to the bucket of its longest row; the same curve",
-    "data.workers": "processes that read ahead; the same batches",
-    "model.freeze": "no gradient, no optimizer state",
-    "precision.buffers": "cast before the model is laid out",
-    "model.lora": "peft's layers; adapters are sharded, trained and saved like other weights",
-    "data.source|path|split|format|columns|ignore|chat_template_kwargs": "the same documents on every engine",
-    "data.mixture|eval_split": "the same documents on every engine",
-    "data.tokenizer|seq_len|packing": "the same rows on every engine",
-    "data.on_error": "applies while documents are read and packed, before the first step",
-    "data.cache_dir": "one process per host tokenizes, the others map its files",
-    "train.steps|epochs|stop_at": "the same steps on every engine",
-    "train.global_batch": "the same rows in each step on any number of devices",
-    "train.micro_batch": "each device processes this many rows at a time",
-    "train.micro_batch=auto": "process 0 plans the largest that fits, or keeps the run's own when it resumes",
-    "train.max_grad_norm": "norm of all gradients over all devices, computed on the device",
-    "train.log_every": "metrics.jsonl gets every step, the console every n-th",
-    "train.eval_every|eval_on_start|eval_batches": (
-        "forward only, on the same rows on every engine; the best checkpoint is kept"
-    ),
-    "train.patience": "all processes see each evaluation and stop after the same step",
-    "train.sample_every|sample_prompts|sample_tokens": (
-        "greedy, forward only, with the weights as they are sharded; one program"
-    ),
-    "optim.name|betas|eps|momentum": "the same formula on sharded weights; state is sharded like its weight",
-    "optim.factory": "your optimizer on sharded weights; one whose step reads the device is refused",
-    "optim.weight_decay|groups": "optimizer groups by name and shape",
-    "optim.lr|schedule|warmup_steps|min_lr_ratio|decay_ratio": "the learning rate of each step, computed on the host",
-    "checkpoint.merge_adapters": "W + alpha / r * B A on the host, from the checkpoint",
-    "checkpoint.every|resume|export": "one format for all engines",
-    "checkpoint.dir": "the commit: a rename on file systems, the manifest in object stores",
-    "checkpoint.every_minutes": "process 0's clock decides; the others follow at the next step",
-    "checkpoint.async_save": "a thread writes host copies of this process's shards",
-    "checkpoint.keep|keep_every": "process 0 deletes after a newer commit",
-    "checkpoint.load|allow|verify": "the same checks on every engine",
-    "observe.trackers": "one process each, which reads the files of process 0",
-    "observe.profile": "process 0 records itself and its devices",
-    "model.attention": "our function of static arguments (static); transformers' own (sdpa, eager)",
-    "model.attention=auto": "static where the model takes it, else the model's own",
-    "model.experts": "all experts on all tokens (dense); the chosen weights gathered (batched_mm)",
-    "model.experts=auto": "dense",
-    "sharding.replicas": "copies of the model under HYBRID_SHARD*; null: one per host",
-    "sharding.reshard_after_forward=null": "as the strategy does",
-    "sharding.wrap=NO_WRAP": "only wrap_modules are units; the root holds the rest",
-    "sharding.wrap_modules=[]": "no units by name",
-    "sharding.min_num_params=null": "units are not chosen by size",
-    "sharding.wrap_classes": (
-        "layers instead of the model's own: recomputed, compiled, scanned; units under TRANSFORMER_BASED_WRAP"
-    ),
-    "precision.master": "dtype of weights and optimizer state at rest",
-    "precision.frozen": "dtype at rest of frozen weights",
-    "precision.frozen=auto": "as precision.master",
-    "precision.loss_scale|loss_scale_window": (
-        "float16: loss scaling on the device; a step whose gradients overflow is skipped"
-    ),
-    "precision.products=auto": "products are in the compute dtype",
-    "precision.output": "casts the logits before the loss; auto: no cast",
-    "memory.gradient_checkpointing=none": "activations are kept",
-    "memory.every=null": "selective goes by memory.save_ops; every other mode treats all layers alike",
-    "memory.classes=[]": "the layers are recomputed",
-    "memory.offload=none": "what backward needs stays in device memory",
-    "memory.cpu_offload=false": "everything stays in device memory",
-    "compile.scan_layers=false": "one copy of the program per layer",
-}

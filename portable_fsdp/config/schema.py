@@ -5,10 +5,10 @@ Where it runs (`--device`, `--backend`, `--num_devices`) is a flag of the launch
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 from pydantic import Field, field_validator, model_validator
 
-from portable_fsdp.config.data import Data, DecayRate, Float, Section
+from portable_fsdp.config.data import Data, Section
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import FACTORY_PATTERN
 
@@ -26,7 +26,7 @@ class Run(Section):
     seed: int = Field(default=0, ge=0, description="seed of the initial weights and of the data order")
     # A process may miss heartbeats for a while (it holds Python's lock, its host swaps). A collective's own timeout is
     # no such bound: it must be longer than any save.
-    peer_timeout_s: Float = Field(
+    peer_timeout_s: float = Field(
         default=120.0,
         ge=5,
         description="seconds without a heartbeat after which a process counts as lost and all processes end",
@@ -48,7 +48,7 @@ class Lora(Section):
     """Low-rank adapters, by peft."""
 
     r: int = Field(default=16, ge=1, description="rank of the adapters")
-    alpha: Float = Field(default=32.0, gt=0, description="scales the adapters' product by alpha / r")
+    alpha: float = Field(default=32.0, gt=0, description="scales the adapters' product by alpha / r")
     targets: tuple[str, ...] = Field(
         default=("all-linear",),
         min_length=1,
@@ -134,7 +134,7 @@ class Train(Section):
         pattern=f"^({TASKS})$|{FACTORY_PATTERN}",
     )
     steps: int | None = Field(default=None, ge=1, description="optimizer updates in the whole run")
-    epochs: Float | None = Field(
+    epochs: float | None = Field(
         default=None,
         gt=0,
         description="passes over the data, instead of train.steps; a pass over a mixture has as many rows as all its "
@@ -145,7 +145,7 @@ class Train(Section):
         default=1,
         description="sequences per device in one forward and backward pass; auto: the largest that fits, by a plan",
     )
-    max_grad_norm: Float | None = Field(
+    max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="global gradient norm to clip to; null: no clipping"
     )
     log_every: int = Field(default=10, ge=1, description="steps between console lines")
@@ -196,10 +196,13 @@ class Train(Section):
 
 class OptimGroup(Section):
     match: str = Field(description="name pattern of parameters or modules", min_length=1)
-    lr: Float | None = Field(default=None, gt=0, description="peak learning rate of the group; null: optim.lr")
-    weight_decay: Float | None = Field(
+    lr: float | None = Field(default=None, gt=0, description="peak learning rate of the group; null: optim.lr")
+    weight_decay: float | None = Field(
         default=None, ge=0, description="weight decay of all its tensors; null: as without the group"
     )
+
+
+DecayRate = Annotated[float, Ge(0), Lt(1)]
 
 
 class Optim(Section):
@@ -213,26 +216,26 @@ class Optim(Section):
         description="your own optimizer, as module:function (docs/optimizers.md)",
         pattern=FACTORY_PATTERN,
     )
-    lr: Float = Field(default=3e-4, gt=0, description="peak learning rate")
+    lr: float = Field(default=3e-4, gt=0, description="peak learning rate")
     betas: tuple[DecayRate, DecayRate] = Field(
         default=(0.9, 0.95), description="decay rates of both moments of AdamW and Adam; Lion's betas", strict=False
     )
-    eps: Float = Field(default=1e-8, gt=0, description="epsilon of AdamW and Adam")
-    momentum: Float = Field(default=0.0, ge=0, lt=1, description="momentum of SGD and Muon")
-    weight_decay: Float = Field(
+    eps: float = Field(default=1e-8, gt=0, description="epsilon of AdamW and Adam")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum of SGD and Muon")
+    weight_decay: float = Field(
         default=0.1, ge=0, description="weight decay of matrices, decoupled; adam: added to the gradient"
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine", description="learning rate after warmup; wsd: warmup, stable, decay"
     )
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup")
-    min_lr_ratio: Float = Field(
+    min_lr_ratio: float = Field(
         default=0.1,
         gt=0,
         le=1,
         description="floor of the schedule, as a share of lr; not 0, which would make XLA recompile",
     )
-    decay_ratio: Float = Field(default=0.2, gt=0, le=1, description="share of train.steps that wsd spends in decay")
+    decay_ratio: float = Field(default=0.2, gt=0, le=1, description="share of train.steps that wsd spends in decay")
     groups: tuple[OptimGroup, ...] = Field(
         default=(),
         description="parameters with their own lr or weight decay; the first match counts",
@@ -335,7 +338,7 @@ class Precision(Section):
         description="precision of float32 matrix products; highest: float32; high: TF32 on GPUs, three bfloat16 passes "
         "on TPUs; default: the device's fastest",
     )
-    loss_scale: Float = Field(
+    loss_scale: float = Field(
         default=65536.0,
         ge=LEAST_LOSS_SCALE,
         le=LARGEST_LOSS_SCALE,
@@ -352,7 +355,7 @@ class Memory(Section):
         description="recompute activations in backward; full: every layer; selective: every memory.every-th layer, or "
         "all outputs except those of memory.save_ops; budget: what compiled layers keep above memory.budget",
     )
-    budget: Float = Field(
+    budget: float = Field(
         default=0.5,
         ge=0,
         le=1,

@@ -3,18 +3,18 @@
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import yaml
 from yaml.composer import ComposerError
-from yaml.events import AliasEvent, NodeEvent
-from yaml.nodes import MappingNode, Node, ScalarNode
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _INT_TAG = "tag:yaml.org,2002:int"
 MERGE_TAG = "tag:yaml.org,2002:merge"
 NULL_TAG = "tag:yaml.org,2002:null"
-_TAGS = {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
+_PLAIN = ("str", "int", "float", "bool", "null", "seq", "map", "merge", "value")
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in _PLAIN}
 _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 _FLOAT_WITH_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 
@@ -22,80 +22,30 @@ _FLOAT_WITH_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0
 MAX_CHARACTERS = 1 << 18
 MAX_NODES = 10_000
 """Of a document with all aliases expanded: nine anchors of nine aliases each would be a billion."""
-MAX_DEPTH = 50
+MAX_DEPTH = 40
 MAX_DIGITS = 100
 """Of a number; Python converts a long one in quadratic time."""
-
 MAX_KEY = 200
-
-
-class _Extent(NamedTuple):
-    """Size of an anchored node with all its aliases expanded."""
-
-    nodes: int
-    depth: int
+_TOO_MANY = f"expected at most {MAX_NODES:,} values with every alias written out, found more"
+_TOO_DEEP = f"expected at most {MAX_DEPTH} levels, found more"
 
 
 class Loader(yaml.SafeLoader):
     """YAML 1.1 with two changes: `3e-4` and `1.5e3` are numbers, in model.architecture too, and dates stay text.
 
-    Bounds are checked while nodes are composed, before anything walks them.
+    Bounds what is composed; `parse` bounds the values with all aliases written out.
     """
 
-    def __init__(self, text: str) -> None:
-        if len(text) > MAX_CHARACTERS:
-            raise yaml.YAMLError(f"expected at most {MAX_CHARACTERS:,} characters, found {len(text):,}")
-        super().__init__(text)
-        self._nodes = 0
-        self._depth = 0
-        self._deepest = 0  # of the node that is composed
-        self._anchored: dict[str, _Extent] = {}
+    _composed = _depth = 0
 
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
-        event = self.peek_event()
-        nodes_before, deepest_before = self._nodes, self._deepest
-        self._nodes += 1
+        self._composed += 1
         self._depth += 1
-        self._deepest = self._depth
-        if isinstance(event, AliasEvent) and event.anchor in self.anchors:
-            extent = self._anchored.get(event.anchor)
-            if extent is None:
-                raise ComposerError(
-                    None, None, "expected a value, found an alias of what it stands in", event.start_mark
-                )
-            self._nodes += extent.nodes
-            self._deepest += extent.depth
-        self._require_bounded(event)
-        tag = getattr(event, "tag", None)
-        if tag is not None and tag not in _TAGS:
-            raise ComposerError(None, None, f"expected a plain value, found the tag {tag!r:.80}", event.start_mark)
+        if self._composed > MAX_NODES or self._depth > MAX_DEPTH:
+            problem = _TOO_MANY if self._composed > MAX_NODES else _TOO_DEEP
+            raise ComposerError(None, None, problem, self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if isinstance(event, NodeEvent) and event.anchor is not None and not isinstance(event, AliasEvent):
-            self._anchored[event.anchor] = _Extent(self._nodes - nodes_before, self._deepest - self._depth)
-        self._deepest = max(self._deepest, deepest_before)
-        return node
-
-    def _require_bounded(self, event: yaml.Event) -> None:
-        if self._nodes > MAX_NODES:
-            problem = f"expected at most {MAX_NODES:,} values with every alias written out, found more"
-            raise ComposerError(None, None, problem, event.start_mark)
-        if self._deepest > MAX_DEPTH:
-            raise ComposerError(None, None, f"expected at most {MAX_DEPTH} levels, found more", event.start_mark)
-
-    def compose_mapping_node(self, anchor: Any) -> MappingNode:
-        node = super().compose_mapping_node(anchor)
-        for key, _ in cast(list[tuple[Node, Node]], node.value):
-            if isinstance(key, ScalarNode) and len(key.value) > MAX_KEY:
-                problem = f"expected a key of at most {MAX_KEY} characters, found {len(key.value):,}"
-                raise ComposerError(None, None, problem, key.start_mark)
-        return node
-
-    def compose_scalar_node(self, anchor: Any) -> ScalarNode:
-        node = super().compose_scalar_node(anchor)
-        if node.tag in (_FLOAT_TAG, _INT_TAG) and len(node.value) > MAX_DIGITS:
-            problem = f"expected a number of at most {MAX_DIGITS} characters, found {len(node.value):,}"
-            raise ComposerError(None, None, problem, node.start_mark)
         return node
 
 
@@ -114,10 +64,39 @@ yaml.add_implicit_resolver(_FLOAT_TAG, _FLOAT_WITH_EXPONENT, list("-+.0123456789
 def parse(text: str) -> tuple[Node | None, Any]:
     """The node tree of one YAML document and its value; (None, None) for an empty one. Raises yaml.YAMLError."""
     try:
+        if len(text) > MAX_CHARACTERS:
+            raise yaml.YAMLError(f"expected at most {MAX_CHARACTERS:,} characters, found {len(text):,}")
+        node = Loader(text).get_single_node()
+        if node is not None:
+            _require_bounded(node)
         # Parsed twice, because building the value of a mapping with `<<` rewrites its nodes.
-        return Loader(text).get_single_node(), yaml.load(text, Loader)
+        return node, yaml.load(text, Loader)
     except (ValueError, LookupError) as error:  # a malformed scalar: `0x_`, `!!bool x`
         raise yaml.YAMLError(f"a value that can't be read: {error}") from None
+
+
+def _require_bounded(root: Node) -> None:
+    """Raise ComposerError for other values than plain ones, and for aliases that make the document deep or large."""
+    nodes = [(root, 1, False)]
+    for node, depth, is_key in nodes:  # which grow
+        if isinstance(node, SequenceNode):
+            nodes += [(item, depth + 1, False) for item in cast(list[Node], node.value)]
+        elif isinstance(node, MappingNode):
+            pairs = cast(list[tuple[Node, Node]], node.value)
+            nodes += [(part, depth + 1, n == 0) for pair in pairs for n, part in enumerate(pair)]
+        if len(nodes) > MAX_NODES:
+            problem = _TOO_MANY
+        elif depth > MAX_DEPTH:
+            problem = _TOO_DEEP
+        elif node.tag not in _TAGS:
+            problem = f"expected a plain value, found the tag {node.tag!r:.80}"
+        elif node.tag in (_FLOAT_TAG, _INT_TAG) and len(node.value) > MAX_DIGITS:
+            problem = f"expected a number of at most {MAX_DIGITS} characters, found {len(node.value):,}"
+        elif is_key and len(node.value) > MAX_KEY:
+            problem = f"expected a key of at most {MAX_KEY} characters, found {len(node.value):,}"
+        else:
+            continue
+        raise ComposerError(None, None, problem, node.start_mark)
 
 
 def first_comment(text: str) -> str | None:

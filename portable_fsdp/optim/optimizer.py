@@ -13,7 +13,7 @@ from torch import Tensor
 
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.config.schema import Optim, OptimGroup
-from portable_fsdp.optim.counting import SGD, AdamW, CountingOptimizer
+from portable_fsdp.optim.counting import SGD, AdamW, CountingOptimizer, Lion
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -97,8 +97,6 @@ def _make(optim: Optim, compute: torch.dtype, groups: list[dict[str, Any]], comp
     if optim.name == "sgd":
         return SGD(groups, lr=lr, momentum=optim.momentum)
     if optim.name == "lion":
-        from portable_fsdp.optim.lion import Lion
-
         return Lion(groups, lr=lr, betas=optim.betas)
     if optim.name == "adafactor":
         from portable_fsdp.optim.adafactor import Adafactor

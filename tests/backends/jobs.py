@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_slots
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.backends.verdicts import verdicts
+from portable_fsdp.backends.support import verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config import schema
 from portable_fsdp.config.load import load_config, make_config

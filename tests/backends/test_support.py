@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on
-from portable_fsdp.backends.support import refusals, require_supported, rules_of, ways_out
-from portable_fsdp.backends.verdicts import effects_of, verdicts
+from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on, options_of
+from portable_fsdp.backends.support import lines_of, refusals, require_supported, rules_of, verdicts, ways_out
 from portable_fsdp.config.describe import option_names, section_model, value_of, yaml_value
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
@@ -174,16 +173,18 @@ def parsed(way: str) -> dict[str, Any]:
     return {name: yaml.safe_load(value) for name, _, value in parts}
 
 
-def test_every_option_of_the_schema_has_one_effect_on_each_engine() -> None:
-    """A new key without a row fails here."""
+def test_the_tables_of_an_engine_name_options_of_the_schema() -> None:
+    """A misspelt key fails here, and so does a new one without a description."""
     for engine in ENGINES:
-        rows = [option for effect in effects_of(engine) for option in effect.options]
-        assert len(rows) == len(set(rows)), f"an option has two rows for {engine}"
-        taken = {option.partition("=")[0] for option in rows}
-        assert taken <= set(option_names())
-        # Without a row for any value, each value has one, or is refused: the walk below asks for all of them.
-        assert {option for option in option_names() if option not in taken} == set()
-        assert {rule.option for rule in rules_of(engine)} <= set(option_names())
+        options = options_of(engine)
+        named = [*(key.partition("=")[0] for key in options.notes), *options.delegated]
+        assert {*named, *(rule.option for rule in rules_of(engine))} <= set(option_names())
+        assert not options.delegated.keys() & options.notes.keys()
+        lines = [line for option in option_names() for line in lines_of(engine, option)]
+        assert all(line.text for line in lines)
+        assert len({(line.option, line.case) for line in lines if line.kind != "refused"}) == len(
+            [line for line in lines if line.kind != "refused"]
+        )
 
 
 def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
@@ -246,8 +247,7 @@ def test_every_refusal_is_met_by_the_walk_and_none_by_the_defaults() -> None:
 
 
 def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
-    effects = [effect for engine in ENGINES for effect in effects_of(engine)]
-    delegated = {option for effect in effects if effect.kind == "delegated" for option in effect.options}
+    delegated = {option for engine in ENGINES for option in options_of(engine).delegated}
     assert delegated == {
         "sharding.forward_prefetch",
         "sharding.backward_prefetch",

@@ -13,8 +13,7 @@ import yaml
 
 from portable_fsdp import explain, launch
 from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.backends.support import rules_of
-from portable_fsdp.backends.verdicts import effects_of
+from portable_fsdp.backends.support import lines_of, rules_of
 from portable_fsdp.metrics.sinks import read_jsonl
 
 CONFIG = {
@@ -36,7 +35,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(CONFIG))
     yield "--config=toy.yaml"
-    for cached in (options_of, effects_of, rules_of):
+    for cached in (options_of, lines_of, rules_of):
         cached.cache_clear()
 
 

@@ -22,7 +22,7 @@ from jobs import open_case, running
 
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.xla import engine, head, scatter, splash
-from portable_fsdp.backends.xla.int8 import int8_product
+from portable_fsdp.backends.xla.reduce import int8_product
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.hlo import collectives_by_dtype
 from portable_fsdp.train.build import build_training, shard

@@ -11,7 +11,7 @@ from test_foreign_transcripts import LAUNCHED
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import Loaded, load_config, read_config
 from portable_fsdp.config.rules import Deployment
-from portable_fsdp.convert.translation import origin, translation
+from portable_fsdp.explain import origin, translation
 from portable_fsdp.runtime.errors import BackendError
 
 OURS = "model: {pretrained: folder}\ntrain: {steps: 100}\n"

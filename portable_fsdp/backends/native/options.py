@@ -201,58 +201,13 @@ RULES = (
     ),
 )
 
-EFFECTS = {
-    "run.peer_timeout_s": "each process sends heartbeats through the store where all met",
-    "data.packing=documents": (
-        "the same rows on every engine; one mask a forward, which all layers share, keeps documents apart"
-    ),
-    "model.attention=flex": "torch's flex_attention, compiled; masks once a forward for each window",
-    "model.experts=grouped_mm": "tokens sorted by expert",
-    "sharding.strategy=FULL_SHARD": (
-        "fully_shard over all devices: a unit is gathered in forward, and again in backward; on one device nothing is"
-    ),
-    "sharding.strategy=SHARD_GRAD_OP": (
-        "fully_shard over all devices: a unit is gathered in forward and kept until its backward"
-    ),
-    "sharding.strategy=NO_SHARD": "a copy on each device, used in place; gradients are all-reduced in buckets",
-    "sharding.strategy=HYBRID_SHARD|HYBRID_SHARD_ZERO2": (
-        "fully_shard on the mesh (replicate, shard): reduce-scatter within a replica, all-reduce across"
-    ),
-    "sharding.reshard_after_forward": "fully_shard(reshard_after_forward=number)",
-    "sharding.wrap|wrap_modules|min_num_params": (
-        "fully_shard of each unit, inner ones first, the whole model last; without shards units only cast"
-    ),
-    "sharding.forward_prefetch": "set_modules_to_forward_prefetch, in the order of execution",
-    "sharding.forward_prefetch=0": "FSDP2's own: the next gather is queued while a unit computes",
-    "sharding.backward_prefetch|backward_prefetch_units": (
-        "units are gathered ahead in the reverse order of execution"
-    ),
-    "sharding.sync_each_micro_batch": "set_requires_gradient_sync in the last micro batch of a step",
-    "sharding.sync_each_micro_batch=true": "a reduce-scatter in each micro batch, an all-reduce in the last",
-    "sharding.backward_prefetch=NO_PREFETCH": "a unit is gathered in backward when it is needed",
-    "precision.compute": "weights are cast unit by unit; over several devices by MixedPrecisionPolicy(param_dtype)",
-    "precision.compute=float16": "with dynamic loss scaling; a step whose gradients overflow changes nothing",
-    "precision.cast_inputs": "by a hook of each unit",
-    "precision.reduce": "MixedPrecisionPolicy(reduce_dtype), or the dtype of the buckets that replicas sum",
-    "precision.reduce=auto": "float32",
-    "precision.modules": "weights, inputs and outputs are cast; under fully_shard a group with its own param_dtype",
+NOTES = {
     "precision.products=float8": "torchao's, which gathers float8; emulated on cpu, and on GPUs older than sm89",
     "precision.products=float8_rowwise": "torchao's; emulated on cpu, and on GPUs older than sm89",
-    "precision.matmul": "torch.set_float32_matmul_precision, while the backend is open",
-    "memory.gradient_checkpointing=full|selective": "torch.utils.checkpoint around a layer's forward",
-    "memory.gradient_checkpointing=budget": "torch._functorch.config.activation_memory_budget, while layers compile",
-    "compile.cache_dir": "TORCHINDUCTOR_CACHE_DIR, while the backend is open; of inductor alone",
-    "memory.budget": "torch._functorch.config.activation_memory_budget; with gradient_checkpointing=budget alone",
-    "memory.every": "torch.utils.checkpoint around a layer's forward",
-    "memory.classes": "torch.utils.checkpoint around the forward of each module of these classes",
-    "memory.save_ops": "a selective checkpoint keeps the outputs of these operations",
     "memory.offload=activations": (
         "inputs of recomputed layers are copied to pinned host memory and back, beside compute; on cpu they are there"
     ),
     "memory.cpu_offload=true": "CPUOffloadPolicy: the optimizer steps on the host",
-    "compile.enabled|backend": "torch.compile of each layer, and of the loss where the head computes it",
-    "compile.backend=auto": "inductor; on tpu TorchTPU's own",
-    "compile.enabled=false": "layers run eagerly; what compiling them gains on a GPU is untimed here",
 }
 
 
@@ -292,7 +247,7 @@ OPTIONS = EngineOptions(
     },
     example_device="cuda",
     rules=RULES,
-    effects=EFFECTS,
+    notes=NOTES,
     processes=_processes,
     launcher_counts_devices=True,
     prepare_start=_prepare_start,

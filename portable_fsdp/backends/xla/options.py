@@ -104,24 +104,8 @@ RULES = (
     Refused("train.micro_batch=auto", "on cpu", "plans of a CPU are native's", when=lambda c, p: p.device == "cpu"),
 )
 
-EFFECTS = {
-    "sharding.strategy=FULL_SHARD": (
-        "rows of each weight over all devices; a unit is gathered in forward, and again in backward"
-    ),
-    "sharding.strategy=SHARD_GRAD_OP": "sharded at rest; one gathered compute copy a micro batch",
-    "sharding.strategy=NO_SHARD": "replicated; gradients are all-reduced",
-    "sharding.strategy=HYBRID_SHARD|HYBRID_SHARD_ZERO2": (
-        "the mesh (replicate, shard): weights over shard, rows of a batch over both"
-    ),
-    "sharding.wrap|wrap_modules|min_num_params": (
-        "each unit casts its weights, and splits its output by rows, so that it is gathered and freed by itself"
-    ),
-    "precision.compute": "weights are cast at use, inside their unit",
-    "precision.cast_inputs": "the forwards of the model and its units cast what they take",
-    "precision.reduce": "gradients are summed in the compute dtype, which is this one",
-    "precision.reduce=float32": "gradients are computed in float32, and so summed",
+NOTES = {
     "precision.reduce=auto": "the dtype that the weight is cast to at use",
-    "precision.modules": "their weights and inputs are cast to it, their outputs back",
     "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
     "memory.save_ops=[attention]": (
         "changes nothing: a recomputed layer keeps the output of the TPUs' attention kernel in any case; cpu has none"
@@ -132,12 +116,11 @@ EFFECTS = {
     "memory.offload=activations": (
         "libtpu keeps inputs of the loop's layers in host memory, and copies beside compute; on cpu it changes nothing"
     ),
-    "compile.scan_layers=true": "torch_xla's scan: one program for all layers",
 }
 
 OPTIONS = TorchXlaOptions(
     "portable_fsdp.backends.xla.engine:XlaBackend",
     rules=RULES,
-    effects=EFFECTS,
+    notes=NOTES,
     processes=lambda device, requested, count: 1,  # which drives all devices of the host
 )

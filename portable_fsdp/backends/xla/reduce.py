@@ -6,10 +6,12 @@ take the master and its compute copy apart, and give the gradient to the master.
 float32.
 
 And axis by axis, where the compiler would all-reduce them (`scatter.py`): the weight may then be master or copy.
-The other two products of a linear layer may be of int8 (`int8.py`).
+The other two products of a linear layer may be of int8: s8 operands and an s32 result; each row of both is scaled anew
+in each product.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +22,6 @@ from portable_fsdp.backends.base import Forward
 from portable_fsdp.backends.weight_uses import Use
 from portable_fsdp.backends.xla.forward import Copies, Mark
 from portable_fsdp.backends.xla.head import ChunkedHead, chunk_length
-from portable_fsdp.backends.xla.int8 import int8_product
 from portable_fsdp.backends.xla.scatter import Scatter, product_in
 from portable_fsdp.backends.xla.tensors import laid_out
 from portable_fsdp.runtime.errors import BackendError
@@ -199,3 +200,31 @@ def _refusal(others: list[str], first: Use) -> BackendError:
         "more tensors; only linear layers\n  and embeddings compute theirs in float32 by themselves.\n"
         f"  Set precision.modules={{{modules}}}, or precision.reduce=auto."
     )
+
+
+def int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    """[..., inputs] and [outputs, inputs] -> [..., outputs] in the dtype of x, without gradients."""
+    return cast(Tensor, _int8_operator()(x, weight))
+
+
+@cache
+def _int8_operator() -> Any:
+    """One operator, so that `scan` can trace it."""
+
+    @torch.library.custom_op("portable_fsdp::int8_product", mutates_args=())
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        import torch_xla
+
+        (rows, scales), (columns, factors) = _rounded(x), _rounded(weight)
+        dimensions = ([x.dim() - 1], [1]), ([], [])
+        sums = cast(Any, torch_xla)._XLAC._xla_dot_general(rows, columns, dimensions, None, torch.int32)
+        return (sums.float() * scales * factors.squeeze(-1)).to(x.dtype)
+
+    product.register_fake(lambda x, weight: x.new_empty((*x.shape[:-1], len(weight))))
+    return product
+
+
+def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers up to 127, and what to multiply each row by; a row of zeros stays one."""
+    scales = tensor.abs().amax(-1, keepdim=True).float().clamp(min=1e-30) / 127
+    return (tensor / scales).round().to(torch.int8), scales

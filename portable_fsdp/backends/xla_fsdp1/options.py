@@ -26,7 +26,7 @@ RULES = (
             ("precision.products=int8", "its layers multiply as torch's do"),
             ("optim.name=adafactor|muon", "it takes whole matrices, and a device has flat parts of them"),
             ("optim.factory", "an optimizer may take whole matrices, and a device has flat parts of them"),
-            ("memory.offload=activations", "torch_xla's checkpoint keeps what it recomputes from in device memory"),
+            ("memory.offload", "torch_xla's checkpoint keeps what it recomputes from in device memory"),
             ("compile.scan_layers", "a unit's weights are gathered by its own module, one layer after the other"),
         )
     ),
@@ -36,6 +36,7 @@ RULES = (
         lambda c, p: bool(c.memory.save_ops),
         "torch_xla's checkpoint recomputes all of a layer",
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=xla"),
+        only="[]",
     ),
     Rule(
         "data.buckets",
@@ -68,32 +69,9 @@ RULES = (
     ),
 )
 
-EFFECTS = {
-    "sharding.strategy=FULL_SHARD": "XlaFullyShardedDataParallel(reshard_after_forward=True)",
-    "sharding.strategy=SHARD_GRAD_OP": "XlaFullyShardedDataParallel(reshard_after_forward=False)",
-    "sharding.strategy=NO_SHARD": "a copy on each device; gradients are all-reduced",
-    "sharding.strategy=HYBRID_SHARD|HYBRID_SHARD_ZERO2": (
-        "sharding_groups within a replica; gradients are all-reduced across"
-    ),
-    "sharding.wrap|wrap_modules|min_num_params": (
-        "each unit is an XlaFullyShardedDataParallel, inner ones first, the whole model last"
-    ),
-    "precision.compute": "XlaFullyShardedDataParallel(compute_dtype)",
-    "precision.cast_inputs=true": "XlaFullyShardedDataParallel casts what each unit takes",
-    "precision.reduce": "gradients are cast to it before the reduce-scatter",
-    "precision.reduce=auto": "float32",
-    "precision.modules={}": "one compute dtype for all",
-    "xla_fsdp1.flatten_parameters": "a unit's parameters are one tensor",
-    "xla_fsdp1.shard_param_on_dim_0": "true: each parameter is cut by rows; false: flat",
-    "xla_fsdp1.shard_param_on_dim_0=null": "by rows, but for flatten_parameters",
-    "xla_fsdp1.pin_layout_in_collective_ops": "layouts of collectives are fixed; null: on TPUs",
-    "xla_fsdp1.buffer_dtype": "dtype of floating buffers",
-}
-
 OPTIONS = TorchXlaOptions(
     "portable_fsdp.backends.xla_fsdp1.engine:XlaFsdp1Backend",
     rules=RULES,
-    effects=EFFECTS,
     # One a chip. PJRT's CPU devices can't talk across processes.
     processes=lambda device, requested, count: count(device) if device == "tpu" else 1,
 )
