@@ -43,11 +43,11 @@ log = logging.getLogger("portable_fsdp")
 FORMAT = 2
 """The version of an entry and of the code that makes it; raise it when either changes."""
 
-BATCH_CHARACTERS = 2_000_000
-BATCH_DOCUMENTS = 1000
+BATCH_CHARACTERS = 200_000
+BATCH_DOCUMENTS = 100
 MAX_NOTES = 1000
 """Different ones: each row may have other keys."""
-_THREADS = 2
+_THREADS = 4
 """Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -266,7 +266,8 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
 
 
 def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
-    """(size in the source's unit, documents) of each batch, in order; `_THREADS` batches are rendered at once."""
+    """(size in the source's unit, documents) of each batch, in order. After the first, which shows most
+    hostile templates, `_THREADS` batches are rendered at once."""
     in_work: deque[tuple[list[Example | Broken], Limit, Future[list[Rendered | Broken]]]] = deque()
 
     def oldest() -> tuple[int, list[Rendered | Broken]]:
@@ -275,13 +276,13 @@ def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generato
         return sum(document.size for document in batch), rendered
 
     with memory_limit() as allow:
-        for batch in _batches(documents):
+        for number, batch in enumerate(_batches(documents)):
             limit = Limit(
                 len(batch) + sum(_turns(document) ** 2 for document in batch) // 1000, sum(map(_characters, batch))
             )
             allow(limit)
             in_work.append((batch, limit, begin(partial(render, batch))))
-            if len(in_work) > _THREADS:
+            if number == 0 or len(in_work) > _THREADS:
                 yield oldest()
         while in_work:
             yield oldest()

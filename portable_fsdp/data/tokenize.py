@@ -30,6 +30,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 log = logging.getLogger("portable_fsdp")
 
+_MAX_IDS = 1 << 24  # the library walks through all ids, also those that no token has
 _KEY = "data.tokenizer"  # in model.allow too
 NUL = "\0"
 
@@ -99,6 +100,8 @@ class FolderTokenizer:
         if self._tokenizer.chat_template:
             require_small_numbers(self._tokenizer, f"{key}: {folder}")
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
+        if self.vocab_size > _MAX_IDS:
+            raise DataError(f"{key}: {folder}: expected ids below {_MAX_IDS:,}, found {self.vocab_size - 1:,}.")
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
         self.padding: int = next(number for number in candidates if number is not None)

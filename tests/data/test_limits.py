@@ -43,8 +43,13 @@ def join_what_was_left_behind() -> None:
     [
         ("{{ ''.__class__.__mro__ }}", "refuses it: access to attribute '__class__' of 'str' object is unsafe"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses it: maximum recursion depth exceeded"),
-        ("{% for a in range(10000000 - 1) %}{% endfor %}", "huge numbers, found 10000000"),
-        ("{{ 10 ** 10 ** 10 }}", r"huge numbers, found \*\*"),
+        (
+            "{% for a in range(10000000 - 1) %}{% endfor %}",
+            "huge numbers and products of variables, found \\( 10000000 -",
+        ),
+        ("{{ 10 ** 10 ** 10 }}", r"products of variables, found 10 \*\* 10"),
+        ("{% set n = namespace(x=7) %}{{ n.x * n.x }}", r"products of variables, found x \* n"),
+        ("{{ 2 * 3|default(messages, true)|length }}", r"products of variables, found 2 \* 3"),
         ("{{ 'a' * 999999 * 99999 }}", "refuses it: MemoryError"),
         ("{{ messages[0].content.ljust(99999 * 999999) }}", "refuses it: MemoryError"),
         (_LOOP, r"rows\.jsonl:1 to .*rows\.jsonl:1: the tokenizer or its chat template took more than 0 s\.\n  Look"),
