@@ -223,8 +223,7 @@ def _cannot_write(folder: Path, error: OSError) -> DataError:
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process makes the entry; False where the file system has no locks."""
-    # Closing unlocks it; the file stays: another process may wait for it. Open for both, a pipe doesn't block.
-    with path.open("ab+", buffering=0) as file:
+    with path.open("ab+", buffering=0) as file:  # closing unlocks it; others may wait for it; +: a pipe doesn't block
         lock = try_lock(file.fileno())
         if lock is False:
             log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)

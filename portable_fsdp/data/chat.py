@@ -136,7 +136,7 @@ class ChatTemplate:
         text, generated = self._render(conversation)
         notes: list[str] = []
         for number, key in left_out:
-            notes += self._left_out_note(conversation, number, key)
+            notes += [KEPT_OUT] if key == "generation" else self._left_out_note(conversation, number, key)
         for message in conversation.messages:
             if not holds(text, message.get("content")):
                 notes.append(f"messages of the role {message['role']} whose text the chat template cuts or changes")
@@ -172,8 +172,6 @@ class ChatTemplate:
 
     def _left_out_note(self, conversation: Conversation, number: int, key: str) -> list[str]:
         """Raises ValueError unless the template reads this key, and leaves it out in some messages only."""
-        if key == "generation":
-            return [KEPT_OUT]
         if key == "content":
             role = conversation.messages[number]["role"]
             if conversation.messages[number].get("tool_calls"):

@@ -77,10 +77,9 @@ def trains(values: Mapping[str, Any], what: str) -> bool:
     for key in WEIGHTS if what == "row" else (*WEIGHTS, "loss"):
         weight = values.get(key)
         if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
-            actual = f"the text '{weight[:40]}'" if isinstance(weight, str) else str(weight)[:40]
             raise ValueError(
-                f"the {what}'s {key} is {actual}: 1 or true trains it, 0 or false doesn't, no other value is "
-                f"supported.\n  Correct it, or set data.ignore=[{key}]"
+                f"the {what}'s {key} is {'the text ' * isinstance(weight, str)}{weight!r:.40}: 1 or true trains it, "
+                f"0 or false doesn't, no other value is supported.\n  Correct it, or set data.ignore=[{key}]"
             )
         result &= weight is None or bool(weight)
     return result

@@ -101,8 +101,7 @@ def of_rows(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
 def problem_of(model: nn.Module, labels: Tensor) -> str:
     """`problem_type` of a model of transformers, or what follows from labels and `num_labels`. Raises ConfigError."""
     config: Any = getattr(model, "config", None)
-    outputs = getattr(config, "num_labels", None)
-    if outputs is None:
+    if (outputs := getattr(config, "num_labels", None)) is None:
         return SINGLE_LABEL
     if (own := getattr(config, "problem_type", None)) is not None:
         known = SINGLE_LABEL, MULTI_LABEL, REGRESSION

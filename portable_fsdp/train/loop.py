@@ -7,7 +7,6 @@ device never waits for the host; they are read before a save, so that nothing th
 import gc
 import logging
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -319,12 +318,11 @@ def train(
 def _record_early(config: Config, engine: Backend, run_file: RunLog, error: BaseException | None) -> None:
     """The event `fail` of user code that failed while the run was built; it makes the run's folder."""
     is_recorded = run_file.path is not None or getattr(error, "run_has_started", False)
-    if engine.process.index or is_recorded or not isinstance(error, Exception):
-        return
-    if re.search(r"\n  in .+:\d+", f"{error}\n{described(error)}"):  # a line of the user's
-        with suppress(PortableFSDPError, OSError), sole_run(folder := Path(config.run.dir)):
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            EventsFile(folder / "events.jsonl").write("fail", step=0, reason=reason, is_early=True)
+    is_of_user = isinstance(error, Exception) and "\n  in " in f"{error}\n{described(error)}"  # names a line of theirs
+    if engine.process.index == 0 and is_of_user and not is_recorded:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with suppress(PortableFSDPError, OSError), sole_run(Path(config.run.dir)):
+            EventsFile(Path(config.run.dir, "events.jsonl")).write("fail", step=0, reason=reason, is_early=True)
 
 
 def _train(

@@ -186,9 +186,9 @@ class Exits(Callback):
 def test_a_callback_that_exits_fails_the_run(hook: str, user: Any) -> None:
     """Other exceptions of a callback only end the callback; who calls sys.exit wants the run to end. Each callback sees
     one end."""
-    other = Exits("nowhere")
+    callback, other = Exits(hook), Exits("nowhere")
     with pytest.raises(UserExit, match=rf"user code raised SystemExit\n  in {re.escape(__file__)}:\d+: sys.exit"):
-        train(load_config("user.yaml", ["train.steps=2"]), device="cpu", callbacks=[callback := Exits(hook), other])
+        train(load_config("user.yaml", ["train.steps=2"]), device="cpu", callbacks=[callback, other])
     assert len(events(Path("run"), "fail")) == 1
     assert read_jsonl(Path("run/events.jsonl"))[-1]["event"] == "fail"
     assert (callback.ends, other.ends) == (1, 1)
