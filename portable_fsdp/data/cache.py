@@ -40,7 +40,7 @@ from portable_fsdp.runtime.lock import try_lock
 
 log = logging.getLogger("portable_fsdp")
 
-FORMAT = 2
+FORMAT = 3
 """The version of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 2_000_000
