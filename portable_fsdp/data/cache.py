@@ -34,13 +34,13 @@ from portable_fsdp.data.meaning import texts_in
 from portable_fsdp.data.render import Render
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.files import sync_folder
+from portable_fsdp.runtime.files import read_regular, sync_folder
 from portable_fsdp.runtime.limits import Limit, begin, memory_limit
 from portable_fsdp.runtime.lock import try_lock
 
 log = logging.getLogger("portable_fsdp")
 
-FORMAT = 2
+FORMAT = 3
 """The version of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 200_000
@@ -137,7 +137,7 @@ class TokenizedDocuments:
     @classmethod
     def mapped(cls, folder: Path) -> Self:
         """From an entry; raises OSError, ValueError or TypeError for a damaged one."""
-        text, _, digest = (folder / "facts.json").read_bytes().rpartition(b"\n")
+        text, _, digest = read_regular(folder / "facts.json").rpartition(b"\n")
         if digest != xxhash.xxh3_64_hexdigest(text).encode():
             raise ValueError("facts.json changed after it was written")
         facts = Facts(**json.loads(text))
@@ -223,7 +223,7 @@ def _cannot_write(folder: Path, error: OSError) -> DataError:
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process makes the entry; False where the file system has no locks."""
-    with path.open("a") as file:  # closing unlocks it; the file stays, since another process may wait for it
+    with path.open("ab+", buffering=0) as file:  # closing unlocks it; others may wait for it; +: a pipe doesn't block
         lock = try_lock(file.fileno())
         if lock is False:
             log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)

@@ -28,6 +28,8 @@ _ASKS = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=q
 _MARK = 0xF0000
 """The first character of a private plane, which no text has: one stands for each text of a conversation."""
 
+KEPT_OUT = "answers that the chat template keeps out of the loss: they are outside of {% generation %}"
+
 CharacterSpan = tuple[int, int]
 """[begin, end)."""
 MarkedText = tuple[str, list[CharacterSpan]]
@@ -134,7 +136,7 @@ class ChatTemplate:
         text, generated = self._render(conversation)
         notes: list[str] = []
         for number, key in left_out:
-            notes += self._left_out_note(conversation, number, key)
+            notes += [KEPT_OUT] if key == "generation" else self._left_out_note(conversation, number, key)
         for message in conversation.messages:
             if not holds(text, message.get("content")):
                 notes.append(f"messages of the role {message['role']} whose text the chat template cuts or changes")
@@ -142,9 +144,9 @@ class ChatTemplate:
         return Written(conversation, text, generated, tuple(dict.fromkeys(notes)))
 
     def _left_out_of(self, conversation: Conversation) -> tuple[_Form, list[tuple[int, str]]]:
-        """The first form of calls that the template writes, and what it leaves out: (message, key), (-1, "tools").
-
-        A rendering with marks in place of all texts shows it: short texts may be in the text for another reason."""
+        """The first form of calls that the template writes, and what it leaves out: (message, key), (-1, "tools"), and
+        for answers outside of `{% generation %}` (message, "generation"). A rendering with marks in place of all texts
+        shows it: short texts may be in the text for another reason."""
         marked, marks = _marked(conversation)
         shape = tuple(marks), tuple(message["role"] for message in conversation.messages)
         if shape in self._shapes:
@@ -152,10 +154,13 @@ class ChatTemplate:
         forms, results = _forms(), list[tuple[_Form, list[tuple[int, str]]]]()
         for form in forms:
             try:
-                text, _ = self._render(marked._replace(messages=[form(message) for message in marked.messages]))
+                text, generated = self._render(marked._replace(messages=[form(message) for message in marked.messages]))
             except Exception:  # a template may raise anything
                 continue
             left_out = [(number, key) for number, key, mark in marks if mark not in text]
+            inside = "".join(text[begin:end] for begin, end in generated) if self._marks_turns else text
+            outside = {n for n, _, mark in marks if mark in text} - {-1, *(n for n, _, mark in marks if mark in inside)}
+            left_out += [(n, "generation") for n in outside if is_answer(marked.messages[n])]
             results.append((form, list(dict.fromkeys(left_out))))
             if not any(key == "tool_calls" for _, key in left_out):
                 break

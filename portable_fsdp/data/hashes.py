@@ -16,7 +16,7 @@ import xxhash
 
 from portable_fsdp.data.examples import name_of
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.files import read_regular, write_text_atomically
 
 SETTLED_S = 10.0
 """FAT keeps times to 2 seconds, and a file server's clock is seconds off."""
@@ -54,7 +54,7 @@ def remembered(
 
 def _read(memo: Path) -> str | None:
     try:
-        digest, _, check = memo.read_text(encoding="utf-8").partition(" ")
+        digest, _, check = read_regular(memo).decode().partition(" ")
     except (OSError, UnicodeDecodeError):
         return None
     return digest if check == _check(memo, digest) else None

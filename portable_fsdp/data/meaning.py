@@ -78,8 +78,8 @@ def trains(values: Mapping[str, Any], what: str) -> bool:
         weight = values.get(key)
         if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
             raise ValueError(
-                f"the {what}'s {key} is {str(weight)[:40]}: 1 or true trains it, 0 or false doesn't, no other value is "
-                f"supported.\n  Correct it, or set data.ignore=[{key}]"
+                f"the {what}'s {key} is {'the text ' * isinstance(weight, str)}{weight!r:.40}: 1 or true trains it, "
+                f"0 or false doesn't, no other value is supported.\n  Correct it, or set data.ignore=[{key}]"
             )
         result &= weight is None or bool(weight)
     return result

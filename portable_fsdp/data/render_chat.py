@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from portable_fsdp.config.data import Format
-from portable_fsdp.data.chat import ChatTemplate, MarkedText
+from portable_fsdp.data.chat import KEPT_OUT, ChatTemplate, MarkedText
 from portable_fsdp.data.examples import Broken, Example, Rendered, broken
 from portable_fsdp.data.meaning import WEIGHTS, contains, is_empty, kind, meaningful_columns, without_nulls
 from portable_fsdp.data.messages import ChatMessage, Conversation, conversation_of, is_answer, messages_of
@@ -84,7 +84,7 @@ def _completed(
     alone, whole = template.tokenized([(prompt, []), (written.text, completion)])
     dtype = token_dtype(tokenizer.vocab_size)
     rendered = _masked(example, np.array(alone.ids, dtype=dtype), np.array(whole.ids, dtype=dtype))
-    notes = (*written.notes, *_notes_of_roles(conversation.messages, template))
+    notes = (*(n for n in written.notes if n != KEPT_OUT), *_notes_of_roles(conversation.messages, template))
     if rendered.prompt_differs and begin is None:
         notes += (_NOT_AS_ASKED,)
     if not whole.is_ended:

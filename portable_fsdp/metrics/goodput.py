@@ -74,6 +74,7 @@ class Attempt:
 
 def attempts(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Attempt]:
     """All starts of a run, in order. `rows`: of metrics.jsonl, by step. Lines before the first start are left out."""
+    events = [event for event in events if not event.get("is_early")]  # failures before a start
     starts = [index for index, event in enumerate(events) if event["event"] == "start"]
     steps = [row["step"] for row in rows]
     result: list[Attempt] = []

@@ -7,6 +7,7 @@ of micro batches changes the curve.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, cast
 
@@ -98,12 +99,15 @@ def of_rows(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
 
 
 def problem_of(model: nn.Module, labels: Tensor) -> str:
-    """`problem_type` of a model of transformers, which follows from labels and `num_labels` where it is unset."""
+    """`problem_type` of a model of transformers, or what follows from labels and `num_labels`. Raises ConfigError."""
     config: Any = getattr(model, "config", None)
-    outputs = getattr(config, "num_labels", None)
-    if outputs is None:
+    if (outputs := getattr(config, "num_labels", None)) is None:
         return SINGLE_LABEL
-    if own := getattr(config, "problem_type", None):
+    if (own := getattr(config, "problem_type", None)) is not None:
+        known = SINGLE_LABEL, MULTI_LABEL, REGRESSION
+        if own not in known:
+            near = get_close_matches(str(own).lower(), known, n=1, cutoff=0)[0]
+            raise ConfigError(f"problem_type: expected {', '.join(known)} or null, found {own!r}.\n  nearest: {near}.")
         return own
     if outputs == 1:
         return REGRESSION

@@ -92,7 +92,8 @@ def described(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}\n  in {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    libraries = ("site-packages", "dist-packages", "importlib", "<frozen", str(Path(__file__).parent.parent))
+    package, stdlib = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
+    libraries = ("site-packages", "dist-packages", "<frozen", package, stdlib)
     own = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
     return f"{text}\n  in {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else text

@@ -34,18 +34,18 @@ class RunLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(LogLines("%(asctime)s %(levelname)s %(message)s", _TIME))
-        self._path: Path | None = None
+        self.path: Path | None = None
         self._held: list[str] = []
 
     def open(self, run: Path) -> None:
-        self._path = run / "logs" / "run.log"
-        self._write(self._path)
+        self.path = run / "logs" / "run.log"
+        self._write(self.path)
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(Exception):  # arguments that don't fit the message: the terminal's handler says so
             self._held.append(f"{self.format(record)}\n")
-        if self._path:
-            self._write(self._path)
+        if self.path:
+            self._write(self.path)
 
     def _write(self, path: Path) -> None:
         try:

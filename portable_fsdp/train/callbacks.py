@@ -173,7 +173,9 @@ class Callbacks:
 
     def call(self, hook: Callable[[Callback, T], None], data: T) -> None:
         """`call(Callback.on_step, end)`: of all of them. What one of ours raises, as for a full disk, ends the run."""
-        for callback in list(self._all):
+        for callback in self._all:
+            if hook is Callback.on_end and callback not in self._ours:  # not again where another one exits
+                self._all = [other for other in self._all if other is not callback]
             try:
                 getattr(callback, hook.__name__)(data)
             except Exception as error:
@@ -183,7 +185,7 @@ class Callbacks:
                         message = f"the run can't write its record: {with_cause(error, folder)}"
                         raise TrainingError(message) from error
                     raise
-                self._all.remove(callback)
+                self._all = [other for other in self._all if other is not callback]
                 log.exception(
                     "callback %s.%s raised; the run continues without it:", type(callback).__name__, hook.__name__
                 )

@@ -22,7 +22,7 @@ from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
-from portable_fsdp.metrics.sinks import last_save
+from portable_fsdp.metrics.sinks import EventsFile, last_save
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import configure_log
@@ -35,9 +35,9 @@ from portable_fsdp.runtime.errors import (
     PortableFSDPError,
     TrainingError,
 )
-from portable_fsdp.runtime.factory import UserExit, user_code
+from portable_fsdp.runtime.factory import UserExit, described, user_code
 from portable_fsdp.runtime.lock import sole_run
-from portable_fsdp.runtime.logs import run_log
+from portable_fsdp.runtime.logs import RunLog, run_log
 from portable_fsdp.runtime.process import Stopped, StopRequest
 from portable_fsdp.train.build import (
     Training,
@@ -297,6 +297,7 @@ def train(
                 check_devices(engine.data_parallel_size)
                 configure_log(engine.process.index)
                 run_file = held.enter_context(run_log(engine.process.index))
+                held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
                 require_folders_and_model(config, engine)
                 corpus = open_data(config, engine)
                 steps = total_steps(config, len(corpus.rows))
@@ -312,6 +313,16 @@ def train(
         except Stopped as request:
             log.error("stopped before the first step (%s): nothing to save", request)
             return EXIT_FAILED
+
+
+def _record_early(config: Config, engine: Backend, run_file: RunLog, error: BaseException | None) -> None:
+    """The event `fail` of user code that failed while the run was built; it makes the run's folder."""
+    is_recorded = run_file.path is not None or getattr(error, "run_has_started", False)
+    is_of_user = isinstance(error, Exception) and "\n  in " in f"{error}\n{described(error)}"  # names a line of theirs
+    if engine.process.index == 0 and is_of_user and not is_recorded:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with suppress(PortableFSDPError, OSError), sole_run(Path(config.run.dir)):
+            EventsFile(Path(config.run.dir, "events.jsonl")).write("fail", step=0, reason=reason, is_early=True)
 
 
 def _train(
@@ -409,11 +420,11 @@ def _train_observed(run: _Run) -> Outcome:
                 run.profiles.after_step(run.step, is_last=True)
                 run.checkpoints.close()
                 _note_commits(run)
+        end = _end_of(run, outcome, {})
+        on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
     except (Exception, Stopped) as error:  # Stopped: before the first step has ended
         _record_failure(run, error)
         raise
-    end = _end_of(run, outcome, {})
-    on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
     return outcome
 
 

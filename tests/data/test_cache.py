@@ -137,6 +137,15 @@ def test_a_damaged_entry_is_refused_with_the_way_out(tmp_path: Path) -> None:
             tokenized(tmp_path, recipe(Texts("abc")))
 
 
+def test_a_pipe_in_the_cache_is_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "k.lock")
+    tokenized(tmp_path, recipe(Texts("abc")))
+    (tmp_path / "k" / "facts.json").unlink()
+    os.mkfifo(tmp_path / "k" / "facts.json")
+    with pytest.raises(DataError, match=r"facts\.json: can't be read: expected a file, found a pipe"):
+        tokenized(tmp_path, recipe(Texts("abc")))
+
+
 def flip_a_bit(path: Path, at: int) -> None:
     with path.open("r+b") as file:
         file.seek(at)

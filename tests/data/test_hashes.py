@@ -80,11 +80,16 @@ def test_a_young_file_is_hashed_again(hashes: Hashes) -> None:
     assert not hashes.folder.exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b"ab", b"abd 0123456789abcdef", b"\xff\xfe", b"abc"])
-def test_a_damaged_memo_is_none(hashes: Hashes, damage: bytes) -> None:
+@pytest.mark.parametrize("damage", [b"", b"ab", b"abd 0123456789abcdef", b"\xff\xfe", b"abc", None])
+def test_a_damaged_memo_is_none(hashes: Hashes, damage: bytes | None) -> None:
+    """`None`: a pipe in its place, which nobody waits for."""
     hashes.get()
     [memo] = hashes.folder.iterdir()
-    memo.write_bytes(damage)
+    memo.unlink()
+    if damage is None:
+        os.mkfifo(memo)
+    else:
+        memo.write_bytes(damage)
     assert hashes.get() == "abc"
     assert hashes.made == 2
     assert hashes.get() == "abc"

@@ -12,6 +12,7 @@ from chat_templates import CHATML, DATED, FAMILIES, GENERATION, TOLD_TOOLS, TOOL
 
 from portable_fsdp.config.data import Format
 from portable_fsdp.config.schema import Data
+from portable_fsdp.data.chat import KEPT_OUT
 from portable_fsdp.data.examples import Broken, Example, Rendered
 from portable_fsdp.data.render import renderer
 from portable_fsdp.data.sources import open_source
@@ -335,6 +336,12 @@ def test_rows_as_people_write_them(
             "the message's weight is 0.5: 1 or true trains it",
             "weight",
         ),
+        (
+            "chat",
+            {"messages": [SAID[0], SAID[1] | {"weight": "0"}]},
+            "the message's weight is the text '0': 1 or true trains it",
+            "weight",
+        ),
         ("chat", {"messages": [SAID[0] | {"train": True}, SAID[1]]}, "a message of the role user has train=T", "train"),
         (
             "chat",
@@ -390,6 +397,17 @@ def test_a_row_whose_keys_cannot_be_used_is_refused_or_they_are_ignored_by_name(
     [item] = renderer(form, tokenizer, stream=False, ignore=(ignored,))(list(source.read()))
     assert isinstance(item, Rendered)
     assert counted_text(tokenizer, item) == ["3<|im_end|>\n" if form == "chat" else "3<end>"]
+
+
+def test_answers_outside_of_generation_are_noted(make_tokenizer: MakeTokenizer) -> None:
+    """Protects from turns that silently don't train; completions count whole, and a template may mark all."""
+    last = make_tokenizer(GENERATION.replace("'assistant' %}", "'assistant' and loop.last %}"))
+    once = render_one("chat", last, {"messages": [*SAID, *SAID]})
+    assert (counted_text(last, once), once.notes) == (["3<|im_end|>\n"], (KEPT_OUT,))
+    completion = render_one("prompt_completion", last, {"prompt": [*SAID, SAID[0]], "completion": SAID[1:]})
+    assert completion.notes == render_one("chat", last, {"messages": SAID}).notes == ()
+    tokenizer = make_tokenizer(TOLD_TOOLS)
+    assert render_one("chat", tokenizer, {"messages": [*CALLS, *SAID], "tools": SCHEMAS}).notes == ()
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:

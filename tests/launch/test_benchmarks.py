@@ -26,7 +26,6 @@ def _result(folder: Path, name: str, *flags: str, limit_s: float = 280, processe
     return json.loads(out.read_text()), run.out
 
 
-@pytest.mark.proof
 def test_each_deliberate_mistake_has_its_place_in_the_code() -> None:
     for mistake in yaml.safe_load((BENCHMARKS / "breaks.yaml").read_text(encoding="utf-8")):
         source = (ROOT / "portable_fsdp" / mistake["file"]).read_text(encoding="utf-8")

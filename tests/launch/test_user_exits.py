@@ -16,10 +16,12 @@ from plain_backend import PlainBackend, in_processes
 from portable_fsdp.config.data import Data
 from portable_fsdp.config.load import load_config
 from portable_fsdp.data.workers import _Steps
+from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.report.read import read_run
 from portable_fsdp.runtime.collective_errors import on_each_process
 from portable_fsdp.runtime.factory import UserExit, user_code
 from portable_fsdp.runtime.process import Interrupted, Stopped, StopRequest
-from portable_fsdp.train.callbacks import Callback, RunStart, StepEnd
+from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.train.loop import train
 
 MODULE = """
@@ -118,7 +120,7 @@ ERRORS: list[tuple[type[BaseException], tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize("place", AT)
 def test_a_run_fails_where_user_code_exits(place: str, user: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 1, file and line, and the event `fail` of a run that has begun; then it resumes."""
+    """Exit code 1, file and line, and the event `fail`, also while the run is built; one that has begun resumes."""
     kind, arguments = ERRORS[[*AT].index(place) % len(ERRORS)]
     user.AT, user.ERROR = place, kind(*arguments)
     assert launch("--device=cpu", "--config=user.yaml", *AT[place]) == 1
@@ -126,13 +128,14 @@ def test_a_run_fails_where_user_code_exits(place: str, user: Any, capsys: pytest
     assert re.search(rf"raised {kind.__name__}(: .+)?\n  in {re.escape(user.__file__)}:{LINE}: raise", message)
     assert "Traceback" not in message
     assert "Nothing was started" not in message
+    [failure] = events(Path("run"), "fail")
+    assert re.match(rf"UserExit: .* raised {kind.__name__}", failure["reason"])
     if place not in ("row", "collate"):
-        assert not Path("run").exists() or place in ("forward", "iterator")
+        assert failure["step"] == 0
         return
     done = len(losses(Path("run")))
     assert done >= 4
     assert f"The run ended after step {done}. The last good checkpoint is run/checkpoints/step-" in message
-    [failure] = events(Path("run"), "fail")
     assert failure["step"] == done
     assert failure["reason"].startswith(
         f"UserExit: data.factory: user_exits:data: {'row' if place == 'row' else 'the'}"
@@ -140,6 +143,24 @@ def test_a_run_fails_where_user_code_exits(place: str, user: Any, capsys: pytest
     user.AT = ""
     assert launch("--device=cpu", "--config=user.yaml", f"train.stop_at={done + 1}") == 0
     assert len(losses(Path("run"))) == done + 1
+
+
+def test_a_factory_that_raises_is_recorded_and_a_mistake_in_the_config_is_not(user: Any) -> None:
+    """The former is a failure of the user's code; the latter leaves no folder behind."""
+    assert launch("--device=cpu", "--config=user.yaml", "model.factory=user_exits:absent") == 2
+    assert not Path("run").exists()
+    user.AT, user.ERROR = "model", ValueError("no such size")
+    assert launch("--device=cpu", "--config=user.yaml") == 2
+    [failure] = events(Path("run"), "fail")
+    assert failure["reason"] == "ConfigError: model.factory: user_exits:Model failed: ValueError: no such size"
+    assert [path.name for path in Path("run").iterdir()] == ["events.jsonl"]
+    assert read_run(Path("run")).goodput is None
+    user.AT = ""
+    assert launch("--device=cpu", "--config=user.yaml", "train.steps=1") == 0
+    user.AT = "model"
+    assert launch("--device=cpu", "--config=user.yaml", "train.steps=2") == 2
+    assert len(events(Path("run"), "fail")) == 2
+    assert read_run(Path("run")).status == "finished at step 1"
 
 
 class Exits(Callback):
@@ -152,17 +173,25 @@ class Exits(Callback):
     def on_step(self, step: StepEnd) -> None:
         self._exit("on_step")
 
+    def on_end(self, end: RunEnd) -> None:
+        self.ends = getattr(self, "ends", 0) + 1
+        self._exit("on_end")
+
     def _exit(self, hook: str) -> None:
         if hook == self._hook:
             sys.exit()
 
 
-@pytest.mark.parametrize("hook", ["on_start", "on_step"])
+@pytest.mark.parametrize("hook", ["on_start", "on_step", "on_end"])
 def test_a_callback_that_exits_fails_the_run(hook: str, user: Any) -> None:
-    """Other exceptions of a callback only end the callback; who calls sys.exit wants the run to end."""
+    """Other exceptions of a callback only end the callback; who calls sys.exit wants the run to end. Each callback sees
+    one end."""
+    callback, other = Exits(hook), Exits("nowhere")
     with pytest.raises(UserExit, match=rf"user code raised SystemExit\n  in {re.escape(__file__)}:\d+: sys.exit"):
-        train(load_config("user.yaml"), device="cpu", callbacks=[Exits(hook)])
+        train(load_config("user.yaml", ["train.steps=2"]), device="cpu", callbacks=[callback, other])
     assert len(events(Path("run"), "fail")) == 1
+    assert read_jsonl(Path("run/events.jsonl"))[-1]["event"] == "fail"
+    assert (callback.ends, other.ends) == (1, 1)
 
 
 def test_a_worker_hands_an_exit_over(user: Any) -> None:

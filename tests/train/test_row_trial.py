@@ -14,7 +14,7 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.tasks import find_task, with_problem
+from portable_fsdp.models.tasks import MULTI_LABEL, find_task, with_problem
 from portable_fsdp.runtime.errors import BackendError, ConfigError, DataError
 from portable_fsdp.train.row_trial import RowCost, try_rows
 
@@ -172,6 +172,18 @@ def test_labels_that_do_not_fit_the_problem_are_refused(
     task = with_problem(find_task("sequence_classification"), model, rows)
     with pytest.raises((ConfigError, DataError), match=expected):
         try_rows([rows], model, task, has_fixed_shapes=True)
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [("Regression", "regression"), ("regresion", "regression"), ("multi_label", MULTI_LABEL), ("", "")],
+)
+def test_an_unknown_problem_is_refused(word: str, nearest: str) -> None:
+    """Protects from a loss that nobody chose: transformers takes any word; other tasks don't read it."""
+    model, rows = classifier(3, word), {"input_ids": IDS, "labels": NUMBERS}
+    with pytest.raises(ConfigError, match=rf"problem_type: expected .*, found '{word}'\.\n  nearest: {nearest}"):
+        with_problem(find_task("sequence_classification"), model, rows)
+    assert with_problem(TASK, model, rows) is TASK
 
 
 def test_one_class_is_refused() -> None:

@@ -30,7 +30,8 @@ _CAUSES = {
     ),
     "out of bounds for storage of size 0": (
         "is a unit whose weights backward needs before the gradient of anything arrives that left it",
-        "Return what the loss needs from its forward",
+        "Return what the loss needs from its forward (gradient checkpointing runs blocks again in backward:\n"
+        "  empty a list that they append to where the model's forward begins, not where it ends)",
     ),
 }
 
