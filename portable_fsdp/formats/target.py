@@ -79,8 +79,11 @@ def new_file(file: Path) -> Generator[Path]:
         yield unfinished
         with unfinished.open("rb") as content:
             os.fsync(content.fileno())
-        require_new(file)
-        unfinished.rename(file)
+        try:
+            os.link(unfinished, file)  # unlike a rename it replaces nothing
+        except OSError:  # `file` is there by now, or the file system has no links
+            require_new(file)
+            unfinished.rename(file)
     finally:
         for path in (unfinished, storage.part_of(unfinished)):
             path.unlink(missing_ok=True)
