@@ -63,16 +63,13 @@ class Replacement:
                 for part in contents
             )
             if items or attributes:
-                self._known[id(value)] = value, self._copied(value, contents, items, attributes)
-
-    def _copied(self, value: Any, contents: _Contents, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-        if isinstance(value, _FIXED):
-            make: Any = getattr(cast(Any, value), "_make", type(cast(Any, value)))  # the first: of a named tuple
-            return make((contents[0] | items).values())
-        made = copy.copy(value)
-        _fill(made, items, attributes)
-        self._copies.append((value, made, _contents(made)))
-        return made
+                if isinstance(value, _FIXED):
+                    make: Any = getattr(cast(Any, value), "_make", type(cast(Any, value)))  # the first: a named tuple's
+                    made = make((contents[0] | items).values())
+                else:
+                    _fill(made := copy.copy(value), items, attributes)
+                    self._copies.append((value, made, _contents(made)))
+                self._known[id(value)] = value, made
 
     def write_back(self) -> None:
         """Change the originals as the copies have been changed since."""

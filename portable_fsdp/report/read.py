@@ -1,7 +1,7 @@
 """A run's folder as data. The run may still be under way, or have ended in any way; damaged lines are left out."""
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,8 +28,10 @@ _MOST_BYTES = 20_000  # of a profile's summary
 _SMALL_BYTES = 1 << 20
 _MOST_EVENT_BYTES = 1 << 25  # some hundred thousand events
 _MOST_ROWS = 200_000  # in memory; of a longer run every second, fourth, ... row is read
-_MEASURES = "step seconds data_seconds loss eval_loss grad_norm lr tokens tokens_per_second mfu memory_bytes imbalance"
-_ROW_KEYS = _MEASURES.split()
+_ROW_KEYS = (
+    *("step", "seconds", "data_seconds", "loss", "eval_loss", "grad_norm", "lr"),
+    *("tokens", "tokens_per_second", "mfu", "memory_bytes", "imbalance"),
+)
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,9 @@ class RunRecord:
     def damage(self) -> str:
         """What was left out: damaged lines, and rows of a long run; empty where nothing was."""
         total, files = sum(self.skipped.values()), ", ".join(name for name, count in self.skipped.items() if count)
-        damaged = f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}" if total else ""
-        long = f"the run is long: one of {self.every} rows was read, and tokens and goodput are left out"
-        return "; ".join(filter(None, (damaged, long if self.every > 1 else "")))
+        damaged = [f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}"] * (total > 0)
+        long = [f"the run is long: one of {self.every} rows was read, and tokens and goodput are left out"]
+        return "; ".join(damaged + long * (self.every > 1))
 
     @property
     def status(self) -> str:
@@ -127,7 +129,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_run(folder: Path) -> RunRecord:
     """Read the folder of a run. Raises UsageError for one that isn't."""
     config = read_config(folder)
-    rows, bad_rows, _, every = read_records(folder / "metrics.jsonl", "step", "seconds", keep=_part_of, most=_MOST_ROWS)
+    rows, bad_rows, _, every = read_records(folder / "metrics.jsonl", "step", "seconds", most=_MOST_ROWS)
     events, bad_events, *_ = read_records(folder / "events.jsonl", "event", "time", most_bytes=_MOST_EVENT_BYTES)
     samples, bad_samples, *_ = read_records(folder / "samples.jsonl", "step", newest=_MOST_SAMPLES)
     by_step = {row["step"]: row for row in rows}
@@ -164,17 +166,11 @@ def _readable() -> Generator[None]:
 
 
 def read_records(
-    path: Path,
-    *needed: str,
-    offset: int = 0,
-    keep: Callable[[JsonObject], JsonObject] = dict,
-    most: int | None = None,
-    newest: int | None = None,
-    most_bytes: int = MAX_LOG_BYTES,
+    path: Path, *needed: str, offset: int = 0, most: int = 0, newest: int = 0, most_bytes: int = MAX_LOG_BYTES
 ) -> tuple[list[JsonObject], int, int, int]:
-    """What to `keep` of the objects from byte `offset` on that have the `needed` keys, how many other lines there are,
-    the offset behind them, and of how many lines one was read: with `most` a long file takes no more time and memory,
-    but its last line is read. A torn one is none; a file that has become shorter is read from its beginning."""
+    """The objects from byte `offset` on that have the `needed` keys, how many other lines there are, the offset behind
+    them, and of how many lines one was read: with `most` a long file takes no more memory, but its last line is read.
+    A torn one is none; a file that has become shorter is read from its beginning."""
     records, skipped, tried, every = list[JsonObject](), 0, 0, 1
     if not os.path.lexists(path):
         return records, skipped, 0, every
@@ -187,14 +183,13 @@ def read_records(
                 continue
             record = parse_line(line) if len(line) < MAX_LINE_BYTES else None
             if record is not None and _is_whole(record, needed):
-                records.append(keep(record))
+                records.append(_part_of(record) if most else record)
             elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                 skipped += 1
             else:
                 offset -= len(line)
                 break
-            tried += 1
-            if tried == most:
+            if (tried := tried + 1) == most:
                 records, tried, every = records[::2], tried // 2, every * 2
             if newest and len(records) > 2 * newest:
                 del records[:-newest]
