@@ -5,17 +5,22 @@ torch's own functions (`torch.utils._pytree`) take a dataclass, a subclass of di
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import cache
-from types import NoneType
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import cache, lru_cache
+from itertools import chain, filterfalse
+from operator import is_
+from types import MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-_WHOLE = (str, bytes, int, float, complex, NoneType, type, nn.Module)  # no tensors to look for inside of these
+_FIXED = (tuple, set, frozenset)
+_CONTAINERS = (dict, list, deque, *_FIXED)
+_WHOLE = (str, bytes, int, float, complex, type, ModuleType, nn.Module)  # no tensors to look for inside of these
+
+_Contents = tuple[dict[Any, Any], dict[str, Any]]  # items by key or index, and attributes
 
 
 class Replacement:
@@ -28,45 +33,53 @@ class Replacement:
     def __init__(self, change: Callable[[Any], Any], kind: type = Tensor) -> None:
         self._change, self._kind = change, kind
         self._known: dict[int, tuple[Any, Any]] = {}  # id -> the value and what replaces it, both kept alive
-        self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []  # the original, the copy, what is in it at first
+        self._copies: list[tuple[Any, Any, _Contents]] = []  # the original, the copy, what is in it at first
 
     def __call__(self, value: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile knows this one
             return tree_map_only(self._kind, self._change, value)
-        if isinstance(value, _WHOLE):
-            return value
-        if id(value) not in self._known:
-            self._known[id(value)] = value, value  # ends cycles
-            self._known[id(value)] = value, self._replaced(value)
-        return self._known[id(value)][1]
+        running = [self._replace(value)]
+        while running:  # no recursion: objects may be nested deeper than Python calls may be
+            inner = next(running[-1], None)
+            running.pop() if inner is None else running.append(self._replace(inner))
+        return self._new(value)
 
-    def _replaced(self, value: Any) -> Any:
+    def _new(self, value: Any) -> Any:
+        return self._known.get(id(value), (value, value))[1]
+
+    def _replace(self, value: Any) -> Generator[Any]:
+        """Yields what must be replaced before: values inside."""
+        if id(value) in self._known or _is_plain(type(value)):
+            return
+        self._known[id(value)] = value, value  # ends cycles
         if isinstance(value, self._kind):
-            return self._change(value)
-        is_fixed = isinstance(value, tuple | set | frozenset)
-        contents = dict[Any, Any](enumerate(cast("tuple[Any]", value))) if is_fixed else _contents(value)
-        changed = {key: new for key, item in contents.items() if (new := self(item)) is not item}
-        if not changed:
-            return value
-        if is_fixed:
-            make = cast(Any, value)._make if hasattr(value, "_fields") else cast(Any, type(value))
-            return make((contents | changed).values())
-        made = copy.copy(value)
-        for key, item in changed.items():
-            _set(made, key, item)
-        self._copies.append((value, made, contents | changed))
-        return made
+            self._known[id(value)] = value, self._change(value)
+        elif kinds := _kinds_in(value):
+            contents = _contents(value)
+            for part in contents:
+                yield from [item for item in part.values() if type(item) in kinds]
+            items, attributes = (
+                {key: new for key, item in part.items() if type(item) in kinds and (new := self._new(item)) is not item}
+                for part in contents
+            )
+            if items or attributes:
+                if isinstance(value, _FIXED):
+                    make: Any = getattr(cast(Any, value), "_make", type(cast(Any, value)))  # the first: a named tuple's
+                    made = make((contents[0] | items).values())
+                else:
+                    _fill(made := copy.copy(value), items, attributes)
+                    self._copies.append((value, made, _contents(made)))
+                self._known[id(value)] = value, made
 
     def write_back(self) -> None:
         """Change the originals as the copies have been changed since."""
         originals = {id(new): value for value, new in self._known.values()}
         for value, made, before in self._copies:
-            now = _contents(made)
-            if now.keys() != before.keys() or any(item is not before[key] for key, item in now.items()):
-                if isinstance(value, dict | list | deque):
+            pairs = [*zip(now := _contents(made), before, strict=True)]
+            if any(new.keys() != old.keys() or not all(map(is_, new.values(), old.values())) for new, old in pairs):
+                if isinstance(value, _CONTAINERS):
                     cast("list[Any]", value).clear()
-                for key, item in now.items():
-                    _set(value, key, originals.get(id(item), item))
+                _fill(value, *({key: originals.get(id(item), item) for key, item in part.items()} for part in now))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -112,23 +125,54 @@ def floats_in(dtype: torch.dtype) -> Replacement:
     return Replacement(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _contents(value: Any) -> dict[Any, Any]:
-    """(is an item, key or index or name of an attribute) -> value."""
-    is_list = isinstance(value, list | deque)
-    pairs: Any = value.items() if isinstance(value, dict) else enumerate(cast("Any", value)) if is_list else ()
-    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-    attributes = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
-    with suppress(AttributeError):
-        attributes |= object.__getattribute__(value, "__dict__")
-    items: dict[Any, Any] = {(True, key): item for key, item in pairs}
-    return items | {(False, name): item for name, item in attributes.items()}
+@lru_cache(10_000)
+def _slots(kind: type) -> tuple[bool, list[str]]:
+    """Whether values of this type have a `__dict__`, and the names of their slots."""
+    tables = [vars(base) for base in kind.__mro__]
+    slotted = [table for table in tables if "__slots__" in table]
+    names = [name for table in slotted for name, slot in table.items() if isinstance(slot, MemberDescriptorType)]
+    return any("__dict__" in table for table in tables), names
 
 
-def _set(value: Any, key: tuple[bool, Any], item: Any) -> None:
-    is_item, name = key
-    if not is_item:
+@lru_cache(10_000)
+def _is_plain(kind: type) -> bool:
+    """Whether values of this type hold no others, as numbers, texts and arrays."""
+    return issubclass(kind, _WHOLE) or not (issubclass(kind, _CONTAINERS) or any(_slots(kind)))
+
+
+def _kinds_in(value: Any) -> set[type]:
+    """The types of what is in it that may hold tensors; none for a table of plain values, as fast as C."""
+    inside: Any = [*_attributes(value).values(), *_items(value)]
+    first = kinds = set(filterfalse(_is_plain, {*map(type, inside)}))
+    for _ in range(4):  # rows of a table
+        if not kinds or not kinds <= {list, tuple, dict}:
+            break
+        rows = {id(row): row for row in inside if type(row) in kinds}.values()
+        inside = [*chain.from_iterable([row.values() if isinstance(row, dict) else row for row in rows])]
+        kinds = set(filterfalse(_is_plain, {*map(type, inside)}))
+    return first if kinds else kinds
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else ()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    has_dict, slots = _slots(type(value))
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return attributes | object.__getattribute__(value, "__dict__") if has_dict else attributes
+
+
+def _contents(value: Any) -> _Contents:
+    items = value.items() if isinstance(value, dict) else enumerate(_items(value))
+    return dict(items), {} if isinstance(value, _FIXED) else _attributes(value)
+
+
+def _fill(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> None:
+    for key, item in items.items():
+        if isinstance(value, list | deque) and key == len(cast("list[Any]", value)):
+            cast("list[Any]", value).append(item)
+        else:
+            value[key] = item
+    for name, item in attributes.items():
         object.__setattr__(value, name, item)  # also of frozen dataclasses
-    elif isinstance(value, list | deque) and name == len(cast("list[Any]", value)):
-        cast("list[Any]", value).append(item)
-    else:
-        value[name] = item

@@ -5,6 +5,7 @@ Only functions import torch_xla: at import it reads the environment variables th
 
 # pyright: reportPrivateUsage=false
 
+import gc
 import logging
 import os
 import re
@@ -88,6 +89,14 @@ class PjrtBackend(Backend):
 
         self._xla: Any = torch_xla
         self._bridge: Any = cast(Any, torch_xla)._XLAC
+        gc.collect()  # tensors of an engine that failed
+        try:
+            self._xla.sync()
+        except RuntimeError as error:
+            raise BackendError(
+                f"backend {self.name}: XLA couldn't compile a program in this process, and that error keeps tensors "
+                "without values.\n  Start a new process."
+            ) from error
         generation = _generation() if device == "tpu" else ""
         require_supported(config, Deployment(self.name, device, count, hosts, generation))
         self.device_name = _tpu_name() if device == "tpu" else device
@@ -106,8 +115,10 @@ class PjrtBackend(Backend):
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        if error is None:  # else what a failed step has left would be compiled
+        if error is None:
             self._programs.wait()  # nothing is left for the next engine's first program
+        else:  # nor what a failed step left, perhaps in the error's frames: it can't be compiled
+            self._bridge._clear_pending_irs(str(self.device))
         super().__exit__(kind, error, where)
 
     def close(self) -> None:

@@ -41,6 +41,11 @@ def run_program(run: Callable[[], T], what: str, name: str) -> T:
             raise _OnHost(runs)
         torch_xla.sync()
     except Exception as error:
+        if "device_ready_queues_" in str(error):  # torch counts the devices at a process's first backward
+            raise BackendError(
+                f"{what}: expected that no backward runs in a process before its first engine on XLA opens, found one."
+                "\n  Start a new process, and open the engine before any backward."
+            ) from error
         if (problem := _problem(run, error, runs)) is None:
             raise
         raise BackendError(

@@ -26,6 +26,12 @@ _MOST_SAMPLES = 50
 _MOST_PROFILES = 10
 _MOST_BYTES = 20_000  # of a profile's summary
 _SMALL_BYTES = 1 << 20
+_MOST_EVENT_BYTES = 1 << 25  # some hundred thousand events
+_MOST_ROWS = 200_000  # in memory; of a longer run every second, fourth, ... row is read
+_ROW_KEYS = (
+    *("step", "seconds", "data_seconds", "loss", "eval_loss", "grad_norm", "lr"),
+    *("tokens", "tokens_per_second", "mfu", "memory_bytes", "imbalance"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class RunRecord:
     events: Sequence[JsonObject]
     samples: Sequence[JsonObject]  # the newest, of samples.jsonl
     skipped: Mapping[str, int]  # damaged lines, by the name of their file
+    every: int = 1  # of so many lines of metrics.jsonl one was read
     _columns: dict[tuple[str, ...], Numbers] = field(default_factory=dict[tuple[str, ...], Numbers], repr=False)
 
     @property
@@ -52,7 +59,7 @@ class RunRecord:
 
     @cached_property
     def goodput(self) -> Goodput | None:
-        return goodput(self.events, self.rows)
+        return goodput(self.events, self.rows) if self.every == 1 else None  # it sums over all rows
 
     @cached_property
     def steps(self) -> Numbers:
@@ -70,7 +77,7 @@ class RunRecord:
     @cached_property
     def hours(self) -> Numbers:
         """Hours of training at the end of each row's step: what its start and the starts before it spent in steps."""
-        return np.cumsum(np.nan_to_num(self.column("seconds"))) / 3600
+        return np.cumsum(np.nan_to_num(self.column("seconds"))) * self.every / 3600
 
     def of_kind(self, kind: str) -> list[JsonObject]:
         """The events of one kind."""
@@ -87,9 +94,11 @@ class RunRecord:
 
     @property
     def damage(self) -> str:
-        """A sentence about damaged lines; empty where there are none."""
+        """What was left out: damaged lines, and rows of a long run; empty where nothing was."""
         total, files = sum(self.skipped.values()), ", ".join(name for name, count in self.skipped.items() if count)
-        return f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}" if total else ""
+        damaged = [f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}"] * (total > 0)
+        long = [f"the run is long: one of {self.every} rows was read, and tokens and goodput are left out"]
+        return "; ".join(damaged + long * (self.every > 1))
 
     @property
     def status(self) -> str:
@@ -120,13 +129,21 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_run(folder: Path) -> RunRecord:
     """Read the folder of a run. Raises UsageError for one that isn't."""
     config = read_config(folder)
-    rows, bad_rows, _ = read_records(folder / "metrics.jsonl", "step", "seconds")
-    events, bad_events, _ = read_records(folder / "events.jsonl", "event", "time")
-    samples, bad_samples, _ = read_records(folder / "samples.jsonl", "step")
+    rows, bad_rows, _, every = read_records(folder / "metrics.jsonl", "step", "seconds", most=_MOST_ROWS)
+    events, bad_events, *_ = read_records(folder / "events.jsonl", "event", "time", most_bytes=_MOST_EVENT_BYTES)
+    samples, bad_samples, *_ = read_records(folder / "samples.jsonl", "step", newest=_MOST_SAMPLES)
     by_step = {row["step"]: row for row in rows}
     skipped = {"metrics.jsonl": bad_rows, "events.jsonl": bad_events, "samples.jsonl": bad_samples}
     rows = [by_step[step] for step in sorted(by_step)]
-    return RunRecord(folder, config, rows, events, samples[-_MOST_SAMPLES:], skipped)
+    return RunRecord(folder, config, rows, events, samples[-_MOST_SAMPLES:], skipped, every)
+
+
+def _part_of(row: JsonObject) -> JsonObject:
+    """What the report reads: a run of many processes has long rows."""
+    part = {key: row[key] for key in _ROW_KEYS if _is_number(row.get(key))}
+    if isinstance(row.get("processes"), dict) and _is_number(shared := row["processes"].get("memory_imbalance")):
+        part["processes"] = {"memory_imbalance": shared}
+    return part | {"time": row.get("time")}
 
 
 def _runs_inside(folder: Path) -> str:
@@ -148,24 +165,35 @@ def _readable() -> Generator[None]:
         raise UsageError(f"{error.filename}: can't be read: {error.strerror}.") from None
 
 
-def read_records(path: Path, *needed: str, offset: int = 0) -> tuple[list[JsonObject], int, int]:
-    """The objects from byte `offset` on that have the `needed` keys, how many other lines there are, and the offset
-    behind them. A torn last line is none; a file that has become shorter is read from its beginning."""
-    records, skipped = list[JsonObject](), 0
+def read_records(
+    path: Path, *needed: str, offset: int = 0, most: int = 0, newest: int = 0, most_bytes: int = MAX_LOG_BYTES
+) -> tuple[list[JsonObject], int, int, int]:
+    """The objects from byte `offset` on that have the `needed` keys, how many other lines there are, the offset behind
+    them, and of how many lines one was read: with `most` a long file takes no more memory, but its last line is read.
+    A torn one is none; a file that has become shorter is read from its beginning."""
+    records, skipped, tried, every = list[JsonObject](), 0, 0, 1
     if not os.path.lexists(path):
-        return records, skipped, 0
-    with _readable(), open_regular(path, path.parent, MAX_LOG_BYTES) as file:
-        offset = file.seek(offset if offset <= os.fstat(file.fileno()).st_size else 0)
-        for line in lines_of(file):
-            record = parse_line(line)
+        return records, skipped, 0, every
+    with _readable(), open_regular(path, path.parent, most_bytes) as file:
+        size = os.fstat(file.fileno()).st_size
+        offset = file.seek(offset if offset <= size else 0)
+        for number, line in enumerate(lines_of(file)):
+            offset += len(line)
+            if number % every and offset < size:
+                continue
+            record = parse_line(line) if len(line) < MAX_LINE_BYTES else None
             if record is not None and _is_whole(record, needed):
-                records.append(record)
+                records.append(_part_of(record) if most else record)
             elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                 skipped += 1
             else:
+                offset -= len(line)
                 break
-            offset += len(line)
-    return records, skipped, offset
+            if (tried := tried + 1) == most:
+                records, tried, every = records[::2], tried // 2, every * 2
+            if newest and len(records) > 2 * newest:
+                del records[:-newest]
+    return records, skipped, offset, every
 
 
 def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:

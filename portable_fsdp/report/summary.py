@@ -24,7 +24,8 @@ def figures(run: RunRecord) -> Table:
         total = run.attempts[-1].start.get("steps") if run.attempts else None
         done = f"{run.rows[-1]['step']:,}"
         rows.append(("steps", f"{done} of {total:,}" if isinstance(total, int) else done))
-        rows.append(("tokens", f"{int(np.nansum(run.column('tokens'))):,}"))
+        if run.every == 1:
+            rows.append(("tokens", f"{int(np.nansum(run.column('tokens'))):,}"))
     if len(losses := _known(run, "loss")):
         rows.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
     if evaluations := run.of_kind("evaluation"):

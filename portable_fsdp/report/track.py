@@ -103,7 +103,7 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
         samples, offset = list[JsonObject](), 0  # a run writes them before the row of their step
         for rows in _batches(run / "metrics.jsonl", sent.step, follow=follow):
             for row in rows:
-                new, _, offset = read_records(run / "samples.jsonl", "step", offset=offset)
+                new, _, offset, _ = read_records(run / "samples.jsonl", "step", offset=offset)
                 samples = [sample for sample in (*samples, *new) if sample["step"] >= row["step"]]
                 texts = _texts(samples, row["step"]) if name in _TAKE_TEXTS else {}
                 tracker.log({**_values(row), **texts}, step=row["step"])
@@ -138,7 +138,7 @@ def _batches(path: Path, after: int, *, follow: bool) -> Iterator[list[JsonObjec
     while not is_last:
         is_last = not follow or _parent_is_gone(pause)
         pause = _POLL_S
-        rows, _, offset = read_records(path, "step", offset=offset)
+        rows, _, offset, _ = read_records(path, "step", offset=offset)
         new = {row["step"]: row for row in rows if row["step"] > after}
         after = max(new, default=after)
         yield [new[step] for step in sorted(new)]

@@ -5,6 +5,8 @@ say so.
 """
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -250,6 +252,22 @@ def test_what_is_no_program_is_refused_by_its_operation_and_line(
     assert re.search(rf"'asks': XLA can't compile it: {problem}", failure.value.message)
     assert re.search(r"xla_jobs\.py:\d+: ", failure.value.message)
     assert not re.search("Traceback|stack trace", failure.value.message)
+
+
+def test_a_backward_before_the_first_device_is_refused_in_one_sentence() -> None:
+    """torch counts the devices at a process's first backward: its own words are an assertion and `report a bug`."""
+    program = (
+        "import torch\n"
+        "torch.ones(1, requires_grad=True).sum().backward()\n"
+        "from portable_fsdp.backends.pjrt import set_environment\n"
+        "from portable_fsdp.backends.pjrt_program import run_program\n"
+        "set_environment('cpu')\n"
+        "import torch_xla\n"
+        "rows = torch.ones(1, device='xla', requires_grad=True)\n"
+        "run_program(lambda: rows.sum().backward(), 'backend xla', 'step')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "BackendError: backend xla: expected that no backward runs in a process before" in done.stderr
 
 
 def test_an_error_of_the_models_own_stays_as_it_is(workers: Callable[[Group], Workers]) -> None:

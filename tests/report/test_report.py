@@ -1,5 +1,7 @@
 """`python -m portable_fsdp.report`: the page, the Markdown, and files that are damaged or missing."""
 
+import os
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -12,6 +14,7 @@ from invented_run import write_run
 
 from portable_fsdp.report.__main__ import main
 from portable_fsdp.report.read import read_run
+from portable_fsdp.report.summary import markdown
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -101,6 +104,32 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "5 damaged lines were left out: metrics.jsonl, events.jsonl" in out
     assert "40 of 40" in out
+
+
+def test_a_longer_run_than_memory_holds_is_drawn_by_every_second_row(tmp_path: Path) -> None:
+    """30 MB of tiny lines took half a GiB. Sums over all steps are left out, not shown too small."""
+    run, last = write_run(tmp_path / "run"), 210_001
+    texts = (f'{{"step": {step}, "seconds": 1, "loss": 1, "junk": [[]]}}' for step in range(1, last + 1))
+    (run / "metrics.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    record = read_run(run)
+    assert len(record.rows) < 110_000
+    assert (record.rows[0]["step"], record.rows[-1]["step"]) == (1, last)
+    assert not any("junk" in row for row in record.rows)
+    assert record.hours[-1] == pytest.approx(last / 3600, rel=0.001)
+    out = markdown([record])
+    assert "the run is long: one of 2 rows was read, and tokens and goodput are left out" in out
+    assert not re.search(r"\| (tokens|goodput) \|", out)
+
+
+def test_the_newest_samples_are_kept_and_events_without_end_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "samples.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)), encoding="utf-8")
+    assert [sample["step"] for sample in read_run(run).samples] == [*range(950, 1000)]
+    os.truncate(run / "events.jsonl", 2**26)
+    assert main([str(run)]) == 2
+    assert "events.jsonl: can't be read: expected at most 33,554,432 bytes, found 67,108,864" in capsys.readouterr().err
 
 
 DAMAGE = {
