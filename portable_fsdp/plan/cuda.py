@@ -241,8 +241,11 @@ class _Planned:
             return self._backend.build_optimizer(as_on_device, groups)
 
     def place(self, batch: Batch) -> Batch:
-        with self._recorder.making("activations", "the batch"):
-            return {name: tensor.to(self._backend.device) for name, tensor in batch.items()}
+        with self._recorder.making("activations", "the batch"), self._fake:  # numbers are no fake tensors yet
+            return {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
+                for name, tensor in batch.items()
+            }
 
     def compile(self, fn: Any, name: str) -> Any:
         run = self._backend.compile(fn, name)
