@@ -360,7 +360,7 @@ def wants_gradient(value: Any) -> bool:
 
 
 def _operations(path: Path) -> Iterator[Operation]:
-    """Those of compiled programs. PJRT's CPU devices share their threads, and so count as one device."""
+    """The operations of compiled programs. PJRT's CPU devices share threads, so they count as one device."""
     from jax.profiler import ProfileData
 
     for plane in cast(Any, ProfileData).from_file(str(path)).planes:

@@ -14,6 +14,11 @@ Number = float | Tensor
 """A step's number: Python's own, or a compiled step's input."""
 
 
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes nothing where the tensor `found_inf` is 1, as that of torch's fused optimizers."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 class CountingOptimizer(torch.optim.Optimizer):
     """Counts each parameter's steps on the host, in its state `step` if it has one, and reads nothing of the device.
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.config.schema import LARGEST_LOSS_SCALE, LEAST_LOSS_SCALE
+from portable_fsdp.optim.counting import skips_on_device
 from portable_fsdp.runtime.errors import ConfigError
 
 GROWTH, BACKOFF = 2.0, 0.5
@@ -49,7 +50,7 @@ class LossScaler:
     @staticmethod
     def require_skippable(optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigError for an optimizer that can't skip a step without reading `found_inf` on the host."""
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word: its fused optimizers have it
+        if not skips_on_device(optimizer):
             raise ConfigError(
                 f"precision.compute: float16 needs an optimizer that skips a step on the device, found "
                 f"{type(optimizer).__name__}.\n  Let its step heed found_inf (docs/optimizers.md), or set "

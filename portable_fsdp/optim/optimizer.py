@@ -13,7 +13,7 @@ from torch import Tensor
 
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.config.schema import Optim, OptimGroup
-from portable_fsdp.optim.counting import SGD, AdamW, CountingOptimizer, Lion
+from portable_fsdp.optim.counting import SGD, AdamW, CountingOptimizer, Lion, skips_on_device
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -149,7 +149,7 @@ def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Gen
     """
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     found_inf = skipped.float().to(parameters[0].device)  # waits with cpu_offload, as gradients did
-    if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's word: its fused optimizers have it
+    if skips_on_device(optimizer):
         cast(Any, optimizer).found_inf = found_inf
         yield
         del cast(Any, optimizer).found_inf  # else it would hold for steps of the user's own too

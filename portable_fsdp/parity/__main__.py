@@ -200,11 +200,8 @@ def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
 
 def _markdown(certificate: Certificate) -> str:
     """The verdict first, then each place, then the steps."""
-    config, records, deviations = (
-        Config.model_validate_json(certificate.config),
-        certificate.records,
-        certificate.deviations,
-    )
+    config = Config.model_validate_json(certificate.config)
+    records, deviations = certificate.records, certificate.deviations
     limit, steps = bounds(config), len(records[0].losses)
     loss_bound = limit.loss if steps <= 20 else limit.loss_after_20
     names = [str(record.place) for record in records]

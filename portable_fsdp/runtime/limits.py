@@ -119,12 +119,10 @@ def require_small_numbers(tokenizer: Any, what: str) -> None:
         return
     tokens = [("", ""), *(token for token in lexed if token[0] != "whitespace"), ("", ""), ("", "")]
     for before, (kind, text), after, last in zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False):
+        operator = text if kind == "operator" else ""  # text between expressions may be ** too: Markdown's
         has_literal = before[0] == "string" or (after[0] == "integer" and last[1] not in ("|", ".", "[", "**"))
-        if (
-            text == "**"
-            or (kind == "integer" and len(text) > 7)
-            or ((kind, text) == ("operator", "*") and not has_literal)
-        ):
+        is_huge = kind == "integer" and len(text) > 7
+        if is_huge or operator == "**" or (operator == "*" and not has_literal):
             raise DataError(
                 f"{what}: expected a chat template without powers, huge numbers and products of variables, found "
                 f"{' '.join((before[1], text, after[1])):.60}."

@@ -77,8 +77,8 @@ def _take(path: Path) -> int:
             if lock is not False and path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat()):
                 if lock is None:
                     log.warning(
-                        "run.dir: %s: this file system has no locks, so that two runs in one folder would not be "
-                        "noticed. Give each run a folder of its own.",
+                        "run.dir: %s: this file system has no locks, so nothing stops a second run in this folder. Set "
+                        "another run.dir for each run.",
                         path.parent,
                     )
                 since = datetime.now(UTC).isoformat(timespec="seconds")

@@ -318,7 +318,8 @@ def train(
 def _record_early(config: Config, engine: Backend, run_file: RunLog, error: BaseException | None) -> None:
     """The event `fail` of user code that failed while the run was built; it makes the run's folder."""
     is_recorded = run_file.path is not None or getattr(error, "run_has_started", False)
-    is_of_user = isinstance(error, Exception) and "\n  in " in f"{error}\n{described(error)}"  # names a line of theirs
+    # The error names a line of the user's code.
+    is_of_user = isinstance(error, Exception) and "\n  in " in f"{error}\n{described(error)}"
     if engine.process.index == 0 and is_of_user and not is_recorded:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         with suppress(PortableFSDPError, OSError), sole_run(Path(config.run.dir)):

@@ -15,6 +15,7 @@ from torch import nn
 
 from portable_fsdp.backends.base import Backend, MakeOptimizer, name_groups, optimizer_state_twins
 from portable_fsdp.config.schema import Config
+from portable_fsdp.optim.counting import skips_on_device
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes, in_units
 
@@ -61,7 +62,7 @@ def memory_need(
     states = optimizer_state_twins(make, groups, {fqn: parameters[fqn] for group in groups for fqn in group["params"]})
     optimizer = sum(value.nbytes for state in states.values() for value in state.values())
     # On meta torch's own optimizers don't show that they skip a step on a device.
-    copies = own and eager and not hasattr(make(name_groups(groups, parameters), False), "_step_supports_amp_scaling")
+    copies = own and eager and not skips_on_device(make(name_groups(groups, parameters), False))
     return MemoryNeed(
         parameters=sum(weight.numel() for weight in parameters.values()),
         trained=sum(weight.numel() for weight in trained),

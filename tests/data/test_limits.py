@@ -69,6 +69,13 @@ def test_a_hostile_template_ends_in_a_sentence(
     join_what_was_left_behind()
 
 
+def test_markdown_between_expressions_is_no_power(tmp_path: Path) -> None:
+    """Protects templates that write **bold** text: the lexer gives the asterisks between two expressions as a token."""
+    load_tokenizer("bytes").save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}**{{ m.content }}*{% endfor %}")
+    assert load_tokenizer(str(tmp_path)).chat_template is not None
+
+
 def test_a_panic_and_a_regular_expression_that_takes_long_end_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
