@@ -17,6 +17,7 @@ VERSION = f"{PACKAGE}.version"
 FLOORS = [
     {"runtime"},
     {"config"},
+    {"layout"},
     {"models", "data", "optim", "metrics"},
     {"checkpoint", "backends"},
     {"train", "formats", "plan", "convert", "doctor", "report", "parity"},

@@ -8,7 +8,7 @@ contract (C1 to C7) against every backend.
 import resource
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
+from portable_fsdp.layout import Region
 from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import BackendError
@@ -34,9 +35,6 @@ T = TypeVar("T")
 
 Forward = Callable[..., Any]
 """A module's."""
-
-Region = tuple[slice, ...]
-"""One slice a dimension, with start and stop set: a piece of a global tensor."""
 
 Fill = Callable[[str, Region], Tensor]
 """`fill(fqn, slices)` -> that piece of the initial weight, on the host, in the master dtype."""
@@ -155,9 +153,10 @@ class Backend(Closing):
     device: torch.device
     device_name: str  # as its driver gives it ("NVIDIA H100 80GB HBM3", "TPU v5p", "cpu")
     process: Rank
-    data_shard: Rank
-    data_parallel_size: int  # devices
-    axes: Mapping[str, int]  # of the mesh, as `config/layout.py` gives them: name -> devices along it
+    data_shard: Rank  # which rows this process feeds
+    devices: int  # of all processes
+    row_shards: int  # groups of devices that get different rows of a batch
+    axes: Mapping[str, int]  # of the mesh, as `layout.mesh_axes` gives them: name -> devices along it
     expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0 where nothing compiles
     loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
 
@@ -431,22 +430,3 @@ def process_memory() -> MemoryStats:
     """Memory of this process, which all its CPU devices share."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return MemoryStats(peak, psutil.Process().memory_info().rss, _host_bytes())
-
-
-def full_region(shape: Sequence[int]) -> Region:
-    """All of a tensor."""
-    return tuple(slice(0, size) for size in shape)
-
-
-def shard_region(shape: Sequence[int], index: int, count: int) -> Region:
-    """The rows that shard `index` of `count` holds of a tensor with at least one dimension."""
-    return (rows_of_shard(shape[0], index, count), *full_region(shape[1:]))
-
-
-def rows_of_shard(rows: int, index: int, count: int) -> slice:
-    """Rows of dimension 0 that shard `index` of `count` holds: ceil(rows / count) each, the last ones fewer or none.
-
-    torch.chunk, FSDP2 and XLA's tiled shardings cut alike.
-    """
-    step = -(-rows // count)
-    return slice(min(index * step, rows), min((index + 1) * step, rows))

@@ -25,9 +25,9 @@ from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.pjrt_program import run_program
 from portable_fsdp.backends.pjrt_recurrent import loop_over_positions
 from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.layout import check_batch, mesh_axes
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import check_batch, count_row_shards, mesh_axes
 from portable_fsdp.metrics.profile import Operation
 from portable_fsdp.runtime.errors import BackendError
 
@@ -101,9 +101,9 @@ class PjrtBackend(Backend):
         require_supported(config, Deployment(self.name, device, count, hosts, generation))
         self.device_name = _tpu_name() if device == "tpu" else device
         self.process = self.data_shard = rank
-        self.data_parallel_size = count
-        self.axes = mesh_axes(config, count, hosts)
-        self._accumulation = check_batch(config, count)
+        self.devices, self.axes = count, mesh_axes(config, count, hosts)
+        self.row_shards = count_row_shards(self.axes)
+        self._accumulation = check_batch(config, self.row_shards)
         self._shapes = config.data.shapes
         # The step, or a micro batch and the update; and evaluation and samples, if the run has them. What takes rows is
         # compiled for each of their shapes; the update takes none.

@@ -18,10 +18,10 @@ from portable_fsdp.config.describe import (
     with_value,
     yaml_value,
 )
-from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.rules import RULES, Deployment, Refused, Rule
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import parse
+from portable_fsdp.layout import check_batch
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 Kind = Literal["honoured", "delegated", "refused"]

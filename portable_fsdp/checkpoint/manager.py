@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, Piece, Read, Region, TensorState
+from portable_fsdp.backends.base import Backend, Piece, Read, TensorState
 from portable_fsdp.checkpoint import commit, format, replicas, storage
 from portable_fsdp.checkpoint.background import Background, Snapshot
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
@@ -30,6 +30,7 @@ from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_e
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, remove_files, write_pieces
 from portable_fsdp.checkpoint.write_errors import way_out
 from portable_fsdp.config import schema
+from portable_fsdp.layout import Region
 from portable_fsdp.metrics.sinks import NamedSave
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.closing import Closing

@@ -18,12 +18,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.backends.base import Piece, Rank, Region, TensorState, full_region
+from portable_fsdp.backends.base import Piece, Rank, TensorState
 from portable_fsdp.checkpoint import format, safetensors, storage
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.replicas import digest_of
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.storage import FileReader, require_regular
+from portable_fsdp.layout import Region, full_region
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.version import __version__
 

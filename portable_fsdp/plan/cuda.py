@@ -27,9 +27,9 @@ from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy,
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.describe import with_value
-from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.rules import without_compiler
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import check_batch
 from portable_fsdp.metrics.hlo import Moved
 from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import CachingAllocator

@@ -13,9 +13,9 @@ from typing import Any, Self
 from portable_fsdp.backends.open import engine_made_for
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
-from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import mesh_axes
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound

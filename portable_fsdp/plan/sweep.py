@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pydantic import BaseModel
 
 from portable_fsdp.config.describe import default_of, with_value
-from portable_fsdp.config.layout import check_batch, micro_batches
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import check_batch, micro_batches
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 

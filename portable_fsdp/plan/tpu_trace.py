@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Batch, Metrics, optimizer_tensors, state_key
 from portable_fsdp.backends.xla.engine import XlaBackend
-from portable_fsdp.backends.xla.tensors import ROWS, Fetch, Spec
+from portable_fsdp.backends.xla.tensors import Fetch
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import Spec
 from portable_fsdp.plan.model import empty_batch, facts_of, rows_of
 from portable_fsdp.plan.tpu_program import TRACED, Argument, Program, Traced
 from portable_fsdp.runtime.errors import PortableFSDPError
@@ -158,14 +159,24 @@ class Tracer:
         return Program(name, self._devices, context.hlo(), tuple(arguments), tuple(results))
 
     def _sharding(self, spec: Spec) -> str:
-        """XLA's words for a partition of dimension 0, over all devices or over the shards of each replica."""
-        devices, shards, replicas = self._devices, self._axes["shard"], self._axes["replicate"]
-        if not spec or spec[0] is None:
+        """XLA's words for it: tiles along each dimension, devices that hold the same tile last, and their order."""
+        sizes = {axis: size for axis, size in self._axes.items() if size > 1}
+        cuts = [axis for part in spec for axis in part if axis in sizes]
+        if not cuts:
             return "{replicated}"
-        if spec[0] == ROWS or shards == devices:
-            return f"{{devices=[{','.join([str(devices), *'1' * (len(spec) - 1)])}]<=[{devices}]}}"
-        tiles = ",".join([str(shards), *"1" * (len(spec) - 1), str(replicas)])
-        return f"{{devices=[{tiles}]<=[{replicas},{shards}]T(1,0) last_tile_dim_replicate}}"
+        rest = [axis for axis in sizes if axis not in cuts]
+        tiles = [math.prod(sizes.get(axis, 1) for axis in part) for part in spec]
+        tiles += [math.prod(sizes[axis] for axis in rest)] if rest else []
+        order = [[*sizes].index(axis) for axis in (*cuts, *rest)]
+        in_order = order == sorted(order)
+        mesh = [self._devices] if in_order else [*sizes.values()]
+        words = f"{{devices={_listed(tiles)}<={_listed(mesh)}"
+        words += "" if in_order else f"T({','.join(map(str, order))})"
+        return words + (" last_tile_dim_replicate}" if rest else "}")
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return f"[{','.join(map(str, numbers))}]"
 
 
 def _named(args: Sequence[Any]) -> dict[str, Tensor]:

@@ -15,10 +15,10 @@ from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend, resolve
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.describe import with_value
-from portable_fsdp.config.layout import micro_batches
 from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import micro_batches
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -54,8 +54,8 @@ def with_resolved_micro_batch(config: Config, *, device: str, backend: str, num_
 
 def _kept(config: Config, engine: Backend) -> int | None:
     """The number in this run's folder, where neither devices nor what decides memory have changed."""
-    path, devices = Path(config.run.dir, "config.yaml"), engine.data_parallel_size
-    now = {"backend": engine.name, "device": engine.device_name, "devices": devices}
+    path = Path(config.run.dir, "config.yaml")
+    now = {"backend": engine.name, "device": engine.device_name, "devices": engine.devices}
     if config.checkpoint.resume == "none" or not path.is_file():
         return None
     with suppress(UsageError, LookupError, OSError):  # of another release, or torn: a new plan
@@ -64,7 +64,8 @@ def _kept(config: Config, engine: Backend) -> int | None:
         for event in read_jsonl(path.with_name("events.jsonl")):
             start = event if event["event"] == "start" else start
         is_same = all(getattr(saved, name) == getattr(config, name) for name in DECIDE_MEMORY)
-        if is_same and now.items() <= start.items() and size in micro_batches(config.train.global_batch, devices):
+        sizes = micro_batches(config.train.global_batch, engine.row_shards)
+        if is_same and now.items() <= start.items() and size in sizes:
             log.info("train.micro_batch: %d, as this run had it (%s)", size, path)
             return size
     return None
@@ -72,7 +73,7 @@ def _kept(config: Config, engine: Backend) -> int | None:
 
 def _planned(config: Config, engine: Backend, limit_bytes: int) -> int:
     """`limit_bytes`: of a device; 0: unknown. Raises ConfigError with the planner's own words."""
-    on = f"{engine.device_name}:{engine.data_parallel_size}"
+    on = f"{engine.device_name}:{engine.devices}"
     log.info("train.micro_batch: planning the largest that fits on %s", on)
     words = [f"--on={on}", f"--backend={engine.name}", "--largest-batch", "--json"]
     words += [f"--memory={limit_bytes / 2**30}"] if limit_bytes else []

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from portable_fsdp.backends.base import Backend, Fill, ShardPolicy, dropouts
 from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
-from portable_fsdp.config.layout import check_batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows, count_values
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
+from portable_fsdp.layout import check_batch
 from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
@@ -75,7 +75,7 @@ def build_training(
     see `build_model`. `rows`: the corpus's, the first of which are tried on the model; text needs no trial. Raises
     ConfigError for what the model or the devices don't take, DataError for rows that the task doesn't.
     """
-    accumulation, eager = check_batch(config, backend.data_parallel_size), backend.expected_compilations == 0
+    accumulation, eager = check_batch(config, backend.row_shards), backend.expected_compilations == 0
     size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (0, vocabulary)
     if isinstance(vocabulary, int) and fill and config.model.pretrained is not None:
         raise TypeError("build_training: expected corpus.tokenizer, to compare its ids with those of model.pretrained")

@@ -57,7 +57,7 @@ class Evaluator:
         count = min(len(rows), limit)
         self._backend, self._model, self._task = backend, model, task
         self._rows = rows
-        self._batch = train.resolved_micro_batch * backend.data_parallel_size
+        self._batch = train.resolved_micro_batch * backend.row_shards
         if not task.counts_labels:
             count = _whole_batches(count, self._batch)
         self._chosen = np.arange(count, dtype=np.int64) * len(rows) // count

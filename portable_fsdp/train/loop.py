@@ -294,7 +294,7 @@ def train(
                 config = with_resolved_micro_batch(config, device=device, backend=backend, num_devices=num_devices)
             opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
             with opened as engine, ExitStack() as held, user_code():
-                check_devices(engine.data_parallel_size)
+                check_devices(engine.devices)
                 configure_log(engine.process.index)
                 run_file = held.enter_context(run_log(engine.process.index))
                 held.push(lambda _, error, __: _record_early(config, engine, run_file, error))

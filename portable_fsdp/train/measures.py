@@ -172,7 +172,7 @@ def run_start(
         folder=Path(config.run.dir),
         engine=engine.name,
         device=engine.device_name,
-        devices=engine.data_parallel_size,
+        devices=engine.devices,
         processes=engine.process.count,
         hosts=tuple(engine.gather(socket.gethostname())),
         step=resumed.step if resumed else 0,

@@ -45,8 +45,8 @@ class Sampler:
                 )
         longest = max(map(len, self._prompts)) + train.sample_tokens
         self._length = min(seq_len, -(-longest // _BLOCK) * _BLOCK)
-        devices = backend.data_parallel_size
-        self._rows = devices * min(train.resolved_micro_batch, -(-len(self._prompts) // devices))  # of all processes
+        shards = backend.row_shards
+        self._rows = shards * min(train.resolved_micro_batch, -(-len(self._prompts) // shards))  # of all processes
         # As transformers' `generate` takes them from the model's config: an id, several, or None.
         ends: Any = getattr(cast(Any, model).generation_config, "eos_token_id", None)
         self._ends = set[int | None](ends if isinstance(ends, list) else [ends])

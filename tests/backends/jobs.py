@@ -163,7 +163,7 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
             "memory": backend.memory(),
             "data_shard": (backend.data_shard.index, backend.data_shard.count),
             "process": (backend.process.index, backend.process.count),
-            "devices": backend.data_parallel_size,
+            "devices": backend.devices,
         }
 
 
@@ -323,11 +323,11 @@ def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None
     """Add 0.5 to one number of a weight in the last replica of the last shard alone."""
     parameter = dict(model.named_parameters()).get(key)
     if backend.name == "xla":
-        calls = iter(range(backend.data_parallel_size))
+        calls = iter(range(backend.devices))
 
         def piece(slices: tuple[slice, ...]) -> torch.Tensor:
             data = host[slices].clone()
-            data[0, 0] += 0.5 * (next(calls) == backend.data_parallel_size - 1)
+            data[0, 0] += 0.5 * (next(calls) == backend.devices - 1)
             return data
 
         assert parameter is not None

@@ -44,7 +44,7 @@ def xla_run(case: Case, folder: str) -> dict[str, Any]:
             "metrics": metrics,
             "held": held,
             "final": run.state(),
-            "programs": _programs(Path(folder), backend.data_parallel_size),
+            "programs": _programs(Path(folder), backend.devices),
             "compilations": backend.compilations,
             "expected_compilations": backend.expected_compilations,
         }

@@ -44,7 +44,7 @@ class PlainBackend(ToyBackend):
         self.device, self.device_name = torch.device("cpu"), "cpu"
         self.process = self.data_shard = process
         self.devices = devices
-        self.data_parallel_size = process.count * devices
+        self.devices = self.row_shards = process.count * devices
         self.meeting = meeting or Meeting(process.count)
         self.change: Callable[[dict[str, TensorState]], object] = lambda _: None  # what a test does to each state
 
@@ -70,14 +70,14 @@ class PlainBackend(ToyBackend):
         mine = range(self.process.index * self.devices, (self.process.index + 1) * self.devices)
         return [
             Piece(tuple(s.start for s in slices), tensor[slices])
-            for device, slices in enumerate(rows(tensor, self.data_parallel_size))
+            for device, slices in enumerate(rows(tensor, self.devices))
             if device in mine
         ]
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
         with torch.no_grad():
             for key, tensor in named_tensors(model, optimizer).items():
-                for slices in rows(tensor, self.data_parallel_size):
+                for slices in rows(tensor, self.devices):
                     tensor[slices] = read(key, slices)
 
 

@@ -9,8 +9,8 @@ from foreign_models import build
 from test_gguf import ARCHITECTURES, TYPE, write
 from transformers import AutoModelForCausalLM
 
-from portable_fsdp.backends.base import full_region, rows_of_shard
 from portable_fsdp.config.schema import Model, Precision
+from portable_fsdp.layout import full_region, rows_of_shard
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.pretrained import fingerprint

@@ -27,8 +27,8 @@ from small_models import (
     whole_weight,
 )
 
-from portable_fsdp.backends.base import full_region
 from portable_fsdp.config.schema import Lora
+from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import BuiltModel
 from portable_fsdp.models.lora import plain_name
 from portable_fsdp.runtime.errors import ConfigError

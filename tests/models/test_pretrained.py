@@ -25,8 +25,8 @@ from small_models import (
     whole_weight,
 )
 
-from portable_fsdp.backends.base import full_region, rows_of_shard
 from portable_fsdp.config.schema import Model
+from portable_fsdp.layout import full_region, rows_of_shard
 from portable_fsdp.models import safetensors_folder
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.runtime.errors import ConfigError

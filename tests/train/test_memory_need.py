@@ -8,8 +8,8 @@ import torch
 from test_step import ARCHITECTURE, SEQ_LEN, VOCABULARY
 
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import mesh_axes
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.optimizer import make_optimizer
 from portable_fsdp.runtime.errors import ConfigError

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.backends.base import Backend, Batch, Metrics, full_region
+from portable_fsdp.backends.base import Backend, Batch, Metrics
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
 from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.optim.loss_scale import LossScaler

@@ -39,9 +39,9 @@ from portable_fsdp.backends.native.units import (
 )
 from portable_fsdp.backends.native.whole import GradientSums, use_in_place
 from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.rules import Deployment, dtypes
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import Region, coordinates, count_row_shards, full_region, mesh_axes, region, weight_spec
 from portable_fsdp.runtime.closing import close_after
 from portable_fsdp.runtime.errors import BackendError, TrainingError
 from portable_fsdp.runtime.files import cache_folder
@@ -97,9 +97,11 @@ class NativeBackend(base.Backend):
             self._peers = None if launch.is_alone else Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
             _init_process_group(device, self.device, rank, self._peers)
         self.process = self.data_shard = base.Rank(dist.get_rank(), dist.get_world_size())
-        self.data_parallel_size = self.process.count
+        self.devices = self.process.count
         self.expected_compilations = 0
         self.axes = mesh_axes(config, count, hosts)
+        self.row_shards = count_row_shards(self.axes)
+        self._place = coordinates(self.axes, self.process.index)
         self._mesh = init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
         self._shard = self._mesh["shard"]  # once: to slice a mesh reads tensors
         self._counter = _CollectiveCounter()
@@ -390,11 +392,11 @@ class NativeBackend(base.Backend):
             raise BackendError("torch.profiler records nothing of what TorchTPU runs on a chip")
         return start_trace(folder, COLLECTIVES)
 
-    def _region(self, tensor: Tensor) -> base.Region:
+    def _region(self, tensor: Tensor) -> Region:
         """What this process holds of a tensor: some rows of it, or all."""
         if not isinstance(tensor, DTensor):
-            return base.full_region(tensor.shape)
-        return base.shard_region(tensor.shape, self._shard.get_local_rank(), self._shard.size())
+            return full_region(tensor.shape)
+        return region(tensor.shape, weight_spec(tensor.dim()), self.axes, self._place)
 
     def _tensor_state(self, tensor: Tensor, *, is_compared: bool) -> base.TensorState:
         """The first replica writes its shards; process 0 writes what isn't sharded."""
@@ -510,7 +512,7 @@ def _forget_layouts() -> None:
     getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # of newer torch
 
 
-def _is_empty(region: base.Region) -> bool:
+def _is_empty(region: Region) -> bool:
     return any(part.start >= part.stop for part in region)
 
 

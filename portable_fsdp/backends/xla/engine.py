@@ -27,8 +27,9 @@ from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_pro
 from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
 from portable_fsdp.backends.xla.scan import LayerLoop
 from portable_fsdp.backends.xla.scatter import scatter_over, torus_of_run
-from portable_fsdp.backends.xla.tensors import ROWS, DeviceTensors, Fetch, Layouts, Spec, Tensors, by_rows
+from portable_fsdp.backends.xla.tensors import DeviceTensors, Fetch, Layouts, Tensors
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import ROW_AXES, Region, Spec, batch_spec, full_region, weight_spec
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
@@ -60,7 +61,7 @@ class XlaBackend(PjrtBackend):
         self._shards = self.axes["shard"]
         self.mesh: Any = spmd.Mesh(np.arange(count), tuple(self.axes.values()), tuple(self.axes))
         self._programs = self._tensors = tensors or DeviceTensors(
-            self.mesh, self._shards, self.process.count, torus=torus_of_run(), for_tpu=device == "tpu"
+            self.mesh, self.axes, self.process.count, torus=torus_of_run(), for_tpu=device == "tpu"
         )
         if device == "tpu" and not self._tensors.torus:
             log.info("the chips' coordinates are unknown: gradients are summed as the compiler likes, not as planned")
@@ -102,7 +103,7 @@ class XlaBackend(PjrtBackend):
         layouts, barrier = Layouts(self.mesh), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = base.output_head(model)
-        attention = LayerAttention(self.mesh, ROWS, policy.attention)
+        attention = LayerAttention(self.mesh, ROW_AXES, policy.attention)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
@@ -157,7 +158,7 @@ class XlaBackend(PjrtBackend):
         return optimizer
 
     def _zeros(self, twin: Tensor, like: Tensor) -> Tensor:
-        def zeros_of(region: base.Region) -> Tensor:
+        def zeros_of(region: Region) -> Tensor:
             return torch.zeros([part.stop - part.start for part in region], dtype=twin.dtype)
 
         return self._tensor(twin.shape, twin.dtype, zeros_of, sharded=twin.shape[:1] == like.shape[:1])
@@ -165,13 +166,13 @@ class XlaBackend(PjrtBackend):
     def _tensor(self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch | None, sharded: bool = True) -> Tensor:
         """A global tensor, sharded by rows or whole on each device."""
         sharded = sharded and len(shape) > 0 and self._shards > 1
-        spec: Spec = ("shard" if sharded else None, *(None for _ in shape[1:])) if shape else ()
+        spec: Spec = weight_spec(len(shape)) if sharded else ((),) * len(shape)
         return self._tensors.make(shape, dtype, spec, fetch)
 
     # --------------------------------------------------------------------------------------------------- the step
 
     def place(self, batch: base.Batch) -> base.Batch:
-        return {name: self._tensors.place(tensor, by_rows(tensor)) for name, tensor in batch.items()}
+        return {name: self._tensors.place(tensor, batch_spec(tensor.dim())) for name, tensor in batch.items()}
 
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
@@ -209,18 +210,18 @@ class XlaBackend(PjrtBackend):
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
         for (shard, _), (replica, slices) in zip(shards, where, strict=True):
-            has_others = slices is Ellipsis or self._shards < self.data_parallel_size
-            parts: base.Region = base.full_region(tensor.shape) if slices is Ellipsis else tuple(slices)
+            has_others = slices is Ellipsis or self._shards < self.devices
+            parts: Region = full_region(tensor.shape) if slices is Ellipsis else tuple(slices)
             data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
             if data.numel() or not tensor.numel():
-                number = int(replica) if has_others and self.data_parallel_size > 1 else None
+                number = int(replica) if has_others and self.devices > 1 else None
                 pieces.append(base.Piece(tuple(int(part.start) for part in parts), data, number))
         return pieces
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
         for key, old in base.checkpoint_tensors(model, optimizer).items():
             if old.device.type == "cpu":
-                old.copy_(read(key, base.full_region(old.shape)))
+                old.copy_(read(key, full_region(old.shape)))
                 continue
             sharded = "devices=" in self._bridge._get_xla_sharding_spec(old)
             new = self._tensor(old.shape, old.dtype, partial(read, key), sharded)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.xla.tensors import ROWS
+from portable_fsdp.layout import ROW_AXES
 
 Torus = tuple[int, ...]
 """Devices along each axis, in the order in which their numbers run: slices, then z, y and x. Empty: unknown."""
@@ -121,12 +121,14 @@ def on_devices(tensor: Tensor, scatter: Scatter, *, whole: bool = False) -> Tens
     """A device's rows of a global tensor, or all of it, for what each device then runs by itself."""
     import torch_xla.distributed.spmd as spmd
 
-    spec = (None if whole else ROWS, *(None for _ in tensor.shape[1:]))
+    spec = (None if whole else ROW_AXES, *(None for _ in tensor.shape[1:]))
     mesh = _mesh(scatter.replicas, scatter.parts)  # an argument of the program can't be annotated so, a new tensor can
     return cast(Any, spmd).enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
 
 
-def off_devices(tensor: Tensor, shape: Sequence[int], scatter: Scatter, axis: str | tuple[str, ...] = ROWS) -> Tensor:
+def off_devices(
+    tensor: Tensor, shape: Sequence[int], scatter: Scatter, axis: str | tuple[str, ...] = ROW_AXES
+) -> Tensor:
     """The global tensor [rows, ...] of which each device has the part that `axis` of the mesh gives it."""
     import torch_xla.distributed.spmd as spmd
 
@@ -157,7 +159,7 @@ def scattered(total: Tensor, scatter: Scatter) -> Tensor:
 def _mesh(replicas: int, shards: int) -> Any:
     import torch_xla.distributed.spmd as spmd
 
-    return cast(Any, spmd).Mesh(np.arange(replicas * shards), (replicas, shards), ROWS)
+    return cast(Any, spmd).Mesh(np.arange(replicas * shards), (replicas, shards), ROW_AXES)
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,26 +7,15 @@ weight, or whole on each device.
 # Shards are reached through torch_xla's private bridge only.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Region, full_region, shard_region
 from portable_fsdp.backends.pjrt import Compiles, Programs
-
-ROWS = ("replicate", "shard")  # mesh axes over which the rows of a batch go
-
-Spec = tuple[Any, ...]
-"""Of each dimension: the mesh axis, or axes, over which it is split, or None."""
-
-
-def by_rows(tensor: Tensor) -> Spec:
-    """The partition of a tensor whose dimension 0 is rows of the batch; a scalar is everywhere."""
-    return (ROWS, *(None for _ in tensor.shape[1:])) if tensor.dim() else ()
-
+from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region
 
 Fetch = Callable[[Region], Tensor]
 """A piece of a global tensor, on the host."""
@@ -42,7 +31,7 @@ class Tensors(Compiles, Protocol):
     """Of the chips, as `scatter.Torus`."""
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
-        """A global tensor with the partition `spec`, whose pieces `fetch` gives; None where they don't matter."""
+        """A global tensor laid out by `spec`, whose pieces `fetch` gives; None where they don't matter."""
         ...
 
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
@@ -53,7 +42,9 @@ class Tensors(Compiles, Protocol):
 class DeviceTensors(Programs):
     """On the devices of this process, as parts of a mesh over all processes."""
 
-    def __init__(self, mesh: Any, shards: int, processes: int, *, torus: tuple[int, ...], for_tpu: bool) -> None:
+    def __init__(
+        self, mesh: Any, axes: Mapping[str, int], processes: int, *, torus: tuple[int, ...], for_tpu: bool
+    ) -> None:
         import torch_xla
         import torch_xla.distributed.spmd as spmd
 
@@ -61,31 +52,35 @@ class DeviceTensors(Programs):
         self.torus, self.for_tpu = torus, for_tpu
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         self._spmd: Any = spmd
-        self._mesh, self._shards, self._processes = mesh, shards, processes
+        self._mesh, self._axes, self._processes = mesh, axes, processes
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
-        """Each device gets its rows (all rows if not sharded), and no more. Compiles nothing.
+        """Each device gets its part, and no more. Compiles nothing.
 
         `_global_tensor_from_cpu_shards` is private; no public function avoids a full copy.
         """
         assert fetch is not None
+        largest = region(shape, spec, self._axes, coordinates(self._axes, 0))
         pieces: list[Tensor] = []
         for device in self._local_devices:
-            if spec[:1] == ("shard",):
-                data = fetch(shard_region(shape, device % self._shards, self._shards))
-                missing = -(-shape[0] // self._shards) - data.shape[0]
-                data = nn.functional.pad(data, (0, 0) * (len(shape) - 1) + (0, missing))
-            else:
-                data = fetch(full_region(shape))
-            pieces.append(data.contiguous())
-        return self._bridge._global_tensor_from_cpu_shards(pieces, self._mesh.get_op_sharding(spec), list(shape))
+            data = fetch(region(shape, spec, self._axes, coordinates(self._axes, device)))
+            missing = [full.stop - size for full, size in zip(largest, data.shape, strict=True)]
+            padding = [number for rows in reversed(missing) for number in (0, rows)]
+            pieces.append((nn.functional.pad(data, padding) if any(missing) else data).contiguous())
+        sharding = self._mesh.get_op_sharding(_partition(spec))
+        return self._bridge._global_tensor_from_cpu_shards(pieces, sharding, list(shape))
 
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
-        sharding = self._spmd.ShardingSpec(self._mesh, spec, minibatch=self._processes > 1)
+        sharding = self._spmd.ShardingSpec(self._mesh, _partition(spec), minibatch=self._processes > 1)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [sharding.xla_spec(tensor)])
         return placed
+
+
+def _partition(spec: Spec) -> tuple[Any, ...]:
+    """In torch_xla's words: for each dimension an axis, several, or None."""
+    return tuple(None if not cuts else cuts[0] if len(cuts) == 1 else cuts for cuts in spec)
 
 
 class Layouts:
@@ -98,11 +93,12 @@ class Layouts:
         self._spmd: Any = spmd
 
     def split_rows(self, tensor: Tensor) -> None:
-        self._spmd.mark_sharding(tensor, self.mesh, by_rows(tensor))
+        self._spmd.mark_sharding(tensor, self.mesh, _partition(batch_spec(tensor.dim())))
 
     def split_rows_in_loop(self, tensor: Tensor) -> Tensor:
         """As an operation that gives a new tensor: what is traced for a loop can't be annotated in place."""
-        return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self.mesh, by_rows(tensor))
+        partition = _partition(batch_spec(tensor.dim()))
+        return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self.mesh, partition)
 
     def shard(self, tensor: Tensor, dim: int = 0) -> None:
         spec = tuple("shard" if at == dim else None for at in range(tensor.dim()))

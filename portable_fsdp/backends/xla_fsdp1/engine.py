@@ -28,6 +28,7 @@ from portable_fsdp.backends.pjrt import (
 )
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import full_region
 from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
@@ -287,7 +288,7 @@ class XlaFsdp1Backend(PjrtBackend):
             host = shard.collect(lambda fqn, box, key_of=key_of: read(key_of(fqn), box), tensor.dtype)
             tensor.data = self._upload(host.contiguous())
         for key, tensor in self._uncut(model, optimizer).items():
-            host = read(key, base.full_region(tensor.shape))
+            host = read(key, full_region(tensor.shape))
             if tensor.device.type == "cpu":
                 tensor.copy_(host)
             else:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends import base
 from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.layout import mesh_axes
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import full_region, mesh_axes
 from portable_fsdp.metrics.profile import Operation
 
 
@@ -23,7 +23,7 @@ class ToyBackend(base.Backend):
         require_supported(config, Deployment("toy", device, 1, 1))
         self.device, self.device_name = torch.device(device), device
         self.process = self.data_shard = base.Rank(0, 1)
-        self.data_parallel_size = 1
+        self.devices = self.row_shards = 1
         self.axes = mesh_axes(config, 1, 1)
         self.expected_compilations = 0
         self._compute = torch.float32
@@ -35,7 +35,7 @@ class ToyBackend(base.Backend):
         assert fill is not None
         for fqn, places in base.parameter_slots(model).items():
             given = model.get_parameter(fqn)
-            made = nn.Parameter(fill(fqn, base.full_region(given.shape)).clone(), given.requires_grad)
+            made = nn.Parameter(fill(fqn, full_region(given.shape)).clone(), given.requires_grad)
             for place in places:
                 place.module._parameters[place.leaf] = made
         self._model, self._compute = model, policy.compute
@@ -64,7 +64,7 @@ class ToyBackend(base.Backend):
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
         for key, tensor in base.checkpoint_tensors(model, optimizer).items():
-            read(key, base.full_region(tensor.shape), tensor.detach())
+            read(key, full_region(tensor.shape), tensor.detach())
 
     def memory(self) -> base.MemoryStats:
         return base.process_memory()

@@ -1,0 +1,118 @@
+"""The mesh of devices by the names of its axes, and the part of a tensor that each device holds. Without torch.
+
+Devices, processes and row shards (groups of devices that get the same rows) are three numbers. A new axis is declared
+here: how many devices lie along it (`mesh_axes`), whether they get different rows (`ROW_AXES`), what it cuts (`Spec`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from portable_fsdp.config.schema import Config
+from portable_fsdp.runtime.errors import ConfigError
+
+ROW_AXES = ("replicate", "shard")
+"""Devices along these get different rows of the batch, so gradients and losses are summed over them."""
+
+Spec = tuple[tuple[str, ...], ...]
+"""For each dimension of a tensor the axes that cut it, outermost first; () cuts it nowhere."""
+
+Region = tuple[slice, ...]
+"""A box in a tensor, one slice with start and stop for each dimension."""
+
+
+def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
+    """Devices per mesh axis, outermost first: `replicate` copies of the model, each sharded over `shard` devices.
+
+    HYBRID_SHARD* has one copy per host by default. Further axes (expert, context, tensor) follow them.
+    """
+    match config.sharding.strategy:
+        case "FULL_SHARD" | "SHARD_GRAD_OP":
+            replicas = 1
+        case "NO_SHARD":
+            replicas = devices
+        case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
+            replicas = config.sharding.replicas or hosts
+    return {"replicate": replicas, "shard": devices // replicas}
+
+
+def count_row_shards(axes: Mapping[str, int]) -> int:
+    """In how many parts the rows of a batch are cut."""
+    return math.prod(size for axis, size in axes.items() if axis in ROW_AXES)
+
+
+def coordinates(axes: Mapping[str, int], device: int) -> dict[str, int]:
+    """Where a device lies along each axis; the last axis counts fastest."""
+    place: dict[str, int] = {}
+    for axis, size in reversed([*axes.items()]):
+        device, place[axis] = divmod(device, size)
+    return place
+
+
+def weight_spec(dims: int) -> Spec:
+    """FSDP's: rows of dimension 0 over `shard`. A weight without a dimension is whole everywhere."""
+    return (("shard",), *((),) * (dims - 1)) if dims else ()
+
+
+def batch_spec(dims: int) -> Spec:
+    """Rows over all devices that get different ones; a number is everywhere."""
+    return (ROW_AXES, *((),) * (dims - 1)) if dims else ()
+
+
+def region(shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]) -> Region:
+    """What the device at `place` (`coordinates`) holds of a tensor of this shape.
+
+    Each axis cuts what the ones before it left.
+    """
+    parts: list[slice] = []
+    for size, cuts in zip(shape, spec, strict=True):
+        start, stop = 0, size
+        for axis in cuts:
+            part = rows_of_shard(stop - start, place[axis], axes[axis])
+            start, stop = start + part.start, start + part.stop
+        parts.append(slice(start, stop))
+    return tuple(parts)
+
+
+def rows_of_shard(rows: int, index: int, count: int) -> slice:
+    """What shard `index` of `count` holds of a dimension: ceil(rows / count) each, the last ones fewer or none.
+
+    torch.chunk, FSDP2 and XLA's tiled shardings cut alike.
+    """
+    step = -(-rows // count)
+    return slice(min(index * step, rows), min((index + 1) * step, rows))
+
+
+def full_region(shape: Sequence[int]) -> Region:
+    """All of a tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def check_batch(config: Config, row_shards: int) -> int:
+    """Micro batches per step (gradient accumulation): global_batch / (micro_batch * row_shards).
+
+    Raises ConfigError when that leaves a remainder, and names the nearest batch sizes that fit.
+    """
+    train = config.train
+    micro_batch = train.resolved_micro_batch
+    rows = micro_batch * row_shards
+    if train.global_batch % rows == 0:
+        return train.global_batch // rows
+    below = train.global_batch // rows * rows
+    global_batches = [str(size) for size in (below, below + rows) if size > 0]
+    fits = f"train.global_batch={' or '.join(global_batches)}"
+    divisors = micro_batches(train.global_batch, row_shards)
+    if near := [d for d in divisors if d < micro_batch][-1:] + [d for d in divisors if d > micro_batch][:1]:
+        fits += f", or train.micro_batch={' or '.join(map(str, near))}"
+    raise ConfigError(
+        f"train.global_batch: expected a multiple of train.micro_batch * devices = {micro_batch} * "
+        f"{row_shards} = {rows} sequences, found {train.global_batch}.\n  Set {fits}."
+    )
+
+
+def micro_batches(global_batch: int, row_shards: int) -> list[int]:
+    """The divisors of a row shard's part of the global batch, ascending; none where the parts leave a remainder."""
+    share, rest = divmod(global_batch, row_shards)
+    if rest:
+        return []
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    return sorted({*small, *(share // size for size in small)})

@@ -1,0 +1,33 @@
+"""Which part of a tensor each device of a mesh holds."""
+
+import math
+
+import pytest
+import torch
+
+from portable_fsdp.layout import Spec, batch_spec, coordinates, count_row_shards, region, weight_spec
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 2), (1, 4), (0, 3)])
+@pytest.mark.parametrize(
+    "spec", [weight_spec(2), batch_spec(2), ((), ("shard",)), (("tensor", "shard"), ("replicate",)), ((), ())]
+)
+def test_regions_are_what_chunk_gives_axis_by_axis(shape: tuple[int, int], spec: Spec) -> None:
+    """Protects weights, checkpoints and plans from parts that overlap, leave a gap, or differ from FSDP2's."""
+    axes = {"replicate": 2, "shard": 3, "tensor": 2}
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for device in range(math.prod(axes.values())):
+        place = coordinates(axes, device)
+        expected = whole
+        for dim, cuts in enumerate(spec):
+            for axis in cuts:
+                parts = expected.chunk(axes[axis], dim) if expected.shape[dim] else ()
+                is_there = place[axis] < len(parts)
+                expected = parts[place[axis]] if is_there else expected.narrow(dim, 0, 0)
+        assert torch.equal(whole[region(shape, spec, axes, place)], expected), (device, place)
+
+
+def test_the_last_axis_counts_fastest_and_only_row_axes_cut_a_batch() -> None:
+    axes = {"replicate": 2, "shard": 4, "tensor": 2}
+    assert coordinates(axes, 11) == {"replicate": 1, "shard": 1, "tensor": 1}
+    assert count_row_shards(axes) == 8
