@@ -227,14 +227,10 @@ def _train(backend: Backend, config: Config, training: Training, first: int, las
     ) as batches:
         for step in range(first, last + 1):
             lr = learning_rate(config.optim, step, config.train.steps or 0)
-            placed = [backend.place({**b, **_votes(len(b["tokens"]))}) for b in next(batches)]
-            losses.append(backend.fetch(training.step(placed, lr)).result()["loss"].item())
+            rows = next(batches)
+            placed = [backend.place(batch) for batch in rows.micro_batches]
+            losses.append(backend.fetch(training.step(placed, lr, [rows.count])).result()["loss"].item())
     return losses
-
-
-def _votes(rows: int) -> dict[str, torch.Tensor]:
-    """Nobody stops, and the one process tells nothing."""
-    return {"votes": torch.zeros(rows, 3)}
 
 
 def _curve(case: Case, device: str, references: dict[str, list[float]]) -> dict[str, Any]:
@@ -352,11 +348,10 @@ class Peaks:
             training = build_training(config, backend, vocabulary=256)
             self._parameters = training.built.size.parameters
             ids = torch.randint(256, (LARGE_ROWS, LARGE_SEQ_LEN))
-            tokens = torch.full((LARGE_ROWS,), float(LARGE_SEQ_LEN))
-            batch = {"input_ids": ids, "labels": ids, "tokens": tokens, **_votes(LARGE_ROWS)}
+            batch = {"input_ids": ids, "labels": ids}
             torch.cuda.reset_peak_memory_stats()
             for _ in range(2):
-                backend.fetch(training.step([backend.place(batch)], 1e-4)).result()
+                backend.fetch(training.step([backend.place(batch)], 1e-4, [float(LARGE_ROWS * LARGE_SEQ_LEN)])).result()
             self._bytes[name] = torch.cuda.max_memory_allocated() - before
         return {"peak_allocated_bytes": self._bytes[name], "parameters": self._parameters}
 

@@ -94,9 +94,10 @@ def _steps(config: Config, count: int, document: int, device: str) -> tuple[list
     with open_backend(config, device=device, backend="native") as backend:
         training = build_training(config, backend, vocabulary=VOCABULARY)
         for number in range(count):
-            batch = backend.place(_batch(config, document, number))
+            rows = _batch(config, document, number)
+            batch, counted = backend.place(rows), float((rows["labels"] != -100).sum())
             began = time.perf_counter()
-            losses.append(backend.fetch(training.step([batch], 1e-4)).result()["loss"].item())
+            losses.append(backend.fetch(training.step([batch], 1e-4, [counted])).result()["loss"].item())
             seconds.append(time.perf_counter() - began)
     return losses, seconds
 
@@ -117,8 +118,7 @@ def _batch(config: Config, document: int, seed: int) -> Batch:
     documents: dict[str, Tensor] = {}
     if config.data.resolved_packing == "documents":
         documents = {"positions": positions.masked_fill(padding, 0), "segments": segments.masked_fill(padding, 0)}
-    tokens = (labels != -100).sum(dim=1).float()
-    return {"input_ids": ids, "labels": labels, "tokens": tokens, "votes": torch.zeros(rows, 3), **documents}
+    return {"input_ids": ids, "labels": labels, **documents}
 
 
 def _config(architecture: dict[str, Any], attention: str, settings: dict[str, Any], rows: int, seq_len: int) -> Config:

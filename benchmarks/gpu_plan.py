@@ -45,6 +45,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
 from portable_fsdp.plan import cuda
 from portable_fsdp.plan.memory_trace import Recorder
+from portable_fsdp.plan.model import control_numbers, empty_batch
 from portable_fsdp.plan.result import DeviceMemory
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.train.build import build_training
@@ -180,9 +181,10 @@ def tracked(config: Config, devices: int) -> int:
         with fake:
             tracker = FSDPMemTracker(cast(Any, training.model), training.optimizer)
             for _ in range(2):
-                batches = [backend.place(cuda._batch(config, training, devices)) for _ in range(training.accumulation)]
+                rows = empty_batch(config, training, config.train.resolved_micro_batch, "cpu")
+                batches = [backend.place(rows) for _ in range(training.accumulation)]
                 with tracker:
-                    training.step(batches, config.optim.lr)
+                    training.step(batches, config.optim.lr, control_numbers(devices))
                 found = cast(dict[Any, Any], tracker.get_tracker_snapshot("peak"))
                 most = max(most, *(by_kind["Total"] for device, by_kind in found.items() if device == cuda.stand_in()))
                 tracker.reset_mod_stats()
@@ -197,11 +199,10 @@ def measured(config: Config, device: str) -> dict[str, Any]:
         training = build_training(config, backend, vocabulary=1)
         rows, length = config.train.resolved_micro_batch, config.data.seq_len
         ids = torch.randint(256, (rows, length))
-        batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((rows,), float(length))}
-        batch |= {"votes": torch.zeros(rows, 4)}
+        batch, control = {"input_ids": ids, "labels": ids}, [float(rows * length * training.accumulation), *[0.0] * 4]
         for _ in range(3):
             placed = [backend.place(batch) for _ in range(training.accumulation)]
-            backend.fetch(training.step(placed, config.optim.lr)).result()
+            backend.fetch(training.step(placed, config.optim.lr, control)).result()
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
         return {

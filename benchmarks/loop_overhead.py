@@ -115,9 +115,10 @@ class OurStep:
         rows = next(self._batches)
         waited = time.perf_counter() - began
         votes = Votes(self._stop.requested, self._backend.process.index == 0 and self._triggers.due)
-        placed = [self._backend.place(batch) for batch in self._measures.with_votes(rows, votes)]
+        placed = [self._backend.place(batch) for batch in rows.micro_batches]
+        control = self._measures.control(rows.count, votes)
         with self._measures.timed("step"):
-            metrics = self._backend.fetch(self._training.step(placed, lr))
+            metrics = self._backend.fetch(self._training.step(placed, lr, control))
         previous, self._in_flight = self._in_flight, InFlight(self._step, lr, began, waited, metrics)
         if previous is not None:
             end, _ = self._measures.read(previous, until=began)

@@ -158,7 +158,9 @@ def serve(engine: str, devices: int, overrides: tuple[str, ...]) -> None:
         with pf.open_batches(config, backend, training, corpus) as batches:
             while True:
                 take_turns()
-                metrics = training.step([backend.place(batch) for batch in next(batches)], config.optim.lr)
+                rows = next(batches)
+                placed = [backend.place(batch) for batch in rows.micro_batches]
+                metrics = training.step(placed, config.optim.lr, [rows.count])
                 backend.fetch(metrics).result()
 
 

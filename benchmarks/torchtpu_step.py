@@ -48,7 +48,9 @@ def measure(device: str, overrides: list[str], steps: int) -> dict[str, float]:
             for step in range(steps + WARM_UP_STEPS):
                 if step == WARM_UP_STEPS:
                     began, dispatched = time.process_time(), stats().num_cache_reqs if stats else 0
-                metrics = training.step([backend.place(batch) for batch in next(batches)], 1e-3)
+                rows = next(batches)
+                placed = [backend.place(batch) for batch in rows.micro_batches]
+                metrics = training.step(placed, 1e-3, [rows.count])
                 loss = backend.fetch(metrics).result()["loss"].item()
         measured = {"seconds": (time.process_time() - began) / steps, "loss": loss}
         if stats:

@@ -34,7 +34,8 @@ def main(device: str = "auto", backend: str = "auto", devices: str = "") -> None
             with pf.open_batches(config, engine, training, corpus, resumed) as batches:
                 for step in range(resumed.step + 1 if resumed else 1, steps + 1):
                     lr = pf.learning_rate(config.optim, step, steps)
-                    training.step([engine.place(batch) for batch in next(batches)], lr)
+                    rows = next(batches)
+                    training.step([engine.place(batch) for batch in rows.micro_batches], lr, [rows.count])
                     if evaluate and step % 125 == 0:
                         evaluation = evaluate()
                         if evaluation and engine.process.index == 0:

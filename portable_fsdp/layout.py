@@ -1,7 +1,8 @@
 """The mesh of devices by the names of its axes, and the part of a tensor that each device holds. Without torch.
 
 Devices, processes and row shards (groups of devices that get the same rows) are three numbers. A new axis is declared
-here: how many devices lie along it (`mesh_axes`), whether they get different rows (`ROW_AXES`), what it cuts (`Spec`).
+here: how many devices lie along it (`mesh_axes`), whether they get different rows (`ROW_AXES`), whether losses and
+gradients are summed over it (`LOSS_AXES`), what it cuts of a weight (`weight_spec`). A mesh may lack axes of size 1.
 """
 
 import math
@@ -10,8 +11,14 @@ from collections.abc import Mapping, Sequence
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
 
-ROW_AXES = ("replicate", "shard")
-"""Devices along these get different rows of the batch, so gradients and losses are summed over them."""
+AXES = ("replicate", "shard", "expert", "context", "tensor")
+"""All axes that a mesh may have, outermost first."""
+
+ROW_AXES = ("replicate", "shard", "expert")
+"""Devices along these get different rows of the batch."""
+
+LOSS_AXES = (*ROW_AXES, "context")
+"""Devices along these compute different parts of the loss: losses, counts and gradients are summed over them."""
 
 Spec = tuple[tuple[str, ...], ...]
 """For each dimension of a tensor the axes that cut it, outermost first; () cuts it nowhere."""
@@ -53,9 +60,20 @@ def weight_spec(dims: int) -> Spec:
     return (("shard",), *((),) * (dims - 1)) if dims else ()
 
 
-def batch_spec(dims: int) -> Spec:
-    """Rows over all devices that get different ones; a number is everywhere."""
-    return (ROW_AXES, *((),) * (dims - 1)) if dims else ()
+def state_spec(spec: Spec, weight: Sequence[int], state: Sequence[int]) -> Spec:
+    """The layout of an optimizer's state of shape `state`: cut like its weight along each dimension of equal size."""
+    cuts = zip(state, (*weight, *(-1,) * len(state)), (*spec, *((),) * len(state)), strict=False)
+    return tuple(axes if size == of_weight else () for size, of_weight, axes in cuts)
+
+
+def cutting_axes(spec: Spec) -> tuple[str, ...]:
+    """The axes that cut a tensor: the squares of its elements are summed over them, for a norm."""
+    return tuple(axis for axes in spec for axis in axes)
+
+
+def batch_spec(dims: int, axes: Sequence[str] = ROW_AXES) -> Spec:
+    """Dimension 0 cut by `axes`; a number is everywhere."""
+    return (tuple(axes), *((),) * (dims - 1)) if dims else ()
 
 
 def region(shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]) -> Region:
@@ -67,10 +85,33 @@ def region(shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Map
     for size, cuts in zip(shape, spec, strict=True):
         start, stop = 0, size
         for axis in cuts:
-            part = rows_of_shard(stop - start, place[axis], axes[axis])
+            part = rows_of_shard(stop - start, place.get(axis, 0), axes.get(axis, 1))
             start, stop = start + part.start, start + part.stop
         parts.append(slice(start, stop))
     return tuple(parts)
+
+
+def groups_over(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
+    """The devices of the mesh in groups that differ along the axes `over` alone."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for device in range(math.prod(axes.values())):
+        rest = tuple(at for axis, at in coordinates(axes, device).items() if axis not in over)
+        groups.setdefault(rest, []).append(device)
+    return [*groups.values()]
+
+
+def replica(spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]) -> tuple[int, int]:
+    """(index, count): which one of the equal copies of a tensor's part the device at `place` holds."""
+    index, cut = 0, cutting_axes(spec)
+    for axis, size in axes.items():
+        index = index if axis in cut else index * size + place[axis]
+    return index, count_copies(spec, axes)
+
+
+def count_copies(spec: Spec, axes: Mapping[str, int]) -> int:
+    """How many devices hold the same part of a tensor."""
+    cut = cutting_axes(spec)
+    return math.prod(size for axis, size in axes.items() if axis not in cut)
 
 
 def rows_of_shard(rows: int, index: int, count: int) -> slice:

@@ -8,7 +8,7 @@ contract (C1 to C7) against every backend.
 import resource
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-from portable_fsdp.layout import Region
+from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, state_spec
 from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import BackendError
@@ -53,8 +53,7 @@ Batch = dict[str, Tensor]
 
 Of text, int64 [rows, seq]: `input_ids`; `labels` (the token after each of `input_ids`, or -100); for rows of documents
 also `positions` (in the document) and `segments` (number of the document from 1; 0: padding). Else what the user's
-dataset gives. float32 [rows]: `tokens` (losses of the row over all micro batches of the step); `stop` in an evaluation.
-float32 [rows, n]: `votes`, which the step sums over all rows."""
+dataset gives."""
 
 Metrics = dict[str, Tensor]
 """Named float32 device tensors of no or one dimension, equal on all processes."""
@@ -106,10 +105,10 @@ class MemoryStats:
 class ShardPolicy:
     """How a model is laid out over the backend's mesh, and run, in plain values.
 
-    FQNs name modules in the order of definition, a unit before the units inside it; the root holds the rest. `layers`
-    are the model's repeated blocks. Modules in `recompute` run again in backward, except for the outputs of `save_ops`.
-    `modules` compute in another dtype than `compute`: their inputs are cast to it, their outputs (but for the head's
-    logits) back.
+    FQNs name modules in the order of definition, a unit before the units inside it; the root holds the rest. `layouts`
+    has the spec of each parameter; optimizer state follows by `layout.state_spec`. `layers` are the model's repeated
+    blocks. Modules in `recompute` run again in backward, except for the outputs of `save_ops`. `modules` compute in
+    another dtype than `compute`: their inputs are cast to it, their outputs (but for the head's logits) back.
     """
 
     units: tuple[str, ...]
@@ -130,6 +129,7 @@ class ShardPolicy:
     compile_backend: str | None = None
     scan_layers: bool = False
     attention: Callable[..., Tensor] | None = None  # that models call; an engine may run its kernel instead
+    layouts: Mapping[str, Spec] = field(default_factory=lambda: {})
 
 
 class Traffic(NamedTuple):
@@ -180,8 +180,23 @@ class Backend(Closing):
         """
 
     @abstractmethod
-    def place(self, batch: Batch) -> Batch:
-        """Start the copy from host to device; rows go over the data shards."""
+    def place(self, batch: Batch, axes: Sequence[str] = ROW_AXES) -> Batch:
+        """Start the copy from host to device. Dimension 0 lies over the mesh `axes`, a 0-dim tensor on each device."""
+
+    def place_control(self, values: Sequence[float]) -> Tensor:
+        """Start the copy of numbers of this process, float32, that a step sums over all processes (`sum_control`)."""
+        rows = torch.zeros(self.devices // self.process.count, len(values))  # an engine may have a row for each device
+        rows[0] = torch.tensor(values)
+        return self.place({"control": rows}, tuple(self.axes))["control"]
+
+    def sum_control(self, control: Tensor) -> Tensor:
+        """Placed control numbers, summed over all processes: float32 [n], on device. *collective*"""
+        return self.sum(control.sum(dim=0), tuple(self.axes))
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this process counts the rows that it feeds: the first of those that feed the same ones."""
+        return self.process.index % (self.process.count // self.data_shard.count) == 0
 
     @abstractmethod
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
@@ -223,8 +238,8 @@ class Backend(Closing):
         """
 
     @abstractmethod
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Element by element over data shards, on device, in the shape and dtype of `tensor`. *collective*"""
+    def sum(self, tensor: Tensor, axes: Sequence[str] = LOSS_AXES) -> Tensor:
+        """Sum element by element over the mesh `axes`, on device, in the shape and dtype of `tensor`. *collective*"""
 
     def fetch(self, metrics: Metrics) -> Pending:
         """Start the copy to the host; the result is read later, so that the device never waits for the host."""
@@ -342,12 +357,32 @@ def state_key(name: str, fqn: str) -> str:
     return f"{name}/{fqn}"
 
 
-def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint under its key: parameters (tied ones once), persistent buffers, optimizer state."""
+class CheckpointTensor(NamedTuple):
+    """A tensor of a checkpoint, and what the mesh cuts of it."""
+
+    tensor: Tensor
+    spec: Spec
+
+
+def checkpoint_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Spec]
+) -> dict[str, CheckpointTensor]:
+    """Every tensor of a checkpoint under its key: parameters (tied ones once), persistent buffers, optimizer state.
+
+    `layouts`: `ShardPolicy.layouts`; buffers are whole everywhere.
+    """
     if isinstance(optimizer, CountingOptimizer):
         optimizer.settle_counts()
-    parameters = dict(model.named_parameters())
-    return {**parameters, **persistent_buffers(model), **optimizer_tensors(parameters, optimizer)}
+    out: dict[str, CheckpointTensor] = {}
+    states: dict[str, CheckpointTensor] = {}
+    for fqn, parameter in model.named_parameters():
+        out[fqn] = CheckpointTensor(parameter, layouts[fqn])
+        for name, state in tensors_of(optimizer.state.get(parameter, {})).items():
+            states[state_key(name, fqn)] = CheckpointTensor(
+                state, state_spec(layouts[fqn], parameter.shape, state.shape)
+            )
+    buffers = {fqn: CheckpointTensor(buffer, ((),) * buffer.dim()) for fqn, buffer in persistent_buffers(model).items()}
+    return {**out, **buffers, **states}
 
 
 def optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -404,11 +439,11 @@ def zero_optimizer(
     make: MakeOptimizer,
     groups: list[dict[str, Any]],
     parameters: Mapping[str, nn.Parameter],
-    zeros: Callable[[nn.Parameter, Tensor, dict[str, Any]], Tensor],
+    zeros: Callable[[str, Tensor, dict[str, Any]], Tensor],
     *,
     compiled: bool,
 ) -> torch.optim.Optimizer:
-    """The optimizer with all its state. `zeros(parameter, twin, group)` lays out each tensor of it."""
+    """The optimizer with all its state. `zeros(fqn, twin, group)` lays out each tensor of a parameter's."""
     optimizer = make(name_groups(groups, parameters), compiled)
     for group in optimizer.param_groups if compiled else ():
         group["lr"] = group["lr"].clone()  # else groups share one, which a scheduler changes in place
@@ -416,7 +451,7 @@ def zero_optimizer(
     for fqn, state in optimizer_state_twins(make, groups, parameters, compiled=compiled).items():
         parameter = parameters[fqn]
         for name, twin in state.items():
-            optimizer.state[parameter][name] = zeros(parameter, twin, group_of[id(parameter)])
+            optimizer.state[parameter][name] = zeros(fqn, twin, group_of[id(parameter)])
     return optimizer
 
 

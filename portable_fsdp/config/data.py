@@ -95,9 +95,6 @@ class Documents(Section):
         return self
 
 
-RESERVED = ("stop", "tokens", "votes")
-"""Keys of a batch that belong to the run; a user's dataset may not have them, and a task doesn't see them."""
-
 Size = Annotated[int, Ge(1), Le(2**20)]
 
 MOST_BUCKETS, MOST_WORKERS = 16, 64

@@ -13,7 +13,6 @@ from itertools import count as count_from
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from portable_fsdp.config.data import Data
@@ -30,7 +29,17 @@ _CLOSE_S = 5.0  # for the step in work of processes
 Check = Callable[[Mapping[str, Tensor], Callable[[int], str]], None]
 """(batch, the name of each of its rows for messages); raises DataError for rows that a step can't take."""
 
-RowCounts = Callable[[Mapping[str, Tensor]], Tensor]
+Count = Callable[[Mapping[str, Tensor]], int]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What one data shard feeds in a step."""
+
+    micro_batches: list[dict[str, Tensor]]
+    count: int
+    """Losses of all its rows; their sum over the data shards is the count of the global batch. 0 where only the task
+    itself can count."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +50,23 @@ class StepReader:
     shard_rows: int
     accumulation: int
     check: Check | None
-    count_losses: RowCounts
+    count: Count | None
 
-    def __call__(self, rows: Rows, first: int) -> list[dict[str, Tensor]]:
-        """Those that begin at position `first`."""
+    def __call__(self, rows: Rows, first: int) -> StepRows:
+        """The rows from position `first` on."""
         numbers = rows.order(self.seed, np.arange(first, first + self.shard_rows))
         parts = rows.micro_batches(numbers, self.accumulation)
         if self.check is not None:
             for part in parts:
                 self.check(part.tensors, lambda row, numbers=part.numbers: rows.place(int(numbers[row])))
-        tokens = torch.stack([self.count_losses(part.tensors) for part in parts]).sum(dim=0)
-        return [{**part.tensors, "tokens": tokens} for part in parts]
+        batches = [part.tensors for part in parts]
+        return StepRows(batches, sum(map(self.count, batches)) if self.count else 0)
 
 
 class Batches(Closing):
     """Endless iterator over the steps of one data shard; close it, or use it as a context manager.
 
-    Each `next()` gives `accumulation` micro batches: the tensors of their rows, and `tokens`, float32 `[rows]`: the
-    losses of row r summed over all micro batches of the step, the same in each of them. Their sum over the data shards
-    is the count of the global batch.
+    Each `next()` gives the rows of a step, in `accumulation` micro batches.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class Batches(Closing):
         accumulation: int,
         start: int = 0,
         check: Check | None = None,
-        count_losses: RowCounts = count_labels,
+        count_losses: Count | None = count_labels,
         data: Data | None = None,
     ) -> None:
         """Args:
@@ -83,7 +90,7 @@ class Batches(Closing):
         accumulation: micro batches in a step.
         start: samples consumed before the first step.
         check: of each micro batch; whoever reads it calls it. With workers it must pickle, as `count_losses`.
-        count_losses: float32 [rows]: the losses of each row of a batch.
+        count_losses: the losses of a batch; None where only the task can count.
         data: of `data.factory`, whose `data.workers` read in place of the thread; each opens the rows by itself.
 
         Raises ConfigError if the global batch can't be cut into equal micro batches.
@@ -109,15 +116,15 @@ class Batches(Closing):
             self._loader = workers.StepLoader(data, self._read, self._firsts, process=index)
         self._is_closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="portable_fsdp batches")
-        self._ahead: deque[Future[list[dict[str, Tensor]]]] = deque()
+        self._ahead: deque[Future[StepRows]] = deque()
         for _ in range(STEPS_AHEAD):
             self._begin_step()
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> list[dict[str, Tensor]]:
-        """The micro batches of the next step; raises what the thread raised."""
+    def __next__(self) -> StepRows:
+        """The next step; raises what the thread raised."""
         if self._is_closed:
             raise ValueError("next() of closed batches")
         step = self._ahead[0].result()

@@ -90,11 +90,11 @@ class _Items:
             )
         tensors = dict(cast("Mapping[str, object]", batch))
         for key, value in tensors.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(items) or key in keys.RESERVED:
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(items):
                 actual = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise DataError(
                     f"data.factory: {self._name}: expected tensors whose first dimension has the {len(items)} rows of "
-                    f"a batch, and other names than {', '.join(keys.RESERVED)}; found {key}: {actual}."
+                    f"a batch, found {key}: {actual}."
                 )
         return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
 

@@ -72,21 +72,14 @@ class Rows(Protocol):
         ...
 
 
-def count_labels(batch: Mapping[str, Tensor]) -> Tensor:
-    """float32 [rows]: the labels of each row that a loss counts."""
-    labels = batch["labels"]
-    return (labels != IGNORED).view(len(labels), -1).sum(dim=1).float()
+def count_labels(batch: Mapping[str, Tensor]) -> int:
+    """The labels of a batch that a loss counts."""
+    return int((batch["labels"] != IGNORED).sum())
 
 
-def count_values(batch: Mapping[str, Tensor]) -> Tensor:
-    """float32 [rows]: all labels of each row, which are numbers."""
-    labels = batch["labels"]
-    return torch.full([len(labels)], labels.numel() / len(labels))
-
-
-def count_rows(batch: Mapping[str, Tensor]) -> Tensor:
-    """float32 [rows]: 1 each, where only the loss itself can tell what it counts."""
-    return torch.ones(len(next(iter(batch.values()))))
+def count_values(batch: Mapping[str, Tensor]) -> int:
+    """All labels of a batch, which are numbers."""
+    return batch["labels"].numel()
 
 
 def _make_again(purpose: str, make: Callable[[], str]) -> str:

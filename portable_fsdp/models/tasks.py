@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from portable_fsdp.config.data import RESERVED
 from portable_fsdp.config.schema import TASKS
 from portable_fsdp.models.loss import cross_entropy_sum
 from portable_fsdp.runtime.errors import ConfigError
@@ -45,7 +44,7 @@ class Task:
 
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         """(loss_sum, count, sums of metrics) of a placed batch."""
-        scores = self.function(model, {name: value for name, value in batch.items() if name not in RESERVED})
+        scores = self.function(model, dict(batch))
         if type(scores) is not tuple or len(scores) not in (2, 3):  # of the user's own
             raise _no_scores(self.name, scores)
         return (*scores, {}) if len(scores) == 2 else scores

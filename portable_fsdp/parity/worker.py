@@ -77,8 +77,9 @@ def run(place: Place, task: RunTask, prepare: Callable[["Training"], None]) -> P
             record.state.append(state_statistics(engine, training))
         with open_batches(config, engine, training, corpus) as batches:
             for number in range(1, min(task.steps, total) + 1):
-                placed = [engine.place(batch) for batch in next(batches)]
-                metrics = engine.fetch(step(placed, learning_rate(config.optim, number, total))).result()
+                rows, lr = next(batches), learning_rate(config.optim, number, total)
+                placed = [engine.place(batch) for batch in rows.micro_batches]
+                metrics = engine.fetch(step(placed, lr, [rows.count])).result()
                 record.losses.append(metrics["loss"].item())
                 record.grad_norms.append(metrics["grad_norm"].item())
                 if recorder:

@@ -11,7 +11,7 @@ what torch's caching allocator takes for it.
 import importlib.metadata
 import os
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, cast, get_args
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from portable_fsdp.backends.base import Batch, Fill, MakeOptimizer, ShardPolicy, state_key
+from portable_fsdp.backends.base import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.describe import with_value
@@ -46,7 +46,7 @@ from portable_fsdp.plan.memory_trace import (
     Timeline,
     peak,
 )
-from portable_fsdp.plan.model import empty_batch, facts_of, rows_of
+from portable_fsdp.plan.model import control_numbers, empty_batch, facts_of, rows_of
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import over_links, rates_of
@@ -187,15 +187,11 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
         first = train_step(backend, training.model, training.optimizer, accumulation=1, max_grad_norm=limit, task=task)
         for step, micro_batches in ((first, 1), (training.step, training.accumulation)):
             recorder.calls.clear()
-            placed = [backend.place(_batch(config, training, target.devices)) for _ in range(micro_batches)]
-            backend.fetch(step(placed, config.optim.lr))
+            rows = config.train.resolved_micro_batch
+            placed = [backend.place(empty_batch(config, training, rows, "cpu")) for _ in range(micro_batches)]
+            backend.fetch(step(placed, config.optim.lr, control_numbers(target.devices)))
             del placed
     return recorder, training, backend.offload.host_bytes if backend.offload else 0
-
-
-def _batch(config: Config, training: Training, devices: int) -> Batch:
-    """A micro batch of one rank, on the host."""
-    return empty_batch(config, training, config.train.resolved_micro_batch, devices, "cpu")
 
 
 @contextmanager
@@ -240,7 +236,10 @@ class _Planned:
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
             return self._backend.build_optimizer(as_on_device, groups)
 
-    def place(self, batch: Batch) -> Batch:
+    def place_control(self, values: Sequence[float]) -> Tensor:
+        return Backend.place_control(cast(Backend, self), values)
+
+    def place(self, batch: Batch, axes: Sequence[str] = ()) -> Batch:
         with self._recorder.making("activations", "the batch"), self._fake:  # numbers are no fake tensors yet
             return {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)

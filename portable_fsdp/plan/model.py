@@ -44,16 +44,17 @@ def facts_of(training: Training, seq_len: int) -> ModelFacts:
     )
 
 
-def empty_batch(config: Config, training: Training, rows: int, processes: int, device: str) -> Batch:
+def empty_batch(config: Config, training: Training, rows: int, device: str) -> Batch:
     """The tensors of a micro batch, without values: those of `data.factory`'s first rows, or text as int64
-    `[rows, seq_len]`, and what rides along with each row."""
+    `[rows, seq_len]`."""
     names = ["input_ids", "labels"]
     if config.data.resolved_packing != "stream":
         names += ["positions", "segments"]
     text = dict.fromkeys(names, ((config.data.seq_len,), torch.int64))
     row = text if training.trial is None else training.trial.row
-    return {
-        **{name: torch.empty((rows, *shape), dtype=dtype, device=device) for name, (shape, dtype) in row.items()},
-        "tokens": torch.empty(rows, device=device),
-        "votes": torch.empty((rows, 1 + VOTES * processes), device=device),
-    }
+    return {name: torch.empty((rows, *shape), dtype=dtype, device=device) for name, (shape, dtype) in row.items()}
+
+
+def control_numbers(processes: int) -> list[float]:
+    """As many as a step of a run has."""
+    return [0.0] * (2 + VOTES * processes)

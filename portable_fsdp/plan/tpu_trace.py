@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Batch, Metrics, optimizer_tensors, state_key
 from portable_fsdp.backends.xla.engine import XlaBackend
-from portable_fsdp.backends.xla.tensors import Fetch
+from portable_fsdp.backends.xla.tensors import Initializer
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Spec
-from portable_fsdp.plan.model import empty_batch, facts_of, rows_of
+from portable_fsdp.plan.model import control_numbers, empty_batch, facts_of, rows_of
 from portable_fsdp.plan.tpu_program import TRACED, Argument, Program, Traced
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
@@ -60,8 +60,8 @@ def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
         model = facts_of(training, config.data.seq_len)
         name_operations(training.model, tracer.scope)
         rows = config.train.resolved_micro_batch * devices
-        batch = empty_batch(config, training, rows, backend.process.count, "meta")
-        training.step([backend.place(batch) for _ in range(training.accumulation)], config.optim.lr)
+        batches = [backend.place(empty_batch(config, training, rows, "meta")) for _ in range(training.accumulation)]
+        training.step(batches, config.optim.lr, control_numbers(backend.process.count))
         return Traced(tracer.programs, model)
 
 
@@ -98,7 +98,7 @@ class Tracer:
         """Before the first step, whose model and optimizer `training` has."""
         self._training, self._axes, self._devices = training, axes, math.prod(axes.values())
 
-    def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
+    def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Initializer | None) -> Tensor:
         from torch_xla.core.xla_builder import create_placeholder_tensor
 
         tensor = cast(Tensor, create_placeholder_tensor(tuple(shape), dtype))

@@ -21,9 +21,9 @@ from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
-from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_rows, count_values
+from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
-from portable_fsdp.layout import check_batch
+from portable_fsdp.layout import check_batch, weight_spec
 from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
@@ -204,6 +204,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
     layers = find_layers(model, sharding)
     return ShardPolicy(
         units=find_units(model, sharding),
+        layouts={fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()},
         layers=layers,
         compute=DTYPES[precision.compute],
         cast_inputs=precision.cast_inputs,
@@ -298,6 +299,6 @@ def open_batches(
         accumulation=training.accumulation,
         start=epoch * len(corpus.rows) + samples,
         check=training.trial.check if training.trial else None,
-        count_losses=of_labels if training.task.counts_labels else count_rows,
+        count_losses=of_labels if training.task.counts_labels else None,
         data=config.data,
     )

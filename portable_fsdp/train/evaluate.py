@@ -66,12 +66,12 @@ class Evaluator:
 
         self._metrics: tuple[str, ...] = ()
 
-        def evaluate(batch: Batch) -> Metrics:
+        def evaluate(batch: Batch, control: Batch) -> Metrics:
             with backend.evaluate():
                 loss_sum, count, metrics = task.scores(model, batch)
             self._metrics = tuple(metrics)
-            sums = [loss_sum, count, *metrics.values(), batch["stop"].sum()]
-            return {"sums": backend.sum(torch.stack([value.float() for value in sums]))}
+            sums = backend.sum(torch.stack([value.float() for value in (loss_sum, count, *metrics.values())]))
+            return {"sums": torch.cat([sums, backend.sum_control(control["control"])])}
 
         self._evaluate = backend.compile(evaluate, "evaluate")
 
@@ -88,8 +88,9 @@ class Evaluator:
     def _evaluated(self, stop: Callable[[], bool]) -> Evaluation | None:
         sums: list[list[float]] = []
         pending: Pending | None = None
-        for batch in self._batches(stop):
-            previous, pending = pending, self._backend.fetch(self._evaluate(self._backend.place(batch)))
+        for batch in self._batches():
+            control = {"control": self._backend.place_control([float(stop())])}
+            previous, pending = pending, self._backend.fetch(self._evaluate(self._backend.place(batch), control))
             if previous is not None:
                 sums.append(previous.result()["sums"].tolist())
                 if sums[-1][-1] > 0:
@@ -105,7 +106,7 @@ class Evaluator:
         means = {name: value / count for name, value in zip(self._metrics, metrics, strict=True)}
         return Evaluation(loss / count, round(count), means)
 
-    def _batches(self, stop: Callable[[], bool]) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Batch]:
         """This process's rows of each batch."""
         shard, count = self._backend.data_shard, len(self._chosen)
         size = self._batch // shard.count
@@ -117,7 +118,7 @@ class Evaluator:
                 batch["labels"], fill = batch["labels"].float(), math.nan
             if (filled := positions >= count).any():
                 batch["labels"][torch.from_numpy(filled)] = fill
-            yield {**batch, "stop": torch.full((size,), float(stop()))}
+            yield batch
 
 
 def _whole_batches(rows: int, batch: int) -> int:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from portable_fsdp.backends.base import Backend, Batch
+from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps, step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
-from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.batches import Batches, StepRows
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.metrics.sinks import EventsFile, last_save
 from portable_fsdp.optim.schedule import learning_rate
@@ -109,9 +109,10 @@ def _train_steps(run: _Run) -> Outcome:
             began = run.measures.begin_step()
             rows = _next_rows(run, batches, in_flight)
             waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
-            placed = _placed(run, rows)
+            placed = [run.engine.place(batch) for batch in rows.micro_batches]
+            control = run.measures.control(rows.count, _own_votes(run))
             with run.measures.timed("step"):
-                metrics = run.engine.fetch(run.training.step(placed, lr))
+                metrics = run.engine.fetch(run.training.step(placed, lr, control))
             gc.collect(2 if step % _FULL_COLLECTION == 0 else 1)  # while devices work
             run.stop.begin_steps()
             previous, in_flight = in_flight, InFlight(step, lr, began, waited, metrics)
@@ -142,7 +143,7 @@ def _no_collections() -> Generator[None]:
         gc.unfreeze()
 
 
-def _next_rows(run: _Run, batches: Batches, in_flight: InFlight | None) -> list[Batch]:
+def _next_rows(run: _Run, batches: Batches, in_flight: InFlight | None) -> StepRows:
     """The rows of the next step. Where they can't be read, the step in flight still gets its row of metrics."""
     try:
         with user_code():
@@ -155,10 +156,9 @@ def _next_rows(run: _Run, batches: Batches, in_flight: InFlight | None) -> list[
         raise
 
 
-def _placed(run: _Run, rows: list[Batch]) -> list[Batch]:
-    """On the device, with this process's votes. Process 0's clock and its view of the run's folder decide for all."""
-    votes = Votes(_wants_stop(run), run.engine.process.index == 0 and run.triggers.due)
-    return [run.engine.place(batch) for batch in run.measures.with_votes(rows, votes)]
+def _own_votes(run: _Run) -> Votes:
+    """This process's. Process 0's clock and its view of the run's folder decide for all."""
+    return Votes(_wants_stop(run), run.engine.process.index == 0 and run.triggers.due)
 
 
 def _read(run: _Run, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:

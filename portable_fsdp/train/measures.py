@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from portable_fsdp.backends.base import Backend, Batch, Pending
+from portable_fsdp.backends.base import Backend, Pending
 from portable_fsdp.checkpoint.manager import Resumed
 from portable_fsdp.config.schema import Config
 from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
@@ -26,7 +24,7 @@ if TYPE_CHECKING:  # text doesn't load it
     from portable_fsdp.train.row_trial import RowCost
 
 VOTES = 5
-"""Columns of each process in the votes."""
+"""Numbers of each process among the votes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class NotFiniteError(TrainingError):
 
 
 class Measures:
-    """Writes this process's votes into batches, and reads the metrics of a step."""
+    """Gives what this process tells the others with a step, and reads the metrics of a step."""
 
     def __init__(self, backend: Backend, start: RunStart) -> None:
         self._backend, self._start = backend, start
@@ -91,20 +89,18 @@ class Measures:
         yield
         self._elsewhere[part] += time.perf_counter() - began
 
-    def with_votes(self, batches: list[Batch], votes: Votes) -> list[Batch]:
-        """Adds `votes`, float32 [rows, 1 + VOTES * processes], zeros but for row 0: this process's request to stop, and
-        in its columns the seconds of its last step, of them on its own and waiting for rows; its memory; its request to
-        save.
+    def control(self, count: float, votes: Votes) -> list[float]:
+        """The control numbers of a step: `count` of this process's losses; its request to stop; and VOTES numbers for
+        each process, zeros but for its own: the seconds of its last step, of them on its own and waiting for rows; its
+        memory; its request to save.
 
-        The step sums them over all rows, so all processes learn of them in the same step.
+        The step sums them over all processes, so all learn of them in the same step.
         """
-        index, memory = self._backend.process.index, self._backend.memory()
-        rows = torch.zeros(len(batches[0]["tokens"]), 1 + VOTES * self._backend.process.count)
-        rows[0, 0] = votes.stop
+        process, memory = self._backend.process, self._backend.memory()
         peak = memory.peak_bytes if memory else math.nan
-        values = [self._seconds, self._own, self._waited, peak, float(votes.save)]
-        rows[0, 1 + VOTES * index :][:VOTES] = torch.tensor(values)
-        return [{**batch, "votes": rows} for batch in batches]
+        own = [self._seconds, self._own, self._waited, peak, float(votes.save)]
+        before, after = process.index, process.count - process.index - 1
+        return [count, float(votes.stop), *[0.0] * VOTES * before, *own, *[0.0] * VOTES * after]
 
     def read(self, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
         """Wait for a step's metrics: the only place where the loop waits for the device.

@@ -51,12 +51,12 @@ class Sampler:
         ends: Any = getattr(cast(Any, model).generation_config, "eos_token_id", None)
         self._ends = set[int | None](ends if isinstance(ends, list) else [ends])
 
-        def sample(batch: Batch) -> Metrics:
+        def sample(batch: Batch, control: Batch) -> Metrics:
             with backend.evaluate():
                 tokens = model(batch["input_ids"], None).argmax(dim=-1)
             newest = (tokens * batch["is_last"]).sum(dim=1, keepdim=True)
             by_row = (newest * batch["is_row"]).sum(dim=0).float()  # exact: ids are below 2**24
-            return {"tokens": backend.sum(torch.cat([by_row, batch["stop"].sum()[None]]))}
+            return {"tokens": torch.cat([backend.sum(by_row), backend.sum_control(control["control"])])}
 
         self._next = backend.compile(sample, "sample")
 
@@ -68,8 +68,9 @@ class Sampler:
             rows = [list(prompt) for prompt in self._prompts[begin : begin + self._rows]]
             unfinished = list(range(len(rows)))
             for _ in range(self._tokens):
-                placed = self._backend.place(self._batch(rows, stop()))
-                *ids, stops = self._backend.fetch(self._next(placed)).result()["tokens"].tolist()
+                placed = self._backend.place(self._batch(rows))
+                control = {"control": self._backend.place_control([float(stop())])}
+                *ids, stops = self._backend.fetch(self._next(placed, control)).result()["tokens"].tolist()
                 if stops:
                     return None
                 for number in unfinished:
@@ -80,9 +81,9 @@ class Sampler:
             texts += map(self._tokenizer.decode, rows)
         return texts
 
-    def _batch(self, rows: Sequence[list[int]], stop: bool) -> Batch:
+    def _batch(self, rows: Sequence[list[int]]) -> Batch:
         """This process's rows: int64 `[rows, length]` `input_ids` and `is_last`, 1 at a row's last token; int64
-        `[rows, rows of all]` `is_row`; float32 `[rows]` `stop`."""
+        `[rows, rows of all]` `is_row`."""
         ids = torch.full((self._rows, self._length), self._tokenizer.padding)
         is_last = torch.zeros_like(ids)
         for number, row in enumerate(rows):
@@ -91,9 +92,4 @@ class Sampler:
         shard = self._backend.data_shard
         own = slice(self._rows * shard.index // shard.count, self._rows * (shard.index + 1) // shard.count)
         is_row = torch.eye(self._rows, dtype=torch.int64)[own]
-        return {
-            "input_ids": ids[own],
-            "is_last": is_last[own],
-            "is_row": is_row,
-            "stop": torch.full((len(is_row),), float(stop)),
-        }
+        return {"input_ids": ids[own], "is_last": is_last[own], "is_row": is_row}

@@ -102,22 +102,20 @@ class Run:
             for step in range(first, last + 1):
                 lr = learning_rate(self.config.optim, step, steps)
                 stop = float(step == stop_in and self.backend.process.index == self.backend.process.count - 1)
-                placed = [
-                    self.backend.place({**batch, **self.votes(len(batch["tokens"]), stop)}) for batch in next(batches)
-                ]
-                previous, pending = pending, self.backend.fetch(self.step(placed, lr))
+                rows = next(batches)
+                placed = [self.backend.place(batch) for batch in rows.micro_batches]
+                previous, pending = pending, self.backend.fetch(self.step(placed, lr, self.control(rows.count, stop)))
                 if previous is not None:
                     out.append(_numbers(previous))
         assert pending is not None
         return [*out, _numbers(pending)]
 
-    def votes(self, rows: int, stop: float) -> dict[str, torch.Tensor]:
-        """What rides with a batch; each process tells its number."""
+    def control(self, count: float, stop: float = 0.0) -> list[float]:
+        """Control numbers: each process tells its number."""
         process = self.backend.process
-        votes = torch.zeros(rows, 1 + 2 * process.count)
-        votes[0, 0] = stop
-        votes[0, 1 + 2 * process.index :][:2] = torch.tensor([process.index + 1.0, 10.0 * process.index])
-        return {"votes": votes}
+        votes = [0.0] * 2 * process.count
+        votes[2 * process.index : 2 * process.index + 2] = [process.index + 1.0, 10.0 * process.index]
+        return [count, stop, *votes]
 
     def state(self) -> Pieces:
         return _pieces(self.backend.state(self.model, self.optimizer))
@@ -199,8 +197,8 @@ def losses_of_documents(case: Case) -> dict[str, Any]:
                 is_its = batch["segments"][row] == number
                 labels[row, is_its] = batch["labels"][row, is_its]
                 shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
-                counted = {"tokens": (shard["labels"] != -100).sum(dim=1).float(), **run.votes(rows, 0.0)}
-                losses.append(_numbers(backend.fetch(run.step([backend.place({**shard, **counted})], 0.0)))["loss"])
+                control = run.control(float((shard["labels"] != -100).sum()))
+                losses.append(_numbers(backend.fetch(run.step([backend.place(shard)], 0.0, control)))["loss"])
         return {
             "documents": losses,
             "metrics": run.train(1, case.steps),
@@ -394,12 +392,12 @@ def host_reads(case: Case) -> dict[str, int]:
     """How often a step after the first reads a tensor on the host (aten::_local_scalar_dense)."""
     backend, config = open_case(case)
     with backend:
-        run, rows = Run(backend, config), GLOBAL_BATCH // backend.data_shard.count
+        run = Run(backend, config)
+        rows = GLOBAL_BATCH // backend.data_shard.count // run.accumulation
         run.train(1, 1)
-        batch = {**CaseRows().rows(np.arange(rows)), "tokens": torch.ones(rows), **run.votes(rows, 0.0)}
-        placed = backend.place(batch)
+        placed = backend.place(CaseRows().rows(np.arange(rows)))
         with Operators() as step:
-            metrics = run.step([placed], 1e-3)
+            metrics = run.step([placed] * run.accumulation, 1e-3, run.control(float(rows)))
         backend.fetch(metrics).result()
         return {"reads": step.reads}
 
@@ -512,9 +510,9 @@ def train_task(path: str, overrides: Sequence[str], last: int, folder: str) -> d
             loaded = _pieces(engine.state(training.model, training.optimizer))
             with open_batches(config, engine, training, corpus, resumed) as batches:
                 for step in range(resumed.step + 1 if resumed else 1, last + 1):
-                    placed = [engine.place(batch) for batch in next(batches)]
-                    lr = learning_rate(config.optim, step, config.train.steps or 0)
-                    losses.append(engine.fetch(training.step(placed, lr)).result()["loss"].item())
+                    rows, lr = next(batches), learning_rate(config.optim, step, config.train.steps or 0)
+                    placed = [engine.place(batch) for batch in rows.micro_batches]
+                    losses.append(engine.fetch(training.step(placed, lr, [rows.count])).result()["loss"].item())
                 position = batches.position
             evaluator = build_evaluator(config, engine, training, corpus)
             evaluation = None if evaluator is None else evaluator()

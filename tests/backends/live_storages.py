@@ -40,20 +40,21 @@ def measure(backend: Backend, config: Config) -> Measured:
     with LiveStorages() as live:
         live.see([*training.model.parameters(), *training.model.buffers(), *state])
         for _ in range(STEPS):
-            made = [_batch(config, rows, backend.process.count) for _ in range(training.accumulation)]
+            made = [_batch(config, rows) for _ in range(training.accumulation)]
             batches = [backend.place(batch) for batch in made]
-            backend.fetch(training.step(batches, 1e-3)).result()
+            control = [float(config.train.resolved_micro_batch * config.data.seq_len * len(made)), 0.0]
+            control += [0.0] * VOTES * backend.process.count
+            backend.fetch(training.step(batches, 1e-3, control)).result()
     counted = backend.collectives or {}
     return Measured(live.peak, {kind: (traffic.calls, traffic.bytes) for kind, traffic in counted.items()})
 
 
-def _batch(config: Config, rows: Rows | None, processes: int) -> dict[str, Tensor]:
+def _batch(config: Config, rows: Rows | None) -> dict[str, Tensor]:
     count, length = config.train.resolved_micro_batch, config.data.seq_len
-    votes = {"votes": torch.zeros(count, 1 + VOTES * processes)}
     if rows is not None:
-        return {**rows.rows(np.arange(count)), "tokens": torch.ones(count), **votes}
+        return rows.rows(np.arange(count))
     ids = torch.randint(256, (count, length))
-    batch = {"input_ids": ids, "labels": ids, "tokens": torch.full((count,), float(length)), **votes}
+    batch = {"input_ids": ids, "labels": ids}
     if config.data.resolved_packing == "documents":
         places = torch.arange(length).expand(count, -1)
         batch |= {"positions": places % 100, "segments": places // 100 + 1}

@@ -1,5 +1,6 @@
 """C1 to C7 of the backend contract (portable_fsdp/backends/base.py), each on every engine and device count."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,12 +73,12 @@ def test_c4_uneven_shards_tile_once(group: Group, run: Run) -> None:
 
 
 def test_c4_parameters_are_really_sharded(group: Group, run: Run) -> None:
-    """Of every matrix and vector each device holds ceil(rows / devices) rows at most."""
+    """Each device holds its share of every matrix and vector, and at most a row of rounding."""
     for answer in run(group, ADAMW):
         for key, (shape, _, pieces) in answer["final"].items():
             if shape:
-                largest = max((data.shape[0] for _, data in pieces), default=0)
-                assert largest <= -(-shape[0] // group.devices), key
+                largest, row = max((data.numel() for _, data in pieces), default=0), math.prod(shape[1:])
+                assert largest < math.prod(shape) / group.devices + row, key
 
 
 def test_c6_initial_weights_depend_on_seed_and_name_alone(group: Group, run: Run) -> None:
@@ -222,7 +223,10 @@ def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
 
 def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: Run) -> None:
     answers = run(group, ADAMW)
-    assert [answer["data_shard"] for answer in answers] == [(i, len(answers)) for i in range(len(answers))]
+    shards = {"toy": 2}.get(group.backend, len(answers))  # two processes along its axis `tensor` get the same rows
+    assert [answer["data_shard"] for answer in answers] == [
+        (i * shards // len(answers), shards) for i in range(len(answers))
+    ]
     for answer in answers:
         assert answer["devices"] == group.devices
         memory = answer["memory"]

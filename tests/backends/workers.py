@@ -85,6 +85,7 @@ def _begin_toy() -> None:
 
     from portable_fsdp.backends import open as table
 
+    _begin_native()
     table.ENGINES["toy"] = toy.OPTIONS
 
 
@@ -122,7 +123,7 @@ ENGINES = {
     "native": Engine((1, 2, 3), (3,), "cpu", "native_jobs", _begin_native, _on_loopback, process_a_device=True),
     "xla": Engine((1, 3, 4), (3,), jobs="xla_jobs", environment=_on_pjrt, compiles=True, needs_xla=True),
     "xla_fsdp1": Engine((2,), (), jobs="xla_jobs", environment=_in_order, compiles=True, needs_xla=True, threads=True),
-    "toy": Engine((1,), (1,), begin=_begin_toy, process_a_device=True),
+    "toy": Engine((4,), (4,), begin=_begin_toy, environment=_on_loopback, process_a_device=True),
     "torchtpu": Engine((1,), (1,), "tpu", "native_jobs", _begin_torchtpu, _on_chips, process_a_device=True),
 }
 """3 is a number that divides no size of the models."""

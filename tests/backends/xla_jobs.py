@@ -390,7 +390,8 @@ def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
         training = build_training(config, backend, vocabulary=256)
         metrics: list[dict[str, list[float]]] = []
         for step in range(3):
-            pending = backend.fetch(training.step([backend.place(_long_rows(config, step))], 0.01))
+            rows = _long_rows(config, step)
+            pending = backend.fetch(training.step([backend.place(rows)], 0.01, [float(rows["labels"].numel())]))
             metrics.append({name: value.tolist() for name, value in pending.result().items()})
         weights = {fqn: parameter.detach().cpu() for fqn, parameter in training.model.named_parameters()}
     return {"metrics": metrics, "weights": weights, "calls": dict(calls), "compilations": backend.compilations}
@@ -399,7 +400,7 @@ def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
 def _long_rows(config: Config, seed: int) -> dict[str, torch.Tensor]:
     shape = (GLOBAL_BATCH, config.data.seq_len)
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
-    batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "tokens": torch.full(shape[:1], float(shape[1]))}
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
     if config.data.packing == "documents":
         cut = shape[1] // 3
         segments = (torch.arange(shape[1]) >= cut).long().expand(shape) + 1

@@ -273,7 +273,7 @@ def read_steps(rows: Rows, start: int, steps: int, *, shards: int, accumulation:
     for shard in range(shards):
         with Batches(rows, shard=(shard, shards), **keys) as batches:
             for _ in range(steps):
-                for micro in next(batches):
+                for micro in next(batches).micro_batches:
                     begins = (micro["positions"] == 0) & (micro["segments"] > 0)
                     ids = [micro["input_ids"][row, at : at + 4] for row, at in torch.nonzero(begins).tolist()]
                     drawn += [int(bytes(each.tolist())) for each in ids]

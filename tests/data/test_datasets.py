@@ -20,7 +20,7 @@ from portable_fsdp.config.data import Data
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data
 from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import IGNORED, count_rows
+from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.runtime.errors import ConfigError, DataError, TrainingError
 
 MODULE = """
@@ -77,7 +77,6 @@ def empty(split): return Numbers(0)
 def empty_stream(split): return Stream(10)
 def tuples(split): return [(1, 2), (3, 4)]
 def uneven(split): return [{"x": torch.zeros(2)}, {"x": torch.zeros(3)}]
-def reserved(split): return [{"votes": torch.zeros(2)}] * 4
 def nothing(split): return 7
 def words(split):
     assert not torch.utils.data.get_worker_info() or not {"torch_xla", "torch_tpu"} & set(sys.modules)
@@ -199,7 +198,6 @@ def test_rows_are_held_out_by_share_or_split(corpus: Callable[..., Corpus]) -> N
         ("tuples", {"buckets": {"x": [9]}}, "row 0: expected a dict of tensors, found tuple"),
         ("seeks", {"buckets": {"y": [9]}}, "item 0: expected the key y of data.buckets, found x"),
         ("stream", {"workers": 2}, "expected at most 1 for a stream, found 2: each process"),
-        ("reserved", {}, "and other names than stop, tokens, votes; found votes: [2, 2]"),
         ("broken", {}, "row 1000 can't be read: OSError: a broken file"),
         ("nothing", {}, "to return a Dataset, or a Dataset and a collate function, found int"),
         ("stream", {"eval_split": "5%"}, "a stream has no share"),
@@ -285,12 +283,12 @@ Steps = list[list[dict[str, torch.Tensor]]]
 
 
 def open_steps(corpus: Corpus, data: Data, start: int = 0) -> Batches:
-    keys = {"seed": 3, "global_batch": 12, "shard": (1, 2), "accumulation": 3, "count_losses": count_rows}
+    keys = {"seed": 3, "global_batch": 12, "shard": (1, 2), "accumulation": 3, "count_losses": None}
     return Batches(corpus.rows, **keys, start=start, data=data)  # pyright: ignore[reportArgumentType]
 
 
 def take(batches: Batches, count: int) -> Steps:
-    return [next(batches) for _ in range(count)]
+    return [next(batches).micro_batches for _ in range(count)]
 
 
 def assert_equal_steps(actual: Steps, expected: Steps) -> None:
@@ -309,14 +307,14 @@ def test_workers_read_the_steps_of_the_thread(
 ) -> None:
     keys: dict[str, Any] = {"buckets": SIZES, "eval_split": "20%"} if name == "words" else {}
     with open_steps(*opened(corpus, name, **keys)) as thread:
-        expected = [next(thread) for _ in range(6)]
+        expected = take(thread, 6)
     if name == "words":
         assert len({float(batch["noise"].sum()) for step in expected for batch in step}) == 18
     for workers in counts:
         for begun in (0, 2):  # from the start, and resumed after two steps
             corpus_, data = opened(corpus, name, workers=workers, **keys)
             with open_steps(corpus_, data, start=begun * 12) as batches:
-                assert_equal_steps([next(batches) for _ in range(6 - begun)], expected[begun:])
+                assert_equal_steps(take(batches, 6 - begun), expected[begun:])
                 assert batches.consumed == 72
             assert not active_children()
 
@@ -383,11 +381,10 @@ sys.path.insert(0, sys.argv[1])
 from portable_fsdp.config.data import Data
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import build_data
-from portable_fsdp.data.packing import count_rows
 if __name__ == "__main__":
     data = Data(factory=f"{sys.argv[2]}:words", workers=2, buckets={"input_ids": [12], "labels": [12]})
     batches = Batches(build_data(data).rows, seed=0, global_batch=4, shard=(0, 1), accumulation=1, data=data,
-        count_losses=count_rows)
+        count_losses=None)
     next(batches)
     print(*(process.pid for process in active_children()), flush=True)
     time.sleep(100)

@@ -76,7 +76,8 @@ def theirs(config: Config) -> list[float]:
     rows, size = build_data(config.data).rows, config.train.global_batch
     losses: list[float] = []
     with Batches(rows, seed=config.run.seed, global_batch=size, shard=shard, accumulation=1) as batches:
-        for _, [batch] in zip(range(config.train.steps or 0), batches, strict=False):
+        for _, step in zip(range(config.train.steps or 0), batches, strict=False):
+            [batch] = step.micro_batches
             logits = model(input_ids=batch["input_ids"]).logits.float()
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
             accelerator.backward(loss)

@@ -15,6 +15,7 @@ from plain_backend import PlainBackend, in_processes
 
 from portable_fsdp.config.data import Data
 from portable_fsdp.config.load import load_config
+from portable_fsdp.data.batches import StepRows
 from portable_fsdp.data.workers import _Steps
 from portable_fsdp.metrics.sinks import read_jsonl
 from portable_fsdp.report.read import read_run
@@ -197,7 +198,7 @@ def test_a_callback_that_exits_fails_the_run(hook: str, user: Any) -> None:
 def test_a_worker_hands_an_exit_over(user: Any) -> None:
     """It would end the worker with exit code 0, or be dropped without a word."""
     user.AT, user.ERROR = "data", KeyboardInterrupt()
-    steps = _Steps(Data(factory="user_exits:data"), lambda rows, first: [])
+    steps = _Steps(Data(factory="user_exits:data"), lambda rows, first: StepRows([], 0))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a worker
     try:
         error = pickle.loads(pickle.dumps(steps[0]))

@@ -143,7 +143,7 @@ def test_a_step_that_is_skipped_leaves_no_trace(name: str, compiled: bool) -> No
     """The first one, two in a row, and the last: weights, state and counts are those of a run without them."""
     keys: dict[str, Any] = {"factory": name, "name": "adamw"} if ":" in name else {"name": name, "momentum": 0.9}
 
-    def zeros(_: nn.Parameter, twin: Tensor, __: dict[str, Any]) -> Tensor:
+    def zeros(_: str, twin: Tensor, __: dict[str, Any]) -> Tensor:
         return torch.zeros(twin.shape, dtype=twin.dtype)
 
     def trained(steps: str) -> tuple[list[Tensor], list[dict[str, Any]]]:

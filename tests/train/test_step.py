@@ -79,24 +79,26 @@ def run(
     return Run(built, sharded, optimizer, step)
 
 
-def batches(accumulation: int = 1, stop: float = 0.0) -> list[Batch]:
+def batches(accumulation: int = 1) -> list[Batch]:
     """Rows that hold different numbers of counted labels, cut into micro batches as data/batches.py cuts them."""
     ids = torch.randint(0, VOCABULARY, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(4))
     labels = ids[:, 1:].clone()
     for row in range(ROWS):
         labels[row, : 3 * row] = -100
     size = ROWS // accumulation
-    tokens = (labels != -100).sum(dim=1).view(accumulation, size).sum(dim=0).float()
     cuts = [slice(begin, begin + size) for begin in range(0, ROWS, size)]
-    return [
-        {
-            "input_ids": ids[cut, :-1],
-            "labels": labels[cut],
-            "tokens": tokens,
-            "votes": torch.tensor([[stop, 2.0, 3.0]]).expand(size, 3),
-        }
-        for cut in cuts
-    ]
+    return [{"input_ids": ids[cut, :-1], "labels": labels[cut]} for cut in cuts]
+
+
+def take(trained: Run, accumulation: int = 1, lr: float | Tensor = LR) -> Metrics:
+    """A step of the run over the rows."""
+    micro_batches = batches(accumulation)
+    return trained.step(micro_batches, lr, counted(micro_batches))
+
+
+def counted(micro_batches: list[Batch]) -> list[float]:
+    """The control numbers of a step without votes."""
+    return [float(sum((batch["labels"] != -100).sum().item() for batch in micro_batches))]
 
 
 class Plain(NamedTuple):
@@ -141,7 +143,7 @@ def test_one_step_equals_plain_pytorch(
 ) -> None:
     trained = run(backend, accumulation, limit, loss=loss)
     before = weights(trained.model)
-    values = fetched(backend, trained.step(batches(accumulation), LR))
+    values = fetched(backend, take(trained, accumulation, LR))
     truth = plain(trained.built, limit, label_smoothing=0.1 if loss else 0.0)
     assert truth.grad_norm > 0.1, "the limit of 0.01 must clip"
     assert values["loss"] == pytest.approx(truth.loss, rel=1e-6)
@@ -156,8 +158,8 @@ def test_one_step_equals_plain_pytorch(
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_second_step_starts_from_no_gradient(backend: Backend, accumulation: int) -> None:
     trained = run(backend, accumulation)
-    first = fetched(backend, trained.step(batches(accumulation), 0.0))
-    again = fetched(backend, trained.step(batches(accumulation), 0.0))
+    first = fetched(backend, take(trained, accumulation, 0.0))
+    again = fetched(backend, take(trained, accumulation, 0.0))
     assert again["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
     assert again["loss"] == pytest.approx(first["loss"], rel=1e-6), "the learning rate was 0"
 
@@ -173,9 +175,9 @@ def test_gradients_of_others_do_not_count_and_rates_of_groups_stay_the_users(
         (ours,) = batches()
         among_others.model(ours["input_ids"], ours["labels"])[0].backward()
         group["lr"] = 0.25
-        actual = fetched(backend, among_others.step(batches(accumulation), torch.tensor(LR)))
+        actual = fetched(backend, take(among_others, accumulation, torch.tensor(LR)))
         assert group["lr"] == 0.25
-        assert actual == fetched(backend, plainly.step(batches(accumulation), LR))
+        assert actual == fetched(backend, take(plainly, accumulation, LR))
     for name, weight in weights(among_others.model).items():
         assert torch.equal(weight, plainly.model.get_parameter(name)), name
 
@@ -183,13 +185,13 @@ def test_gradients_of_others_do_not_count_and_rates_of_groups_stay_the_users(
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_in_which_no_label_counts_changes_nothing(backend: Backend, accumulation: int) -> None:
     trained = run(backend, accumulation)
-    trained.step(batches(accumulation), LR)
+    take(trained, accumulation, LR)
     before = weights(trained.model)
-    nothing = [{**b, "labels": b["labels"] * 0 - 100, "tokens": b["tokens"] * 0} for b in batches(accumulation)]
-    metrics = fetched(backend, trained.step(nothing, LR))
+    nothing = [{**batch, "labels": batch["labels"] * 0 - 100} for batch in batches(accumulation)]
+    metrics = fetched(backend, trained.step(nothing, LR, [0.0]))
     assert [metrics[name] for name in ("loss", "grad_norm", "is_empty")] == [0, 0, 1]
     assert all(torch.equal(weight, before[name]) for name, weight in weights(trained.model).items())
-    assert fetched(backend, trained.step(batches(accumulation), LR))["is_empty"] == 0
+    assert fetched(backend, take(trained, accumulation, LR))["is_empty"] == 0
 
 
 def test_an_empty_step_leaves_the_loss_scale_and_its_window() -> None:
@@ -205,8 +207,8 @@ def test_an_empty_step_leaves_the_loss_scale_and_its_window() -> None:
 def test_the_learning_rate_is_that_of_the_call(backend: Backend) -> None:
     first, other = run(backend), run(backend)
     before = weights(first.model)
-    first.step(batches(), LR)
-    other.step(batches(), LR / 4)
+    take(first, 1, LR)
+    take(other, 1, LR / 4)
     moved = {name: weight - before[name] for name, weight in weights(first.model).items()}
     for name, weight in weights(other.model).items():
         torch.testing.assert_close((weight - before[name]) * 4, moved[name], rtol=1e-3, atol=1e-6)
@@ -218,8 +220,8 @@ def test_groups_take_their_share_of_it_and_what_is_frozen_stays(backend: Backend
     groups = [{"match": "*norm*", "lr": LR / 4}, {"match": "lm_head", "lr": 2 * LR}]
     first, other = run(backend, accumulation), run(backend, accumulation, model=frozen, groups=groups)
     before = weights(first.model)
-    first.step(batches(accumulation), LR / 2)
-    other.step(batches(accumulation), LR / 2)
+    take(first, accumulation, LR / 2)
+    take(other, accumulation, LR / 2)
     after = weights(other.model)
     assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     for name, weight in weights(first.model).items():
@@ -235,14 +237,14 @@ def test_groups_take_their_share_of_it_and_what_is_frozen_stays(backend: Backend
 def test_metrics_stay_on_the_device_and_what_rides_along_arrives(
     backend: Backend, accumulation: int, stop: float
 ) -> None:
-    metrics = run(backend, accumulation).step(batches(accumulation, stop), LR)
+    micro_batches = batches(accumulation)
+    metrics = run(backend, accumulation).step(micro_batches, LR, [*counted(micro_batches), stop, 2.0, 3.0])
     assert metrics.keys() == {"loss", "grad_norm", "is_empty", "votes"}
     for value in metrics.values():
         assert type(value) is Tensor
         assert not value.requires_grad
     assert {name for name, value in metrics.items() if value.dim()} == {"votes"}
-    rows = ROWS / accumulation
-    assert fetched(backend, metrics)["votes"] == [stop * rows, 2.0 * rows, 3.0 * rows]
+    assert fetched(backend, metrics)["votes"] == [stop, 2.0, 3.0]
 
 
 def test_a_pretrained_folder_trains_a_step_and_comes_back_as_a_folder(backend: Backend, tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_a_pretrained_folder_trains_a_step_and_comes_back_as_a_folder(backend: B
     trained = run(backend, model={"pretrained": str(tmp_path / "folder")})
     for name, weight in weights(trained.model).items():
         assert torch.equal(weight, stock.get_parameter(name)), name
-    trained.step(batches(), LR)
+    take(trained, 1, LR)
 
     checkpoints = Checkpoints(
         tmp_path / "checkpoints",

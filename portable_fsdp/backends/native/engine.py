@@ -6,10 +6,11 @@ optimizer state rest on the host: FSDP2 copies shards to the device to gather th
 optimizer runs on the host.
 """
 
+import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import zeros as distributed_zeros
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,7 +42,19 @@ from portable_fsdp.backends.native.whole import GradientSums, use_in_place
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.rules import Deployment, dtypes
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import Region, coordinates, count_row_shards, full_region, mesh_axes, region, weight_spec
+from portable_fsdp.layout import (
+    LOSS_AXES,
+    ROW_AXES,
+    Region,
+    Spec,
+    coordinates,
+    count_row_shards,
+    cutting_axes,
+    mesh_axes,
+    region,
+    replica,
+    state_spec,
+)
 from portable_fsdp.runtime.closing import close_after
 from portable_fsdp.runtime.errors import BackendError, TrainingError
 from portable_fsdp.runtime.files import cache_folder
@@ -110,6 +123,7 @@ class NativeBackend(base.Backend):
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
         self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
+        self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the models whose gradients they sum
         self.offload: ActivationOffload | None = None
         self._update_scales: list[Callable[[], None]] = []  # of weights that are gathered in float8
@@ -153,7 +167,7 @@ class NativeBackend(base.Backend):
 
     def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
         move_buffers(model, self.device)
-        self._root = model
+        self._root, self._layouts[model] = model, policy.layouts
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
 
@@ -176,23 +190,26 @@ class NativeBackend(base.Backend):
         materialise(model, policy, self.device)
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
-                region = self._region(parameter)
-                if not _is_empty(region):
-                    local_part(parameter).copy_(fill(fqn, region))
+                part = self._region(parameter, policy.layouts[fqn])
+                if not _is_empty(part):
+                    local_part(parameter).copy_(fill(fqn, part))
         return model
 
     def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        def zeros(parameter: nn.Parameter, twin: Tensor, group: dict[str, Any]) -> Tensor:
+        def zeros(fqn: str, twin: Tensor, group: dict[str, Any]) -> Tensor:
+            parameter = parameters[fqn]
             if twin.shape == parameter.shape:
                 return torch.zeros_like(parameter, dtype=twin.dtype)
-            if twin.dim() and isinstance(parameter, DTensor):  # by rows too, whatever its shape
-                mesh, placements = parameter.device_mesh, parameter.placements
-                state = distributed_zeros(twin.shape, dtype=twin.dtype, device_mesh=mesh, placements=placements)
+            if twin.dim() and isinstance(parameter, DTensor):
+                mesh, spec = parameter.device_mesh, state_spec(layouts[fqn], parameter.shape, twin.shape)
+                state = distributed_zeros(
+                    twin.shape, dtype=twin.dtype, device_mesh=mesh, placements=_placements(spec, mesh.mesh_dim_names)
+                )
                 return state.to(parameter.device)
             on_device = group.get("fused") or twin.device.type != "cpu"
             return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if on_device else "cpu")
 
-        parameters = dict(self._root.named_parameters())
+        parameters, layouts = dict(self._root.named_parameters()), self._layouts[self._root]
         # Functions over lists take no DTensor beside plain tensors: scalars get groups of their own.
         kinds = [
             {**group, "params": names}
@@ -213,7 +230,7 @@ class NativeBackend(base.Backend):
         if self._programs:
             self._programs.note_step()
 
-    def place(self, batch: base.Batch) -> base.Batch:
+    def place(self, batch: base.Batch, axes: Sequence[str] = ROW_AXES) -> base.Batch:
         if self.device.type == "cuda":
             pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
             return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
@@ -260,7 +277,7 @@ class NativeBackend(base.Backend):
             if sums:
                 sums.close()
             reduce = self._models[models[0]][1]
-            sums = self._sums[key] = GradientSums(trained, cast(dist.ProcessGroup, dist.group.WORLD), reduce)
+            sums = self._sums[key] = GradientSums(trained, cast(dist.ProcessGroup, self._group(LOSS_AXES)), reduce)
         return sums
 
     def _gather_first(self, models: Iterable[nn.Module]) -> None:
@@ -297,12 +314,13 @@ class NativeBackend(base.Backend):
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.
-        sharded = [local_part(p.grad) for p in model.parameters() if isinstance(p.grad, DTensor)]
-        whole = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
-        squared, gradients = self._squared_norm(sharded), [*sharded, *whole]
-        if self._shard.size() > 1:
-            squared = self._sum_over_shards(squared)
-        norm = (squared + self._squared_norm(whole)).sqrt()
+        cut_by: dict[tuple[str, ...], list[Tensor]] = {}
+        for fqn, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                cut_by.setdefault(cutting_axes(self._layouts[model][fqn]), []).append(local_part(parameter.grad))
+        gradients = [gradient for part in cut_by.values() for gradient in part]
+        squares = [self._sum_of_shards(self._squared_norm(part), axes) for axes, part in cut_by.items()]
+        norm = torch.stack(squares).sum().sqrt()
         factor = None if self.loss_scaler is None else 1 / self.loss_scaler.scale
         norm = norm if factor is None else norm * factor
         if limit is not None:
@@ -313,28 +331,36 @@ class NativeBackend(base.Backend):
         return norm
 
     def _squared_norm(self, gradients: list[Tensor]) -> Tensor:
-        if not gradients:
-            return torch.zeros((), device=self.device)
         norms = cast(list[Tensor], cast(Any, torch)._foreach_norm(gradients, 2, torch.float32))
         return torch.stack(norms).to(self.device).square().sum()
 
-    def _sum_over_shards(self, value: Tensor) -> Tensor:
-        """Sum a scalar over the shards, in a fixed order: NCCL's depends on each host's topology, and replicas must get
-        identical bits."""
-        group = self._shard.get_group()
-        if self.axes["replicate"] == 1:
-            dist.all_reduce(value, group=group)
-            return value
-        values = value.new_empty(self._shard.size())
+    def _sum_of_shards(self, value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """Sum a scalar over the axes that cut a weight. Replicas must get identical bits, and the order in which NCCL
+        adds depends on each host's topology: where there are replicas, gather and add in a fixed order."""
+        group = self._group(axes)
+        if group is None or group is dist.group.WORLD:
+            return self.sum(value, axes)
+        values = value.new_empty(group.size())
         dist.all_gather_into_tensor(values, value.reshape(1), group=group)
         return values.sum()
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        if self.process.count == 1:
+    def sum(self, tensor: Tensor, axes: Sequence[str] = LOSS_AXES) -> Tensor:
+        group = self._group(axes)
+        if group is None:
             return tensor
         total = tensor.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total
+
+    def _group(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
+        """The processes that differ from this one along `axes` alone; None: there is no other."""
+        names = tuple(axis for axis, size in self.axes.items() if size > 1 and axis in axes)
+        if not names:
+            return None
+        if math.prod(self.axes[axis] for axis in names) == self.process.count:
+            return dist.group.WORLD
+        mesh = self._mesh[names]
+        return (mesh if len(names) == 1 else cast(Any, mesh)._flatten()).get_group()
 
     def fetch(self, metrics: base.Metrics) -> base.Pending:
         if self.device.type == "cpu":
@@ -346,21 +372,21 @@ class NativeBackend(base.Backend):
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
         buffers = base.persistent_buffers(model)  # statistics of the rows that a process sees may differ
         return {
-            key: self._tensor_state(tensor, is_compared=key not in buffers)
-            for key, tensor in base.checkpoint_tensors(model, optimizer).items()
+            key: self._tensor_state(tensor, spec, is_compared=key not in buffers)
+            for key, (tensor, spec) in base.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
         }
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
         with torch.no_grad():
-            for key, tensor in base.checkpoint_tensors(model, optimizer).items():
-                region = self._region(tensor)
-                if _is_empty(region):
+            for key, (tensor, spec) in base.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
+                part = self._region(tensor, spec)
+                if _is_empty(part):
                     continue
                 local = local_part(tensor)
                 if local.device.type == "cpu":
-                    read(key, region, local)
+                    read(key, part, local)
                 else:
-                    local.copy_(read(key, region))
+                    local.copy_(read(key, part))
             for update in self._update_scales:
                 update()
 
@@ -392,21 +418,16 @@ class NativeBackend(base.Backend):
             raise BackendError("torch.profiler records nothing of what TorchTPU runs on a chip")
         return start_trace(folder, COLLECTIVES)
 
-    def _region(self, tensor: Tensor) -> Region:
-        """What this process holds of a tensor: some rows of it, or all."""
-        if not isinstance(tensor, DTensor):
-            return full_region(tensor.shape)
-        return region(tensor.shape, weight_spec(tensor.dim()), self.axes, self._place)
+    def _region(self, tensor: Tensor, spec: Spec) -> Region:
+        """What this process holds of a tensor."""
+        return region(tensor.shape, spec, self.axes, self._place)
 
-    def _tensor_state(self, tensor: Tensor, *, is_compared: bool) -> base.TensorState:
-        """The first replica writes its shards; process 0 writes what isn't sharded."""
-        region = self._region(tensor)
-        replica, count = self.process.index, self.process.count
-        if isinstance(tensor, DTensor):
-            replica, count = self._mesh.get_local_rank("replicate"), self.axes["replicate"]
-        holds = (is_compared or replica == 0) and not _is_empty(region)
-        number = replica if is_compared and count > 1 else None
-        pieces = [base.Piece(tuple(part.start for part in region), local_part(tensor), number)] if holds else []
+    def _tensor_state(self, tensor: Tensor, spec: Spec, *, is_compared: bool) -> base.TensorState:
+        """The first of several equal copies is written."""
+        part, (copy, copies) = self._region(tensor, spec), replica(spec, self.axes, self._place)
+        holds = (is_compared or copy == 0) and not _is_empty(part)
+        number = copy if is_compared and copies > 1 else None
+        pieces = [base.Piece(tuple(cut.start for cut in part), local_part(tensor), number)] if holds else []
         return base.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
@@ -512,8 +533,14 @@ def _forget_layouts() -> None:
     getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # of newer torch
 
 
-def _is_empty(region: Region) -> bool:
-    return any(part.start >= part.stop for part in region)
+def _is_empty(part: Region) -> bool:
+    return any(cut.start >= cut.stop for cut in part)
+
+
+def _placements(spec: Spec, names: Sequence[str] | None) -> list[Placement]:
+    """A layout in the words of DTensor: for each axis of its mesh the dimension that it cuts."""
+    cuts = {axis: Shard(dim) for dim, axes in enumerate(spec) for axis in axes}
+    return [cuts.get(axis, Replicate()) for axis in names or ()]
 
 
 class _CollectiveCounter(TorchDispatchMode):

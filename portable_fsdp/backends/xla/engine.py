@@ -9,7 +9,7 @@ Environment variables that torch_xla reads at import are set here, before it is 
 
 import logging
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -27,9 +27,9 @@ from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_pro
 from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
 from portable_fsdp.backends.xla.scan import LayerLoop
 from portable_fsdp.backends.xla.scatter import scatter_over, torus_of_run
-from portable_fsdp.backends.xla.tensors import DeviceTensors, Fetch, Layouts, Tensors
+from portable_fsdp.backends.xla.tensors import DeviceTensors, Layouts, Tensors
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import ROW_AXES, Region, Spec, batch_spec, full_region, weight_spec
+from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, batch_spec, count_copies, full_region, state_spec
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
 
@@ -65,6 +65,8 @@ class XlaBackend(PjrtBackend):
         )
         if device == "tpu" and not self._tensors.torus:
             log.info("the chips' coordinates are unknown: gradients are summed as the compiler likes, not as planned")
+        self._make = self._tensors.make
+        self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._copies: list[Copies] = []  # of each model
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
@@ -82,15 +84,16 @@ class XlaBackend(PjrtBackend):
         self._wrap_forwards(model, policy)
         for fqn, shared in base.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
-            fetch = None if fill is None else partial(fill, fqn)
-            laid_out = nn.Parameter(self._tensor(weight.shape, weight.dtype, fetch), weight.requires_grad)
+            fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
+            laid_out = nn.Parameter(self._make(weight.shape, weight.dtype, spec, fetch), weight.requires_grad)
             for place in shared:  # one Parameter for all places: tied weights stay tied
                 place.module._parameters[place.leaf] = laid_out
         for module in model.modules():
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[leaf] = self._tensor(buffer.shape, buffer.dtype, buffer.__getitem__, sharded=False)
-        self._model = model
+                    whole = ((),) * buffer.dim()
+                    module._buffers[leaf] = self._make(buffer.shape, buffer.dtype, whole, buffer.__getitem__)
+        self._model, self._layouts[model] = model, policy.layouts
         return model
 
     def _wrap_forwards(self, model: nn.Module, policy: base.ShardPolicy) -> None:
@@ -100,10 +103,10 @@ class XlaBackend(PjrtBackend):
         Raises BackendError for layers that can't be scanned, and for weights whose gradients can't be summed in float32
         as precision.reduce asks for.
         """
-        layouts, barrier = Layouts(self.mesh), self._bridge._xla_optimization_barrier_
+        layouts, barrier = Layouts(self.mesh, self.axes), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = base.output_head(model)
-        attention = LayerAttention(self.mesh, ROW_AXES, policy.attention)
+        attention = LayerAttention(self.mesh, tuple(axis for axis in ROW_AXES if axis in self.axes), policy.attention)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
@@ -141,38 +144,32 @@ class XlaBackend(PjrtBackend):
         model.forward = copies.gathered_for(list(outside.values()), model.forward)
 
     def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        def zeros(parameter: nn.Parameter, twin: Tensor, _: dict[str, Any]) -> Tensor:
+        def zeros(fqn: str, twin: Tensor, _: dict[str, Any]) -> Tensor:
             if twin.device.type == "cpu":  # step counts: the program takes what follows from them
                 return torch.zeros(twin.shape, dtype=twin.dtype)
-            return self._zeros(twin, like=parameter)
+            return self._zeros(twin, state_spec(layouts[fqn], parameters[fqn].shape, twin.shape))
 
-        parameters = dict(self._model.named_parameters())
+        parameters, layouts = dict(self._model.named_parameters()), self._layouts[self._model]
         optimizer = base.zero_optimizer(make, groups, parameters, zeros, compiled=True)
         self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
-            for parameter in parameters.values():
+            for fqn, parameter in parameters.items():
                 if parameter.requires_grad:
                     # The micro-batch program adds into gradients that exist, and so is the same one every time.
-                    parameter.grad = self._zeros(parameter, like=parameter)
+                    parameter.grad = self._zeros(parameter, layouts[fqn])
         self._tensors.wait()
         return optimizer
 
-    def _zeros(self, twin: Tensor, like: Tensor) -> Tensor:
+    def _zeros(self, twin: Tensor, spec: Spec) -> Tensor:
         def zeros_of(region: Region) -> Tensor:
             return torch.zeros([part.stop - part.start for part in region], dtype=twin.dtype)
 
-        return self._tensor(twin.shape, twin.dtype, zeros_of, sharded=twin.shape[:1] == like.shape[:1])
-
-    def _tensor(self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch | None, sharded: bool = True) -> Tensor:
-        """A global tensor, sharded by rows or whole on each device."""
-        sharded = sharded and len(shape) > 0 and self._shards > 1
-        spec: Spec = weight_spec(len(shape)) if sharded else ((),) * len(shape)
-        return self._tensors.make(shape, dtype, spec, fetch)
+        return self._make(twin.shape, twin.dtype, spec, zeros_of)
 
     # --------------------------------------------------------------------------------------------------- the step
 
-    def place(self, batch: base.Batch) -> base.Batch:
-        return {name: self._tensors.place(tensor, batch_spec(tensor.dim())) for name, tensor in batch.items()}
+    def place(self, batch: base.Batch, axes: Sequence[str] = ROW_AXES) -> base.Batch:
+        return {name: self._tensors.place(tensor, batch_spec(tensor.dim(), axes)) for name, tensor in batch.items()}
 
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
@@ -190,7 +187,7 @@ class XlaBackend(PjrtBackend):
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor, axes: Sequence[str] = LOSS_AXES) -> Tensor:
         return tensor  # of the global batch already
 
     # -------------------------------------------------------------------------------------------------- the state
@@ -198,33 +195,32 @@ class XlaBackend(PjrtBackend):
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
         self._tensors.wait()
         return {
-            key: base.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor))
-            for key, tensor in base.checkpoint_tensors(model, optimizer).items()
+            key: base.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor, spec))
+            for key, (tensor, spec) in base.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
         }
 
-    def _pieces(self, tensor: Tensor) -> list[base.Piece]:
+    def _pieces(self, tensor: Tensor, spec: Spec) -> list[base.Piece]:
         """Copies on the host of what the devices of this process hold."""
         if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
             return self._whole_piece(tensor)
         pieces: list[base.Piece] = []
+        copies = count_copies(spec, self.axes)
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
         for (shard, _), (replica, slices) in zip(shards, where, strict=True):
-            has_others = slices is Ellipsis or self._shards < self.devices
             parts: Region = full_region(tensor.shape) if slices is Ellipsis else tuple(slices)
             data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
             if data.numel() or not tensor.numel():
-                number = int(replica) if has_others and self.devices > 1 else None
+                number = int(replica) if copies > 1 else None
                 pieces.append(base.Piece(tuple(int(part.start) for part in parts), data, number))
         return pieces
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
-        for key, old in base.checkpoint_tensors(model, optimizer).items():
+        for key, (old, spec) in base.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
             if old.device.type == "cpu":
                 old.copy_(read(key, full_region(old.shape)))
                 continue
-            sharded = "devices=" in self._bridge._get_xla_sharding_spec(old)
-            new = self._tensor(old.shape, old.dtype, partial(read, key), sharded)
+            new = self._make(old.shape, old.dtype, spec, partial(read, key))
             # Not _replace_xla_tensor: after a step has run, the next forward would still see the old values.
             old.data = new
         self._tensors.wait()

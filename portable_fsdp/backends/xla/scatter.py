@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_fsdp.layout import ROW_AXES
+_AXES = ("replicate", "shard")
 
 Torus = tuple[int, ...]
 """Devices along each axis, in the order in which their numbers run: slices, then z, y and x. Empty: unknown."""
@@ -121,14 +121,12 @@ def on_devices(tensor: Tensor, scatter: Scatter, *, whole: bool = False) -> Tens
     """A device's rows of a global tensor, or all of it, for what each device then runs by itself."""
     import torch_xla.distributed.spmd as spmd
 
-    spec = (None if whole else ROW_AXES, *(None for _ in tensor.shape[1:]))
+    spec = (None if whole else _AXES, *(None for _ in tensor.shape[1:]))
     mesh = _mesh(scatter.replicas, scatter.parts)  # an argument of the program can't be annotated so, a new tensor can
     return cast(Any, spmd).enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
 
 
-def off_devices(
-    tensor: Tensor, shape: Sequence[int], scatter: Scatter, axis: str | tuple[str, ...] = ROW_AXES
-) -> Tensor:
+def off_devices(tensor: Tensor, shape: Sequence[int], scatter: Scatter, axis: str | tuple[str, ...] = _AXES) -> Tensor:
     """The global tensor [rows, ...] of which each device has the part that `axis` of the mesh gives it."""
     import torch_xla.distributed.spmd as spmd
 
@@ -159,7 +157,7 @@ def scattered(total: Tensor, scatter: Scatter) -> Tensor:
 def _mesh(replicas: int, shards: int) -> Any:
     import torch_xla.distributed.spmd as spmd
 
-    return cast(Any, spmd).Mesh(np.arange(replicas * shards), (replicas, shards), ROW_AXES)
+    return cast(Any, spmd).Mesh(np.arange(replicas * shards), (replicas, shards), _AXES)
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

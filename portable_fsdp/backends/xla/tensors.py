@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.pjrt import Compiles, Programs
-from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region
+from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region, weight_spec
 
-Fetch = Callable[[Region], Tensor]
+Initializer = Callable[[Region], Tensor]
 """A piece of a global tensor, on the host."""
 
 
@@ -30,7 +30,7 @@ class Tensors(Compiles, Protocol):
     torus: tuple[int, ...]
     """Of the chips, as `scatter.Torus`."""
 
-    def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
+    def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Initializer | None) -> Tensor:
         """A global tensor laid out by `spec`, whose pieces `fetch` gives; None where they don't matter."""
         ...
 
@@ -56,7 +56,7 @@ class DeviceTensors(Programs):
         # Global numbers, in the order in which shards are given: a host's own need not follow one another.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
 
-    def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Fetch | None) -> Tensor:
+    def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Initializer | None) -> Tensor:
         """Each device gets its part, and no more. Compiles nothing.
 
         `_global_tensor_from_cpu_shards` is private; no public function avoids a full copy.
@@ -69,40 +69,42 @@ class DeviceTensors(Programs):
             missing = [full.stop - size for full, size in zip(largest, data.shape, strict=True)]
             padding = [number for rows in reversed(missing) for number in (0, rows)]
             pieces.append((nn.functional.pad(data, padding) if any(missing) else data).contiguous())
-        sharding = self._mesh.get_op_sharding(_partition(spec))
+        sharding = self._mesh.get_op_sharding(_partition(spec, self._axes))
         return self._bridge._global_tensor_from_cpu_shards(pieces, sharding, list(shape))
 
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
-        sharding = self._spmd.ShardingSpec(self._mesh, _partition(spec), minibatch=self._processes > 1)
+        sharding = self._spmd.ShardingSpec(self._mesh, _partition(spec, self._axes), minibatch=self._processes > 1)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [sharding.xla_spec(tensor)])
         return placed
 
 
-def _partition(spec: Spec) -> tuple[Any, ...]:
+def _partition(spec: Spec, axes: Mapping[str, int]) -> tuple[Any, ...]:
     """In torch_xla's words: for each dimension an axis, several, or None."""
-    return tuple(None if not cuts else cuts[0] if len(cuts) == 1 else cuts for cuts in spec)
+    cuts = [tuple(axis for axis in part if axes.get(axis, 1) > 1) for part in spec]
+    return tuple(None if not part else part[0] if len(part) == 1 else part for part in cuts)
 
 
 class Layouts:
     """Gives tensors a layout, in place: an annotation, from which XLA's partitioner derives all the others."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, axes: Mapping[str, int]) -> None:
         import torch_xla.distributed.spmd as spmd
 
-        self.mesh = mesh
+        self.mesh, self._axes = mesh, axes
         self._spmd: Any = spmd
 
     def split_rows(self, tensor: Tensor) -> None:
-        self._spmd.mark_sharding(tensor, self.mesh, _partition(batch_spec(tensor.dim())))
+        self._spmd.mark_sharding(tensor, self.mesh, _partition(batch_spec(tensor.dim()), self._axes))
 
     def split_rows_in_loop(self, tensor: Tensor) -> Tensor:
         """As an operation that gives a new tensor: what is traced for a loop can't be annotated in place."""
-        partition = _partition(batch_spec(tensor.dim()))
+        partition = _partition(batch_spec(tensor.dim()), self._axes)
         return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self.mesh, partition)
 
     def shard(self, tensor: Tensor, dim: int = 0) -> None:
-        spec = tuple("shard" if at == dim else None for at in range(tensor.dim()))
-        self._spmd.mark_sharding(tensor, self.mesh, spec)
+        """As FSDP cuts a weight, from dimension `dim` on."""
+        spec = (*((),) * dim, *weight_spec(tensor.dim() - dim))
+        self._spmd.mark_sharding(tensor, self.mesh, _partition(spec, self._axes))
 
     def replicate(self, tensor: Tensor) -> None:
         self._spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())

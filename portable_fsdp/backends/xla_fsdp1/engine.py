@@ -28,7 +28,7 @@ from portable_fsdp.backends.pjrt import (
 )
 from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import full_region
+from portable_fsdp.layout import LOSS_AXES, ROW_AXES, full_region, groups_over
 from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import detect_launch
@@ -54,8 +54,8 @@ class XlaFsdp1Backend(PjrtBackend):
         self.device = cast(torch.device, self._xla.device())
         self._replicas, shards = self.axes["replicate"], self.axes["shard"]
         self._replica, self._index = divmod(self.process.index, shards)
-        self._shard_groups = [[r * shards + s for s in range(shards)] for r in range(self._replicas)]
-        self._replica_groups = [list(group) for group in zip(*self._shard_groups, strict=True)]
+        self._shard_groups = groups_over(self.axes, ["shard"])
+        self._replica_groups = groups_over(self.axes, ["replicate"])
         self._settings = config.xla_fsdp1
         pin = self._settings.pin_layout_in_collective_ops
         self._pin_layout = device == "tpu" if pin is None else pin
@@ -157,7 +157,7 @@ class XlaFsdp1Backend(PjrtBackend):
         self._xla.sync(wait=True)
         return optimizer
 
-    def _zeros(self, _: nn.Parameter, twin: Tensor, __: dict[str, Any]) -> Tensor:
+    def _zeros(self, _: str, twin: Tensor, __: dict[str, Any]) -> Tensor:
         zeros = torch.zeros(twin.shape, dtype=twin.dtype)
         # Step counts stay on the host: the program takes what follows from them.
         return zeros if twin.device.type == "cpu" else self._upload(zeros)
@@ -190,7 +190,7 @@ class XlaFsdp1Backend(PjrtBackend):
 
     # --------------------------------------------------------------------------------------------------- the step
 
-    def place(self, batch: base.Batch) -> base.Batch:
+    def place(self, batch: base.Batch, axes: Sequence[str] = ROW_AXES) -> base.Batch:
         placed = self._bridge._xla_tensors_from_aten(list(batch.values()), [str(self.device)] * len(batch), None)
         return dict(zip(batch, placed, strict=True))
 
@@ -228,8 +228,9 @@ class XlaFsdp1Backend(PjrtBackend):
             )
             parameter.grad = total.to(gradient.dtype)
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        return self._ops.all_reduce(self._ops.REDUCE_SUM, tensor, pin_layout=self._pin_layout)
+    def sum(self, tensor: Tensor, axes: Sequence[str] = LOSS_AXES) -> Tensor:
+        groups = groups_over(self.axes, axes)
+        return self._ops.all_reduce(self._ops.REDUCE_SUM, tensor, groups=groups, pin_layout=self._pin_layout)
 
     def agree(self, value: base.T) -> base.T:
         return self._broadcast(value, 0)

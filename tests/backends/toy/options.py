@@ -1,4 +1,4 @@
-"""What the toy engine does with each option: it takes what leaves one process as it is, and refuses the rest."""
+"""What the toy engine does with each option: it takes what its few lines do, and refuses the rest."""
 
 from portable_fsdp.backends.options import EngineOptions, Package
 from portable_fsdp.config.describe import option_names
