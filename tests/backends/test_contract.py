@@ -224,9 +224,8 @@ def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
 def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: Run) -> None:
     answers = run(group, ADAMW)
     shards = {"toy": 2}.get(group.backend, len(answers))  # two processes along its axis `tensor` get the same rows
-    assert [answer["data_shard"] for answer in answers] == [
-        (i * shards // len(answers), shards) for i in range(len(answers))
-    ]
+    expected = [(index * shards // len(answers), shards) for index in range(len(answers))]
+    assert [answer["data_shard"] for answer in answers] == expected
     for answer in answers:
         assert answer["devices"] == group.devices
         memory = answer["memory"]
