@@ -30,10 +30,10 @@ from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.rules import without_compiler
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch
-from portable_fsdp.metrics.hlo import Moved
 from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import CachingAllocator
 from portable_fsdp.plan.gpu_time import expected_time
+from portable_fsdp.plan.hlo import Moved
 from portable_fsdp.plan.kernels import gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import (
     Block,

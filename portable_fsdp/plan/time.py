@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from annotated_types import Len
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 
-from portable_fsdp.metrics.flops import peak_flops
+from portable_fsdp.models.flops import peak_flops
 from portable_fsdp.plan.result import Comparison, Expected, Time, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.runtime.errors import UsageError
@@ -161,7 +161,7 @@ class MeasuredStep(BaseModel):
 
 
 def measured_steps(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> list[MeasuredStep]:
-    """A run's metrics.jsonl, as `metrics.sinks.read_jsonl` reads it.
+    """A run's metrics.jsonl, as `observe.run_files.read_jsonl` reads it.
 
     Raises UsageError for no rows, for rows that aren't a run's, and for a run of another batch.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from portable_fsdp.metrics import hlo
+from portable_fsdp.plan import hlo
 from portable_fsdp.plan.result import NO_TIME, Buffer, DeviceMemory, Expected, Work
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.time import rates_of

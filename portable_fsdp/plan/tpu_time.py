@@ -11,8 +11,8 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
-from portable_fsdp.metrics import hlo
-from portable_fsdp.metrics.hlo import CollectiveCall, Computations, Instruction
+from portable_fsdp.plan import hlo
+from portable_fsdp.plan.hlo import CollectiveCall, Computations, Instruction
 from portable_fsdp.plan.result import Expected
 from portable_fsdp.plan.time import Rates, Streams
 

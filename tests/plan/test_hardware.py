@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.metrics.flops import peak_flops
+from portable_fsdp.models.flops import peak_flops
 from portable_fsdp.plan.hardware import Hardware, known_hardware
 from portable_fsdp.plan.target import accelerator_type, links_per_chip, parse_target, shapes_of
 from portable_fsdp.runtime.errors import ConfigError
@@ -119,7 +119,7 @@ def test_every_figure_has_a_source_and_figures_fit_together(hardware: Hardware) 
         assert len(link.source) >= 20
     if hardware.chip and chip_link:
         assert chip_link.value * 2 * hardware.chip.axes < bandwidth * 2
-    # metrics.flops has no peak for v2; a V100 has no bfloat16.
+    # models.flops has no peak for v2; a V100 has no bfloat16.
     dtype = "float32" if hardware.name.startswith("v100") else "bfloat16"
     assert (peak_flops(hardware.device_name, dtype) is None) == (hardware.name in ("v2", "cpu"))
 

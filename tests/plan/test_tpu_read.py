@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from portable_fsdp.metrics.hlo import Moved
+from portable_fsdp.plan.hlo import Moved
 from portable_fsdp.plan.tpu import _limit
 from portable_fsdp.plan.tpu_program import Argument, Program, part_of
 from portable_fsdp.plan.tpu_read import Compiled, memory_of, notes_of, read_compiled, work_of

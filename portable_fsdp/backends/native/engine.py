@@ -51,7 +51,6 @@ from portable_fsdp.runtime.process import detect_launch
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
-    from portable_fsdp.metrics.profile import Operation
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -385,7 +384,7 @@ class NativeBackend(base.Backend):
             return torchtpu.memory(self.device)
         return base.process_memory()
 
-    def start_trace(self, folder: Path) -> Callable[[], Callable[[], "list[Operation]"]]:
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[base.Operation]]]:
         from portable_fsdp.backends.native.profile import start_trace
 
         if self.device.type == "tpu":  # asked for in a run under way; observe.profile is refused

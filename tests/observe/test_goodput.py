@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.metrics.goodput import PARTS, goodput
+from portable_fsdp.observe.goodput import PARTS, goodput
 
 DAY = 1_700_000_000.0
 

@@ -14,8 +14,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.metrics.sinks import read_jsonl
-from portable_fsdp.train.callbacks import Callback, RunStart
+from portable_fsdp.observe.callbacks import Callback, RunStart
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.train.loop import train
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,7 @@ def sent_to_wandb(run: Path) -> list[tuple[int, float]]:
 def test_every_step_arrives(
     name: str, tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portable_fsdp.train.trackers.END_S", 120.0)  # mlflow makes its tables first
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 120.0)  # mlflow makes its tables first
     assert train(config(tmp_path, trackers=[name]), device="cpu") == 0
     read = {"tensorboard": sent_to_tensorboard, "mlflow": sent_to_mlflow, "wandb": sent_to_wandb}[name]
     assert read(tmp_path) == [(step, pytest.approx(loss)) for step, loss in enumerate(undisturbed, start=1)]
@@ -139,7 +139,7 @@ def test_a_tracker_that_hangs_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("portable_fsdp.train.trackers.END_S", 0.5)
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 0.5)
     hang = ToTheTracker(lambda tracker: tracker.suspend())
     assert train(config(tmp_path, trackers=[name]), device="cpu", callbacks=[hang]) == 0
     assert losses(tmp_path) == undisturbed
@@ -155,7 +155,7 @@ def test_a_tracker_that_fails_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("portable_fsdp.train.trackers.END_S", 120.0)
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 120.0)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "too short")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://host")
@@ -175,7 +175,7 @@ def test_a_tracker_whose_disk_is_full_leaves_the_run_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("portable_fsdp.train.trackers.END_S", 60.0)
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 60.0)
     full = ToTheTracker(lambda tracker: tracker.rlimit(psutil.RLIMIT_FSIZE, (100, 100)))
     assert train(config(tmp_path, trackers=[name]), device="cpu", callbacks=[full]) == 0
     assert losses(tmp_path) == undisturbed

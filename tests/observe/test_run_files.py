@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.metrics.sinks import EventsFile, MetricsFile, last_save, read_jsonl
+from portable_fsdp.observe.run_files import EventsFile, MetricsFile, last_save, read_jsonl
 from portable_fsdp.runtime.errors import UsageError
 
 

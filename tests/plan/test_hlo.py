@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from portable_fsdp.metrics.hlo import (
+from portable_fsdp.plan.hlo import (
     Moved,
     collectives_by_dtype,
     matmul_flops,

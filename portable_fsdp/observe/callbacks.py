@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from portable_fsdp.backends.base import Backend, Traffic
-from portable_fsdp.checkpoint.manager import Resumed, Saved
 from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.config.schema import Config
+from portable_fsdp.observe.stragglers import Straggler
 from portable_fsdp.runtime.errors import TrainingError
-from portable_fsdp.train.stragglers import Straggler
 
-if TYPE_CHECKING:
-    from portable_fsdp.metrics.profile import ProfileSummary
+if TYPE_CHECKING:  # torch isn't needed to read a run's files
+    from portable_fsdp.backends.base import Backend, Traffic
+    from portable_fsdp.checkpoint.manager import Resumed, Saved
+    from portable_fsdp.observe.profiles import ProfileSummary
 
 log = logging.getLogger("portable_fsdp")
 
@@ -45,7 +45,7 @@ class RunStart:
     trained_parameters: int
     flops_per_token: float | None  # model FLOPs; None with experts
     peak_flops: float | None  # of one device, FLOP/s; None for an unknown one
-    resumed: Resumed | None  # the checkpoint that it starts from
+    resumed: "Resumed | None"  # the checkpoint that it starts from
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StepEnd:
     process_memory_bytes: tuple[float, ...]  # NaN where the engine doesn't tell
     imbalance: float | None  # of own times: the slowest process over the median; None for one process
     stragglers: tuple[Straggler, ...]  # those that this step makes known, each once a start
-    collectives: Mapping[str, Traffic] | None  # in the first step of a start: what each step sends
+    collectives: "Mapping[str, Traffic] | None"  # in the first step of a start: what each step sends
     evaluation: EvaluationEnd | None = None
     last_checkpoint: Path | None = None  # committed by this start, or resumed from
     loss_scale: float | None = None  # of this step; None: nothing computes in float16
@@ -154,7 +154,7 @@ class Callback:
     def on_samples(self, samples: SamplesEnd) -> None:
         """After the samples of each `train.sample_every` steps; `on_step` of the same step follows."""
 
-    def on_save(self, save: Saved) -> None:
+    def on_save(self, save: "Saved") -> None:
         """After each commit; that of a background save is seen at the end of a later step."""
 
     def on_profile(self, profile: ProfileEnd) -> None:
@@ -167,7 +167,7 @@ class Callback:
 class Callbacks:
     """All callbacks of a run, on process 0; on the other processes none."""
 
-    def __init__(self, ours: Sequence[Callback], yours: Sequence[Callback], backend: Backend) -> None:
+    def __init__(self, ours: Sequence[Callback], yours: Sequence[Callback], backend: "Backend") -> None:
         self._ours = ours
         self._all = [*ours, *yours] if backend.process.index == 0 else []
 

@@ -1,25 +1,104 @@
-"""Where the time of profiled steps went: a pure summary of the operations that an engine recorded."""
+"""Profiles of steps: those of `observe.profile`, and the next ones when a file `PROFILE` appears (`touch RUN/PROFILE`).
 
+Process 0 records itself between two steps, without the others. A profile that fails is dropped with one line, and so is
+one under way when the run ends early: a launcher gives a stopped run seconds, which belong to its save.
+"""
+
+import logging
+import shutil
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from portable_fsdp.observe.callbacks import Callback, Callbacks, ProfileEnd, RunStart
+from portable_fsdp.runtime.logs import stderr_file, stderr_into
+from portable_fsdp.runtime.process import StopRequest
+
+if TYPE_CHECKING:
+    from portable_fsdp.backends.base import Backend, Operation, Pending
+
+log = logging.getLogger("portable_fsdp")
+
+_STEPS = 3  # that one file asks for
 _MOST_ROWS, _WIDTH = 15, 56
 
 
-class Operation(NamedTuple):
-    """Work of a device, from the trace of an engine."""
+class Profiles:
+    """Starts and ends the profiles of process 0; does nothing on the others."""
 
-    name: str  # of a collective its kind (all_gather), where the engine knows it
-    kind: Literal["compute", "communication", "copy"]
-    start: float  # seconds, by the trace's clock
-    seconds: float
-    stream: str  # on one stream operations follow one another, or lie inside one another
-    device: str = "cpu"
-    module: str = ""  # the FSDP unit, or the XLA program
-    bytes: int = 0  # of the full tensor that a collective gathers or reduces; 0: unknown
+    def __init__(self, engine: "Backend", start: RunStart, callbacks: Callbacks, request: StopRequest) -> None:
+        self._engine, self._start, self._callbacks, self._request = engine, start, callbacks, request
+        self._last = min(start.steps, start.config.train.stop_at or start.steps)
+        first, last = start.config.observe.profile.steps if start.config.observe.profile else (0, 0)
+        self._planned = max(first, start.step + 1), last  # what is left of it
+        self._file, self._noise = start.folder / "PROFILE", stderr_file(start.folder, 0)
+        self._is_on = engine.process.index == 0
+        self._stop: Callable[[], Callable[[], list[Operation]]] | None = None
+
+    def before_step(self, step: int, previous: "Pending | None") -> float:
+        """Between two steps: waits for the `previous` one where a profile ends or begins. Returns when it ended, in
+        seconds of time.perf_counter."""
+        under_way = self._stop is not None
+        if not self._is_on or (step <= self._steps[1] if under_way else self._due(step) is None):
+            return time.perf_counter()
+        if previous is not None:
+            previous.result()
+        ended = time.perf_counter()
+        self.after_step(step - 1)
+        if self._is_on and (steps := self._due(step)):
+            self._try(lambda: self._begin(steps))
+        return ended
+
+    def after_step(self, step: int, *, is_last: bool = False) -> None:
+        """End a profile that doesn't go beyond `step`, which has ended; after the run's last step drop any."""
+        if self._stop is not None and (is_last or step >= self._steps[1]):
+            self._try(lambda: self._end(drop=is_last))
+
+    def _due(self, step: int) -> tuple[int, int] | None:
+        if step == self._planned[0] <= self._planned[1]:
+            return self._planned
+        return (step, min(step + _STEPS - 1, self._last)) if self._file.is_file() else None
+
+    def _begin(self, steps: tuple[int, int]) -> None:
+        began, self._steps = time.perf_counter(), steps
+        if steps != self._planned:
+            self._file.unlink()
+        self._folder = self._start.folder / "profile" / f"step-{steps[0]}-{steps[1]}"
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier start
+        self._folder.mkdir(parents=True)
+        with stderr_into(self._noise):
+            self._stop = self._engine.start_trace(self._folder)
+        self._began = time.perf_counter()
+        self._cost = self._began - began
+
+    def _end(self, *, drop: bool) -> None:
+        ended, stop, (first, last) = time.perf_counter(), self._stop, self._steps
+        self._stop, wall = None, ended - self._began
+        assert stop is not None
+        with stderr_into(self._noise):
+            read = stop()
+        if drop or self._request.requested:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            log.warning("the profile of steps %d to %d is dropped: the run ends", first, last)
+            return
+        summary, run = summarize(read(), wall), self._start
+        title = f"steps {first} to {last}: {wall:.4f} s of process 0, {run.engine} on {run.devices} x {run.device}"
+        (self._folder / "summary.txt").write_text(summary_text(summary, title), encoding="utf-8")
+        seconds = self._cost + time.perf_counter() - ended
+        self._callbacks.call(Callback.on_profile, ProfileEnd(first, last, self._folder, summary, seconds))
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._is_on, self._stop = False, None
+            log.warning("no more profiles in this run: %s: %s", type(error).__name__, error)
+
+
+# --------------------------------------------------------------------------------------------------------- summary
 
 
 class Total(NamedTuple):
@@ -45,7 +124,7 @@ class ProfileSummary(NamedTuple):
     collectives: Sequence[Total]
 
 
-def summarize(operations: Sequence[Operation], wall: float) -> ProfileSummary:
+def summarize(operations: "Sequence[Operation]", wall: float) -> ProfileSummary:
     """Sum up the operations of `wall` seconds."""
     own_seconds, devices = [0.0] * len(operations), defaultdict[str, list[tuple[float, int, str]]](list)
     for index, begin, end in _own_times(operations):
@@ -68,7 +147,7 @@ def summarize(operations: Sequence[Operation], wall: float) -> ProfileSummary:
     )
 
 
-def _own_times(operations: Sequence[Operation]) -> Iterator[tuple[int, float, float]]:
+def _own_times(operations: "Sequence[Operation]") -> Iterator[tuple[int, float, float]]:
     """Index, begin and end of the times in which an operation itself runs, and none inside it."""
     streams = defaultdict[tuple[str, str], list[tuple[float, float, int]]](list)
     for index, each in enumerate(operations):
@@ -91,9 +170,9 @@ def _times_of(edges: Sequence[tuple[float, int, str]]) -> tuple[float, float, fl
     """Busy, computing, communicating, communicating alone, the longest pause, of one device: seconds."""
     running = Counter[str]()
     busy = compute = communication = exposed = longest_pause = 0.0
-    for (time, change, kind), (until, _, _) in pairwise(edges):
+    for (begin, change, kind), (until, _, _) in pairwise(edges):
         running[kind] += change
-        span = until - time
+        span = until - begin
         if not any(running.values()):
             longest_pause = max(longest_pause, span)
             continue

@@ -1,6 +1,6 @@
-"""`observe.trackers`: a process for each tracker, which reads the run's files; see report/track.py.
+"""`observe.trackers`: starts a process for each tracker, which reads the run's files (report/track.py).
 
-A tracker that fails or hangs is dropped with one line, and costs a step nothing.
+A tracker that fails or hangs is dropped with one line, and costs a step nothing. Imports none of the trackers.
 """
 
 import logging
@@ -8,17 +8,49 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
+from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
+from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
-from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
 
 log = logging.getLogger("portable_fsdp")
 
+PACKAGES = {
+    "aim": ("aim",),
+    "clearml": ("clearml",),
+    "comet_ml": ("comet-ml",),
+    "dvclive": ("dvclive",),
+    "mlflow": ("mlflow-skinny", "mlflow"),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard",),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
+"""accelerate's name of each tracker -> distributions, one of which must be installed; install the first."""
+
 END_S = 20.0
 """Seconds that a run waits at its end for its trackers."""
+
+
+def require_installed(names: Iterable[str], key: str, way_out: str) -> None:
+    """Raises ConfigError for trackers whose package isn't installed. `key` named them; `way_out` does without them."""
+    missing = [name for name in names if not any(map(_is_installed, PACKAGES[name]))]
+    if missing:
+        packages = " ".join(PACKAGES[name][0] for name in missing)
+        raise ConfigError(f"{key}: {', '.join(missing)}: not installed: pip install {packages}\n  or {way_out}.")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 class _Running(NamedTuple):

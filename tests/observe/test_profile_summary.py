@@ -2,7 +2,8 @@
 
 import pytest
 
-from portable_fsdp.metrics.profile import Operation, summarize, summary_text
+from portable_fsdp.backends.base import Operation
+from portable_fsdp.observe.profiles import summarize, summary_text
 
 OPERATIONS = [
     Operation("matmul", "compute", 1.0, 4.0, "main", module="layers.0"),  # 1 to 5, of which the copy takes 2 to 3

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from portable_fsdp.checkpoint.format import step_of
-from portable_fsdp.metrics.goodput import duration
+from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
+from portable_fsdp.observe.goodput import duration
 from portable_fsdp.runtime.logs import stderr_file
-from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
 
 log = logging.getLogger("portable_fsdp")
 

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.metrics.goodput import Pace
-from portable_fsdp.train.callbacks import RunStart, StepEnd
-from portable_fsdp.train.records import Console, processes_row
+from portable_fsdp.observe.callbacks import RunStart, StepEnd
+from portable_fsdp.observe.console import Console
+from portable_fsdp.observe.goodput import Pace
+from portable_fsdp.observe.run_files import processes_row
 
 STEP = StepEnd(
     step=10,
