@@ -58,7 +58,7 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
         invented(doctor__checks="from portable_fsdp.launch import main", launch=""),
         invented(train__loop="def f():\n    from portable_fsdp.doctor import checks", doctor__checks=""),
         invented(train__loop="from portable_fsdp.formats.huggingface import export", formats__huggingface=""),
-        invented(plan__cuda="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
+        invented(plan__fake_step="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
     ],
     engines_that_know_each_other: [
         invented(backends__xla="from . import native", backends__native=""),
@@ -84,7 +84,7 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
         invented(optim__optimizer="def f():\n    import torch_xla.runtime"),
         invented(data__batches="from portable_fsdp.backends.base import Batch", backends__base=""),
         invented(train__step="def f():\n    import torch_xla"),
-        invented(plan__cuda="from importlib import import_module\ndef f():\n    import_module('torch_xla.runtime')"),
+        invented(plan__time="from importlib import import_module\ndef f():\n    import_module('torch_xla.runtime')"),
         invented(checkpoint__manager="from portable_fsdp.backends import native", backends__native=""),
         invented(checkpoint__manager="from portable_fsdp.backends.open import open_backend", backends__open=""),
     ],

@@ -1,9 +1,12 @@
-"""What an operator's tensors don't show: matrix products, kernels' workspaces, and the attention that a GPU would run.
+"""What an operator's tensors don't show: matrix products, kernels' workspaces, the attention that a GPU would run, and
+a TPU's tiles.
 
 A plan for a GPU runs on fake tensors that torch takes for the CPU's.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import permutations
 from typing import Any, cast
 
 import torch
@@ -17,6 +20,12 @@ CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_DIM = 256  # the largest
 _FLASH_ROWS = 128  # that flash attention's backward rounds a row up to
+
+# A TPU lays memory out in tiles.
+_LANES = 128  # of a tile's row
+_ROWS = 8  # of a tile, at most
+_WORD_BYTES = 4  # narrower elements of neighbouring rows share one
+_FLAT_ELEMENTS = 1024  # of a tile of a vector
 
 _aten = torch.ops.aten
 
@@ -148,3 +157,35 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if over:
         mask = F.pad(mask, (0, over))[..., : key.shape[-2]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
+
+
+def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Bytes of a tensor with elements of `itemsize` bytes, as libtpu lays out a program's arguments and results.
+
+    libtpu puts those two dimensions last that pad least. The last is padded to 128, the one before to 8 or, if it is
+    smaller, to a power of two. A vector is padded to 1024, a short one to a power of two from 128 on. Elements of less
+    than 4 bytes fill words: 2 or 4 rows at least. Source: sizes of arguments in programs that libtpu 0.0.21 compiles
+    (tests/plan/test_kernels.py compares them); 0.0.52 has the same layouts on v6e and tpu7x. 8-bit tensors may take
+    more: some have tiles of 32 rows.
+    """
+    elements = math.prod(shape)
+    packed = max(1, _WORD_BYTES // itemsize)
+    if elements == 0:
+        return 0
+    if len(shape) < 2:
+        return itemsize * _up(elements, min(_FLAT_ELEMENTS, max(_LANES * packed, _power(elements))))
+    return itemsize * min(
+        _up(shape[last], _LANES)
+        * _up(shape[before], min(_ROWS, max(packed, _power(shape[before]))))
+        * (elements // (shape[last] * shape[before]))
+        for last, before in permutations(range(len(shape)), 2)
+    )
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _power(size: int) -> int:
+    """The least power of two that isn't below."""
+    return 1 << (size - 1).bit_length()

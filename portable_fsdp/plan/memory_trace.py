@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.native.engine import COLLECTIVES
 from portable_fsdp.backends.native.whole import CASTS, SUMS
-from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, matrix_products, workspace_bytes
-from portable_fsdp.plan.tpu_layout import tiled_bytes
+from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, matrix_products, tiled_bytes, workspace_bytes
 
 MemoryPart = Literal[
     "weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"
@@ -179,7 +178,7 @@ class Recorder(TorchDispatchMode):
     """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
 
     `is_gpu`: add the memory that a GPU's kernels take for themselves (kernels.py). `is_tpu`: bytes as a TPU lays out
-    tensors (tpu_layout.py). `has_tf32`: products of float32 factors round them.
+    tensors (kernels.py). `has_tf32`: products of float32 factors round them.
     """
 
     def __init__(

@@ -1,27 +1,22 @@
 """A config and a target to a plan: memory and work from the engine's own planner, then the bounds of time."""
 
-import multiprocessing
 import os
-import signal
-import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from time import perf_counter
-from typing import Any, Self
+from typing import Any
 
-from portable_fsdp.backends.open import engine_made_for
+from portable_fsdp.backends.open import ENGINES, engine_made_for, options_of
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import mesh_axes
+from portable_fsdp.plan.compiled import plan_compiled
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
-from portable_fsdp.plan.tpu import plan_tpu
+from portable_fsdp.runtime.child import Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.process import end_with_parent
 
 SETTINGS = (
     *("train.micro_batch", "train.global_batch", "data.seq_len", "sharding.strategy", "memory.gradient_checkpointing"),
@@ -35,80 +30,32 @@ SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
 SHARED_LINKS = "two devices share a chip's links: what crosses ici isn't bounded."  # counted by device, some in a chip
 
 
-class Apart:
-    """Runs functions in one other process, one at a time; it starts with the first, and stays for the next.
-
-    Importing torch and transformers takes seconds, and the planner replaces parts of torch, which this process keeps.
-    """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="portable_fsdp_plan")  # torch's too, which a kill would leave
-        self._pool = self._new()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # nobody waits for the plan any more
-            for child in multiprocessing.active_children():
-                child.kill()
-        self._pool.shutdown()
-        self._folder.cleanup()
-
-    def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """`work(*arguments)`; raises what it raises, and BackendError where the process was killed."""
-        # A child that is half started would print a traceback for Ctrl-C.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            future = self._pool.submit(work, *arguments)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            self._pool = self._new()
-            raise BackendError(
-                "plan: the process that plans was killed.\n  Was memory short? A plan takes up to 3 GiB."
-            ) from None
-
-    def _new(self) -> ProcessPoolExecutor:
-        spawn = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(1, spawn, initializer=_start, initargs=(os.getpid(), self._folder.name))
-
-
-def _start(parent: int, folder: str) -> None:
-    """In the child: it ends with its parent, its temporary files with `folder`, and Ctrl-C ends it silently."""
-    end_with_parent(parent)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 def make_plan(
     config: Config,
     target: Target,
-    apart: Apart,
+    worker: Worker,
     progress: Progress = lambda stage: None,
     *,
     backend: str = "auto",
 ) -> Plan:
     """Plan one step of `config` on `target`; takes seconds to a minute, and needs none of the hardware.
 
-    `backend`: an engine, or `auto`.
+    `backend`: an engine, or `auto`. `worker` runs what needs torch; give it to the next plan too.
     What the trainer would refuse there is refused here, by the same checks. Raises ConfigError, BackendError.
     """
     began = perf_counter()
     kind = target.hardware.kind
     engine = engine_made_for(kind) if backend == "auto" else backend
-    planners = dict(PLANNERS[kind])
-    if engine not in planners:
+    methods = {name: options_of(name).planned_by[kind] for name in ENGINES if kind in options_of(name).planned_by}
+    if engine not in methods:
+        names = sorted(methods, key=lambda name: name != engine_made_for(kind))
         raise BackendError(
-            f"plan on {target.text}: expected --backend={' or '.join(planners)}, found {backend}: no other engine "
+            f"plan on {target.text}: expected --backend={' or '.join(names)}, found {backend}: no other engine "
             f"has a planner for {kind}."
         )
     generation = target.hardware.name if kind == "tpu" else ""
     require_supported(config, Deployment(engine, kind, target.devices, target.hosts, generation))
-    planned = planners[engine](config, target, apart, progress)
+    planned = PLANNERS[methods[engine]](config, target, worker, progress)
     shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
@@ -143,40 +90,46 @@ def _no_shorter(expected: Expected, time: Time) -> Expected:
     return expected + Expected(seconds=missing, parts={"copies": missing} if missing else {}, synchronous_bytes={})
 
 
-def _compiled(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
-    return plan_tpu(config, target, progress)
+def _compiled_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
+    return plan_compiled(config, target, progress)
 
 
-def _on_fake_tensors(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
+def _fake_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
+    if target.hardware.kind == "tpu":
+        _require_eager_on_one_slice(config, target)
     progress("running a step on fake tensors")
-    return apart(_plan_memory, config, target)
+    try:
+        return worker(_run_fake_step, config, target)
+    except WorkerFailedError as failed:
+        raise BackendError(
+            f"plan: the process that plans failed with code {failed.ended.code}. Its last lines:\n"
+            f"{failed.ended.last_lines}\n  Was memory short? A plan takes up to 3 GiB."
+        ) from None
 
 
-def _on_torchtpu(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
+def _run_fake_step(config: Config, target: Target) -> EnginePlan:
+    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
+    from portable_fsdp.plan.fake_step import plan_memory
+
+    return plan_memory(config, target)
+
+
+def _require_eager_on_one_slice(config: Config, target: Target) -> None:
+    other = f"--backend={engine_made_for('tpu')}"
     if target.slices > 1:
-        raise BackendError(f"plan on {target.text}: backend native trains on one slice only.\n  Use --backend=xla.")
+        raise BackendError(f"plan on {target.text}: TorchTPU trains on one slice only.\n  Use {other}.")
     if config.compile.enabled:
         raise BackendError(
             f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
-            "they keep less than the eager step.\n  Plan with compile.enabled=false, or --backend=xla."
+            f"they keep less than the eager step.\n  Plan with compile.enabled=false, or {other}."
         )
-    return _on_fake_tensors(config, target, apart, progress)
 
 
-Planner = Callable[[Config, Target, Apart, Progress], EnginePlan]
-PLANNERS: dict[str, tuple[tuple[str, Planner], ...]] = {
-    "cpu": (("native", _on_fake_tensors),),
-    "cuda": (("native", _on_fake_tensors),),
-    "tpu": (("xla", _compiled), ("native", _on_torchtpu)),
+PLANNERS: dict[str, Callable[[Config, Target, Worker, Progress], EnginePlan]] = {
+    "fake step": _fake_step,
+    "compiled step": _compiled_step,
 }
-"""The engines that have a planner, by device; the usual one first."""
-
-
-def _plan_memory(config: Config, target: Target) -> EnginePlan:
-    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
-    from portable_fsdp.plan.cuda import plan_memory
-
-    return plan_memory(config, target)
+"""By the words of `EngineOptions.planned_by`."""
 
 
 def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:

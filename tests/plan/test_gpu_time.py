@@ -1,15 +1,15 @@
-"""The two streams of a GPU, by hand: 1e9 FLOP/s of products, 1e6 bytes/s of memory, 1e3 over NVLink."""
+"""The operations of a GPU and their time, by hand: 1e9 FLOP/s of products, 1e6 bytes/s of memory, 1e3 over NVLink."""
 
 from typing import Any
 
 import pytest
 
-from portable_fsdp.plan.gpu_time import LEAST_S, expected_time, fused
+from portable_fsdp.plan.fake_step import fused, operations_of
 from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelPart, KernelRun
 from portable_fsdp.plan.result import Expected
-from portable_fsdp.plan.time import Rates
+from portable_fsdp.plan.time import GPU_KERNEL_S, Rates, expected_time
 
-RATES = Rates({"bfloat16": 2e9}, products=0.5, attention=0.25, memory=1e6, links={"nvlink": 1e3})
+RATES = Rates({"bfloat16": 2e9}, products=0.5, attention=0.25, memory=1e6, links={"nvlink": 1e3}, kernel_s=GPU_KERNEL_S)
 GATHER = Collective("all_gather", "bfloat16", 0, (0, 1), "a")  # 3,000 bytes: 3 s
 REDUCE = Collective("reduce_scatter", "bfloat16", 0, (0, 1), "a")  # 2,000: 2 s
 SENT = {GATHER: {"nvlink": 3e3}, REDUCE: {"nvlink": 2e3}}
@@ -24,7 +24,7 @@ def kernel(flops: float = 0.0, *, part: KernelPart = "products", reads: Any = ()
 
 
 def run(*entries: KernelRun | CollectiveRun, is_compiled: bool = False) -> Expected:
-    expected = expected_time([list(entries)], SENT, RATES, is_compiled=is_compiled)
+    expected = expected_time(operations_of([list(entries)], SENT, is_compiled=is_compiled), RATES)
     assert sum(expected.parts.values()) == pytest.approx(expected.seconds)
     return expected
 
@@ -33,7 +33,7 @@ def test_a_kernel_takes_its_flops_or_its_bytes_or_its_start() -> None:
     assert run(kernel(3e9)).parts == {"products": 3.0}
     assert run(kernel(3e9, part="attention")).parts == {"attention": 6.0}
     assert run(kernel(3e9, reads=[(block(), 4_000_000)], writes=[(block(), 1_000_000)])).seconds == 5.0
-    assert run(kernel(part="copies")).seconds == LEAST_S
+    assert run(kernel(part="copies")).seconds == GPU_KERNEL_S
 
 
 def test_a_gather_runs_beside_the_layer_before_and_is_waited_for_where_it_is_read() -> None:

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.plan.tpu_cache import key_of, load, save
+from portable_fsdp.plan.tpu_compiler import key_of
+from portable_fsdp.plan.tpu_compiler import load_entry as load
+from portable_fsdp.plan.tpu_compiler import save_entry as save
 from portable_fsdp.runtime.files import cache_folder
 
 TEXTS = {"program": "ENTRY é" * 1000, "buffers": "allocation 0: size 4"}
 
 
-def test_an_entry_comes_back_as_it_was_by_a_key_of_its_parts(tmp_path: Path) -> None:
+def test_an_entry_comes_back_as_it_was_by_akey_of_its_parts(tmp_path: Path) -> None:
     assert key_of(b"ab", b"c") == key_of(b"ab", b"c")
     assert len({key_of(b"ab", b"c"), key_of(b"a", b"bc"), key_of(b"abc"), key_of(b"abc", b"")}) == 4
     assert load(tmp_path, "a") is None

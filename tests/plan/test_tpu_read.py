@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from portable_fsdp.plan.compiled import _limit, memory_of, notes_of, work_of
 from portable_fsdp.plan.hlo import Moved
-from portable_fsdp.plan.tpu import _limit
-from portable_fsdp.plan.tpu_program import Argument, Program, part_of
-from portable_fsdp.plan.tpu_read import Compiled, memory_of, notes_of, read_compiled, work_of
+from portable_fsdp.plan.tpu_program import Argument, Compiled, Program, part_of, read_compiled
 
 TEXT = """\
 HloModule step, is_scheduled=true, input_output_alias={ {1}: (0, {}, may-alias), {2}: (1, {}, may-alias) }, entry_computation_layout={()}

@@ -1,12 +1,12 @@
-"""The walk along a TPU program's schedule, by hand: 1e9 FLOP/s of products, 1e6 bytes/s of memory, 1e3 over ICI."""
+"""The schedule of a TPU program and its time, by hand: 1e9 FLOP/s of products, 1e6 bytes/s of memory, 1e3 over ICI."""
 
 import math
 
 import pytest
 
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.time import Rates, rates_of
-from portable_fsdp.plan.tpu_time import expected_time
+from portable_fsdp.plan.time import Compute, Rates, expected_time, rates_of
+from portable_fsdp.plan.tpu_schedule import operations_of
 
 RATES = Rates({"bfloat16": 2e9}, products=0.5, attention=0.25, memory=1e6, links={"ici": 1e3, "network": 1e2})
 
@@ -25,7 +25,7 @@ def walk(
 ) -> tuple[float, dict[str, float], dict[str, float]]:
     body = "\n".join(f"  {line}" for line in lines)
     text = f"HloModule step\n{computations}\nENTRY %main (a: f32[500,1000]) -> f32[] {{\n{body}\n}}\n"
-    expected = expected_time(text, devices, RATES)
+    expected = expected_time(operations_of(text, devices), RATES)
     assert sum(expected.parts.values()) == pytest.approx(expected.seconds)
     return expected.seconds, expected.parts, expected.synchronous_bytes
 
@@ -147,7 +147,8 @@ def test_between_slices_the_network_is_a_link_of_its_own() -> None:
 def test_shares_are_known_of_hardware_that_runs_were_published_for() -> None:
     rates = rates_of(parse_target("v6e:4x4"))
     assert rates is not None
-    assert rates.peak("bfloat16") == rates.peak("float32") == 918e12  # the vendor names none for float32
+    in_float32 = rates.seconds_of(Compute("products", 918e12, 0, "float32"))  # for which the vendor names no peak
+    assert in_float32 == pytest.approx(1 / rates.products)
     assert all(0 < share < 1 for share in (rates.products, rates.attention))
     assert rates.memory < 1638e9
     assert all(math.isfinite(speed) for speed in rates.links.values())

@@ -22,11 +22,12 @@ from workers import Group, Workers
 from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
-from portable_fsdp.plan.cuda import COMMUNICATOR_BYTES, L2_BYTES, least_traffic, plan_memory
+from portable_fsdp.plan.fake_step import COMMUNICATOR_BYTES, L2_BYTES, least_traffic, plan_memory
 from portable_fsdp.plan.memory_trace import Block
-from portable_fsdp.plan.planner import Apart, make_plan
+from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import DeviceMemory, Work
 from portable_fsdp.plan.target import parse_target
+from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 from portable_fsdp.train import build
 
@@ -94,26 +95,26 @@ PARAMETERS = LAYERS * (512 * (512 + 256) * 2 + 3 * 512 * 1408 + 2 * 512) + 2 * 4
 
 
 @pytest.fixture(scope="module")
-def apart() -> Iterator[Apart]:
+def worker() -> Iterator[Worker]:
     """One process for all plans."""
-    with Apart() as apart:
-        apart(plans, [], GPUS)  # starts it
-        yield apart
+    with Worker() as worker:
+        worker(plans, [], GPUS)  # starts it
+        yield worker
 
 
 @pytest.fixture(scope="module")
-def planned(apart: Apart) -> Plans:
-    return dict(zip(PLANNED, apart(plans, list(PLANNED.values()), GPUS), strict=True))
+def planned(worker: Worker) -> Plans:
+    return dict(zip(PLANNED, worker(plans, list(PLANNED.values()), GPUS), strict=True))
 
 
 @pytest.fixture(scope="module")
-def all_planned(planned: Plans, apart: Apart) -> Plans:
-    return planned | dict(zip(MORE_PLANNED, apart(plans, list(MORE_PLANNED.values()), GPUS), strict=True))
+def all_planned(planned: Plans, worker: Worker) -> Plans:
+    return planned | dict(zip(MORE_PLANNED, worker(plans, list(MORE_PLANNED.values()), GPUS), strict=True))
 
 
-def _require_equal(configs: dict[str, Config], apart: Apart) -> None:
+def _require_equal(configs: dict[str, Config], worker: Worker) -> None:
     """A plan for two CPUs against two processes: memory within 5 %, collectives to the byte."""
-    planned = apart(plans, list(configs.values()), parse_target("cpu:2"))
+    planned = worker(plans, list(configs.values()), parse_target("cpu:2"))
     workers = Workers(Group("native", 2))
     try:
         for (name, config), (memory, work) in zip(configs.items(), planned, strict=True):
@@ -136,22 +137,22 @@ def _moved(work: Work) -> dict[str, tuple[int, int]]:
     return moved
 
 
-def test_a_cpu_plan_is_what_two_processes_hold(apart: Apart) -> None:
-    _require_equal(REAL, apart)
+def test_a_cpu_plan_is_what_two_processes_hold(worker: Worker) -> None:
+    _require_equal(REAL, worker)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-def test_a_cpu_plan_is_what_two_processes_hold_with_every_option(apart: Apart) -> None:
-    _require_equal(MORE_REAL, apart)
+def test_a_cpu_plan_is_what_two_processes_hold_with_every_option(worker: Worker) -> None:
+    _require_equal(MORE_REAL, worker)
 
 
 @pytest.mark.proof
-def test_options_together_are_planned(apart: Apart) -> None:
+def test_options_together_are_planned(worker: Worker) -> None:
     """A stand-in for a GPU is another device than the host: what mixes the two ends a plan, and no test on CPUs."""
     configs = [case_of(taken_by("native", row)).config(OPTION_DEVICES) for row in ROWS_OF_OPTIONS]
     target = gpus(OPTION_DEVICES, hosts=OPTION_DEVICES // 2)
-    for config, (memory, _) in zip(configs, apart(plans, configs, target), strict=True):
+    for config, (memory, _) in zip(configs, worker(plans, configs, target), strict=True):
         assert memory.parts["activations"] > 0
         assert (memory.host_bytes > 0) == config.memory.cpu_offload
 
@@ -247,11 +248,11 @@ def test_the_allocator_and_nccl_come_on_top(planned: Plans) -> None:
     assert _part(planned, "hybrid", "communication buffers") == 3 * COMMUNICATOR_BYTES
 
 
-def test_no_logits_of_all_tokens_are_planned(apart: Apart) -> None:
+def test_no_logits_of_all_tokens_are_planned(worker: Worker) -> None:
     """Llama 3 8B's head at 8192 tokens: 3.9 GiB of float32 logits."""
     model = {"model_type": "llama", "max_position_embeddings": 8192, **LLAMA_8B, "num_hidden_layers": 1}
     config = step(devices=8, model=model, data__seq_len=8192, train__micro_batch=1, train__global_batch=8, **BFLOAT16)
-    ((memory, _),) = apart(plans, [config], gpus(8))
+    ((memory, _),) = worker(plans, [config], gpus(8))
     assert memory.at == "forward of lm_head"
     assert 0.5 * GIB < memory.parts["loss and logits"] < 0.7 * GIB
     assert memory.parts["gradients"] == 2 * 128_256 * 4096  # of the head, taken there
@@ -352,8 +353,8 @@ def _other_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build, "train_step", twice)
 
 
-def test_an_edit_of_loss_policy_or_step_shows(planned: Plans, apart: Apart) -> None:
-    loss, policy, step = apart(_edited, [_other_loss, _other_policy, _other_step])
+def test_an_edit_of_loss_policy_or_step_shows(planned: Plans, worker: Worker) -> None:
+    loss, policy, step = worker(_edited, [_other_loss, _other_policy, _other_step])
     before = planned["plain"][1]
     logits = ROWS * SEQ_LEN * 4096
     # In bfloat16, and in float32 with log_softmax, beside the gradient of what the head gets. The other one has
@@ -394,9 +395,9 @@ def _left_behind(config: Config) -> tuple[list[str], bool]:
     return [key for key in before if before[key] != after[key]], first == second
 
 
-def test_a_plan_leaves_nothing_behind(apart: Apart) -> None:
+def test_a_plan_leaves_nothing_behind(worker: Worker) -> None:
     shallow: dict[str, Any] = EIGHT | {"model": {**LLAMA, "num_hidden_layers": 1}}
-    assert apart(_left_behind, step(**shallow, sharding__strategy="HYBRID_SHARD")) == ([], True)
+    assert worker(_left_behind, step(**shallow, sharding__strategy="HYBRID_SHARD")) == ([], True)
 
 
 def test_a_process_with_a_process_group_is_refused() -> None:
@@ -408,11 +409,11 @@ def test_a_process_with_a_process_group_is_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_what_the_trainer_refuses_a_plan_refuses(apart: Apart) -> None:
+def test_what_the_trainer_refuses_a_plan_refuses(worker: Worker) -> None:
     with pytest.raises(ConfigError, match="expected a multiple of"):
-        make_plan(PLANNED["plain"], gpus(3), apart)
+        make_plan(PLANNED["plain"], gpus(3), worker)
     with pytest.raises(BackendError, match="HYBRID_SHARD"):
-        make_plan(PLANNED["hybrid"], gpus(DEVICES), apart)  # one host: one replica
+        make_plan(PLANNED["hybrid"], gpus(DEVICES), worker)  # one host: one replica
 
 
 def _with_peak(config: Config, devices: int) -> tuple[DeviceMemory, float]:
@@ -425,7 +426,7 @@ def _with_peak(config: Config, devices: int) -> tuple[DeviceMemory, float]:
 def test_a_thousand_ranks_in_little_memory() -> None:
     model = {"model_type": "llama", "max_position_embeddings": 8192, **LLAMA_8B, "num_hidden_layers": 2}
     config = step(devices=1024, model=model, data__seq_len=8192, precision__compute="bfloat16")
-    with Apart() as fresh:
+    with Worker() as fresh:
         memory, gibibytes = fresh(_with_peak, config, 1024)
     parameters = 2 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 128256 * 4096 + 4096
     assert memory.parts["weights"] == pytest.approx(4 * parameters / 1024, rel=0.01)
@@ -434,10 +435,10 @@ def test_a_thousand_ranks_in_little_memory() -> None:
 
 
 @pytest.mark.proof
-def test_the_state_of_each_optimizer_is_planned(apart: Apart) -> None:
+def test_the_state_of_each_optimizer_is_planned(worker: Worker) -> None:
     """Bytes a parameter: two moments, one, row and column means, and one of matrices but two of the rest."""
     names = {"adamw": 8.0, "adam": 8.0, "lion": 4.0, "adafactor": 0.0125, "muon": 4 + 4 * 2 * 4096 * 512 / PARAMETERS}
     momentum = {"muon": 0.95}
     configs = [step(**EIGHT, optim__name=name, optim__momentum=momentum.get(name, 0.0)) for name in names]
-    for (name, bytes_each), (memory, _) in zip(names.items(), apart(plans, configs, GPUS), strict=True):
+    for (name, bytes_each), (memory, _) in zip(names.items(), worker(plans, configs, GPUS), strict=True):
         assert memory.parts["optimizer"] * DEVICES / PARAMETERS == pytest.approx(bytes_each, rel=5e-3), name

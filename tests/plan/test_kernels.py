@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from portable_fsdp.plan.kernels import tiled_bytes
 from portable_fsdp.plan.tpu_compiler import ENVIRONMENT
-from portable_fsdp.plan.tpu_layout import tiled_bytes
 
 SHAPES = [
     *[(1,), (129,), (1000,), (1025,), (5000,), (1, 1), (2, 128), (3, 128), (9, 128), (12, 100), (4096, 1), (4096, 64)],

@@ -11,7 +11,7 @@ what torch's caching allocator takes for it.
 import importlib.metadata
 import os
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, cast, get_args
@@ -32,7 +32,6 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch
 from portable_fsdp.models import flex
 from portable_fsdp.plan.allocator import CachingAllocator
-from portable_fsdp.plan.gpu_time import expected_time
 from portable_fsdp.plan.hlo import Moved
 from portable_fsdp.plan.kernels import gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import (
@@ -49,7 +48,16 @@ from portable_fsdp.plan.memory_trace import (
 from portable_fsdp.plan.model import empty_batch, facts_of, rows_of
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
 from portable_fsdp.plan.target import Target
-from portable_fsdp.plan.time import over_links, rates_of
+from portable_fsdp.plan.time import (
+    Compute,
+    Drain,
+    Operation,
+    Send,
+    Wait,
+    expected_time,
+    over_links,
+    rates_of,
+)
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
@@ -89,7 +97,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
     The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out.
 
-    On TPUs memory is a lower bound (TPU_NOTE), of tensors in their tiles (tpu_layout.py).
+    On TPUs memory is a lower bound (TPU_NOTE), of tensors in their tiles (kernels.tiled_bytes).
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
     where precision.matmul allows it. `memory_bytes`: see `least_traffic`. `sent_bytes` has the least that a device must
@@ -131,6 +139,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
         is_least=recorder.is_tpu,
     )
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
+    operations = operations_of(programs, sent, is_compiled=is_compiled)
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
     traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
     notes = ("planned as if it ran eagerly: what is compiled keeps less.",) * is_compiled
@@ -142,7 +151,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
         _work(programs, sent, traffic),
         f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
         (*notes, TPU_NOTE) if recorder.is_tpu else notes,
-        expected=expected_time(programs, sent, rates, is_compiled=is_compiled) if rates and recorder.is_gpu else None,
+        expected=expected_time(operations, rates) if rates and recorder.is_gpu else None,
     )
 
 
@@ -382,3 +391,56 @@ def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float
         for link, size in sent[collective].items():
             links[link] += size
     return Work(matmul_flops=flops, memory_bytes=memory_bytes, collectives=collectives, sent_bytes=links)
+
+
+def operations_of(
+    programs: Iterable[Timeline], sent: Mapping[Collective, Mapping[str, float]], *, is_compiled: bool
+) -> Iterator[Operation]:
+    """What a GPU runs for the programs of a step, one after the other.
+
+    FSDP2 asks for the next gather when compute has taken over the last one's weights, and compute waits where it reads
+    what isn't gathered yet; gradients are reduced beside compute, in turn with gathers, and a program ends when they
+    are. `is_compiled`: layers and the loss are compiled, which fuses the kernels between their products.
+    """
+    gathered: set[Block] = set()  # that nothing has read yet
+    for program in programs:
+        for entry in fused(program) if is_compiled else program:
+            if isinstance(entry, CollectiveRun):
+                gathered |= {entry.result} if entry.result else set()
+                is_ahead = entry.result is not None
+                yield Send(entry.result, "links", sent[entry.collective], is_ahead)
+                continue
+            for block, _ in entry.reads:
+                if block in gathered:
+                    gathered.remove(block)
+                    yield Wait(block)
+            moved = sum(size for _, size in (*entry.reads, *entry.writes))
+            yield Compute(entry.part, entry.flops, moved, entry.dtype)
+        yield Drain()
+
+
+def fused(program: Timeline) -> Timeline:
+    """As a compiler runs it: kernels without products in one, between the products and collectives."""
+    entries: Timeline = []
+    group: list[KernelRun] = []
+    for number, entry in enumerate(program):
+        if isinstance(entry, KernelRun) and not entry.flops:
+            group.append(entry)
+        else:
+            entries += [*_as_one(group, number), entry]
+            group = []
+    return [*entries, *_as_one(group, len(program))]
+
+
+def _as_one(kernels: list[KernelRun], end: int) -> list[KernelRun]:
+    """One kernel: it reads each input once, and writes only what outlives it, to entry `end` of the timeline."""
+    if not kernels:
+        return []
+    made: set[int] = set()
+    reads: dict[int, tuple[Block, int]] = {}
+    writes: dict[int, tuple[Block, int]] = {}
+    for kernel in kernels:
+        reads |= {id(block): (block, size) for block, size in kernel.reads if id(block) not in made | reads.keys()}
+        writes |= {id(block): (block, size) for block, size in kernel.writes if block.freed > end}
+        made |= {id(block) for block, _ in kernel.writes}
+    return [KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()))]

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from portable_fsdp.models.flops import peak_flops
-from portable_fsdp.plan.hardware import Hardware, known_hardware
-from portable_fsdp.plan.target import accelerator_type, links_per_chip, parse_target, shapes_of
+from portable_fsdp.plan.target import (
+    Hardware,
+    accelerator_type,
+    known_hardware,
+    links_per_chip,
+    parse_target,
+    shapes_of,
+)
 from portable_fsdp.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

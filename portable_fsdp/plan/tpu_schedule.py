@@ -1,20 +1,18 @@
-"""How long a TPU takes for a compiled program: a walk along the compiler's schedule.
+"""What a TPU does in a run of a compiled program, in the order of the compiler's schedule.
 
-A chip is one stream of compute and one of links. Each instruction takes the time of its products, its attention kernel
-or its bytes of main memory, at the speeds that runs reach (`Rates`). A collective takes its bytes at the link's speed:
-a synchronous one stops compute, an asynchronous one only where its end is waited for too early. A loop counts as often
-as it turns. Copies between main and on-chip memory that run beside compute are free.
+A chip is one stream of compute and one of links. An instruction computes its products, runs its attention kernel, or
+moves its bytes of main memory. A synchronous collective stops compute, an asynchronous one only where its end is waited
+for too early. Copies between main and on-chip memory that run beside compute are free.
 """
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from portable_fsdp.plan import hlo
 from portable_fsdp.plan.hlo import CollectiveCall, Computations, Instruction
-from portable_fsdp.plan.result import Expected
-from portable_fsdp.plan.time import Rates, Streams
+from portable_fsdp.plan.time import Compute, Drain, Loop, Operation, Send, Wait
 
 _MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "gather", "concatenate", "pad"}
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id", "custom-call"}
@@ -22,77 +20,78 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
-def expected_time(hlo_text: str, devices: int, rates: Rates) -> Expected:
-    """Of one run on one device, of a program that the TPU compiler has scheduled for `devices`.
+def operations_of(hlo_text: str, devices: int) -> list[Operation]:
+    """One run on one device, of a program that the TPU compiler has scheduled for `devices`.
 
     Raises ValueError for a text that is no program.
     """
     computations, _ = hlo.read_program(hlo_text)
-    return _Walk(computations, devices, rates).of(hlo.ENTRY)
+    return _Schedule(computations, devices).of(hlo.ENTRY)
 
 
-class _Walk:
-    def __init__(self, computations: Computations, devices: int, rates: Rates) -> None:
+class _Schedule:
+    def __init__(self, computations: Computations, devices: int) -> None:
         self._computations, self._devices = computations, devices
-        peak = rates.peak("bfloat16")  # of float32 products too: XLA rounds their factors by default
-        self._products, self._attention, self._memory = peak * rates.products, peak * rates.attention, rates.memory
-        self._ici, self._network = (rates.links.get(name) or math.inf for name in ("ici", "network"))
         self._flops_in: dict[str, int] = {}
 
-    def of(self, computation: str) -> Expected:
+    def of(self, computation: str) -> list[Operation]:
         """A computation from beginning to end; all links are free when it begins."""
-        streams = Streams()
-        synchronous: defaultdict[str, float] = defaultdict(float)
-        ends: dict[str, float] = {}  # of collectives under way, by instruction and by what their parts share
+        operations: list[Operation] = []
+        under_way: dict[str, tuple[str, ...]] = {}  # instruction, or what parts share -> keys of its collectives
         types: dict[str, str] = {}
         for instruction in self._computations[computation]:
             types[instruction.name] = instruction.type
             operands, callees = _OPERAND.findall(instruction.operands), self._callees(instruction)
             if instruction.operation in ("while", "conditional"):
-                inner = self._inner(instruction, callees)
-                for part, seconds in inner.parts.items():
-                    streams.run(part, seconds)
-                for kind, size in inner.synchronous_bytes.items():
-                    synchronous[kind] += size
+                operations.append(self._loop(instruction, callees))
             elif instruction.operation == "send" and hlo.MEGASCALE in instruction.rest:
-                streams.send("network", _bytes(instruction.type) / self._network)
+                operations.append(Send("network", "network", {"network": _bytes(instruction.type)}))
             elif instruction.operation == "recv-done":
-                streams.wait_for("network")
+                operations.append(Wait("network"))
             elif instruction.operation.endswith(("-done", "-update")):
-                ends[instruction.name] = max((ends.get(name, 0.0) for name in operands), default=0.0)
-                if instruction.operation.endswith("-done"):
-                    streams.wait(ends[instruction.name])
+                keys = under_way[instruction.name] = tuple(key for name in operands for key in under_way.get(name, ()))
+                operations += [Wait(key) for key in keys] if instruction.operation.endswith("-done") else []
             else:
                 collectives = self._collectives(computation, instruction, callees)
-                part, seconds = self._busy(
+                kernel = self._kernel(
                     instruction, callees, [types.get(name, "") for name in operands], bool(collectives)
                 )
-                if not collectives:
-                    streams.run(part, seconds)
-                    continue
-                key, inside = collectives[0].part_of or instruction.name, self._attributes_in(callees)
-                is_beside = key in ends or part == "products" or "AsyncCollective" in inside
-                is_beside = is_beside or instruction.operation.endswith("-start")
-                if key not in ends:
-                    sent = sum(each.moved.sent_bytes for each in collectives)
-                    ends[key] = streams.send("ici", sent / self._ici)
-                ends[instruction.name] = ends[key]
-                if is_beside:
-                    streams.run(part, seconds)
+                if collectives:
+                    operations += self._collective(instruction, callees, collectives, kernel, under_way)
                 else:
-                    for each in collectives:
-                        synchronous[each.kind] += each.moved.sent_bytes
-                if not is_beside or "AsyncCollectiveDone" in inside:
-                    streams.wait(ends[key])
-        streams.wait_for("ici", "network")
-        return streams.expected(synchronous)
+                    operations.append(kernel)
+        return [*operations, Drain()]
 
-    def _inner(self, instruction: Instruction, callees: list[str]) -> Expected:
-        """All turns of a loop, or the longest branch."""
+    def _collective(
+        self,
+        instruction: Instruction,
+        callees: list[str],
+        collectives: list[CollectiveCall],
+        kernel: Compute,
+        under_way: dict[str, tuple[str, ...]],
+    ) -> Iterator[Operation]:
+        """A collective that begins, or a part of one that is under way, with what is computed beside it."""
+        key, inside = collectives[0].part_of or instruction.name, self._attributes_in(callees)
+        is_beside = key in under_way or kernel.part == "products" or "AsyncCollective" in inside
+        is_beside = is_beside or instruction.operation.endswith("-start")
+        if key not in under_way:
+            yield Send(key, "ici", {"ici": sum(each.moved.sent_bytes for each in collectives)})
+        under_way[key] = under_way[instruction.name] = (key,)
+        if is_beside:
+            yield kernel
+            if "AsyncCollectiveDone" in inside:
+                yield Wait(key)
+            return
+        synchronous: Counter[str] = Counter()
+        for each in collectives:
+            synchronous[each.kind] += each.moved.sent_bytes
+        yield Wait(key, synchronous)
+
+    def _loop(self, instruction: Instruction, callees: list[str]) -> Loop:
         if instruction.operation == "while":
             body = next(name for name in callees if f"body=%{name}" in instruction.rest)
-            return self.of(body) * hlo.trip_count(instruction, self._computations)
-        return max((self.of(name) for name in callees), key=lambda branch: branch.seconds)
+            return Loop(hlo.trip_count(instruction, self._computations), [self.of(body)])
+        return Loop(1, [self.of(name) for name in callees])
 
     def _callees(self, instruction: Instruction) -> list[str]:
         return [name for name in hlo.callees_of(instruction) if name in self._computations]
@@ -109,21 +108,21 @@ class _Walk:
     def _attributes_in(self, callees: list[str]) -> str:
         return "".join(other.rest for name in callees for other in self._computations[name])
 
-    def _busy(self, instruction: Instruction, callees: list[str], types: list[str], carries: bool) -> tuple[str, float]:
-        """An instruction's part of the result, and its seconds of compute. One that `carries` a collective has the
-        collective's buffers among its own."""
+    def _kernel(self, instruction: Instruction, callees: list[str], types: list[str], carries: bool) -> Compute:
+        """What an instruction computes and moves. One that `carries` a collective has the collective's buffers among
+        its own. Products count as bfloat16's: XLA rounds factors of float32 by default."""
         if kernel := hlo.kernel_flops_of(instruction):
-            return "attention", kernel[1] / self._attention
+            return Compute("attention", kernel[1], 0)
         if instruction.operation in _FREE or instruction.operation.endswith("-start"):
-            return "elementwise", 0.0
+            return Compute("elementwise", 0, 0)
         flops = sum(self._flops(name) for name in callees)
         if instruction.operation in ("convolution", "dot"):
             flops += sum(count for _, count in hlo.products_of([*self._typed(types, instruction), instruction]))
-        moved = 0.0 if carries else self._moved(instruction, callees, types) / self._memory
+        moved = 0 if carries else self._moved(instruction, callees, types)
         if flops:
-            return "products", max(flops / self._products, moved)
+            return Compute("products", flops, moved)
         inside = {other.operation for name in callees for other in self._computations[name]} or {instruction.operation}
-        return "copies" if inside <= _MOVES | _FREE else "elementwise", moved
+        return Compute("copies" if inside <= _MOVES | _FREE else "elementwise", 0, moved)
 
     def _typed(self, types: list[str], instruction: Instruction) -> list[Instruction]:
         """Parameters in place of an instruction's operands."""
