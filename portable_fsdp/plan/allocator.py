@@ -1,8 +1,8 @@
 """What torch's caching allocator takes from the driver for a sequence of allocations, by its own rules.
 
-`torch.cuda.max_memory_reserved` isn't the sum of what lives: sizes are rounded, memory is taken in segments, each
-stream has its own pool, and a free piece serves only what fits into it. All of this is deterministic. With expandable
-segments a pool has one segment, which grows by pages at its end.
+`torch.cuda.max_memory_reserved` isn't the sum of what lives: sizes are rounded, each stream has its own pools for small
+and for large pieces, and a free piece serves only what fits into it. A pool has one expandable segment, which grows by
+pages at its end (expandable_segments:True, the default of a run). All of this is deterministic.
 """
 
 from bisect import bisect_left, insort
@@ -11,14 +11,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 MEBIBYTE = 2**20
-# c10/cuda/CUDACachingAllocator.h (torch 2.9): kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer and
-# kRoundLarge, by their values. Pages of expandable segments have the sizes of the two small segments.
+# c10/cuda/CUDACachingAllocator.h (torch 2.9): kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, by their values.
 ROUND_BYTES = 512
 SMALL_BYTES = MEBIBYTE
-SMALL_SEGMENT_BYTES = 2 * MEBIBYTE
-LARGE_BYTES = 10 * MEBIBYTE
-LARGE_SEGMENT_BYTES = 20 * MEBIBYTE
-SEGMENT_ROUND_BYTES = 2 * MEBIBYTE
+SMALL_PAGE_BYTES = 2 * MEBIBYTE
+LARGE_PAGE_BYTES = 20 * MEBIBYTE
 
 _PoolKey = tuple[Hashable, bool]  # stream, and whether it has small pieces
 
@@ -36,7 +33,7 @@ class _Piece:
 
 
 def _page(pool: _PoolKey) -> int:
-    return SMALL_SEGMENT_BYTES if pool[1] else LARGE_SEGMENT_BYTES
+    return SMALL_PAGE_BYTES if pool[1] else LARGE_PAGE_BYTES
 
 
 def _by_fit(piece: _Piece) -> tuple[int, int]:
@@ -44,36 +41,32 @@ def _by_fit(piece: _Piece) -> tuple[int, int]:
 
 
 class CachingAllocator:
-    """Follows `malloc` and `free`; `reserved` and `allocated` are in bytes, as torch.cuda.memory_stats has them.
+    """Follows `malloc` and `free`; `reserved` is in bytes, as torch.cuda.memory_stats has it.
 
-    `capacity`: bytes that the driver can give. Where they run out, it first gives back all segments without a piece in
-    use, as torch does (of an expandable one the free pages at its end; torch also gives those in the middle); then it
-    takes the missing bytes all the same, for the caller to see. `expandable`: as with expandable_segments:True.
+    `capacity`: bytes that the driver can give. Where they run out, the allocator first gives back the free pages at the
+    end of each segment (torch also those in the middle); then it takes the missing bytes all the same, for the caller
+    to see.
     """
 
-    def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
-        self._capacity, self._expandable = capacity, expandable
-        self._ends: dict[_PoolKey, _Piece] = {}  # the last piece of each pool's expandable segment
+    def __init__(self, capacity: int | None = None) -> None:
+        self._capacity = capacity
+        self._ends: dict[_PoolKey, _Piece] = {}  # the last piece of each pool's segment
         self._pools: defaultdict[_PoolKey, list[_Piece]] = defaultdict(list)  # free pieces, sorted `_by_fit`
         self._in_use: dict[Hashable, _Piece] = {}
-        self._next_address = 0
-        self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
+        self.reserved = self.peak_reserved = 0
 
     def malloc(self, key: Hashable, bytes: int, stream: Hashable) -> None:
         """Allocate a storage, of which `free` is given the same key; it goes back to the stream's pool."""
         size = max(ROUND_BYTES, -(-bytes // ROUND_BYTES) * ROUND_BYTES)
         pool = (stream, size <= SMALL_BYTES)
         at = bisect_left(self._pools[pool], (size, 0), key=_by_fit)
-        piece = self._pools[pool].pop(at) if at < len(self._pools[pool]) else self._segment(pool, size)
+        piece = self._pools[pool].pop(at) if at < len(self._pools[pool]) else self._grown(pool, size)
         self._split(piece, size)
         piece.is_free = False
         self._in_use[key] = piece
-        self.allocated += piece.bytes
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: Hashable) -> None:
         piece = self._in_use.pop(key)
-        self.allocated -= piece.bytes
         if piece.before is not None and piece.before.is_free:
             piece = self._join(piece.before, piece)
         if piece.after is not None and piece.after.is_free:
@@ -89,26 +82,13 @@ class CachingAllocator:
         free = self._pools[piece.pool]
         del free[bisect_left(free, _by_fit(piece), key=_by_fit)]
 
-    def _segment(self, pool: _PoolKey, size: int) -> _Piece:
-        if self._expandable:
-            return self._grown(pool, size)
-        if size <= SMALL_BYTES:
-            taken = SMALL_SEGMENT_BYTES
-        elif size < LARGE_BYTES:
-            taken = LARGE_SEGMENT_BYTES
-        else:
-            taken = -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
-        self._make_room(taken)
-        self._reserve(taken)
-        address = self._next_address
-        self._next_address += taken + SEGMENT_ROUND_BYTES  # never next to another segment
-        return _Piece(pool, address, taken)
-
     def _grown(self, pool: _PoolKey, size: int) -> _Piece:
         """`try_allocate_expandable_block`: pages are mapped behind the last piece, and join it where it is free."""
-        self._make_room(self._missing(pool, size))
+        if self._capacity is not None and self.reserved + self._missing(pool, size) > self._capacity:
+            self._shorten()
         taken = self._missing(pool, size)  # the end may be shorter now
-        self._reserve(taken)
+        self.reserved += taken
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         last = self._ends.get(pool)
         if last is not None and last.is_free:
             self._take(last)
@@ -124,22 +104,6 @@ class CachingAllocator:
         last = self._ends.get(pool)
         free = last.bytes if last is not None and last.is_free else 0
         return -(-(size - free) // _page(pool)) * _page(pool)
-
-    def _make_room(self, taken: int) -> None:
-        if self._capacity is not None and self.reserved + taken > self._capacity:
-            self._give_back()
-
-    def _reserve(self, taken: int) -> None:
-        self.reserved += taken
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-
-    def _give_back(self) -> None:
-        if self._expandable:
-            return self._shorten()
-        for free in self._pools.values():
-            for piece in [piece for piece in free if piece.before is None and piece.after is None]:
-                self._take(piece)
-                self.reserved -= piece.bytes
 
     def _shorten(self) -> None:
         for pool, last in list(self._ends.items()):
@@ -158,9 +122,9 @@ class CachingAllocator:
                 del self._ends[pool]
 
     def _split(self, piece: _Piece, size: int) -> None:
-        """Leave the rest of it free, from 512 bytes in the small pool and in expandable segments, else over 1 MiB."""
+        """Leave the rest of it free, from 512 bytes on."""
         over = piece.bytes - size
-        if over < ROUND_BYTES if size <= SMALL_BYTES or self._expandable else over <= SMALL_BYTES:
+        if over < ROUND_BYTES:
             return
         rest = _Piece(piece.pool, piece.address + size, over, before=piece, after=piece.after)
         if piece.after is not None:
@@ -179,6 +143,6 @@ class CachingAllocator:
         first.after = second.after
         if second.after is not None:
             second.after.before = first
-        elif self._expandable:
+        else:
             self._ends[first.pool] = first
         return first

@@ -339,8 +339,8 @@ def _seen_by(recorder: Recorder) -> Generator[None]:
 
 
 def peak_reserved(events: Events, capacity: int | None = None) -> int:
-    """Bytes that torch's caching allocator takes at most, of a driver that has `capacity`, with expandable segments."""
-    allocator = CachingAllocator(capacity, expandable=True)
+    """Bytes that torch's caching allocator takes at most, of a driver that has `capacity`."""
+    allocator = CachingAllocator(capacity)
     for block, is_made in events:
         if is_made:
             allocator.malloc(block, block.bytes, block.stream)

@@ -127,8 +127,9 @@ def tpu_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    **_: Any,
 ) -> Tensor:
     """torch's scaled_dot_product_attention, as TorchTPU's splash kernel holds memory: it keeps no scores.
 
@@ -136,7 +137,6 @@ def tpu_attention(
     _internal/ops/splash_attention.py), in every dtype. What TorchTPU does with a mask isn't known: a mask's own bytes
     count, scores don't.
     """
-    del attn_mask, enable_gqa
     return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
 
 

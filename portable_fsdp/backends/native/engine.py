@@ -525,15 +525,22 @@ class _CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind = COLLECTIVES.get(func.name())
-        if kind is not None and _group_size(args) > 1:
+        if (collective := collective_of(func, args)) is not None:
+            kind, full, _ = collective
             before = self.traffic.get(kind, base.Traffic(0, 0))
-            full = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            self.traffic[kind] = base.Traffic(before.calls + 1, before.bytes + full)
+            self.traffic[kind] = base.Traffic(before.calls + 1, before.bytes + full.nbytes)
         return func(*args, **(kwargs or {}))
 
 
-def _group_size(args: tuple[Any, ...]) -> int:
-    """Processes that take part in a collective: the first object among its arguments is their group."""
+def collective_of(func: Any, args: tuple[Any, ...]) -> tuple[str, Tensor, Any] | None:
+    """Kind of the collective that an operator runs, the full tensor, and the process group.
+
+    None for another operator, and in a group of one. The first object among the arguments is the group.
+    """
+    kind = COLLECTIVES.get(func.name())
+    if kind is None:
+        return None
     group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
-    return cast(Any, dist.ProcessGroup).unbox(group).size()
+    group = cast(Any, dist.ProcessGroup).unbox(group)
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return (kind, max(tensors, key=lambda tensor: tensor.nbytes), group) if group.size() > 1 else None
