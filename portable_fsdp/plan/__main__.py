@@ -14,18 +14,18 @@ from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.plan import report
-from portable_fsdp.plan.planner import make_plan
-from portable_fsdp.plan.result import Plan
-from portable_fsdp.plan.sweep import (
+from portable_fsdp.plan.planner import (
     PlanOf,
     Settings,
     Tried,
     grid,
     largest_that_fits,
+    make_plan,
     nearest_that_fits,
     sweep,
     usual_grid,
 )
+from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.target import parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker

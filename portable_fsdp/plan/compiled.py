@@ -73,17 +73,11 @@ def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = 
         config = with_value(config, "sharding.replicas", hosts)
     with Worker(LIMIT_S) as worker, TemporaryDirectory() as folder:
         try:
-            return worker(_trace, config, devices, torus)
+            return worker("portable_fsdp.plan.tpu_trace:trace", config, devices, torus)
         except WorkerFailedError as failed:
             Path(folder, "config.json").write_text(config.model_dump_json())
             message = failure_message("the train step could not be traced", Path(folder), failed.ended)
             raise BackendError(message) from None
-
-
-def _trace(config: Config, devices: int, torus: Shape) -> Traced:
-    from portable_fsdp.plan.tpu_trace import trace
-
-    return trace(config, devices, torus)
 
 
 def _limit(limit_bytes: int | None) -> int | None:

@@ -31,9 +31,8 @@ from portable_fsdp.config.rules import without_compiler
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch
 from portable_fsdp.models import flex
-from portable_fsdp.plan.allocator import CachingAllocator
+from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.hlo import Moved
-from portable_fsdp.plan.kernels import gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import (
     Block,
     Collective,
@@ -92,12 +91,12 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     config that compiles is planned as if it ran eagerly, and the plan says so: fused kernels keep less.
 
     Memory's parts are what lives at the peak (rank 0 holds the largest shards), and on cuda two more:
-    - `allocator`: what torch's caching allocator has reserved on top (allocator.py), within the device's limit, because
-      torch gives back unused segments there.
+    - `allocator`: what torch's caching allocator has reserved on top (`CachingAllocator`), within the device's limit,
+      because torch gives back unused memory there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
     The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out.
 
-    On TPUs memory is a lower bound (TPU_NOTE), of tensors in their tiles (kernels.tiled_bytes).
+    On TPUs memory is a lower bound (TPU_NOTE), of tensors in their tiles (device_rules.tiled_bytes).
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
     where precision.matmul allows it. `memory_bytes`: see `least_traffic`. `sent_bytes` has the least that a device must

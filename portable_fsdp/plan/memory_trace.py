@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.native.engine import COLLECTIVES, collective_of
 from portable_fsdp.backends.native.whole import CASTS, SUMS
-from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, matrix_products, tiled_bytes, workspace_bytes
+from portable_fsdp.plan.device_rules import CUBLAS_WORKSPACE_BYTES, matrix_products, tiled_bytes, workspace_bytes
 
 MemoryPart = Literal[
     "weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"
@@ -177,8 +177,8 @@ LOOKUPS = {"embedding", "index_select", "gather", "index"}
 class Recorder(TorchDispatchMode):
     """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
 
-    `is_gpu`: add the memory that a GPU's kernels take for themselves (kernels.py). `is_tpu`: bytes as a TPU lays out
-    tensors (kernels.py). `has_tf32`: products of float32 factors round them.
+    `is_gpu`: add the memory that a GPU's kernels take for themselves. `is_tpu`: bytes as a TPU lays out tensors.
+    `has_tf32`: products of float32 factors round them.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import pickle
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self, TypeVar, cast
+from typing import IO, Any, Literal, Self, cast
 
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import end_with_parent
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -160,8 +159,8 @@ class Worker:
             self._child.close()
         self._folder.cleanup()
 
-    def __call__(self, work: Callable[..., T], *arguments: Any) -> T:
-        """`work(*arguments)`, all of which pickle can send.
+    def __call__(self, work: Callable[..., Any] | str, *arguments: Any) -> Any:
+        """`work(*arguments)`, all of which pickle can send; `module:name` is a function that only the child imports.
 
         Raises the PortableFSDPError that `work` raises; WorkerFailedError for any other error, after which the next
         call starts a new process.
@@ -191,7 +190,8 @@ def _serve(folder: Path) -> None:
     while cast(io.BufferedReader, sys.stdin.buffer).peek(1):
         work, arguments = pickle.load(sys.stdin.buffer)
         try:
-            answer = work(*arguments), None
+            function = pkgutil.resolve_name(work) if isinstance(work, str) else work
+            answer = function(*arguments), None
         except PortableFSDPError as error:
             answer = None, error
         (folder / "part").write_bytes(pickle.dumps(answer))

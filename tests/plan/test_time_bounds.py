@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import step_time
 import time_bounds
 from programs import RESULTS as COMPILED
 from programs import SIZES, Program, program_of
@@ -306,3 +307,36 @@ def test_a_published_run_with_a_misspelt_key_or_two_units_is_refused() -> None:
     for wrong in ({"sequence": 1}, {"source": "somebody"}):
         with pytest.raises(ValidationError):
             time_bounds.Run.model_validate({**run, **wrong})
+
+
+# ------------------------------------------------------------------------------------------------------ expected steps
+
+STEPS: dict[str, dict[str, Any]] = json.loads(step_time.RESULTS.read_text())
+
+
+def test_the_table_has_every_shape_and_its_page() -> None:
+    assert list(STEPS) == [f"{case.name} on {case.on}" for case in step_time.CASES]
+    assert step_time.RESULTS.with_suffix(".md").read_text() == step_time.page(STEPS)
+
+
+def test_more_time_memory_or_traffic_is_a_loss_and_so_is_a_collective_that_newly_stops_compute() -> None:
+    assert step_time.losses(STEPS, STEPS) == []
+    for figure in step_time.FIGURES:
+        now = deepcopy(STEPS)
+        row = next(row for row in now.values() if row[figure])
+        row[figure] *= 1.02
+        assert step_time.losses(STEPS, now) == []
+        row[figure] *= 1.02
+        (found,) = step_time.losses(STEPS, now)
+        assert figure in found
+    now = deepcopy(STEPS)
+    next(iter(now.values()))["waited_gib"]["all_to_all"] = 0.1
+    (found,) = step_time.losses(STEPS, now)
+    assert "all_to_all" in found
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+@pytest.mark.timeout(1800)
+def test_no_shape_got_slower_or_larger_or_sends_more() -> None:
+    assert step_time.losses(STEPS, step_time.plan_all()) == []
