@@ -34,13 +34,14 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import PackedRows
+from portable_fsdp.observe.callbacks import Callback, Callbacks
+from portable_fsdp.observe.console import Console
+from portable_fsdp.observe.run_files import RunFiles
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.process import StopRequest
 from portable_fsdp.train.build import Training, build_training
-from portable_fsdp.train.callbacks import Callback, Callbacks
 from portable_fsdp.train.decision import Votes
 from portable_fsdp.train.measures import InFlight, Measures, run_start
-from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
 
 ARCHITECTURE: dict[str, Any] = {

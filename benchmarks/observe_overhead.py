@@ -20,12 +20,13 @@ from loop_overhead import RESULTS, SEED, WARM_UP_STEPS, OurStep, config, cpu_mod
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import build_data
+from portable_fsdp.observe.callbacks import Callback, Callbacks
+from portable_fsdp.observe.console import Console
+from portable_fsdp.observe.run_files import RunFiles
+from portable_fsdp.observe.trackers import Trackers
 from portable_fsdp.runtime.logs import RunLog
 from portable_fsdp.train.build import build_training
-from portable_fsdp.train.callbacks import Callback, Callbacks
 from portable_fsdp.train.measures import run_start
-from portable_fsdp.train.records import Console, RunFiles
-from portable_fsdp.train.trackers import Trackers
 
 GOAL = 1.01
 

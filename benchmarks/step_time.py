@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.planner import Apart, make_plan
+from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.target import parse_target
+from portable_fsdp.runtime.child import Worker
 
 RESULTS = Path(__file__).parent / "results" / "step_time.json"
 LOSS = 0.03
@@ -90,9 +91,9 @@ def figures_of(plan: Plan) -> dict[str, Any]:
 def plan_all() -> dict[str, dict[str, Any]]:
     """`8B on v6e:4x4` -> its figures."""
     rows: dict[str, dict[str, Any]] = {}
-    with Apart() as apart:
+    with Worker() as worker:
         for case in CASES:
-            rows[f"{case.name} on {case.on}"] = figures_of(make_plan(case.config, parse_target(case.on), apart))
+            rows[f"{case.name} on {case.on}"] = figures_of(make_plan(case.config, parse_target(case.on), worker))
             print(f"{case.name} on {case.on}", file=sys.stderr, flush=True)
     return rows
 

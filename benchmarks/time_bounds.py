@@ -28,10 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from textbook import Step, model_flops, work_of
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.planner import Apart, make_plan
+from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import Time, Work
 from portable_fsdp.plan.target import Target, parse_target
 from portable_fsdp.plan.time import bound, over_links
+from portable_fsdp.runtime.child import Worker
 
 HERE = Path(__file__).parent
 GIGA, TERA = 1e9, 1e12
@@ -271,11 +272,11 @@ def config_of(run: Run, shape: Shape, target: Target) -> Config:
     )
 
 
-def plan_run(run: Run, shape: Shape, apart: Apart, *, is_held_out: bool) -> dict[str, Any]:
+def plan_run(run: Run, shape: Shape, worker: Worker, *, is_held_out: bool) -> dict[str, Any]:
     """The planner's bounds beside what was measured, and beside the textbook's bound."""
     target = parse_target(run.hardware)
     textbook = bound_of(run, shape, target)
-    plan = make_plan(config_of(run, shape, target), target, apart)
+    plan = make_plan(config_of(run, shape, target), target, worker)
     assert plan.expected is not None, f"{target.text}: nothing is known of what runs reach"
     measured = measured_seconds(run, textbook, target)
     return {
@@ -299,9 +300,9 @@ def plan_all(published: Published) -> list[dict[str, Any]]:
     """One entry for each run that a config can express, in the file's order; minutes."""
     rows: list[dict[str, Any]] = []
     runs = [run for run in published.runs if is_expressible(run, published.models[run.model])]
-    with Apart() as apart:
+    with Worker() as worker:
         for number, run in enumerate(runs):
-            rows.append(plan_run(run, published.models[run.model], apart, is_held_out=number % 3 == 2))
+            rows.append(plan_run(run, published.models[run.model], worker, is_held_out=number % 3 == 2))
             print(_line(rows[-1]), file=sys.stderr, flush=True)
     return rows
 

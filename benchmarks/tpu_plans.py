@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.compiled import plan_compiled
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.tpu import compiler_version, plan_tpu
+from portable_fsdp.plan.tpu_compiler import compiler_version
 
 RESULTS = Path(__file__).parent / "results" / "tpu_plans.json"
 SIZES = {
@@ -100,7 +101,7 @@ def measure(case: Case) -> dict[str, Any]:
         stages[stage] = time.perf_counter() - began
 
     target = parse_target(case.slice)
-    plan = plan_tpu(case.config, target, progress)
+    plan = plan_compiled(case.config, target, progress)
     wall = time.perf_counter() - began
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     parameters = sum(rows * width for rows, width in case.shapes)

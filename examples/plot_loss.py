@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl
 
 Row = dict[str, Any]
 

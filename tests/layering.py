@@ -18,8 +18,9 @@ FLOORS = [
     {"runtime"},
     {"config"},
     {"layout"},
-    {"models", "data", "optim", "metrics"},
+    {"models", "data", "optim"},
     {"checkpoint", "backends"},
+    {"observe"},
     {"train", "formats", "plan", "convert", "doctor", "report", "parity"},
 ]
 """From the bottom; what stands directly in the package, the commands, is on top of them."""
@@ -245,11 +246,11 @@ def cycles(modules: Modules) -> list[str]:
 
 
 _ALL = {"", *(name for floor in FLOORS for name in floor)}
-_GROUND = {"models", "data", "optim", "metrics"}
+_GROUND = {"models", "data", "optim"}
 BANS: list[tuple[set[str], set[str], tuple[str, ...]]] = [
     (_GROUND, {"torch.distributed", "torch_xla", "torch_tpu", f"{PACKAGE}.backends"}, ()),
     (_ALL - {"backends"}, {"torch_xla"}, (f"{PACKAGE}.plan.tpu_trace",)),
-    ({"checkpoint"}, {f"{PACKAGE}.backends"}, (f"{PACKAGE}.backends.base",)),
+    ({"checkpoint", "observe"}, {f"{PACKAGE}.backends"}, (f"{PACKAGE}.backends.base",)),
     ({"backends"}, {f"{PACKAGE}.{name}" for name in ("models", "data", "checkpoint")}, ()),
     ({"train"}, {f"{PACKAGE}.formats"}, (f"{PACKAGE}.formats.base", f"{PACKAGE}.formats.target")),
 ]

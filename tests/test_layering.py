@@ -51,13 +51,14 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
         invented(data__order="from portable_fsdp.optim import schedule", optim__schedule=""),
         invented(backends__native="import portable_fsdp.checkpoint.store", checkpoint__store=""),
         invented(train__loop="from portable_fsdp.plan import report", plan__report=""),
+        invented(observe__console="from portable_fsdp.train import loop", train__loop=""),
         invented(train__loop="from portable_fsdp import launch", launch=""),
         invented(train__loop="def f():\n    from portable_fsdp.parity import worker", parity__worker=""),
         invented(config__load="from portable_fsdp.convert import read", convert__read=""),
         invented(doctor__checks="from portable_fsdp.launch import main", launch=""),
         invented(train__loop="def f():\n    from portable_fsdp.doctor import checks", doctor__checks=""),
         invented(train__loop="from portable_fsdp.formats.huggingface import export", formats__huggingface=""),
-        invented(plan__cuda="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
+        invented(plan__fake_step="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
     ],
     engines_that_know_each_other: [
         invented(backends__xla="from . import native", backends__native=""),
@@ -79,17 +80,17 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
         invented(data__order="import torch.distributed as dist"),
         invented(train__loop="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
         invented(models__loss="from torch import distributed"),
-        invented(metrics__meter="import torch\ndef f():\n    return torch.distributed.get_rank()"),
+        invented(models__meter="import torch\ndef f():\n    return torch.distributed.get_rank()"),
         invented(optim__optimizer="def f():\n    import torch_xla.runtime"),
         invented(data__batches="from portable_fsdp.backends.base import Batch", backends__base=""),
         invented(train__step="def f():\n    import torch_xla"),
-        invented(plan__cuda="from importlib import import_module\ndef f():\n    import_module('torch_xla.runtime')"),
+        invented(plan__time="from importlib import import_module\ndef f():\n    import_module('torch_xla.runtime')"),
         invented(checkpoint__manager="from portable_fsdp.backends import native", backends__native=""),
         invented(checkpoint__manager="from portable_fsdp.backends.open import open_backend", backends__open=""),
     ],
     names_defined_twice: [
-        invented(data__a="class Row:\n    pass", metrics__b="class Row:\n    pass"),
-        invented(data__a="Row = tuple[int, ...]", metrics__b="def f():\n    class Row:\n        pass"),
+        invented(data__a="class Row:\n    pass", optim__b="class Row:\n    pass"),
+        invented(data__a="Row = tuple[int, ...]", optim__b="def f():\n    class Row:\n        pass"),
     ],
     cycles: [
         invented(config__load="from . import schema", config__schema="def f():\n    from .load import x"),
@@ -172,7 +173,7 @@ def test_dependencies_are_what_is_imported() -> None:
 
 def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
     """Nor does the ground, in a fresh process: `--help` waits for neither torch nor what imports it."""
-    light = {"config", "convert", "doctor", "runtime", ""}
+    light = {"config", "convert", "doctor", "observe", "runtime", ""}
     names = [name for name in read_package(ROOT / PACKAGE) if section(name) in light]
     heavy = {"torch", "torch_xla", "torch_tpu", "transformers", "accelerate"}
     program = f"import sys, {', '.join(names)}\nprint(sorted({heavy!r} & set(sys.modules)))"

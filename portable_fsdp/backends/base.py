@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import psutil
 import torch
@@ -28,7 +28,6 @@ from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import host_memory_bytes
 
 if TYPE_CHECKING:
-    from portable_fsdp.metrics.profile import Operation
     from portable_fsdp.optim.loss_scale import LossScaler
 
 T = TypeVar("T")
@@ -144,6 +143,19 @@ class Pending(NamedTuple):
 
     result: Callable[[], dict[str, Tensor]]
     """Waits for them. The only place where a run waits for the device."""
+
+
+class Operation(NamedTuple):
+    """Work of a device in the trace that an engine recorded."""
+
+    name: str  # of a collective its kind (all_gather), where the engine knows it
+    kind: Literal["compute", "communication", "copy"]
+    start: float  # seconds, by the trace's clock
+    seconds: float
+    stream: str  # on one stream operations follow one another, or lie inside one another
+    device: str = "cpu"
+    module: str = ""  # the FSDP unit, or the XLA program
+    bytes: int = 0  # of the full tensor that a collective gathers or reduces; 0: unknown
 
 
 class Backend(Closing):
@@ -300,7 +312,7 @@ class Backend(Closing):
         """Peak and present use of the fullest device of this process; None where the engine doesn't tell."""
 
     @abstractmethod
-    def start_trace(self, folder: Path) -> Callable[[], Callable[[], "list[Operation]"]]:
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
         """Record what this process and its devices do, until the function that it returns is called.
 
         That one writes the engine's own trace into `folder` and returns a function that reads it, which takes seconds,

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from portable_fsdp.config.rules import Rule
 from portable_fsdp.runtime.process import Hosts
 
 ProcessCount = Callable[[str, int | None, Callable[[str], int]], int]
 """(device, requested devices, count of a device on this host) -> processes of a plain start on one host."""
+
+PlanMethod = Literal["fake step", "compiled step"]
+"""How `plan` plans a step: it runs the step on fake tensors, or has its program compiled."""
 
 
 class Package(NamedTuple):
@@ -32,6 +35,8 @@ class EngineOptions:
     launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
     prepare_start: Callable[[str, int, Mapping[str, str]], Hosts | None] = lambda device, processes, environ: None
     """(device, processes of this host, environment), in the process that starts them -> where several hosts meet."""
+    planned_by: Mapping[str, PlanMethod] = field(default_factory=dict[str, PlanMethod])
+    """By device; without one where nothing plans for the engine."""
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
     """`section.key` or `section.key=value` -> what the engine does, where the schema's description doesn't tell it."""
     delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # `section.key` -> what decides in its place

@@ -19,7 +19,17 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, Forward, MemoryStats, Metrics, Piece, Rank, dropouts, process_memory
+from portable_fsdp.backends.base import (
+    Backend,
+    Forward,
+    MemoryStats,
+    Metrics,
+    Operation,
+    Piece,
+    Rank,
+    dropouts,
+    process_memory,
+)
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.pjrt_program import run_program
@@ -28,7 +38,6 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch, count_row_shards, mesh_axes
-from portable_fsdp.metrics.profile import Operation
 from portable_fsdp.runtime.errors import BackendError
 
 log = logging.getLogger("portable_fsdp")

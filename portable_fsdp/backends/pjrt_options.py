@@ -5,7 +5,7 @@ Imports neither torch nor torch_xla: plans use the compiler options without them
 
 from collections.abc import Mapping
 
-from portable_fsdp.backends.options import EngineOptions, Package, ProcessCount
+from portable_fsdp.backends.options import EngineOptions, Package, PlanMethod, ProcessCount
 from portable_fsdp.config.rules import Refused, Rule
 
 NO_LOSS_SCALING = "float16 needs loss scaling, which only native has; bfloat16 has the range of float32"
@@ -68,7 +68,13 @@ class TorchXlaOptions(EngineOptions):
     """What an engine of torch_xla declares by itself; the rest is the same for both."""
 
     def __init__(
-        self, engine: str, *, rules: tuple[Rule, ...], processes: ProcessCount, notes: Mapping[str, str] = {}
+        self,
+        engine: str,
+        *,
+        rules: tuple[Rule, ...],
+        processes: ProcessCount,
+        notes: Mapping[str, str] = {},
+        planned_by: Mapping[str, PlanMethod] = {},
     ) -> None:
         super().__init__(
             engine=engine,
@@ -81,6 +87,7 @@ class TorchXlaOptions(EngineOptions):
             notes={**NOTES, **notes},
             delegated=DELEGATED,
             processes=processes,
+            planned_by=planned_by,
             launcher_counts_devices=False,
             other_devices={
                 "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import xxhash
@@ -45,6 +45,14 @@ _MAX_ROWS = 12  # of a table of differences
 _MAX_BYTES = 2**30  # of a manifest; one with a million pieces has 30 MB
 
 Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]
+
+
+class NamedSave(NamedTuple):
+    """A committed save that an events.jsonl names."""
+
+    step: int
+    path: str
+    events: Path  # the file
 
 
 class StrictModel(BaseModel):

@@ -26,12 +26,12 @@ from portable_fsdp.checkpoint.config_diff import (
     require_allowed,
     require_same_base,
 )
+from portable_fsdp.checkpoint.format import NamedSave
 from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_error, together
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, remove_files, write_pieces
 from portable_fsdp.checkpoint.write_errors import way_out
 from portable_fsdp.config import schema
 from portable_fsdp.layout import Region
-from portable_fsdp.metrics.sinks import NamedSave
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import CheckpointError

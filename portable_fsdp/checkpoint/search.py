@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.checkpoint import commit, storage
-from portable_fsdp.checkpoint.format import committed_steps, read_manifest, require_checkpoint, step_of
+from portable_fsdp.checkpoint.format import NamedSave, committed_steps, read_manifest, require_checkpoint, step_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
-from portable_fsdp.metrics.sinks import NamedSave
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.errors import CheckpointError, StoreError, without_passwords
 

@@ -142,7 +142,7 @@ def _no_value(fqn: str, module: nn.Module, problem: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """From these sizes `metrics/flops.py` counts the FLOPs of a step."""
+    """From these sizes `models/flops.py` counts the FLOPs of a step."""
 
     parameters: int  # a tied weight once
     embedding_parameters: int  # of tables that are only looked up

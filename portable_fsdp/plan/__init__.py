@@ -1,9 +1,9 @@
 """Plans: what the trainer's own step needs on hardware that isn't there. A tool: no training run imports it.
 
 May import everything below `train`, and `train`. Read `result.py` first, then `planner.py`, which joins the parts:
-- `tpu.py` has the step traced (`tpu_trace.py`) and compiled (`tpu_compiler.py`) in processes of their own, and reads
-  what the TPU compiler wrote (`tpu_read.py`).
-- `cuda.py` runs the step on fake tensors: `memory_trace.py` records what lives, `kernels.py` knows what a GPU's kernels
-  add, `allocator.py` what torch's allocator makes of it.
-- `target.py` knows what `--on` names, `hardware.yaml` what that can do, `time.py` bounds the step's time.
+- `fake_step.py` runs the step on fake tensors: `memory_trace.py` records what lives, `device_rules.py` knows what a
+  device's kernels and torch's allocator add.
+- `compiled.py` has the step traced (`tpu_trace.py`) and compiled (`tpu_compiler.py`) in processes of their own, and
+  reads what the TPU compiler wrote (`tpu_program.py`, `tpu_schedule.py`, `hlo.py`).
+- `target.py` knows what `--on` names and what it can do, `time.py` bounds the step's time and expects one.
 """

@@ -12,22 +12,23 @@ from pathlib import Path
 from portable_fsdp.backends.open import engine_made_for
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.plan import report
-from portable_fsdp.plan.planner import Apart, make_plan
-from portable_fsdp.plan.result import Plan
-from portable_fsdp.plan.sweep import (
+from portable_fsdp.plan.planner import (
     PlanOf,
     Settings,
     Tried,
     grid,
     largest_that_fits,
+    make_plan,
     nearest_that_fits,
     sweep,
     usual_grid,
 )
+from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.target import parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
+from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, Once, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
 from portable_fsdp.runtime.process import end_with_parent
@@ -73,8 +74,8 @@ def main(argv: list[str]) -> int:
     """Plan what is asked for by the arguments after the program's name; returns the exit code."""
 
     def plan(options: argparse.Namespace) -> int:
-        with Apart() as apart:
-            return _plan(options, apart)
+        with Worker() as worker:
+            return _plan(options, worker)
 
     try:
         return run_command(_parser(), argv, plan)
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
         return _EXIT_INTERRUPTED
 
 
-def _plan(options: argparse.Namespace, apart: Apart) -> int:
+def _plan(options: argparse.Namespace, worker: Worker) -> int:
     if options.config is None or options.on is None:
         raise ConfigError("plan: expected --config=FILE and --on=WHERE, as --on=v5p:2x2x4 or --on=h100:8.")
     is_sweep = options.sweep or bool(options.over)
@@ -101,7 +102,7 @@ def _plan(options: argparse.Namespace, apart: Apart) -> int:
         return load_config(options.config, [*options.overrides, *(f"{key}={value}" for key, value in settings.items())])
 
     def plan_of(settings: Settings) -> Plan:
-        return make_plan(config_of(settings), target, apart, to_stderr, backend=options.backend)
+        return make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)
 
     kind = target.hardware.kind
     if is_sweep:

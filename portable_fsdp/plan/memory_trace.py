@@ -24,10 +24,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends.native.engine import COLLECTIVES
+from portable_fsdp.backends.native.engine import COLLECTIVES, collective_of
 from portable_fsdp.backends.native.whole import CASTS, SUMS
-from portable_fsdp.plan.kernels import CUBLAS_WORKSPACE_BYTES, matrix_products, workspace_bytes
-from portable_fsdp.plan.tpu_layout import tiled_bytes
+from portable_fsdp.plan.device_rules import CUBLAS_WORKSPACE_BYTES, matrix_products, tiled_bytes, workspace_bytes
 
 MemoryPart = Literal[
     "weights", "gradients", "optimizer", "gathered weights", "activations", "loss and logits", "temporaries"
@@ -178,8 +177,8 @@ LOOKUPS = {"embedding", "index_select", "gather", "index"}
 class Recorder(TorchDispatchMode):
     """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
 
-    `is_gpu`: add the memory that a GPU's kernels take for themselves (kernels.py). `is_tpu`: bytes as a TPU lays out
-    tensors (tpu_layout.py). `has_tf32`: products of float32 factors round them.
+    `is_gpu`: add the memory that a GPU's kernels take for themselves. `is_tpu`: bytes as a TPU lays out tensors.
+    `has_tf32`: products of float32 factors round them.
     """
 
     def __init__(
@@ -267,7 +266,7 @@ class Recorder(TorchDispatchMode):
                 self._see(leaf, name)
         if self.calls:
             if name in COLLECTIVES:
-                self._note_collective(COLLECTIVES[name], args)
+                self._note_collective(func, args)
             else:
                 self._note_kernel(func, args, kwargs, out)
         return out
@@ -384,15 +383,12 @@ class Recorder(TorchDispatchMode):
             block = workspace(taken, func.name())
             self.events += [(block, True), (block, False)]
 
-    def _note_collective(self, kind: str, args: tuple[Any, ...]) -> None:
-        group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
-        group = cast(Any, dist.ProcessGroup).unbox(group)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) > 1:
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            largest = max(tensors, key=lambda tensor: tensor.nbytes)
-            collective = Collective(kind, _name(largest.dtype), largest.nbytes, ranks, group.group_name)
-            self.calls[-1].append(CollectiveRun(collective, self._block_of(largest) if kind == "all_gather" else None))
+    def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        if (running := collective_of(func, args)) is not None:
+            kind, full, group = running
+            ranks = tuple(dist.get_process_group_ranks(group))
+            collective = Collective(kind, _name(full.dtype), full.nbytes, ranks, group.group_name)
+            self.calls[-1].append(CollectiveRun(collective, self._block_of(full) if kind == "all_gather" else None))
 
 
 def _running_node() -> Any:

@@ -1,27 +1,30 @@
-"""A config and a target to a plan: memory and work from the engine's own planner, then the bounds of time."""
+"""A config and a target to a plan: memory and work from the engine's own planner, then the bounds of time.
 
-import multiprocessing
+`sweep` and what follows it plan several settings: a grid over the keys that decide memory and time, and the nearest or
+largest that fits.
+"""
+
+import itertools
 import os
-import signal
-import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Self
+from typing import Any
 
-from portable_fsdp.backends.open import engine_made_for
+from pydantic import BaseModel
+
+from portable_fsdp.backends.open import ENGINES, engine_made_for, options_of
 from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
+from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of, with_value
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import mesh_axes
+from portable_fsdp.layout import check_batch, mesh_axes, micro_batches
+from portable_fsdp.plan.compiled import plan_compiled
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
-from portable_fsdp.plan.tpu import plan_tpu
-from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.process import end_with_parent
+from portable_fsdp.runtime.child import Worker, WorkerFailedError
+from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 
 SETTINGS = (
     *("train.micro_batch", "train.global_batch", "data.seq_len", "sharding.strategy", "memory.gradient_checkpointing"),
@@ -35,80 +38,32 @@ SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
 SHARED_LINKS = "two devices share a chip's links: what crosses ici isn't bounded."  # counted by device, some in a chip
 
 
-class Apart:
-    """Runs functions in one other process, one at a time; it starts with the first, and stays for the next.
-
-    Importing torch and transformers takes seconds, and the planner replaces parts of torch, which this process keeps.
-    """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="portable_fsdp_plan")  # torch's too, which a kill would leave
-        self._pool = self._new()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # nobody waits for the plan any more
-            for child in multiprocessing.active_children():
-                child.kill()
-        self._pool.shutdown()
-        self._folder.cleanup()
-
-    def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """`work(*arguments)`; raises what it raises, and BackendError where the process was killed."""
-        # A child that is half started would print a traceback for Ctrl-C.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            future = self._pool.submit(work, *arguments)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            self._pool = self._new()
-            raise BackendError(
-                "plan: the process that plans was killed.\n  Was memory short? A plan takes up to 3 GiB."
-            ) from None
-
-    def _new(self) -> ProcessPoolExecutor:
-        spawn = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(1, spawn, initializer=_start, initargs=(os.getpid(), self._folder.name))
-
-
-def _start(parent: int, folder: str) -> None:
-    """In the child: it ends with its parent, its temporary files with `folder`, and Ctrl-C ends it silently."""
-    end_with_parent(parent)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 def make_plan(
     config: Config,
     target: Target,
-    apart: Apart,
+    worker: Worker,
     progress: Progress = lambda stage: None,
     *,
     backend: str = "auto",
 ) -> Plan:
     """Plan one step of `config` on `target`; takes seconds to a minute, and needs none of the hardware.
 
-    `backend`: an engine, or `auto`.
+    `backend`: an engine, or `auto`. `worker` runs what needs torch; give it to the next plan too.
     What the trainer would refuse there is refused here, by the same checks. Raises ConfigError, BackendError.
     """
     began = perf_counter()
     kind = target.hardware.kind
     engine = engine_made_for(kind) if backend == "auto" else backend
-    planners = dict(PLANNERS[kind])
-    if engine not in planners:
+    methods = {name: options_of(name).planned_by[kind] for name in ENGINES if kind in options_of(name).planned_by}
+    if engine not in methods:
+        names = sorted(methods, key=lambda name: name != engine_made_for(kind))
         raise BackendError(
-            f"plan on {target.text}: expected --backend={' or '.join(planners)}, found {backend}: no other engine "
+            f"plan on {target.text}: expected --backend={' or '.join(names)}, found {backend}: no other engine "
             f"has a planner for {kind}."
         )
     generation = target.hardware.name if kind == "tpu" else ""
     require_supported(config, Deployment(engine, kind, target.devices, target.hosts, generation))
-    planned = planners[engine](config, target, apart, progress)
+    planned = PLANNERS[methods[engine]](config, target, worker, progress)
     shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
@@ -143,40 +98,46 @@ def _no_shorter(expected: Expected, time: Time) -> Expected:
     return expected + Expected(seconds=missing, parts={"copies": missing} if missing else {}, synchronous_bytes={})
 
 
-def _compiled(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
-    return plan_tpu(config, target, progress)
+def _compiled_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
+    return plan_compiled(config, target, progress)
 
 
-def _on_fake_tensors(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
+def _fake_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
+    if target.hardware.kind == "tpu":
+        _require_eager_on_one_slice(config, target)
     progress("running a step on fake tensors")
-    return apart(_plan_memory, config, target)
+    try:
+        return worker(_run_fake_step, config, target)
+    except WorkerFailedError as failed:
+        raise BackendError(
+            f"plan: the process that plans failed with code {failed.ended.code}. Its last lines:\n"
+            f"{failed.ended.last_lines}\n  Was memory short? A plan takes up to 3 GiB."
+        ) from None
 
 
-def _on_torchtpu(config: Config, target: Target, apart: Apart, progress: Progress) -> EnginePlan:
+def _run_fake_step(config: Config, target: Target) -> EnginePlan:
+    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
+    from portable_fsdp.plan.fake_step import plan_memory
+
+    return plan_memory(config, target)
+
+
+def _require_eager_on_one_slice(config: Config, target: Target) -> None:
+    other = f"--backend={engine_made_for('tpu')}"
     if target.slices > 1:
-        raise BackendError(f"plan on {target.text}: backend native trains on one slice only.\n  Use --backend=xla.")
+        raise BackendError(f"plan on {target.text}: TorchTPU trains on one slice only.\n  Use {other}.")
     if config.compile.enabled:
         raise BackendError(
             f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
-            "they keep less than the eager step.\n  Plan with compile.enabled=false, or --backend=xla."
+            f"they keep less than the eager step.\n  Plan with compile.enabled=false, or {other}."
         )
-    return _on_fake_tensors(config, target, apart, progress)
 
 
-Planner = Callable[[Config, Target, Apart, Progress], EnginePlan]
-PLANNERS: dict[str, tuple[tuple[str, Planner], ...]] = {
-    "cpu": (("native", _on_fake_tensors),),
-    "cuda": (("native", _on_fake_tensors),),
-    "tpu": (("xla", _compiled), ("native", _on_torchtpu)),
+PLANNERS: dict[str, Callable[[Config, Target, Worker, Progress], EnginePlan]] = {
+    "fake step": _fake_step,
+    "compiled step": _compiled_step,
 }
-"""The engines that have a planner, by device; the usual one first."""
-
-
-def _plan_memory(config: Config, target: Target) -> EnginePlan:
-    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
-    from portable_fsdp.plan.cuda import plan_memory
-
-    return plan_memory(config, target)
+"""By the words of `EngineOptions.planned_by`."""
 
 
 def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
@@ -201,3 +162,147 @@ def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> I
         yield "over 95 % of the memory is taken: keep 5 % for code, drivers and what else a plan can't see."
     for link in planned.work.sent_bytes.keys() - time.links_s.keys():
         yield f"no bandwidth of {link} is known here: what crosses it isn't bounded."
+
+
+# --------------------------------------------------------------------------------------------------- several settings
+
+MODES = ("none", "selective", "full")
+FREE = 0.05  # share of a device's memory for what a plan can't see: code, drivers, gaps
+
+Settings = dict[str, str]
+"""Key of the config -> value, as an override writes it."""
+
+PlanOf = Callable[[Settings], Plan]
+"""Plans the config with these settings laid over it. Raises what planning raises."""
+
+
+class Tried(BaseModel):
+    """A setting of the grid: its plan, or why there is none."""
+
+    settings: Settings
+    plan: Plan | None = None
+    refusal: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Unknown is no."""
+        return self.plan is not None and self.plan.memory.verdict in ("fits", "fits by recomputing")
+
+
+def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
+    """What a sweep tries by default; smaller micro batches first.
+
+    Scanned layers are recomputed all or none, since all turns of the loop run one program.
+    """
+    rows = max(config.train.global_batch // devices, 1)
+    micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | ({config.train.micro_batch} - {"auto"})
+    unrolled = {"compile.scan_layers": "false"} if scan else {}
+    if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers alone
+        unrolled["memory.offload"] = "none"
+    layers = [unrolled | checkpointing(config, mode) for mode in MODES]
+    if scan:
+        layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
+    strategies = ["NO_SHARD"]
+    if devices > 1:
+        strategies = list(dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy)))
+    return [
+        {"sharding.strategy": strategy, **layer_settings, "train.micro_batch": str(size)}
+        for strategy, layer_settings, size in itertools.product(strategies, layers, sorted(micro_batches))
+    ]
+
+
+def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
+    """Each value of each key with each of the others."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def checkpointing(config: Config, mode: str) -> Settings:
+    """The mode with what it needs, without what only another takes; selective: every second layer by default."""
+    memory = config.memory
+    is_selective = memory.every is not None or bool(memory.save_ops)
+    settings = {"memory.gradient_checkpointing": mode}
+    if memory.gradient_checkpointing == "budget":
+        settings["memory.budget"] = f"{default_of('memory.budget')}"
+    if memory.classes and mode not in ("full", "selective"):
+        settings["memory.classes"] = "[]"
+    if memory.offload == "activations" and mode not in ("full", "selective"):
+        settings["memory.offload"] = "none"
+    if mode == "selective":
+        return settings if is_selective else {**settings, "memory.every": "2"}
+    return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if is_selective else {})
+
+
+def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
+    """Plan one after the other. Where a `train.micro_batch` doesn't fit, leave out larger ones."""
+    too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
+    for settings in points:
+        rows = settings.get("train.micro_batch", "")
+        others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
+        if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
+            continue
+        tried = _try(settings, plan_of)
+        if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
+            too_many[others] = int(rows)
+        yield tried
+
+
+def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iterator[Tried]:
+    """Ever stronger measures, each on top of those before, up to the first that fits; the last may not fit either.
+
+    In the order of what they cost: recomputing layers, fewer rows at once, sharding all, and with `offload` the
+    optimizer's state on the host. None of them changes what the model learns.
+    """
+    settings: Settings = {}
+    for measure in _measures(config, offload=offload):
+        settings = settings | measure
+        tried = _try(settings, plan_of)
+        yield tried
+        if tried.fits:
+            return
+
+
+def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, note: Callable[[Tried], None]) -> Tried:
+    """The plan of the largest `train.micro_batch` that fits and leaves FREE; else of 1, whether it fits or not.
+
+    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each given to `note`. Raises
+    ConfigError where the devices don't divide the global batch, BackendError for a plan without a verdict, and what
+    planning the result raises.
+    """
+    check_batch(with_value(config, "train.micro_batch", 1), devices)
+    *smaller, largest = sizes = micro_batches(config.train.global_batch, devices)
+    tried: dict[int, Tried] = {}
+
+    def has_room(size: int) -> bool:
+        tried[size] = _try({"train.micro_batch": str(size)}, plan_of)
+        note(tried[size])
+        plan = tried[size].plan
+        if plan is not None and plan.memory.verdict == "unknown":
+            why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; give --memory"
+            raise BackendError(f"plan on {plan.on}: no plan can say that a train.micro_batch fits: memory {why}.")
+        return plan is not None and plan.memory.peak_bytes <= (1 - FREE) * (plan.memory.limit_bytes or 0)
+
+    if has_room(largest):  # first: one micro batch a step needs no sums of gradients, and may need less than half of it
+        return tried[largest]
+    fitting = bisect_left(smaller, True, key=lambda size: not has_room(size))
+    best = tried[sizes[max(0, fitting - 1)]]
+    return best if best.plan is not None else best.model_copy(update={"plan": plan_of(best.settings)})
+
+
+def _measures(config: Config, *, offload: bool) -> Iterator[Settings]:
+    if config.memory.gradient_checkpointing != "full":
+        yield checkpointing(config, "full")
+    size = config.train.resolved_micro_batch
+    while size > 1:
+        size = size // 2 if size % 2 == 0 else 1
+        yield {"train.micro_batch": str(size)}
+    if config.sharding.strategy != "FULL_SHARD":
+        yield {"sharding.strategy": "FULL_SHARD"}
+    if offload and not config.memory.cpu_offload:
+        yield {"memory.cpu_offload": "true"}
+
+
+def _try(settings: Settings, plan_of: PlanOf) -> Tried:
+    try:
+        return Tried(settings=settings, plan=plan_of(settings))
+    except PortableFSDPError as error:
+        return Tried(settings=settings, refusal=str(error))

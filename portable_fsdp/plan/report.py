@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
+from portable_fsdp.plan.planner import Settings, Tried
 from portable_fsdp.plan.result import Comparison, DeviceMemory, Plan, Time
-from portable_fsdp.plan.sweep import Settings, Tried
 from portable_fsdp.runtime.errors import UsageError, table
 
 _BAR = 40  # characters

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
 
-from portable_fsdp.metrics.hlo import Moved
+from portable_fsdp.plan.hlo import Moved
 
 FitVerdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
 

@@ -1,20 +1,21 @@
 """How long a step takes at least, by roofline: compute, memory traffic, traffic over each link.
 
 A lower bound: each is taken at the speed that the vendor names, at its most favourable split and routing, and as if the
-others were free. Published runs took 1.2 to 3.4 times as long (benchmarks/results/time_bounds.md). gpu_time.py and
-tpu_time.py say what a step should take, at the speeds that measured runs reach (`Rates`) on one device (`Streams`).
+others were free. Published runs took 1.2 to 3.4 times as long (benchmarks/results/time_bounds.md). `expected_time` says
+what a step should take: it walks over the operations of one device, at the speeds that measured runs reach (`Rates`).
 """
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Len
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 
-from portable_fsdp.metrics.flops import peak_flops
+from portable_fsdp.models.flops import peak_flops
 from portable_fsdp.plan.result import Comparison, Expected, Time, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.runtime.errors import UsageError
@@ -22,6 +23,9 @@ from portable_fsdp.runtime.errors import UsageError
 ITEM_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "s8": 1}
 
 WARM_UP_STEPS = 5
+
+GPU_KERNEL_S = 4e-6
+"""The least time from a GPU kernel's start to the next one's. A guess; it decides nothing where kernels are large."""
 
 
 def bound(
@@ -87,6 +91,9 @@ def over_links(
     return {link: value for link, value in sent.items() if value and link not in ("chip", "host")}
 
 
+# -------------------------------------------------------------------------------------------------- expected times
+
+
 class Rates(NamedTuple):
     """The speeds that measured runs reach on a device."""
 
@@ -95,41 +102,91 @@ class Rates(NamedTuple):
     attention: float  # and attention kernels
     memory: float  # bytes/s that other kernels move
     links: Mapping[str, float]  # bytes/s that a device sends, by link
+    kernel_s: float = 0.0  # that any kernel takes at least
 
-    def peak(self, dtype: str) -> float:
-        """FLOP/s; bfloat16's where the vendor names none for `dtype`."""
-        return self.peaks.get(dtype, self.peaks["bfloat16"])
+    def seconds_of(self, kernel: "Compute") -> float:
+        """Bfloat16's peak counts where the vendor names none for the dtype."""
+        peak = self.peaks.get(kernel.dtype, self.peaks["bfloat16"])
+        reached = peak * (self.attention if kernel.part == "attention" else self.products)
+        return max(kernel.flops / reached, kernel.memory_bytes / self.memory, self.kernel_s)
 
 
-class Streams:
-    """A device's streams: one computes, and each link carries one transfer after the other."""
+class Compute(NamedTuple):
+    """A kernel: it takes the time of its products, or of the bytes that it moves to and from memory."""
 
-    def __init__(self) -> None:
-        self.now = 0.0  # on the compute stream, in seconds since the beginning
-        self._free: defaultdict[str, float] = defaultdict(float)  # link -> when its last transfer ends
-        self._parts: defaultdict[str, float] = defaultdict(float)
+    part: str  # of `Expected.parts`
+    flops: float
+    memory_bytes: float
+    dtype: str = "bfloat16"  # of the factors of its products
 
-    def run(self, part: str, seconds: float) -> None:
-        """Compute; `part`: as of `Expected.parts`."""
-        self._parts[part] += seconds
-        self.now += seconds
 
-    def send(self, link: str, seconds: float, since: float | None = None) -> float:
-        """When a transfer ends that may begin at `since` (None: now), once its link is free."""
-        self._free[link] = max(self._free[link], self.now if since is None else since) + seconds
-        return self._free[link]
+class Send(NamedTuple):
+    """A collective begins, after those before it on the same stream."""
 
-    def wait(self, until: float) -> None:
-        """Compute waits until communication has ended; nothing where it has."""
-        self.run("exposed communication", max(0.0, until - self.now))
+    key: Hashable  # for `Wait`
+    stream: str
+    sent: Mapping[str, float]  # link -> bytes that a device sends over it
+    is_ahead: bool = False  # it may begin when the last `Wait` ended
 
-    def wait_for(self, *links: str) -> None:
-        self.wait(max(self._free[link] for link in links))
 
-    def expected(self, synchronous_bytes: Mapping[str, float]) -> Expected:
-        """All of it; parts that took no time are left out."""
-        parts = {part: seconds for part, seconds in self._parts.items() if seconds}
-        return Expected(seconds=self.now, parts=parts, synchronous_bytes=dict(synchronous_bytes))
+class Wait(NamedTuple):
+    """Compute waits for the end of a collective; not where none of this key has begun."""
+
+    key: Hashable
+    # Kind of collective -> bytes that a device sends while compute waits, because the program's schedule stops there.
+    synchronous: Mapping[str, float] = MappingProxyType({})
+
+
+class Drain(NamedTuple):
+    """Compute waits for all collectives."""
+
+
+class Loop(NamedTuple):
+    """All turns of a loop, or the longest branch of a condition; no collective outlives a turn."""
+
+    turns: int
+    branches: "Sequence[Sequence[Operation]]"
+
+
+Operation = Compute | Send | Wait | Drain | Loop
+
+
+def expected_time(operations: Iterable[Operation], rates: Rates) -> Expected:
+    """How long `operations` take, in their order: one stream computes, and each other stream carries one collective
+    after the other beside it. Parts that take no time are left out."""
+    parts: defaultdict[str, float] = defaultdict(float)
+    synchronous: defaultdict[str, float] = defaultdict(float)
+    now = last_wait = 0.0
+    free: dict[str, float] = {}  # stream -> when its last collective ends
+    ends: dict[Hashable, float] = {}  # of each collective
+
+    for operation in operations:
+        until = now
+        match operation:
+            case Compute(part):
+                seconds = rates.seconds_of(operation)
+                parts[part] += seconds
+                now += seconds
+            case Send(key, stream, sent, is_ahead):
+                begin = max(free.get(stream, 0.0), last_wait if is_ahead else now)
+                seconds = (size / rates.links[link] for link, size in sent.items() if link in rates.links)
+                ends[key] = free[stream] = begin + max(seconds, default=0.0)
+            case Wait(key, waits):
+                now = last_wait = max(now, ends.get(key, 0.0))
+                for kind, size in waits.items():
+                    synchronous[kind] += size
+            case Drain():
+                now = max([now, *free.values()])
+            case Loop(turns, branches):
+                inner = max((expected_time(branch, rates) for branch in branches), key=lambda branch: branch.seconds)
+                now += turns * inner.seconds
+                for total, added in ((parts, inner.parts), (synchronous, inner.synchronous_bytes)):
+                    for name, amount in added.items():
+                        total[name] += turns * amount
+        if isinstance(operation, Wait | Drain):
+            parts["exposed communication"] += now - until
+    spent = {part: seconds for part, seconds in parts.items() if seconds}
+    return Expected(seconds=now, parts=spent, synchronous_bytes=dict(synchronous))
 
 
 def rates_of(target: Target) -> Rates | None:
@@ -149,7 +206,11 @@ def rates_of(target: Target) -> Rates | None:
             for name, link in links.items()
             if link is not None
         },
+        kernel_s=GPU_KERNEL_S if hardware.kind == "cuda" else 0.0,
     )
+
+
+# ------------------------------------------------------------------------------------------------------ comparison
 
 
 class MeasuredStep(BaseModel):
@@ -161,7 +222,7 @@ class MeasuredStep(BaseModel):
 
 
 def measured_steps(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> list[MeasuredStep]:
-    """A run's metrics.jsonl, as `metrics.sinks.read_jsonl` reads it.
+    """A run's metrics.jsonl, as `observe.run_files.read_jsonl` reads it.
 
     Raises UsageError for no rows, for rows that aren't a run's, and for a run of another batch.
     """

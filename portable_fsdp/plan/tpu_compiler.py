@@ -1,23 +1,43 @@
-"""The TPU compiler in a process of its own: `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`.
+"""A program of a step, compiled by libtpu for a TPU slice that isn't there. Imports no torch, and needs no TPU.
 
-Compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names; the compiler writes its programs to
-FOLDER/dump. The caller (`plan.tpu.compile_for`) sets LIBTPU_INIT_ARGS, and ends this process as soon as it has the text
-that it needs. Uses jax's client for absent devices: no TPU, no torch.
+`compile_for` runs `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`, which compiles FOLDER/program.hlo.pb for
+the slice that FOLDER/program.json names, through jax's client for absent devices. It stops the compiler once buffers
+are assigned: code generation, which follows, takes most of the time and can only fail. What the compiler wrote is kept
+by the content of all its inputs.
 """
 
 # jax has no public way from an HLO module to libtpu, and its bridge isn't typed: written for the jax 0.7.1 and
 # libtpu 0.0.21 that torch_xla 2.9.0 pins.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportArgumentType=false
 
+import contextlib
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
+import re
+import shutil
 import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from portable_fsdp.backends.pjrt_options import libtpu_arguments
+from portable_fsdp.plan.tpu_program import Compiled, Program, read_compiled
+from portable_fsdp.runtime.child import Child, Ended
+from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.process import end_with_parent
+
+COMPILER_PACKAGES = ("jax", "libtpu")
+LIMIT_S = 900  # for the trace, and for each program
+LARGEST_BYTES = 2**30  # of all entries of the cache: 8B, unrolled, takes about 5 MB
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # jax itself must not look for chips
@@ -27,7 +47,185 @@ ENVIRONMENT = {
 }
 
 
-def main(folder: Path) -> None:
+def compile_for(
+    program: Program,
+    topology: str,
+    *,
+    slices: int = 1,
+    generate_code: bool = False,
+    options: Mapping[str, str] | None = None,
+    limit_s: float = LIMIT_S,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Compiled:
+    """What the TPU compiler makes of `program` on `slices` of `topology`, as libtpu names it (`v6e:2x4`); needs no TPU.
+
+    Takes an earlier result for the same program from the cache, but for `generate_code`: that compiles to the end,
+    where a kernel may still be refused, in minutes for a model of billions. `options` of the compiler count over those
+    of LIBTPU_INIT_ARGS; `stopped` says whether nobody waits for the result any more. Raises BackendError where the
+    compiler refuses the program, an option or the slice, fails, or takes longer than `limit_s` seconds.
+    """
+    require_installed(*COMPILER_PACKAGES)
+    arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
+    request = {**asdict(program), "topology": topology, "slices": slices, "options": dict(options or {})}
+    del request["hlo"]
+    versions = [compiler_version(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
+    inputs = [request, arguments, os.environ.get("XLA_FLAGS", ""), versions]
+    cache = cache_folder(os.environ) / "plans"
+    key = key_of(program.hlo, json.dumps(inputs, sort_keys=True).encode())
+    texts = None if generate_code else load_entry(cache, key)
+    if texts is None or texts.keys() != {"program", "buffers", "seconds"}:
+        texts = _run_compiler(program, request, arguments, limit_s, stopped, generate_code=generate_code)
+        save_entry(cache, key, texts)
+    seconds = float(texts["seconds"])
+    return read_compiled(program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
+
+
+def _run_compiler(
+    program: Program,
+    request: dict[str, Any],
+    arguments: str,
+    limit_s: float,
+    stopped: Callable[[], bool],
+    *,
+    generate_code: bool,
+) -> dict[str, str]:
+    """Run the compiler until it has assigned buffers, or to its end; returns the texts that it wrote."""
+    with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as name:
+        folder, dump = Path(name), Path(name) / "dump"
+        (folder / "program.json").write_text(json.dumps(request))
+        (folder / "program.hlo.pb").write_bytes(program.hlo)
+        # libtpu writes logs into /tmp/tpu_logs otherwise, and nobody removes them.
+        environment = {"LIBTPU_INIT_ARGS": arguments, "TPU_LOG_DIR": os.environ.get("TPU_LOG_DIR", name)}
+        with Child("portable_fsdp.plan.tpu_compiler", name, environment=environment) as child:
+            ended = child.wait(limit_s, lambda: stopped() or (not generate_code and _is_written(dump, program.name)))
+        if ended.how not in ("finished", "enough") or not _is_written(dump, program.name):
+            topology = request["topology"]
+            raise BackendError(f"plan for {topology}: {_refusal(topology, folder, ended)}")
+        after = f"*.{program.name}.*after_optimizations"
+        return {
+            "program": next(dump.glob(f"{after}.txt")).read_text(),
+            "buffers": next(dump.glob(f"{after}-buffer-assignment.txt")).read_text(),
+            "seconds": str(ended.cpu_s),
+        }
+
+
+def _is_written(dump: Path, name: str) -> bool:
+    """Whether the last of the files that are read is complete: the next one has been begun and stopped growing."""
+    last = list(dump.glob(f"*.{name}.*after_optimizations_after_buffer_assignment.txt"))
+    if not last or not last[0].stat().st_size:
+        return False
+    size = last[0].stat().st_size
+    time.sleep(0.3)
+    return last[0].stat().st_size == size
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+def compiler_version() -> str:
+    return f"libtpu {importlib.metadata.version('libtpu')}"
+
+
+def require_installed(*packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"plan for a TPU slice: expected the packages torch_xla, jax and libtpu, found no {', '.join(missing)}.\n"
+            "  In a new environment, in a checkout of portable_fsdp on Linux on x86-64: pip install '.[plan]'. No TPU "
+            "is needed. Here --backend=native plans the memory of FSDP2 on TorchTPU."
+        )
+
+
+_OPTION = (
+    r"(?:No such compile option: '?|Unknown command line flag '|Failed to parse.*?'"
+    r"|Illegal value '.*' specified for flag ')(\w+)"
+)
+_SLICE = r"(Invalid TPU external name: \w+|does not match|Topology layout .*|it has \d+ devices.*)"
+
+
+def _refusal(topology: str, folder: Path, ended: Ended) -> str:
+    """The compiler's error, and what to do about it."""
+    if option := re.search(_OPTION, ended.log):
+        return (
+            f"expected options that {compiler_version()} knows and takes, found {option[1]}.\n"
+            "  LIBTPU_INIT_ARGS or the plan sets it; a run would refuse it too. Remove it."
+        )
+    if ended.how == "failed" and (unknown := re.search(_SLICE, ended.log)):
+        newer = (
+            "\n  tpu7x needs a newer libtpu: 0.0.51 knows it. --backend=native plans without."
+            if topology.startswith("tpu7x")
+            else ""
+        )
+        return (
+            f"expected a slice that {compiler_version()} knows, found: {unknown[1]}{newer}\n"
+            "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4."
+        )
+    if full := re.search(r"RESOURCE_EXHAUSTED[^\n]*", ended.log):
+        return (
+            f"the step does not fit: {full.group()[:600]}\n"
+            "  Lower train.micro_batch or data.seq_len, set memory.gradient_checkpointing=full, or take more chips."
+        )
+    return failure_message("the TPU compiler gave no program", folder, ended)
+
+
+def failure_message(problem: str, folder: Path, ended: Ended) -> str:
+    """A message with the child's last lines; keeps its input and log in the cache folder."""
+    how = "the time limit stopped it" if ended.how == "late" else f"it ended with code {ended.code}"
+    reports = cache_folder(os.environ) / "reports"
+    try:
+        reports.mkdir(parents=True, exist_ok=True)
+        kept = tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports)
+        shutil.copytree(
+            folder, kept, ignore=shutil.ignore_patterns("dump"), ignore_dangling_symlinks=True, dirs_exist_ok=True
+        )
+        Path(kept, "log").write_text(ended.log)
+    except OSError as error:
+        kept = f"could not be kept ({error})"
+    return f"{problem}: {how}. Its last lines:\n{ended.last_lines}\n  Its input and its whole log: {kept}"
+
+
+# ----------------------------------------------------------------------------------------------------------- the cache
+
+
+def key_of(*parts: bytes) -> str:
+    """The name of an entry: equal for equal parts, and only for those."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def load_entry(folder: Path, key: str) -> dict[str, str] | None:
+    """Name -> text of an entry; None where there is no undamaged one."""
+    path = folder / f"{key}.gz"
+    try:
+        texts = json.loads(gzip.decompress(path.read_bytes()))
+        os.utime(path)  # the longest unused go first
+    except (OSError, EOFError, ValueError, zlib.error):
+        return None
+    return texts
+
+
+def save_entry(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = LARGEST_BYTES) -> None:
+    """Keep an entry, and delete the longest unused ones beyond `largest_bytes`; nothing where folder isn't writable."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            entry = Path(temporary, key)
+            entry.write_bytes(gzip.compress(json.dumps(texts).encode(), compresslevel=1))
+            entry.replace(folder / f"{key}.gz")
+        used = 0
+        entries = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
+        for stat, path in sorted(entries, key=lambda pair: -pair[0].st_mtime_ns):
+            used += stat.st_size
+            if used > largest_bytes:
+                path.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------ in the child process
+
+
+def _main(folder: Path) -> None:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
@@ -80,6 +278,7 @@ def _annotated(hlo: bytes, request: dict[str, Any]) -> Any:
 
 
 def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> None:
+    import numpy as np
     from jax._src import compiler
     from jax._src.lib import xla_client
 
@@ -97,4 +296,4 @@ def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> Non
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
     os.environ.update(ENVIRONMENT)  # before jax is imported
-    main(Path(sys.argv[2]))
+    _main(Path(sys.argv[2]))

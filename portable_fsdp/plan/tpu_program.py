@@ -1,11 +1,23 @@
-"""A traced step, on its way from the process that traces it to the one that compiles it."""
+"""A program of a step for a TPU slice: as it is traced (`Program`), and as the TPU compiler made it (`Compiled`).
 
+The compiler writes two texts: the scheduled program, and the assignment of its buffers, with the times at which each of
+them lives. `read_compiled` reads from them where memory goes, and what moves and is computed in a run.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import Base64Bytes, TypeAdapter
+from portable_fsdp.plan import hlo
+from portable_fsdp.plan.result import Buffer, Expected, ModelFacts
+from portable_fsdp.plan.target import parse_target
+from portable_fsdp.plan.time import expected_time, rates_of
+from portable_fsdp.plan.tpu_schedule import operations_of
 
-from portable_fsdp.plan.result import ModelFacts
+SHOWN = 12  # buffers of a plan
 
 
 def part_of(name: str) -> str:
@@ -33,7 +45,7 @@ class Program:
 
     name: str
     devices: int
-    hlo: Base64Bytes  # a serialized HloModuleProto; base64 in JSON alone
+    hlo: bytes  # a serialized HloModuleProto
     arguments: tuple[Argument, ...]
     outputs: tuple[str, ...]  # shardings
 
@@ -45,5 +57,202 @@ class Traced(NamedTuple):
     model: ModelFacts
 
 
-TRACED = TypeAdapter(Traced)
-"""Writes a traced step as JSON, and reads it."""
+@dataclass(frozen=True)
+class Compiled:
+    """What one device of the slice needs for one run of a program."""
+
+    slice: str
+    argument_bytes: int  # weights, optimizer state, batch; their updates take the same place
+    temporary_bytes: int
+    output_bytes: int  # that take no argument's place
+    host_bytes: int  # in the host's memory, of `memory.offload`
+    collectives: dict[str, hlo.Moved]  # kind and dtype: `all_gather bf16`
+    matmul_flops: dict[str, int]  # dtypes of the factors: `bf16 x bf16`
+    rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
+    compile_s: float  # of processor time, up to the assignment of buffers, or with code generation
+    named_bytes: dict[str, int]  # of each argument, by its name; constants together
+    updated_bytes: int  # of the arguments whose update takes their place
+    live_bytes: int  # of temporaries, when most of them are alive; the rest are gaps between them
+    at: str  # the operation that runs then
+    biggest: tuple[Buffer, ...]  # the largest of arguments, and of temporaries that live then
+    undonated: tuple[str, ...]  # arguments whose update is put elsewhere
+    host_transfers: tuple[str, ...]  # instructions that communicate with the host
+    between_slices: dict[str, hlo.Moved]  # as `collectives`, over the network
+    kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
+    expected: Expected | None  # None: no measured run tells what this slice reaches
+
+    @property
+    def bytes(self) -> int:
+        """What must fit into a device's memory, the program's own code aside."""
+        return self.argument_bytes + self.temporary_bytes + self.output_bytes
+
+
+def read_compiled(
+    program: Program, topology: str, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0
+) -> Compiled:
+    """Parses the compiler's two texts; raises ValueError where they are not what it writes."""
+    sizes, temporary_bytes, output_bytes, host_bytes = _allocations(assignment)
+    named: Counter[str] = Counter()
+    for number, size in sizes.items():
+        named[program.arguments[number].name] += size
+    before, living = _peak(assignment)
+    described = _described(text, {*before, *(value.instruction for value in living)})
+    temporaries: list[Buffer] = []
+    for value in living:
+        operation, where = described.get(value.instruction, (value.instruction, ""))
+        if value.is_carried:
+            operation = "kept over the turns of a loop:"
+        temporaries.append(Buffer(name=f"{operation} {value.type}", bytes=value.bytes, where=where))
+    # Copies between memories have no known origin.
+    origins = [described[instruction] for instruction in before if described.get(instruction, ("", ""))[1]]
+    arguments = [Buffer(name=name, bytes=size, where="") for name, size in named.items()]
+    aliased = hlo.aliased_parameters(text)
+    rates = rates_of(parse_target(f"{slices}*{topology}"))
+    return Compiled(
+        topology,
+        argument_bytes=sum(sizes.values()),
+        temporary_bytes=temporary_bytes,
+        output_bytes=output_bytes,
+        host_bytes=host_bytes,
+        collectives=hlo.collectives_by_dtype(text, program.devices),
+        matmul_flops=hlo.matmul_flops(text),
+        rematerialised=hlo.rematerialised(text),
+        compile_s=compile_s,
+        named_bytes=dict(named),
+        updated_bytes=sum(sizes.get(number, 0) for number in aliased),
+        live_bytes=sum(value.bytes for value in living),
+        at=" in ".join(origins[0]) if origins else "",
+        biggest=largest([*arguments, *temporaries]),
+        undonated=tuple(
+            argument.name
+            for number, argument in enumerate(program.arguments)
+            if argument.output is not None and number not in aliased
+        ),
+        host_transfers=tuple(hlo.host_transfers(text)),
+        between_slices=hlo.between_slices(text, slices),
+        kernel_flops=hlo.flash_attention_flops(text),
+        expected=expected_time(operations_of(text, program.devices), rates) if rates else None,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+def _allocations(assignment: str) -> tuple[dict[int, int], int, int, int]:
+    """Bytes of each parameter by its number, of temporaries, of outputs (not aliased); and on the host."""
+    parameters: dict[int, int] = {}
+    temporary_bytes = output_bytes = host_bytes = 0
+    for size, rest in re.findall(r"^allocation \d+: size (\d+)(.*)", assignment, re.MULTILINE):
+        if "color" in rest:  # in another memory: VMEM, SMEM; 5 is the host's
+            host_bytes += int(size) * ("color 5," in rest)
+        elif number := re.search(r"parameter (\d+)", rest):
+            parameters[int(number[1])] = int(size)
+        elif "preallocated-temp" in rest:
+            temporary_bytes += int(size)
+        elif "maybe-live-out" in rest:
+            output_bytes += int(size)
+    return parameters, temporary_bytes, output_bytes, host_bytes
+
+
+class _Temporary(NamedTuple):
+    """A value in the temporaries of main memory."""
+
+    instruction: str
+    bytes: int
+    offset: int
+    type: str  # bf16[4096,128256]
+    first: int  # time at which it lives, and the last
+    last: int
+    is_carried: bool  # an element of a loop's state: of scanned layers, what each of them keeps
+
+
+def _peak(assignment: str) -> tuple[list[str], list[_Temporary]]:
+    """When most bytes of temporaries live in main memory: the last instructions, newest first, and what lives."""
+    schedule, values = _temporaries(assignment)
+    events = [(value.first, 1, value) for value in values] + [(value.last + 1, 0, value) for value in values]
+    alive: dict[int, list[int]] = {}  # offset -> sizes there: one value may pass its place on to the next
+    total = best = at = 0
+    for time, begins, value in sorted(events):
+        here = alive.setdefault(value.offset, [])
+        total -= max(here, default=0)
+        if begins:
+            here.append(value.bytes)
+        else:
+            here.remove(value.bytes)
+        total += max(here, default=0)
+        if total > best:
+            best, at = total, time
+    living = [value for value in values if value.first <= at <= value.last and value.bytes]
+    by_offset: dict[int, _Temporary] = {}  # the largest value there
+    for value in sorted(living, key=lambda value: (value.bytes, -value.first, -value.last)):
+        by_offset[value.offset] = value
+    before = [schedule[time] for time in range(at, max(at - 200, -1), -1) if time in schedule]
+    return before, list(by_offset.values())
+
+
+def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
+    """Time -> instruction, and the temporaries whose times are known."""
+    _, _, text = assignment.rpartition("\nHloLiveRange")
+    order, _, text = text.partition("BufferLiveRange:")
+    lifetimes, _, _ = text.partition("Live ranges at")
+    schedule = {int(time): name for time, name in re.findall(r"^ +(\d+):(\S+)$", order, re.MULTILINE)}
+    ranges = {
+        name: (int(first), int(last))
+        for name, first, last in re.findall(r"^ +(\S+?)(?:\{\})?:(\d+)-(\d+)$", lifetimes, re.MULTILINE)
+    }
+    values: list[_Temporary] = []
+    inside = False
+    for line in assignment.splitlines():
+        if line.startswith("allocation "):
+            inside = "preallocated-temp" in line and "color" not in line
+        elif line.startswith("Total bytes used"):
+            break
+        elif inside:
+            value = re.match(
+                r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?", line
+            )
+            name = value[1].removesuffix("{}") if value else ""
+            if value and name in ranges:
+                kind = value[4] or "tuple"
+                values.append(
+                    _Temporary(
+                        name.partition("{")[0], int(value[2]), int(value[3]), kind, *ranges[name], "(phi)" in line
+                    )
+                )
+    return schedule, values
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
+    """As many as a plan shows, the largest first."""
+    return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))[:SHOWN])
+
+
+def _described(text: str, instructions: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Instruction -> what it does (`mm`, `all-gather`), and the module or the source line that it comes from."""
+    described: dict[str, tuple[str, str]] = {}
+    for line in text.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = ", line)
+        if match and match[1] in instructions:
+            name, path = match[1], re.search(r'op_name="([^"]*)"', line)
+            op_name = path[1] if path else ""
+            operation = op_name.rpartition("/")[2].partition("__")[2] or name
+            is_collective = name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter"))
+            described[name] = f"collective of {operation}" if is_collective else operation, _origin(op_name, line)
+    return described
+
+
+def _origin(op_name: str, line: str) -> str:
+    """The innermost module that the operation is traced in, else the source line; in backward neither is known."""
+    modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name)
+    if modules:
+        return modules[-1]
+    source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
+    if source is None:
+        return ""
+    path = Path(source[1])
+    if path.parts[-3:] == ("torch", "autograd", "graph.py"):
+        return "backward"
+    return f"{'/'.join(path.parts[-3:])}:{source[2]}"

@@ -1,19 +1,15 @@
-"""The trainer's own step, traced for devices that aren't there, in a process of its own.
+"""The trainer's own step, traced for devices that aren't there.
 
-`python -m portable_fsdp.plan.tpu_trace PARENT FOLDER` traces the config in FOLDER/request.json with the same backend
-and the same `train.build.build_training` as a run, with tensors that hold no memory, and writes the programs to FOLDER.
+`trace` uses the same backend and the same `train.build.build_training` as a run, with tensors that hold no memory.
 """
 
 # Programs are lowered through torch_xla's private bridge only.
 # pyright: reportPrivateUsage=false
 
-import json
 import math
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -26,24 +22,8 @@ from portable_fsdp.backends.xla.tensors import Initializer
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Spec
 from portable_fsdp.plan.model import control_numbers, empty_batch, facts_of, rows_of
-from portable_fsdp.plan.tpu_program import TRACED, Argument, Program, Traced
-from portable_fsdp.runtime.errors import PortableFSDPError
-from portable_fsdp.runtime.process import end_with_parent
+from portable_fsdp.plan.tpu_program import Argument, Program, Traced
 from portable_fsdp.train.build import Training, build_training
-
-
-def main(folder: Path) -> int:
-    """Writes the traced step, or `refusal.json` with an error for the user."""
-    request: dict[str, Any] = json.loads((folder / "request.json").read_text())
-    try:
-        traced = trace(
-            Config.model_validate_json(json.dumps(request["config"])), request["devices"], tuple(request["torus"])
-        )
-    except PortableFSDPError as error:
-        (folder / "refusal.json").write_text(json.dumps({"kind": type(error).__name__, "message": str(error)}))
-        return error.exit_code
-    (folder / "traced.json").write_bytes(TRACED.dump_json(traced))
-    return 0
 
 
 def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
@@ -204,8 +184,3 @@ def name_operations(model: nn.Module, scope: Callable[[str], object]) -> None:
     for module in names:
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, always_call=True)
-
-
-if __name__ == "__main__":
-    end_with_parent(int(sys.argv[1]))
-    sys.exit(main(Path(sys.argv[2])))

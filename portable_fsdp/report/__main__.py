@@ -5,7 +5,7 @@ import gc
 import sys
 from pathlib import Path
 
-from portable_fsdp.metrics.trackers import PACKAGES, require_installed
+from portable_fsdp.observe.trackers import PACKAGES, require_installed
 from portable_fsdp.report.read import read_run
 from portable_fsdp.report.summary import markdown
 from portable_fsdp.report.track import track

@@ -14,8 +14,8 @@ import yaml
 from numpy.typing import NDArray
 
 from portable_fsdp.config import yaml_text
-from portable_fsdp.metrics.goodput import Attempt, Goodput, attempts, goodput
-from portable_fsdp.metrics.sinks import parse_line
+from portable_fsdp.observe.goodput import Attempt, Goodput, attempts, goodput
+from portable_fsdp.observe.run_files import parse_line
 from portable_fsdp.runtime.errors import UsageError, printable
 from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, names_in, open_regular, read_regular
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from portable_fsdp.checkpoint.report import time_text
-from portable_fsdp.metrics.goodput import PARTS, duration
+from portable_fsdp.observe.goodput import PARTS, duration
 from portable_fsdp.report.read import Numbers, RunRecord
 from portable_fsdp.runtime.errors import printable
 

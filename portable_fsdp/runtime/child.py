@@ -1,14 +1,26 @@
-"""A child process with a time limit: it may hang or crash, keeps its last lines, and never outlives its parent."""
+"""A child process with a time limit: it may hang or crash, keeps its last lines, and never outlives its parent.
 
+`Child` runs a module once. `Worker` runs functions in one child, one after the other.
+"""
+
+import io
+import math
 import os
+import pickle
+import pkgutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import IO, Any, Literal, Self, cast
+
+from portable_fsdp.runtime.errors import PortableFSDPError
+from portable_fsdp.runtime.process import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -35,13 +47,19 @@ class Child:
     `close`, or leaving the `with` block, kills it and all that it started. `environment` is added to this process's.
     """
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
         self._began = time.monotonic()
         # Files instead of pipes: a child that hangs in the kernel would keep a reader waiting.
         self._files: list[Any] = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(os.getpid()), *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=self._files[0],
             stderr=self._files[1],
             # It finds modules where this process does: the user's factories lie beside the config.
@@ -50,7 +68,7 @@ class Child:
         )
         self._cpu_s = 0.0
 
-    def __enter__(self) -> "Child":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,16 +79,22 @@ class Child:
         """As in subprocess; None while it runs, or where the kernel doesn't let it go."""
         return self._process.returncode
 
+    @property
+    def stdin(self) -> IO[bytes]:
+        """Of a child that was started with `stdin=subprocess.PIPE`."""
+        return cast(IO[bytes], self._process.stdin)
+
     def wait(self, limit_s: float, has_enough: Callable[[], bool] = lambda: False) -> Ended:
         """Wait until it ends, has given enough, or `limit_s` seconds have passed since its start; then `close` it."""
-        how = self._wait(limit_s, has_enough)
+        how = self.until(limit_s, has_enough)
         self._kill()
         code = -signal.SIGKILL if self.code is None else self.code
         output, log = (_text(file) for file in self._files)
         self._close_files()
         return Ended("failed" if how == "finished" and code else how, code, self._cpu_s, output, log)
 
-    def _wait(self, limit_s: float, has_enough: Callable[[], bool]) -> Literal["finished", "enough", "late"]:
+    def until(self, limit_s: float, has_enough: Callable[[], bool]) -> Literal["finished", "enough", "late"]:
+        """As `wait`, but it lets the child run."""
         # WNOWAIT: not reaped yet, so that its number stays its own until the kill.
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if has_enough():
@@ -85,8 +109,9 @@ class Child:
         self._close_files()
 
     def _close_files(self) -> None:
-        for file in self._files:
-            file.close()
+        for file in (*self._files, *filter(None, [self._process.stdin])):
+            with suppress(BrokenPipeError):  # of a request that nobody reads any more
+                file.close()
 
     def _kill(self) -> None:
         if self.code is not None:
@@ -104,3 +129,75 @@ class Child:
 def _text(file: Any) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+class WorkerFailedError(Exception):
+    """A worker crashed, raised an error that isn't ours, or took too long."""
+
+    def __init__(self, ended: Ended) -> None:
+        super().__init__(ended.last_lines)
+        self.ended = ended
+
+
+class Worker:
+    """Calls functions in one child process, one after the other; it starts with the first call, and stays for the next.
+
+    For functions that import torch, which takes seconds, or replace parts of it. Leaving the `with` block kills the
+    process and deletes its temporary files. `limit_s`: how long it may live.
+    """
+
+    def __init__(self, limit_s: float = math.inf) -> None:
+        self._limit_s = limit_s
+        self._folder = tempfile.TemporaryDirectory(prefix="portable_fsdp_worker")
+        self._child: Child | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            self._child.close()
+        self._folder.cleanup()
+
+    def __call__(self, work: Callable[..., Any] | str, *arguments: Any) -> Any:
+        """`work(*arguments)`, all of which pickle can send; `module:name` is a function that only the child imports.
+
+        Raises the PortableFSDPError that `work` raises; WorkerFailedError for any other error, after which the next
+        call starts a new process.
+        """
+        folder = self._folder.name
+        if self._child is None:
+            self._child = Child(_THIS_MODULE, folder, environment={"TMPDIR": folder}, stdin=subprocess.PIPE)
+        with suppress(BrokenPipeError):  # it has ended
+            self._child.stdin.write(pickle.dumps((work, arguments)))
+            self._child.stdin.flush()
+        answer = Path(folder, "answer")
+        if self._child.until(self._limit_s, answer.exists) != "enough":
+            child, self._child = self._child, None
+            raise WorkerFailedError(child.wait(self._limit_s))
+        result, error = pickle.loads(answer.read_bytes())
+        answer.unlink()
+        if error is not None:
+            raise error
+        return result
+
+
+_THIS_MODULE = "portable_fsdp.runtime.child"
+
+
+def _serve(folder: Path) -> None:
+    """In the worker's process: call what stdin asks for, until it is closed."""
+    while cast(io.BufferedReader, sys.stdin.buffer).peek(1):
+        work, arguments = pickle.load(sys.stdin.buffer)
+        try:
+            function = pkgutil.resolve_name(work) if isinstance(work, str) else work
+            answer = function(*arguments), None
+        except PortableFSDPError as error:
+            answer = None, error
+        (folder / "part").write_bytes(pickle.dumps(answer))
+        (folder / "part").rename(folder / "answer")
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    _serve(Path(sys.argv[2]))

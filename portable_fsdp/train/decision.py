@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from portable_fsdp.checkpoint.format import Evaluated
-from portable_fsdp.train.callbacks import Outcome
+from portable_fsdp.observe.callbacks import Outcome
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from portable_fsdp.checkpoint.storage import is_object_store, locate
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
-from portable_fsdp.metrics.sinks import last_event
 from portable_fsdp.models.architecture import architecture_mapping
+from portable_fsdp.observe.run_files import last_event
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, DataError, UsageError, without_passwords
 from portable_fsdp.runtime.hub import is_hub_id, require_folder_or_hub_id
 
@@ -141,7 +141,7 @@ def check_profile(config: Config, steps: int, resumed_step: int = 0, *, is_new: 
 def require_trackers(config: Config) -> None:
     """Raises ConfigError for trackers that aren't installed."""
     if config.observe.trackers:
-        from portable_fsdp.metrics.trackers import require_installed
+        from portable_fsdp.observe.trackers import require_installed
 
         later = "leave it out; `python -m portable_fsdp.report RUN --track=NAME` sends a run's metrics later"
         require_installed(config.observe.trackers, "observe.trackers", later)

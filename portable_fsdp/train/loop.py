@@ -22,7 +22,19 @@ from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
 from portable_fsdp.data.batches import Batches, StepRows
 from portable_fsdp.data.build import Corpus
-from portable_fsdp.metrics.sinks import EventsFile, last_save
+from portable_fsdp.observe.callbacks import (
+    Callback,
+    Callbacks,
+    EvaluationEnd,
+    Outcome,
+    RunEnd,
+    RunStart,
+    SamplesEnd,
+    StepEnd,
+)
+from portable_fsdp.observe.console import Console
+from portable_fsdp.observe.profiles import Profiles
+from portable_fsdp.observe.run_files import EventsFile, RunFiles, last_save
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import configure_log
@@ -48,23 +60,11 @@ from portable_fsdp.train.build import (
     open_checkpoints,
     total_steps,
 )
-from portable_fsdp.train.callbacks import (
-    Callback,
-    Callbacks,
-    EvaluationEnd,
-    Outcome,
-    RunEnd,
-    RunStart,
-    SamplesEnd,
-    StepEnd,
-)
 from portable_fsdp.train.consistency import open_data, require_folders_and_model, require_same_model
 from portable_fsdp.train.decision import Decision, Limits, Votes, decide, is_patience_over
 from portable_fsdp.train.early_checks import check_profile
 from portable_fsdp.train.evaluate import Evaluator, updated_history
 from portable_fsdp.train.measures import InFlight, Measures, NotFiniteError, run_start
-from portable_fsdp.train.profiles import Profiles
-from portable_fsdp.train.records import Console, RunFiles
 from portable_fsdp.train.save_triggers import SaveTriggers
 
 if TYPE_CHECKING:  # a run without samples doesn't load it
@@ -283,7 +283,7 @@ def train(
     """Run the config on an engine, resuming what `checkpoint.resume` finds; returns the exit code of `launch`.
 
     Every process of the run calls it. `check_devices` gets the number of devices as soon as the engine has counted
-    them, and may raise. `callbacks` observe the run, see `train/callbacks.py`. `keep_output` gets the run's
+    them, and may raise. `callbacks` observe the run, see `observe/callbacks.py`. `keep_output` gets the run's
     folder, once it is there, and this process's index. Raises the errors of runtime/errors.py.
     """
     with StopRequest() as stop, user_code():
@@ -391,11 +391,11 @@ def _train(
 def _displays(config: Config) -> Iterator[Callback]:
     """Optional built-in callbacks. One that raises is removed and the run continues, as for user callbacks."""
     if sys.stderr.isatty():
-        from portable_fsdp.train.live_display import LiveDisplay
+        from portable_fsdp.observe.live_display import LiveDisplay
 
         yield LiveDisplay()
     if config.observe.trackers:
-        from portable_fsdp.train.trackers import Trackers
+        from portable_fsdp.observe.trackers import Trackers
 
         yield Trackers()
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal
 from portable_fsdp.backends.base import Backend, Pending
 from portable_fsdp.checkpoint.manager import Resumed
 from portable_fsdp.config.schema import Config
-from portable_fsdp.metrics.flops import model_flops_per_token, peak_flops
-from portable_fsdp.metrics.goodput import Pace
+from portable_fsdp.models.flops import model_flops_per_token, peak_flops
 from portable_fsdp.models.weights import ModelSize
+from portable_fsdp.observe.callbacks import RunStart, StepEnd
+from portable_fsdp.observe.goodput import Pace
+from portable_fsdp.observe.stragglers import StragglerWatch, imbalance
 from portable_fsdp.runtime.errors import TrainingError
-from portable_fsdp.train.callbacks import RunStart, StepEnd
 from portable_fsdp.train.decision import Votes
-from portable_fsdp.train.stragglers import StragglerWatch, imbalance
 
 if TYPE_CHECKING:  # text doesn't load it
     from portable_fsdp.train.row_trial import RowCost

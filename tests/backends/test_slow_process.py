@@ -8,7 +8,7 @@ import pytest
 from workers import Group, Workers
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl
 
 THREE = Group("native", 3)
 MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64} | {

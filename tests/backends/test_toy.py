@@ -14,7 +14,7 @@ import yaml
 from portable_fsdp import explain, launch
 from portable_fsdp.backends.open import ENGINES, options_of
 from portable_fsdp.backends.support import lines_of, rules_of
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl
 
 CONFIG = {
     "run": {"dir": "run"},

@@ -7,9 +7,10 @@ import pytest
 from test_contract import ADAMW, GetWorkers, Run
 from workers import GROUPS, Group, marked
 
+from portable_fsdp.backends.base import Operation
 from portable_fsdp.backends.native.engine import COLLECTIVES
 from portable_fsdp.backends.native.profile import operations
-from portable_fsdp.metrics.profile import Operation, summarize
+from portable_fsdp.observe.profiles import summarize
 
 STEPS = 3  # recorded ones
 

@@ -25,7 +25,7 @@ from portable_fsdp.backends.base import ShardPolicy
 from portable_fsdp.backends.xla import engine, head, scatter, splash
 from portable_fsdp.backends.xla.reduce import int8_product
 from portable_fsdp.config.schema import Config
-from portable_fsdp.metrics.hlo import collectives_by_dtype
+from portable_fsdp.plan.hlo import collectives_by_dtype
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.train.build import build_training, shard
 from portable_fsdp.train.step import train_step

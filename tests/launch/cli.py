@@ -19,7 +19,7 @@ import yaml
 
 from portable_fsdp.checkpoint.format import committed_steps, step_of
 from portable_fsdp.launch import main
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.process import LAUNCH_VARIABLES
 from portable_fsdp.runtime.tasks import PORTS
 

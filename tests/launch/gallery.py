@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from cli import ROOT, SMALL_LLAMA
 
 from portable_fsdp.config.load import load_config
-from portable_fsdp.plan.planner import Apart, make_plan
+from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.target import parse_target
+from portable_fsdp.runtime.child import Worker
 
 CONFIGS = ROOT / "configs"
 GALLERY = sorted(CONFIGS.glob("*.yaml"))
@@ -99,8 +100,8 @@ def plan_again(config: Path, stated: Stated) -> Plan:
         overrides += ["model.pretrained=null", f"model.architecture={json.dumps(architecture)}"]
         overrides += ["checkpoint.export=false"]  # adapters alone, which others couldn't open without their base
     loaded = load_config(config, overrides)  # before the process that plans, which gets the path to its modules
-    with Apart() as apart:
-        return make_plan(loaded, parse_target(stated.on), apart)
+    with Worker() as worker:
+        return make_plan(loaded, parse_target(stated.on), worker)
 
 
 def as_stated(plan: Plan, overrides: tuple[str, ...]) -> Stated:

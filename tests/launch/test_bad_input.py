@@ -19,7 +19,7 @@ from cli import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny
 from tokenizers import Tokenizer, models
 
 from portable_fsdp.checkpoint.format import hash_file
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.host import tpu_chips
 
 SCREEN = 25  # lines

@@ -114,6 +114,6 @@ def test_gpu_plans_are_near_to_what_was_measured_to_torchs_tracker_and_to_publis
         assert row["plan_rss_bytes"] < 3 * 2**30, row["what"]
     (row,) = _result(tmp_path, "gpu_plan", "--parts=gpu", "--tiny")[0]["gpu"]
     assert row["live_bytes"] > 1e7
-    # Whether the script works; tests/plan/test_cuda.py holds plans to 5 %. With one process the plan is 2.5 % low under
-    # torch 2.9, and 7 % high under 2.13: there the peak is the optimizer's, and why less lives then isn't known.
+    # Whether the script works; tests/plan/test_fake_step.py holds plans to 5 %. With one process the plan is 2.5 % low
+    # under torch 2.9, and 7 % high under 2.13: there the peak is the optimizer's, and why less lives then isn't known.
     assert row["ratio"] == pytest.approx(1, rel=0.1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli import PROGRAMS, ROOT, started
 
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl
 
 MINUTES = 8  # which the README promises, on two cores with nothing else to do
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from portable_fsdp.backends.base import Batch
 from portable_fsdp.checkpoint.format import read_manifest
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.train.evaluate import Evaluation, Evaluator
 
 DATA = ("data.source=text", "data.path=train.txt", "data.eval_split=held.txt", "checkpoint.every=null")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from cli import PYTHON, started, tiny_config
 
-from portable_fsdp.metrics.goodput import goodput
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.goodput import goodput
+from portable_fsdp.observe.run_files import read_jsonl
 
 
 @pytest.mark.proof

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable_fsdp.checkpoint.format import MANIFEST, manifest_text, read_manifest
 from portable_fsdp.config.load import load_config
-from portable_fsdp.metrics.sinks import EventsFile, read_jsonl
+from portable_fsdp.observe.run_files import EventsFile, read_jsonl
 from portable_fsdp.train.early_checks import nothing_left
 
 STARTS: dict[str, list[str]] = {

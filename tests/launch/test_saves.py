@@ -12,8 +12,8 @@ from cli import committed, events, launch, losses
 
 from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.observe.callbacks import StepEnd
 from portable_fsdp.runtime.errors import TrainingError
-from portable_fsdp.train.callbacks import StepEnd
 from portable_fsdp.train.decision import Votes
 from portable_fsdp.train.measures import InFlight, Measures
 

@@ -17,12 +17,12 @@ from portable_fsdp.config.data import Data
 from portable_fsdp.config.load import load_config
 from portable_fsdp.data.batches import StepRows
 from portable_fsdp.data.workers import _Steps
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.report.read import read_run
 from portable_fsdp.runtime.collective_errors import on_each_process
 from portable_fsdp.runtime.factory import UserExit, user_code
 from portable_fsdp.runtime.process import Interrupted, Stopped, StopRequest
-from portable_fsdp.train.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.train.loop import train
 
 MODULE = """

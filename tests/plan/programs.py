@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.compiled import trace_apart
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.tpu import compile_for, trace_apart
+from portable_fsdp.plan.tpu_compiler import compile_for
+from portable_fsdp.plan.tpu_program import Compiled
 from portable_fsdp.plan.tpu_program import Program as TracedProgram
-from portable_fsdp.plan.tpu_read import Compiled
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "tpu_programs.json"
 GIBIBYTE = 2**30

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.cuda import plan_memory
+from portable_fsdp.plan.fake_step import plan_memory
 from portable_fsdp.plan.result import DeviceMemory, Work
 from portable_fsdp.plan.target import Target, parse_target
 

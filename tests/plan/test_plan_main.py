@@ -270,12 +270,11 @@ PROOF, XLA = pytest.mark.proof, pytest.mark.xla
     ("where", "how", "processes", "later_s"),
     [
         (GPUS, signal.SIGINT, 1, 0),  # while it begins
-        (GPUS, signal.SIGINT, 2, 4),  # while it plans
-        pytest.param(GPUS, signal.SIGINT, 2, 0, marks=PROOF),  # while it imports
-        pytest.param(GPUS, signal.SIGINT, 2, 0.3, marks=PROOF),
+        (GPUS, signal.SIGINT, 1, 4),  # while it plans
+        pytest.param(GPUS, signal.SIGINT, 1, 0.3, marks=PROOF),  # while it imports
         pytest.param(SLICE, signal.SIGINT, 2, 3, marks=[XLA, PROOF]),  # two compilers
-        (GPUS, signal.SIGTERM, 2, 2),
-        pytest.param(GPUS, signal.SIGKILL, 2, 2, marks=PROOF),
+        (GPUS, signal.SIGTERM, 1, 2),
+        pytest.param(GPUS, signal.SIGKILL, 1, 2, marks=PROOF),
         pytest.param(SLICE, signal.SIGTERM, 2, 2, marks=[XLA, PROOF]),
         pytest.param(SLICE, signal.SIGKILL, 2, 2, marks=XLA),
     ],
@@ -293,7 +292,6 @@ def test_the_first_line_comes_at_once_and_a_plan_that_is_ended_leaves_no_child(
     if how == signal.SIGINT:
         assert process.stderr.read() == "interrupted\n"
     process.stderr.close()
-    # multiprocessing's resource tracker ends when it sees that its parent has.
     assert psutil.wait_procs(children, timeout=30)[1] == []
     assert how != signal.SIGTERM or list((tmp_path / "tmp").iterdir()) == []
 

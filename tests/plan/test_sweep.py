@@ -10,9 +10,7 @@ from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.report import draw, sweep_text, text
-from portable_fsdp.plan.result import Plan
-from portable_fsdp.plan.sweep import (
+from portable_fsdp.plan.planner import (
     FREE,
     Settings,
     Tried,
@@ -22,6 +20,8 @@ from portable_fsdp.plan.sweep import (
     sweep,
     usual_grid,
 )
+from portable_fsdp.plan.report import draw, sweep_text, text
+from portable_fsdp.plan.result import Plan
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 LIMIT = 100
@@ -185,13 +185,6 @@ def test_a_row_for_each_plan() -> None:
         ["8", "1.00", "does", "not", "fit", "100", "compute"],
         ["1", "0.00", "fits", "100", "compute"],
     ]
-
-
-def test_a_plan_without_a_bound() -> None:
-    known = plan(5)
-    unknown = known.model_copy(update={"time": known.time.model_copy(update={"compute_s": None})})
-    assert "time of a step: no bound" in text(unknown)
-    assert "bound by compute" in text(known)
 
 
 def test_a_plan_without_a_bound_or_a_limit(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import step_time
 import time_bounds
 from programs import RESULTS as COMPILED
 from programs import SIZES, Program, program_of
@@ -16,11 +17,10 @@ from pydantic import ValidationError
 from textbook import ON_CHIP_BYTES, Step, model_flops, work_of
 
 from portable_fsdp.plan import time as time_module
-from portable_fsdp.plan.hardware import Figure, Hardware
-from portable_fsdp.plan.planner import Apart
 from portable_fsdp.plan.result import Time
-from portable_fsdp.plan.target import Target, parse_target
+from portable_fsdp.plan.target import Figure, Hardware, Target, parse_target
 from portable_fsdp.plan.time import bound
+from portable_fsdp.runtime.child import Worker
 
 RESULTS = time_bounds.HERE / "results" / "time_bounds.json"
 WRITTEN: dict[str, Any] = json.loads(RESULTS.read_text())
@@ -292,8 +292,8 @@ def test_the_benchmark_ends_with_1_where_a_bound_is_too_long_or_an_expected_time
 @pytest.mark.parametrize("index", range(len(EXPRESSIBLE)), ids=lambda n: WRITTEN["plans"][n]["what"])
 def test_each_published_run_is_planned_as_written(index: int) -> None:
     (run, shape), written = EXPRESSIBLE[index], WRITTEN["plans"][index]
-    with Apart() as apart:
-        row = time_bounds.plan_run(run, shape, apart, is_held_out=written["held_out"])
+    with Worker() as worker:
+        row = time_bounds.plan_run(run, shape, worker, is_held_out=written["held_out"])
     assert row["ratio"] >= 1
     assert row["expected_s"] == pytest.approx(written["expected_s"], rel=0.05)
     assert row["bounds_s"]["compute"] == pytest.approx(written["bounds_s"]["compute"], rel=1e-6)
@@ -307,3 +307,36 @@ def test_a_published_run_with_a_misspelt_key_or_two_units_is_refused() -> None:
     for wrong in ({"sequence": 1}, {"source": "somebody"}):
         with pytest.raises(ValidationError):
             time_bounds.Run.model_validate({**run, **wrong})
+
+
+# ------------------------------------------------------------------------------------------------------ expected steps
+
+STEPS: dict[str, dict[str, Any]] = json.loads(step_time.RESULTS.read_text())
+
+
+def test_the_table_has_every_shape_and_its_page() -> None:
+    assert list(STEPS) == [f"{case.name} on {case.on}" for case in step_time.CASES]
+    assert step_time.RESULTS.with_suffix(".md").read_text() == step_time.page(STEPS)
+
+
+def test_more_time_memory_or_traffic_is_a_loss_and_so_is_a_collective_that_newly_stops_compute() -> None:
+    assert step_time.losses(STEPS, STEPS) == []
+    for figure in step_time.FIGURES:
+        now = deepcopy(STEPS)
+        row = next(row for row in now.values() if row[figure])
+        row[figure] *= 1.02
+        assert step_time.losses(STEPS, now) == []
+        row[figure] *= 1.02
+        (found,) = step_time.losses(STEPS, now)
+        assert figure in found
+    now = deepcopy(STEPS)
+    next(iter(now.values()))["waited_gib"]["all_to_all"] = 0.1
+    (found,) = step_time.losses(STEPS, now)
+    assert "all_to_all" in found
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+@pytest.mark.timeout(1800)
+def test_no_shape_got_slower_or_larger_or_sends_more() -> None:
+    assert step_time.losses(STEPS, step_time.plan_all()) == []

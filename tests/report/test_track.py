@@ -12,7 +12,7 @@ from invented_run import write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from portable_fsdp.config.schema import Tracker
-from portable_fsdp.metrics.trackers import PACKAGES
+from portable_fsdp.observe.trackers import PACKAGES
 from portable_fsdp.report.__main__ import main
 from portable_fsdp.report.track import Sent, arguments
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from portable_fsdp.runtime.child import Child, Ended
+from portable_fsdp.runtime.child import Child, Ended, Worker, WorkerFailedError
+from portable_fsdp.runtime.errors import ConfigError
 
 HERE = str(Path(__file__).parent)
 PARENT = f"""
@@ -92,3 +94,34 @@ def test_it_goes_when_its_parent_goes(tmp_path: Path, number: int) -> None:
         if parent.poll() is None:
             parent.kill()
             parent.wait()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_worker_calls_functions_in_one_process_which_an_error_of_ours_survives() -> None:
+    with Worker() as worker:
+        first = worker(os.getpid)
+        with pytest.raises(ConfigError, match="a key"):
+            worker(_raise, ConfigError("a key"))
+        assert worker(sum, [1, 2]) == 3
+        assert worker(os.getpid) == first != os.getpid()
+        folder = Path(worker(tempfile.gettempdir))
+        assert folder.is_dir()
+    assert is_gone(first)
+    assert not folder.exists()
+
+
+def test_a_worker_that_crashes_or_hangs_says_how_and_the_next_call_starts_another() -> None:
+    with Worker() as worker:
+        with pytest.raises(WorkerFailedError, match="ValueError: no error of ours") as failure:
+            worker(_raise, ValueError("no error of ours"))
+        assert (failure.value.ended.how, failure.value.ended.code) == ("failed", 1)
+        with pytest.raises(WorkerFailedError) as failure:
+            worker(os.abort)
+        assert failure.value.ended.code == -signal.SIGABRT
+        assert worker(abs, -1) == 1
+    with Worker(limit_s=0.5) as worker, pytest.raises(WorkerFailedError) as failure:
+        worker(time.sleep, 60)
+    assert failure.value.ended.how == "late"

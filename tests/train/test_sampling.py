@@ -8,11 +8,11 @@ import pytest
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.tokenize import ByteTokenizer, load_tokenizer
-from portable_fsdp.metrics.sinks import read_jsonl
+from portable_fsdp.observe.callbacks import Callback, SamplesEnd, StepEnd
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.sample import sample
 from portable_fsdp.train.build import build_training
-from portable_fsdp.train.callbacks import Callback, SamplesEnd, StepEnd
 from portable_fsdp.train.loop import train
 from portable_fsdp.train.sampling import Sampler
 

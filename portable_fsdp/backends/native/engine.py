@@ -64,7 +64,6 @@ from portable_fsdp.runtime.process import detect_launch
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
-    from portable_fsdp.metrics.profile import Operation
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -411,7 +410,7 @@ class NativeBackend(base.Backend):
             return torchtpu.memory(self.device)
         return base.process_memory()
 
-    def start_trace(self, folder: Path) -> Callable[[], Callable[[], "list[Operation]"]]:
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[base.Operation]]]:
         from portable_fsdp.backends.native.profile import start_trace
 
         if self.device.type == "tpu":  # asked for in a run under way; observe.profile is refused
@@ -553,15 +552,22 @@ class _CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind = COLLECTIVES.get(func.name())
-        if kind is not None and _group_size(args) > 1:
+        if (collective := collective_of(func, args)) is not None:
+            kind, full, _ = collective
             before = self.traffic.get(kind, base.Traffic(0, 0))
-            full = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            self.traffic[kind] = base.Traffic(before.calls + 1, before.bytes + full)
+            self.traffic[kind] = base.Traffic(before.calls + 1, before.bytes + full.nbytes)
         return func(*args, **(kwargs or {}))
 
 
-def _group_size(args: tuple[Any, ...]) -> int:
-    """Processes that take part in a collective: the first object among its arguments is their group."""
+def collective_of(func: Any, args: tuple[Any, ...]) -> tuple[str, Tensor, Any] | None:
+    """Kind of the collective that an operator runs, the full tensor, and the process group.
+
+    None for another operator, and in a group of one. The first object among the arguments is the group.
+    """
+    kind = COLLECTIVES.get(func.name())
+    if kind is None:
+        return None
     group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
-    return cast(Any, dist.ProcessGroup).unbox(group).size()
+    group = cast(Any, dist.ProcessGroup).unbox(group)
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return (kind, max(tensors, key=lambda tensor: tensor.nbytes), group) if group.size() > 1 else None

@@ -246,6 +246,7 @@ OPTIONS = EngineOptions(
         ),
     },
     example_device="cuda",
+    planned_by={"cpu": "fake step", "cuda": "fake step", "tpu": "fake step"},
     rules=RULES,
     notes=NOTES,
     processes=_processes,

@@ -122,5 +122,6 @@ OPTIONS = TorchXlaOptions(
     "portable_fsdp.backends.xla.engine:XlaBackend",
     rules=RULES,
     notes=NOTES,
+    planned_by={"tpu": "compiled step"},
     processes=lambda device, requested, count: 1,  # which drives all devices of the host
 )

@@ -211,7 +211,7 @@ def _flops(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...
 
 
 def _note_work(flops: int, operation: Any) -> Any:
-    """Write the kernel's work into its call, where the compiler's scheduler and `metrics/hlo.py` find it."""
+    """Write the kernel's work into its call, where the compiler's scheduler and `plan/hlo.py` find it."""
     from jax._src.lib.mlir import ir
 
     if (

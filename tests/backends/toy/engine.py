@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from portable_fsdp.backends import base
+from portable_fsdp.backends.base import Operation
 from portable_fsdp.backends.support import require_supported
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
@@ -34,7 +35,6 @@ from portable_fsdp.layout import (
     region,
     replica,
 )
-from portable_fsdp.metrics.profile import Operation
 
 
 class ToyBackend(base.Backend):

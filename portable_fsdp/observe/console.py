@@ -1,0 +1,128 @@
+"""Console: the lines that a run prints."""
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from portable_fsdp.config.describe import default_of, option_names, shortened, value_of, yaml_value
+from portable_fsdp.config.schema import Config
+from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
+from portable_fsdp.observe.goodput import duration, goodput
+from portable_fsdp.observe.run_files import read_jsonl
+from portable_fsdp.runtime.errors import printable
+
+if TYPE_CHECKING:
+    from portable_fsdp.checkpoint.manager import Saved
+
+log = logging.getLogger("portable_fsdp")
+
+
+class Console(Callback):
+    """A line for what happens; of steps every `train.log_every`."""
+
+    def on_start(self, start: RunStart) -> None:
+        self._start, self._warned_of_empty = start, False
+        if (resumed := start.resumed) is not None:
+            if resumed.weights_only:
+                log.info("a new run from the weights of %s", resumed.path)
+            else:
+                log.info("resumed from %s: step %d", resumed.path, resumed.step)
+                for change in (change for change in resumed.changes if change.makes_curve):
+                    log.warning("changed since it was saved, as checkpoint.allow says: %s", change)
+        trained = "" if start.trained_parameters == start.parameters else f" ({start.trained_parameters:,} train)"
+        log.info(
+            f"{start.engine} on {start.devices} x {start.device} ({start.processes} process(es)): "
+            f"{start.parameters:,} parameters{trained}, {start.steps} steps of {start.tokens:,} tokens"
+        )
+        log.info("run folder: %s; %s", start.folder, _own_settings(start.config))
+
+    def on_step(self, step: StepEnd) -> None:
+        if step.is_logged:
+            log.info(_step_line(step))
+        if step.is_empty and not self._warned_of_empty:
+            self._warned_of_empty = True
+            log.warning("step: %d  no label counts, so the step changed nothing (is_empty in metrics.jsonl)", step.step)
+        for straggler in step.stragglers:
+            log.warning("step: %d  %s", step.step, straggler)
+        if step.evaluation is not None:
+            _log_evaluation(step.evaluation)
+
+    def on_evaluate(self, evaluation: EvaluationEnd) -> None:
+        if evaluation.step == self._start.step:  # no step follows that would show it
+            _log_evaluation(evaluation)
+
+    def on_samples(self, samples: SamplesEnd) -> None:
+        for text in samples.texts:
+            log.info("step: %d  sample: %s", samples.step, printable(text).replace("\n", r"\n"))
+
+    def on_save(self, save: "Saved") -> None:
+        log.info("saved %s in %.1f s (training waited %.1f s)", save.path, save.seconds, save.blocked_seconds)
+
+    def on_profile(self, profile: ProfileEnd) -> None:
+        summary, path = profile.summary, profile.folder / "summary.txt"
+        busy, exposed = summary.busy / summary.wall, summary.exposed / summary.wall
+        log.info(
+            f"profile of {profile.first}-{profile.last}: busy {busy:.0%}, exposed communication {exposed:.0%}, "
+            f"written in {duration(profile.seconds)}: {path}"
+        )
+
+    def on_end(self, end: RunEnd) -> None:
+        if end.outcome == "finished" and end.step < self._start.steps:
+            log.info("ended after step %d of %d, as train.stop_at says", end.step, self._start.steps)
+        if end.outcome == "stopped":
+            log.info("stopped after step %d (%s); rerun the same command to resume", end.step, end.reason)
+        if end.outcome == "no improvement":
+            log.info("ended after step %d: %s; the best was step %d", end.step, end.reason, end.best_step)
+        if end.outcome != "failed":
+            log.info("%s", _summary(self._start, end))
+
+
+def _own_settings(config: Config) -> str:
+    """Options that differ from their default, but for those that only name the run."""
+    changed = [option for option in option_names() if value_of(config, option) != default_of(option)]
+    settings = [f"{option}={shortened(yaml_value(value_of(config, option)))}" for option in changed]
+    return " ".join(setting for setting in settings if not setting.startswith("run.dir="))
+
+
+def _step_line(step: StepEnd) -> str:
+    """In torchtitan's words, without what is unknown: tps is total over all devices, tflops is per device."""
+    line = f"step: {step.step}/{step.steps}  loss: {step.loss:.4f}  grad_norm: {step.grad_norm:.4f}"
+    if step.loss_scale is not None:
+        line += f"  loss_scale: {step.loss_scale:.0f}  skipped: {step.skipped_steps}"
+    if step.memory_bytes is not None:
+        share = f"({step.memory_bytes / step.memory_limit:.0%})" if step.memory_limit else ""
+        line += f"  memory: {step.memory_bytes / 2**30:.2f}GiB{share}"
+    line += f"  tps: {step.tokens_per_second:,.0f}"
+    line += "" if step.device_flops is None else f"  tflops: {step.device_flops / 1e12:,.2f}"
+    line += "" if step.mfu is None else f"  mfu: {step.mfu:.1%}"
+    return line + ("" if step.seconds_left is None else f"  eta: {duration(step.seconds_left)}")
+
+
+def _log_evaluation(evaluation: EvaluationEnd) -> None:
+    scores = evaluation.metrics or {"perplexity": evaluation.perplexity}
+    words = "  ".join(
+        f"{name}: {value:.4f}" if name != "perplexity" else f"{name}: {value:.2f}" for name, value in scores.items()
+    )
+    log.info(
+        f"step: {evaluation.step}  eval_loss: {evaluation.loss:.4f}  {words}  "
+        f"tokens: {evaluation.tokens:,}  seconds: {evaluation.seconds:.1f}{'  best so far' * evaluation.is_best}"
+    )
+
+
+def _summary(start: RunStart, end: RunEnd) -> str:
+    """What this start did and the whole run's goodput, where things lie, and the command that shows more."""
+    steps, last, share = end.step - start.step, "", ""
+    best = "" if end.best_step is None else f"; best eval loss {end.best_loss:.4f} (step {end.best_step})"
+    with suppress(Exception):  # a figure is no reason to fail a run that has ended: others may have changed the files
+        rows = read_jsonl(start.folder / "metrics.jsonl")
+        if accounts := goodput(read_jsonl(start.folder / "events.jsonl"), rows):
+            share = f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)} since the first process start"
+        empty = sum(row.get("is_empty", 0) for row in rows)
+        last = f"; last loss {rows[-1]['loss']:.4f}"
+        last += f"; nothing counted in {empty} of {len(rows)} steps" if empty else ""
+    trackers = f"; trackers: {start.folder / 'trackers'}" if start.config.observe.trackers else ""
+    return (
+        f"{steps:,} steps, {steps * start.tokens:,} tokens in {duration(end.elapsed)} of training{last}{best}{share}\n"
+        f"  last checkpoint: {end.last_checkpoint or 'none'}{trackers}\n"
+        f"  python -m portable_fsdp.report {start.folder} draws the curves and where the time went"
+    )

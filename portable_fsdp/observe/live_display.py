@@ -1,0 +1,88 @@
+"""On a terminal: the newest figures in one line that stays at its bottom, while other lines scroll above it."""
+
+import logging
+import os
+import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+from rich.console import Console as Terminal
+from rich.file_proxy import FileProxy
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from portable_fsdp.checkpoint.format import step_of
+from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
+from portable_fsdp.observe.goodput import duration
+from portable_fsdp.runtime.logs import stderr_file
+
+log = logging.getLogger("portable_fsdp")
+
+
+class LiveDisplay(Callback):
+    """Drawn by rich, a few times a second."""
+
+    def on_start(self, start: RunStart) -> None:
+        self._eval, self._undo = "", ExitStack()
+        # Another descriptor: the run's logs take that of stderr itself.
+        file = self._undo.enter_context(os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace"))
+        terminal = Terminal(file=file)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            *([BarColumn(20)] if terminal.width >= 100 else []),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}", table_column=Column(ratio=1, no_wrap=True)),  # it alone is cut short
+            console=terminal,
+            refresh_per_second=4,
+            transient=True,
+            expand=True,
+            redirect_stdout=False,  # rich would fold long lines at the terminal's width
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task("", total=start.steps, completed=start.step, now="")
+        self._undo.enter_context(self._progress)
+        if sys.stdout.isatty():
+            self._undo.enter_context(redirect_stdout(_LinesAbove(terminal, sys.stdout)))
+        above: Any = _LinesAbove(terminal, sys.stderr, stderr_file(start.folder, 0))
+        self._undo.enter_context(redirect_stderr(above))
+        for handler in log.handlers:  # which kept stderr
+            if isinstance(handler, logging.StreamHandler):
+                self._undo.callback(handler.setStream, cast(Any, handler).setStream(above))
+
+    def on_step(self, step: StepEnd) -> None:
+        if step.evaluation is not None:
+            self._eval = f" (eval {step.evaluation.loss:.4f})"
+        saved = step.last_checkpoint and step_of(step.last_checkpoint)
+        parts = [  # the most important first: the terminal's width cuts the last ones off
+            "" if step.seconds_left is None else f"eta {duration(step.seconds_left)}",
+            f"loss {step.loss:.4f}{self._eval}",
+            "" if saved is None else f"saved {saved}",
+            f"{step.tokens_per_second:,.0f} tokens/s",
+            "" if step.mfu is None else f"MFU {step.mfu:.1%}",
+            "" if step.memory_bytes is None else f"{step.memory_bytes / 2**30:.2f} GiB",
+            f"data {step.data_seconds:.2f} s",
+        ]
+        self._progress.update(self._task, completed=step.step, now="  ".join(filter(None, parts)))
+
+    def on_end(self, end: RunEnd) -> None:
+        self._undo.close()
+
+
+class _LinesAbove(FileProxy):
+    """Prints whole lines above the display as they are, and appends them to `copy` where that file is there."""
+
+    def __init__(self, terminal: Terminal, stream: IO[str], copy: Path | None = None) -> None:
+        super().__init__(terminal, stream)
+        self._terminal, self._copy, self._rest = terminal, copy, ""
+
+    def write(self, text: str) -> int:
+        whole, newline, self._rest = (self._rest + text).rpartition("\n")
+        if newline:
+            self._terminal.out(whole, highlight=False)
+            with suppress(OSError):
+                if self._copy and self._copy.exists():
+                    with self._copy.open("a", encoding="utf-8", errors="replace") as file:
+                        file.write(f"{whole}\n")
+        return len(text)

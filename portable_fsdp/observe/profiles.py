@@ -1,0 +1,215 @@
+"""Profiles of steps: those of `observe.profile`, and the next ones when a file `PROFILE` appears (`touch RUN/PROFILE`).
+
+Process 0 records itself between two steps, without the others. A profile that fails is dropped with one line, and so is
+one under way when the run ends early: a launcher gives a stopped run seconds, which belong to its save.
+"""
+
+import logging
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from portable_fsdp.observe.callbacks import Callback, Callbacks, ProfileEnd, RunStart
+from portable_fsdp.runtime.logs import stderr_file, stderr_into
+from portable_fsdp.runtime.process import StopRequest
+
+if TYPE_CHECKING:
+    from portable_fsdp.backends.base import Backend, Operation, Pending
+
+log = logging.getLogger("portable_fsdp")
+
+_STEPS = 3  # that one file asks for
+_MOST_ROWS, _WIDTH = 15, 56
+
+
+class Profiles:
+    """Starts and ends the profiles of process 0; does nothing on the others."""
+
+    def __init__(self, engine: "Backend", start: RunStart, callbacks: Callbacks, request: StopRequest) -> None:
+        self._engine, self._start, self._callbacks, self._request = engine, start, callbacks, request
+        self._last = min(start.steps, start.config.train.stop_at or start.steps)
+        first, last = start.config.observe.profile.steps if start.config.observe.profile else (0, 0)
+        self._planned = max(first, start.step + 1), last  # what is left of it
+        self._file, self._noise = start.folder / "PROFILE", stderr_file(start.folder, 0)
+        self._is_on = engine.process.index == 0
+        self._stop: Callable[[], Callable[[], list[Operation]]] | None = None
+
+    def before_step(self, step: int, previous: "Pending | None") -> float:
+        """Between two steps: waits for the `previous` one where a profile ends or begins. Returns when it ended, in
+        seconds of time.perf_counter."""
+        under_way = self._stop is not None
+        if not self._is_on or (step <= self._steps[1] if under_way else self._due(step) is None):
+            return time.perf_counter()
+        if previous is not None:
+            previous.result()
+        ended = time.perf_counter()
+        self.after_step(step - 1)
+        if self._is_on and (steps := self._due(step)):
+            self._try(lambda: self._begin(steps))
+        return ended
+
+    def after_step(self, step: int, *, is_last: bool = False) -> None:
+        """End a profile that doesn't go beyond `step`, which has ended; after the run's last step drop any."""
+        if self._stop is not None and (is_last or step >= self._steps[1]):
+            self._try(lambda: self._end(drop=is_last))
+
+    def _due(self, step: int) -> tuple[int, int] | None:
+        if step == self._planned[0] <= self._planned[1]:
+            return self._planned
+        return (step, min(step + _STEPS - 1, self._last)) if self._file.is_file() else None
+
+    def _begin(self, steps: tuple[int, int]) -> None:
+        began, self._steps = time.perf_counter(), steps
+        if steps != self._planned:
+            self._file.unlink()
+        self._folder = self._start.folder / "profile" / f"step-{steps[0]}-{steps[1]}"
+        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier start
+        self._folder.mkdir(parents=True)
+        with stderr_into(self._noise):
+            self._stop = self._engine.start_trace(self._folder)
+        self._began = time.perf_counter()
+        self._cost = self._began - began
+
+    def _end(self, *, drop: bool) -> None:
+        ended, stop, (first, last) = time.perf_counter(), self._stop, self._steps
+        self._stop, wall = None, ended - self._began
+        assert stop is not None
+        with stderr_into(self._noise):
+            read = stop()
+        if drop or self._request.requested:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            log.warning("the profile of steps %d to %d is dropped: the run ends", first, last)
+            return
+        summary, run = summarize(read(), wall), self._start
+        title = f"steps {first} to {last}: {wall:.4f} s of process 0, {run.engine} on {run.devices} x {run.device}"
+        (self._folder / "summary.txt").write_text(summary_text(summary, title), encoding="utf-8")
+        seconds = self._cost + time.perf_counter() - ended
+        self._callbacks.call(Callback.on_profile, ProfileEnd(first, last, self._folder, summary, seconds))
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._is_on, self._stop = False, None
+            log.warning("no more profiles in this run: %s: %s", type(error).__name__, error)
+
+
+# --------------------------------------------------------------------------------------------------------- summary
+
+
+class Total(NamedTuple):
+    """Of all operations of one name, or of one module."""
+
+    name: str
+    calls: int
+    seconds: float
+    bytes: int
+
+
+class ProfileSummary(NamedTuple):
+    """Seconds of the devices of process 0, their mean. Operations and modules without what runs inside them."""
+
+    wall: float
+    busy: float
+    compute: float
+    communication: float
+    exposed: float  # communication while nothing is computed
+    longest_gap: float  # between two operations of one device
+    operations: Sequence[Total]  # the longest first
+    modules: Sequence[Total]
+    collectives: Sequence[Total]
+
+
+def summarize(operations: "Sequence[Operation]", wall: float) -> ProfileSummary:
+    """Sum up the operations of `wall` seconds."""
+    own_seconds, devices = [0.0] * len(operations), defaultdict[str, list[tuple[float, int, str]]](list)
+    for index, begin, end in _own_times(operations):
+        own_seconds[index] += end - begin
+        device, kind = operations[index].device, operations[index].kind
+        devices[device] += [(begin, 1, kind), (end, -1, kind)]
+    times = [_times_of(sorted(edges)) for edges in devices.values()]
+    busy, compute, communication, exposed = (sum(time[at] for time in times) / max(1, len(times)) for at in range(4))
+    own = list(zip(operations, own_seconds, strict=True))
+    return ProfileSummary(
+        wall,
+        busy,
+        compute,
+        communication,
+        exposed,
+        max((time[4] for time in times), default=0.0),
+        _totals((each.name, seconds, each.bytes) for each, seconds in own),
+        _totals((each.module, seconds, 0) for each, seconds in own if each.module),
+        _totals((each.name, each.seconds, each.bytes) for each in operations if each.kind == "communication"),
+    )
+
+
+def _own_times(operations: "Sequence[Operation]") -> Iterator[tuple[int, float, float]]:
+    """Index, begin and end of the times in which an operation itself runs, and none inside it."""
+    streams = defaultdict[tuple[str, str], list[tuple[float, float, int]]](list)
+    for index, each in enumerate(operations):
+        streams[each.device, each.stream].append((each.start, -each.seconds, index))
+    for stream in streams.values():
+        now, running = 0.0, list[tuple[float, int]]()  # each with its end, the innermost last
+        for start, minus_seconds, index in [*sorted(stream), (inf, 0.0, -1)]:
+            while running and running[-1][0] <= start:
+                end, ended = running.pop()
+                if end > now:
+                    yield ended, now, end
+                    now = end
+            if running and start > now:
+                yield running[-1][1], now, start
+            now = max(now, start)
+            running.append((start - minus_seconds, index))
+
+
+def _times_of(edges: Sequence[tuple[float, int, str]]) -> tuple[float, float, float, float, float]:
+    """Busy, computing, communicating, communicating alone, the longest pause, of one device: seconds."""
+    running = Counter[str]()
+    busy = compute = communication = exposed = longest_pause = 0.0
+    for (begin, change, kind), (until, _, _) in pairwise(edges):
+        running[kind] += change
+        span = until - begin
+        if not any(running.values()):
+            longest_pause = max(longest_pause, span)
+            continue
+        busy += span
+        compute += span * (running["compute"] > 0)
+        communication += span * (running["communication"] > 0)
+        exposed += span * (running["communication"] > 0 and running["compute"] == 0)
+    return busy, compute, communication, exposed, longest_pause
+
+
+def _totals(rows: Iterable[tuple[str, float, int]]) -> list[Total]:
+    totals: dict[str, Total] = {}
+    for name, seconds, size in rows:
+        _, calls, before, moved = totals.get(name, Total(name, 0, 0.0, 0))
+        totals[name] = Total(name, calls + 1, before + seconds, moved + size)
+    return sorted(totals.values(), key=lambda total: -total.seconds)
+
+
+def summary_text(summary: ProfileSummary, title: str) -> str:
+    """Shares of the wall time, then tables of operations, modules and collectives."""
+    gaps = max(0.0, summary.wall - summary.busy)
+    shares = (
+        ("device busy", summary.busy, ""),
+        ("  compute", summary.compute, ""),
+        ("  communication", summary.communication, ""),
+        ("    exposed", summary.exposed, "nothing is computed meanwhile"),
+        ("host gaps", gaps, f"the longest {1e3 * summary.longest_gap:.2f} ms"),
+    )
+    lines = [f"{name:<18}{time:>10.4f} s {time / summary.wall:>7.1%}  {note}".rstrip() for name, time, note in shares]
+    for heading, totals in (("operation", summary.operations), ("module", summary.modules)):
+        everything = sum(total.seconds for total in totals)
+        lines += ["", f"{heading:<{_WIDTH}}{'calls':>8}{'seconds':>12}{'share':>9}"] if totals else []
+        for name, calls, seconds, _ in totals[:_MOST_ROWS]:
+            lines.append(f"{name[: _WIDTH - 1]:<{_WIDTH}}{calls:>8}{seconds:>12.4f}{seconds / everything:>9.1%}")
+    if summary.collectives:
+        lines += ["", f"{'collective':<24}{'calls':>8}{'seconds':>12}{'MB':>12}{'GB/s':>12}"]
+    for name, calls, seconds, size in summary.collectives:
+        moved = f"{size / 1e6:>12.3f}{size / 1e9 / seconds:>12.3f}" if size and seconds else f"{'-':>12}{'-':>12}"
+        lines.append(f"{name[:23]:<24}{calls:>8}{seconds:>12.4f}{moved}")
+    return "\n".join([title, "", *lines, ""])

@@ -1,0 +1,123 @@
+"""`observe.trackers`: starts a process for each tracker, which reads the run's files (report/track.py).
+
+A tracker that fails or hangs is dropped with one line, and costs a step nothing. Imports none of the trackers.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import IO, NamedTuple, cast
+
+from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+
+log = logging.getLogger("portable_fsdp")
+
+PACKAGES = {
+    "aim": ("aim",),
+    "clearml": ("clearml",),
+    "comet_ml": ("comet-ml",),
+    "dvclive": ("dvclive",),
+    "mlflow": ("mlflow-skinny", "mlflow"),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard",),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
+"""accelerate's name of each tracker -> distributions, one of which must be installed; install the first."""
+
+END_S = 20.0
+"""Seconds that a run waits at its end for its trackers."""
+
+
+def require_installed(names: Iterable[str], key: str, way_out: str) -> None:
+    """Raises ConfigError for trackers whose package isn't installed. `key` named them; `way_out` does without them."""
+    missing = [name for name in names if not any(map(_is_installed, PACKAGES[name]))]
+    if missing:
+        packages = " ".join(PACKAGES[name][0] for name in missing)
+        raise ConfigError(f"{key}: {', '.join(missing)}: not installed: pip install {packages}\n  or {way_out}.")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+class _Running(NamedTuple):
+    process: subprocess.Popen[bytes]
+    pipe: IO[bytes]  # its stdin
+    output: Path
+    begin: int  # bytes that earlier starts wrote to it
+
+
+class Trackers(Callback):
+    """Starts the trackers of a run, notices those that failed, and lets them finish at its end."""
+
+    def on_start(self, start: RunStart) -> None:
+        self._folder = start.folder
+        self._running: dict[str, _Running] = {}
+        for name in start.config.observe.trackers:
+            try:
+                self._running[name] = _start(start.folder, name)
+            except OSError as error:
+                log.warning("tracker %s can't start: %s", name, error)
+
+    def on_step(self, step: StepEnd) -> None:
+        if step.is_logged:
+            self._drop_failed()
+
+    def on_end(self, end: RunEnd) -> None:
+        for running in self._running.values():
+            running.pipe.close()  # they send the rest, and end
+        deadline = time.monotonic() + END_S
+        for name, running in list(self._running.items()):
+            try:
+                running.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
+                self._drop(name, f": not done after {END_S:.0f} s")
+        self._drop_failed()
+
+    def _drop_failed(self) -> None:
+        for name, running in list(self._running.items()):
+            if code := running.process.poll():
+                self._drop(name, f" dropped: {_last_line(running) or f'exit code {code}'}")
+
+    def _drop(self, name: str, reason: str) -> None:
+        self._running.pop(name).pipe.close()
+        later = f"python -m portable_fsdp.report {self._folder} --track={name} sends what is missing"
+        log.warning("tracker %s%s; %s", name, reason, later)
+
+
+def _last_line(running: _Running) -> str:
+    with suppress(OSError):  # someone may have deleted it
+        text = running.output.read_bytes()[running.begin :].decode(errors="replace")
+        return next(reversed(text.splitlines()), "")
+    return ""
+
+
+def _start(run: Path, name: str) -> _Running:
+    output = run / "logs" / f"tracker-{name}.log"
+    output.parent.mkdir(exist_ok=True)
+    # A process by itself, of no launcher's job, without a device.
+    environ = {key: value for key, value in os.environ.items() if key not in LAUNCH_VARIABLES}
+    environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "portable_fsdp.report", str(run), f"--track={name}", "--follow"]
+    with output.open("ab") as file:
+        begin = file.tell()
+        # In another session: Ctrl-C reaches the run alone, which then lets its trackers finish.
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
+        )
+    return _Running(process, cast(IO[bytes], process.stdin), output, begin)

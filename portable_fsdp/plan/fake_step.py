@@ -1,0 +1,444 @@
+"""The native train step on GPUs and TPUs that aren't there (or on CPUs): a device's memory, and its work.
+
+`plan_memory` runs the trainer's own step (the native backend, `train.build.build_training`) for rank 0 of any number of
+ranks, on fake tensors and a fake process group, in one process. It says what lives at the peak, in which module, and
+what torch's caching allocator takes for it.
+"""
+
+# The step is watched through private parts of torch only: there is no other way in.
+# pyright: reportPrivateUsage=false
+
+import importlib.metadata
+import os
+from collections import defaultdict
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any, cast, get_args
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+
+from portable_fsdp.backends.base import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, state_key
+from portable_fsdp.backends.native.engine import NativeBackend
+from portable_fsdp.backends.native.units import local_part, materialise
+from portable_fsdp.config.describe import with_value
+from portable_fsdp.config.rules import without_compiler
+from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import check_batch
+from portable_fsdp.models import flex
+from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
+from portable_fsdp.plan.hlo import Moved
+from portable_fsdp.plan.memory_trace import (
+    Block,
+    Collective,
+    CollectiveRun,
+    Events,
+    KernelRun,
+    MemoryPart,
+    Recorder,
+    Timeline,
+    peak,
+)
+from portable_fsdp.plan.model import control_numbers, empty_batch, facts_of, rows_of
+from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
+from portable_fsdp.plan.target import Target
+from portable_fsdp.plan.time import (
+    Compute,
+    Drain,
+    Operation,
+    Send,
+    Wait,
+    expected_time,
+    over_links,
+    rates_of,
+)
+from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.train.build import Training, build_training
+from portable_fsdp.train.step import train_step
+
+# NCCL's buffers of one communicator: two connections a channel for a ring and two for a tree, each 10 MiB to receive
+# or 2 MiB to send into (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; no more with more ranks than
+# two hosts, issues/864), in 24 channels. Not measured by us.
+COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
+
+L2_BYTES = 126 * 10**6
+"""Of B200, the most that a GPU here keeps on its chip (jax-ml.github.io/scaling-book/gpus)."""
+
+VMEM_BYTES = 170 * 2**20
+"""Of v4 with CMEM and spMEM, the most that a TPU here keeps on its chip (arXiv 2304.01433, table 4)."""
+
+TPU_NOTE = (
+    "memory is a lower bound: what operations read and leave, one at a time, as TorchTPU runs them. Not known: scratch "
+    "and code of their programs, tpu_dist's buffers, gaps of the allocator. A product by a gathered weight may take "
+    "the weight's bytes again (1,002 MiB for a head of 128,256 x 4,096 in libtpu 0.0.52's program on v6e)."
+)
+
+MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the last; those between are alike
+BIGGEST = 10
+SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
+
+
+def plan_memory(config: Config, target: Target) -> EnginePlan:
+    """What a step of `config` takes of the fullest device of `target`, and the work of each device.
+
+    Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices. A
+    config that compiles is planned as if it ran eagerly, and the plan says so: fused kernels keep less.
+
+    Memory's parts are what lives at the peak (rank 0 holds the largest shards), and on cuda two more:
+    - `allocator`: what torch's caching allocator has reserved on top (`CachingAllocator`), within the device's limit,
+      because torch gives back unused memory there.
+    - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
+    The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out.
+
+    On TPUs memory is a lower bound (TPU_NOTE), of tensors in their tiles (device_rules.tiled_bytes).
+
+    Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
+    where precision.matmul allows it. `memory_bytes`: see `least_traffic`. `sent_bytes` has the least that a device must
+    send within its host, and to other hosts (`time.over_links`).
+
+    Raises what building the model raises, and BackendError in a process that has a process group already. Call it in a
+    process of its own where possible: FSDP2 and DTensor keep caches.
+    """
+    if dist.is_initialized():
+        raise BackendError(
+            "plan: expected a process without a process group, found one of "
+            f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
+        )
+    recorder, training, activations = _record(config, target)
+    programs = _programs(recorder, config, target)
+    collectives = {
+        entry.collective for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)
+    }
+    sent = {collective: _sent_by(collective, target) for collective in collectives}
+    blocks = peak(recorder.events)
+    live_bytes = sum(block.bytes for block in blocks)
+    parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
+    for block in blocks:
+        parts[block.part] += block.bytes
+    if recorder.is_gpu:
+        communicators = len({collective.communicator for collective in sent})
+        buffers = communicators * COMMUNICATOR_BYTES
+        capacity = None if target.limit_bytes is None else target.limit_bytes - buffers
+        reserved = peak_reserved(recorder.events, capacity)
+        parts |= {"allocator": reserved - live_bytes, "communication buffers": buffers}
+    biggest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
+    is_compiled, rates = config.compile.enabled, rates_of(target)
+    memory = DeviceMemory(
+        parts=parts,
+        limit_bytes=target.limit_bytes,
+        at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
+        biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
+        host_bytes=_host_bytes(training) + activations if recorder.is_gpu else 0,
+        is_least=recorder.is_tpu,
+    )
+    on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
+    operations = operations_of(programs, sent, is_compiled=is_compiled)
+    frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
+    traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
+    notes = ("planned as if it ran eagerly: what is compiled keeps less.",) * is_compiled
+    if config.precision.products != "auto":
+        notes += ("planned with bfloat16 products: those of float8 take less time.",)
+    return EnginePlan(
+        facts_of(training, config.data.seq_len),
+        memory,
+        _work(programs, sent, traffic),
+        f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
+        (*notes, TPU_NOTE) if recorder.is_tpu else notes,
+        expected=expected_time(operations, rates) if rates and recorder.is_gpu else None,
+    )
+
+
+def _planned(config: Config, devices: int) -> Config:
+    """The config, eager, its products in the compute dtype, with no more micro batches than differ.
+
+    No layer keeps to a budget then.
+    """
+    accumulation = check_batch(config, devices)
+    rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
+    return with_value(with_value(without_compiler(config), "train.global_batch", rows), "precision.products", "auto")
+
+
+# ---------------------------------------------------------------------------------------------------------- the step
+
+
+def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
+    """The planned steps; `Recorder.calls` are those of the last one. Last: bytes of activations on the host."""
+    config = _planned(config, target.devices)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    kind = target.hardware.kind
+    device = torch.device("cpu") if kind == "cpu" else stand_in()
+    has_tf32 = kind == "cuda" and config.precision.matmul != "highest"
+    recorder = Recorder(fake, device, is_gpu=kind == "cuda", is_tpu=kind == "tpu", has_tf32=has_tf32)
+    with ExitStack() as held:
+        held.enter_context(_ranks(target.devices, target.devices_per_host))
+        backend = held.enter_context(planned_backend(config, fake, recorder))
+        held.enter_context(_seen_by(recorder))
+        # Newer DTensors propagate shapes on tensors of the running mode, which the recorder would take for memory.
+        held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
+        training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
+        _name(recorder, training)
+        if recorder.is_tpu:
+            held.enter_context(patch.object(F, "scaled_dot_product_attention", tpu_attention))
+        if recorder.is_gpu:
+            held.enter_context(patch.object(F, "scaled_dot_product_attention", gpu_attention))
+            held.enter_context(patch.object(flex, "flex_attention", gpu_flex))
+        held.enter_context(fake)
+        held.enter_context(recorder.watching(training.model))
+        # A first step, of one micro batch, sets what a step gathers ahead.
+        limit, task = config.train.max_grad_norm, training.task
+        first = train_step(backend, training.model, training.optimizer, accumulation=1, max_grad_norm=limit, task=task)
+        for step, micro_batches in ((first, 1), (training.step, training.accumulation)):
+            recorder.calls.clear()
+            rows = config.train.resolved_micro_batch
+            placed = [backend.place(empty_batch(config, training, rows, "cpu")) for _ in range(micro_batches)]
+            backend.fetch(step(placed, config.optim.lr, control_numbers(target.devices)))
+            del placed
+    return recorder, training, backend.offload.host_bytes if backend.offload else 0
+
+
+@contextmanager
+def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) -> Generator[NativeBackend]:
+    """The native backend of rank 0, for fake tensors."""
+    # The CPU, which stands in here, would be refused flex; the model was built with its attention all the same.
+    with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as opened:
+        yield cast(NativeBackend, _Planned(opened, fake, recorder))
+
+
+class _Planned:
+    """The native backend with fake tensors, and a stand-in for its GPU or TPU; it does itself what isn't here."""
+
+    def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder) -> None:
+        self._backend, self._fake, self._recorder = backend, fake, recorder
+        backend.device = recorder.device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
+        device = self._backend.device
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self._fake.from_tensor(buffer)
+        with patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", lambda _: device):
+            model = self._backend.shard_model(model, policy, None)
+        with self._fake, self._recorder, self._recorder.making("weights", "the model"):
+            materialise(model, policy, device)
+        return model
+
+    def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        def as_on_device(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
+            on_device = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
+            optimizer = make(groups, compiled or self._recorder.is_tpu)  # as make_optimizer does on a TPU
+            for group in optimizer.param_groups:
+                if "fused" in group and on_device:  # as it does on a GPU
+                    group |= {"foreach": False, "fused": True}
+            return optimizer
+
+        with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
+            return self._backend.build_optimizer(as_on_device, groups)
+
+    def place_control(self, values: Sequence[float]) -> Tensor:
+        return Backend.place_control(cast(Backend, self), values)
+
+    def place(self, batch: Batch, axes: Sequence[str] = ()) -> Batch:
+        with self._recorder.making("activations", "the batch"), self._fake:  # numbers are no fake tensors yet
+            return {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
+                for name, tensor in batch.items()
+            }
+
+    def compile(self, fn: Any, name: str) -> Any:
+        run = self._backend.compile(fn, name)
+
+        def counted(*args: Any) -> Any:
+            self._recorder.calls.append([])
+            return run(*args)
+
+        return counted
+
+    def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+        with self._recorder.making("temporaries", "clipping of gradients"):
+            return self._backend.clip_grad_norm(model, limit)
+
+
+def _name(recorder: Recorder, training: Training) -> None:
+    """Give the tensors that rest on the device the names that a checkpoint gives them."""
+    parameters = dict(training.model.named_parameters())
+    for fqn, parameter in (*parameters.items(), *training.model.named_buffers()):
+        recorder.name(local_part(parameter), fqn)
+        for key, value in training.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                recorder.name(local_part(value), state_key(key, fqn))
+
+
+def _host_bytes(training: Training) -> int:
+    """Of this rank's weights, gradients and optimizer state that are offloaded to the host."""
+    weights = list(training.model.parameters())
+    gradients = [parameter for parameter in weights if parameter.requires_grad]
+    state = [value for states in training.optimizer.state.values() for value in states.values()]
+    tensors = [local_part(tensor) for tensor in (*weights, *gradients, *state)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)  # no counts
+
+
+# ------------------------------------------------------------------------------------------------------- stand-ins
+
+
+def stand_in() -> torch.device:
+    """The device that stands for a GPU or a TPU: torch computes there as on the CPU, and takes it for another device.
+
+    So copies to it are made and mixing the two fails, as on a GPU. Fake tensors on "cuda" itself end the process where
+    there is no driver.
+    """
+    return torch.device("cpu", 0)
+
+
+@contextmanager
+def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
+    """A process group of `devices` ranks, of which this process is the first."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    importlib.import_module("torch.distributed._tools.fake_collectives")  # collectives of fake tensors
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(devices_per_host)):
+        for name in LAUNCH_VARIABLES:
+            os.environ.pop(name, None)
+        try:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _seen_by(recorder: Recorder) -> Generator[None]:
+    """Storages that are resized, which no dispatch mode sees; and step counts, which a fake tensor can't tell."""
+    resize, item = torch.UntypedStorage.resize_, torch.Tensor.item
+
+    def resized(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.resized(storage)
+        return result
+
+    with (
+        patch.object(torch.UntypedStorage, "resize_", resized),
+        patch.object(torch.Tensor, "item", lambda value: 1.0 if isinstance(value, FakeTensor) else item(value)),
+    ):
+        yield
+
+
+# -------------------------------------------------------------------------------------------------------- the result
+
+
+def peak_reserved(events: Events, capacity: int | None = None) -> int:
+    """Bytes that torch's caching allocator takes at most, of a driver that has `capacity`."""
+    allocator = CachingAllocator(capacity)
+    for block, is_made in events:
+        if is_made:
+            allocator.malloc(block, block.bytes, block.stream)
+        else:
+            allocator.free(block)
+    return allocator.peak_reserved
+
+
+def least_traffic(
+    blocks: Iterable[Block], frozen: Collection[str], *, is_compiled: bool, on_chip: int = L2_BYTES
+) -> float:
+    """Bytes that cross the memory's interface: twice `blocks`, which live at the peak, once written and once read.
+
+    Leaves out `frozen` weights (FQNs; of a table a few rows are read), what may stay `on_chip`, and in a step that
+    compiles all that doesn't rest, because fused kernels spare it.
+    """
+    counted = [block for block in blocks if block.name not in frozen and not block.name.endswith("workspace")]
+    if is_compiled:
+        counted = [block for block in counted if block.part in ("weights", "gradients", "optimizer")]
+    return 2.0 * max(0, sum(block.bytes for block in counted) - on_chip)
+
+
+def _programs(record: Recorder, config: Config, target: Target) -> list[Timeline]:
+    """Of a whole step; micro batches that were left out are like the second."""
+    calls = list(record.calls)
+    return [*calls[:2], *calls[1:2] * max(0, check_batch(config, target.devices) - MICRO_BATCHES), *calls[2:]]
+
+
+def _sent_by(collective: Collective, target: Target) -> dict[str, float]:
+    """Link -> the least that a device sends over it; gradients go round the ring, and then their sums."""
+    ranks, size = collective.ranks, collective.bytes * (2 if collective.kind == "all_reduce" else 1)
+    return over_links(target.levels, size, members=len(ranks), stride=ranks[-1] - ranks[-2])
+
+
+def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float]], memory_bytes: float) -> Work:
+    flops: defaultdict[str, float] = defaultdict(float)
+    collectives: defaultdict[str, Moved] = defaultdict(Moved)
+    links: defaultdict[str, float] = defaultdict(float)
+    for entry in chain.from_iterable(programs):
+        if isinstance(entry, KernelRun):
+            if entry.flops:
+                flops[entry.dtype] += entry.flops
+            continue
+        collective, members = entry.collective, len(entry.collective.ranks)
+        times = 2 if collective.kind == "all_reduce" else 1
+        ring = times * (collective.bytes * (members - 1) // members)
+        collectives[f"{collective.kind} {collective.dtype}"] += Moved(1, collective.bytes, ring)
+        for link, size in sent[collective].items():
+            links[link] += size
+    return Work(matmul_flops=flops, memory_bytes=memory_bytes, collectives=collectives, sent_bytes=links)
+
+
+def operations_of(
+    programs: Iterable[Timeline], sent: Mapping[Collective, Mapping[str, float]], *, is_compiled: bool
+) -> Iterator[Operation]:
+    """What a GPU runs for the programs of a step, one after the other.
+
+    FSDP2 asks for the next gather when compute has taken over the last one's weights, and compute waits where it reads
+    what isn't gathered yet; gradients are reduced beside compute, in turn with gathers, and a program ends when they
+    are. `is_compiled`: layers and the loss are compiled, which fuses the kernels between their products.
+    """
+    gathered: set[Block] = set()  # that nothing has read yet
+    for program in programs:
+        for entry in fused(program) if is_compiled else program:
+            if isinstance(entry, CollectiveRun):
+                gathered |= {entry.result} if entry.result else set()
+                is_ahead = entry.result is not None
+                yield Send(entry.result, "links", sent[entry.collective], is_ahead)
+                continue
+            for block, _ in entry.reads:
+                if block in gathered:
+                    gathered.remove(block)
+                    yield Wait(block)
+            moved = sum(size for _, size in (*entry.reads, *entry.writes))
+            yield Compute(entry.part, entry.flops, moved, entry.dtype)
+        yield Drain()
+
+
+def fused(program: Timeline) -> Timeline:
+    """As a compiler runs it: kernels without products in one, between the products and collectives."""
+    entries: Timeline = []
+    group: list[KernelRun] = []
+    for number, entry in enumerate(program):
+        if isinstance(entry, KernelRun) and not entry.flops:
+            group.append(entry)
+        else:
+            entries += [*_as_one(group, number), entry]
+            group = []
+    return [*entries, *_as_one(group, len(program))]
+
+
+def _as_one(kernels: list[KernelRun], end: int) -> list[KernelRun]:
+    """One kernel: it reads each input once, and writes only what outlives it, to entry `end` of the timeline."""
+    if not kernels:
+        return []
+    made: set[int] = set()
+    reads: dict[int, tuple[Block, int]] = {}
+    writes: dict[int, tuple[Block, int]] = {}
+    for kernel in kernels:
+        reads |= {id(block): (block, size) for block, size in kernel.reads if id(block) not in made | reads.keys()}
+        writes |= {id(block): (block, size) for block, size in kernel.writes if block.freed > end}
+        made |= {id(block) for block, _ in kernel.writes}
+    return [KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()))]

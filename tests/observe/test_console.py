@@ -1,0 +1,179 @@
+"""What a run prints: its lines, its summary, and the live display on a terminal."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from portable_fsdp.config.schema import Config
+from portable_fsdp.observe.callbacks import RunStart, StepEnd
+from portable_fsdp.observe.console import Console
+from portable_fsdp.observe.goodput import Pace
+from portable_fsdp.observe.run_files import processes_row
+
+STEP = StepEnd(
+    step=10,
+    loss=2.3125,
+    grad_norm=0.9,
+    lr=3e-4,
+    tokens=6200,
+    tokens_per_second=3100.0,
+    mfu=0.0775,
+    memory_bytes=3 * 2**29,
+    seconds=2.0,
+    ended=1.7e9,
+    data_seconds=0.25,
+    steps=20,
+    seconds_left=8.0,
+    elapsed=25.0,
+    device_flops=7.75e12,
+    is_logged=True,
+    memory_limit=15 * 2**30,
+    process_seconds=(2.0,),
+    process_own_seconds=(1.5,),
+    process_data_seconds=(0.25,),
+    process_memory_bytes=(1.0,),
+    imbalance=None,
+    stragglers=(),
+    collectives=None,
+)
+
+START = RunStart(
+    config=Config.model_validate(
+        {"model": {"architecture": {"model_type": "llama"}}, "train": {"steps": 20, "stop_at": 16}}
+    ),
+    folder=Path("run"),
+    engine="native",
+    device="cpu",
+    devices=1,
+    processes=1,
+    hosts=("host1",),
+    step=0,
+    steps=20,
+    tokens=6200,
+    parameters=1,
+    trained_parameters=1,
+    flops_per_token=None,
+    peak_flops=None,
+    resumed=None,
+)
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+CONFIG = {
+    "run": {"dir": "run"},
+    "model": {"architecture": ARCHITECTURE},
+    "data": {"source": "python_docs", "seq_len": 32, "eval_split": "2%"},
+    "train": {"steps": 30, "global_batch": 2, "log_every": 10, "eval_every": 15},
+    "optim": {"lr": 0.003},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "memory: 1.50GiB(10%)  tps: 3,100  tflops: 7.75  mfu: 7.8%"),
+        ({"memory_limit": None, "mfu": None}, "memory: 1.50GiB  tps: 3,100  tflops: 7.75"),
+        ({"memory_bytes": None, "mfu": None, "device_flops": None}, "tps: 3,100"),
+    ],
+)
+def test_a_line_leaves_out_what_is_unknown(
+    changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, console = replace(STEP, **changes), Console()
+    console.on_start(START)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        console.on_step(replace(step, seconds_left=None))
+        console.on_step(replace(step, step=11, is_logged=False))
+        console.on_step(replace(step, step=12))
+    line = "  loss: 2.3125  grad_norm: 0.9000  " + expected
+    assert caplog.messages == [f"step: 10/20{line}", f"step: 12/20{line}  eta: 8.0 s"]
+
+
+def test_the_time_left_counts_evaluations_and_saves_and_leaves_out_the_first_step() -> None:
+    """Steps of 2 s, and 10 s after every fifth one; the first takes 100 s."""
+    pace, left, now = Pace(), list[float | None](), 98.0
+    for step in range(1, 52):
+        now += 2
+        left.append(pace.time_left(now, 100 - step))
+        now += 10 * (step % 5 == 0)
+    assert left[:2] == [None, 98 * 2]
+    assert left[50] == pytest.approx(49 * (2 + 10 / 5))
+    assert pace.time_left(now, 0) == 0
+
+
+def test_imbalance_of_processes_is_the_greatest_over_the_median() -> None:
+    nan = float("nan")
+    step = replace(STEP, process_seconds=(2.0, 6.0, 1.0), process_own_seconds=(1.0, 3.0, 1.0))
+    step = replace(step, process_data_seconds=(0.0, 0.5, 0.0), process_memory_bytes=(nan, 5.0, 5.0))
+    assert processes_row(step, ["host1", "host1", "host2"]) == {
+        "seconds": (2.0, 6.0, 1.0),
+        "own_seconds": (1.0, 3.0, 1.0),
+        "data_seconds": (0.0, 0.5, 0.0),
+        "memory_bytes": (nan, 5.0, 5.0),
+        "seconds_imbalance": 3.0,  # over the mean it would be 2
+        "memory_imbalance": None,
+        "host_imbalance": pytest.approx(4 / 3),  # 2 s and 1 s, and 1.5 s between them
+    }
+    two = replace(STEP, process_memory_bytes=(1.0, 3.0), process_own_seconds=(1.0, 1.0))
+    row = processes_row(two, ["host1", "host1"])
+    assert (row["memory_imbalance"], row["host_imbalance"]) == (1.5, None)
+
+
+@pytest.mark.slow
+def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "portable_fsdp.launch", "--device=cpu", "--config=config.yaml"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=theirs) as process:
+        os.close(theirs)
+        output = _read_all(ours)
+        assert process.wait(60) == 0, output
+    plain = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", output).replace("\r", "\n")
+    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0, "the cursor was hidden, and comes back"
+    assert re.search(r"^step +\d+/30 .*loss \d", plain, re.MULTILINE), plain
+    lines = [line.rstrip() for line in plain.splitlines()]
+    live = [line for line in lines if re.match(r"step +30/30 ", line)]
+    assert re.search(r"eta \S+ s  loss \d+\.\d{4} \(eval \d+\.\d{4}\)  saved 15  ", live[-1]), live
+    logged = re.findall(r"^20\S+ [A-Z]+ (.*)$", (tmp_path / "run/logs/run.log").read_text(), re.MULTILINE)
+    assert max(map(len, logged)) > 80
+    assert [line for line in logged if line not in lines] == [], "each stands on a line of its own, unwrapped"
+    kept = (tmp_path / "run/logs/stderr-0.log").read_text()
+    assert "\x1b" not in kept
+    assert [line for line in logged if line.startswith("step: ") and line not in kept.splitlines()] == []
+    for beginning in ("step: 10/30  loss: ", "step: 30  eval_loss: ", "saved ", "30 steps, 1,920 tokens in "):
+        assert any(line.strip().startswith(beginning) for line in lines), (beginning, plain)
+    assert "run folder: run; " in plain
+    assert "data.seq_len=32" in plain
+    summary = [line.startswith("30 steps, ") for line in lines].index(True)
+    pattern = r"last loss \d\.\d{4}; best eval loss \d\.\d{4} \(step \d+\); goodput \d+% of .* since the first process"
+    assert re.search(pattern, lines[summary]), lines[summary]
+    assert "  last checkpoint: run/checkpoints/step-00000030" in lines
+
+
+def _read_all(descriptor: int) -> str:
+    """Until the other end is closed, which a pseudo-terminal tells as an error."""
+    chunks: list[bytes] = []
+    try:
+        while chunk := os.read(descriptor, 65536):
+            chunks.append(chunk)
+    except OSError:
+        pass
+    os.close(descriptor)
+    return b"".join(chunks).decode()

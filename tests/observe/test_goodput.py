@@ -1,0 +1,103 @@
+"""The accounts of wall time, on hand-made files whose parts are known."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from portable_fsdp.observe.goodput import PARTS, goodput
+
+DAY = 1_700_000_000.0
+
+
+def at(seconds: float) -> str:
+    return datetime.fromtimestamp(DAY + seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def start(began: float, ready: float, step: int = 0, **more: Any) -> dict[str, Any]:
+    return {"event": "start", "began": at(began), "time": at(ready), "step": step, **more}
+
+
+def steps(first: int, seconds: list[float], ready: float, data: float = 0.0) -> list[dict[str, Any]]:
+    """Rows of steps one after the other, the first of which begins at `ready`."""
+    rows: list[dict[str, Any]] = []
+    for step, duration in enumerate(seconds, start=first):
+        ready += duration
+        rows.append({"step": step, "seconds": duration, "data_seconds": data, "time": at(ready)})
+    return rows
+
+
+def parts(events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, float]:
+    accounts = goodput(events, rows)
+    assert accounts is not None
+    assert accounts.wall_seconds == pytest.approx(sum(accounts.parts.values()))
+    return {name: seconds for name, seconds in accounts.parts.items() if abs(seconds) > 1e-6}
+
+
+def test_a_run_without_a_start_has_no_accounts() -> None:
+    assert goodput([{"event": "save", "time": at(0)}], steps(1, [1.0], 0)) is None
+
+
+def test_one_start() -> None:
+    rows = steps(1, [5.0, 2.0, 2.0, 2.0], ready=10, data=0.5)
+    events = [
+        start(0, 10),
+        {"event": "evaluation", "time": at(24), "seconds": 3.0},
+        {"event": "samples", "time": at(24.25), "seconds": 0.25},
+        {"event": "save", "time": at(25.25), "blocked_seconds": 1.0, "seconds": 4.0},
+        {"event": "profile", "time": at(27.25), "seconds": 2.0},
+        {"event": "finish", "time": at(27.75), "step": 4},
+    ]
+    expected = {"start": 10, "steps": 6, "compile": 3, "data": 2, "evaluation": 3.25, "save": 1, "profile": 2}
+    expected["other"] = 0.5
+    assert parts(events, rows) == pytest.approx(expected)
+
+
+def test_a_kill_and_a_resume_from_an_earlier_step() -> None:
+    """Steps 3 and 4 ran, were lost, and ran again in the second start."""
+    rows = steps(1, [1.0, 1.0], ready=10) + steps(3, [1.0, 1.0, 1.0], ready=30)
+    lost = {"steps": 2, "seconds": 2.0, "until": at(14)}
+    events = [start(0, 10), start(20, 30, step=2, lost=lost), {"event": "finish", "time": at(33), "step": 5}]
+    assert parts(events, rows) == pytest.approx({"start": 20, "steps": 5, "lost": 2, "waiting": 6})
+
+
+def test_time_after_a_requested_end_is_not_waiting() -> None:
+    rows = steps(1, [1.0], ready=1) + steps(2, [1.0], ready=103)
+    events = [
+        start(0, 1),
+        {"event": "stop", "time": at(2), "step": 1, "reason": "SIGTERM"},
+        start(102, 103, step=1),
+    ]
+    assert parts(events, rows) == pytest.approx({"start": 2, "steps": 2, "stopped": 100})
+
+
+def test_time_after_a_loss_that_is_not_finite_is_waiting() -> None:
+    rows = steps(1, [1.0], ready=1) + steps(2, [1.0], ready=103)
+    stop = {"event": "stop", "time": at(2), "step": 1, "reason": "not finite"}
+    assert parts([start(0, 1), stop, start(102, 103, step=1)], rows)["waiting"] == pytest.approx(100)
+
+
+def test_steps_repeated_twice_count_once() -> None:
+    """Two kills; each start resumes from step 1, and only the last one's steps count."""
+    rows = steps(1, [1.0], ready=0) + steps(2, [1.0, 1.0], ready=20)
+    lost = {"steps": 1, "seconds": 1.0}
+    events = [
+        start(0, 0),
+        start(10, 10, step=1, lost={**lost, "until": at(2)}),
+        start(20, 20, step=1, lost={**lost, "until": at(11)}),
+        {"event": "finish", "time": at(22), "step": 3},
+    ]
+    assert parts(events, rows) == pytest.approx({"steps": 3, "lost": 2, "waiting": 17})
+
+
+def test_files_of_older_runs_lack_began_lost_and_row_times() -> None:
+    rows = [{"step": 1, "seconds": 1.0}]
+    events = [{"event": "start", "time": at(0), "step": 0}, {"event": "save", "time": at(2), "blocked_seconds": None}]
+    assert parts(events, rows) == pytest.approx({"steps": 1, "other": 1})
+
+
+def test_each_part_has_its_description() -> None:
+    accounts = goodput([start(0, 1)], [])
+    assert accounts is not None
+    assert accounts.parts.keys() == PARTS.keys()
+    assert accounts.share == 0

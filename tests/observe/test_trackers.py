@@ -1,0 +1,182 @@
+"""`observe.trackers`: a run's metrics arrive, and a tracker that fails or hangs leaves the run as it was."""
+
+import json
+import sqlite3
+import struct
+from collections.abc import Callable
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from portable_fsdp.config.schema import Config
+from portable_fsdp.observe.callbacks import Callback, RunStart
+from portable_fsdp.observe.run_files import read_jsonl
+from portable_fsdp.train.loop import train
+
+pytestmark = pytest.mark.slow
+
+ARCHITECTURE = {
+    **{"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
+
+def config(folder: Path, **observe: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"dir": str(folder)},
+            "model": {"architecture": ARCHITECTURE},
+            "data": {"source": "python_docs", "seq_len": 32},
+            "train": {"steps": 12, "global_batch": 2, "log_every": 2},
+            "optim": {"lr": 0.003, "warmup_steps": 2},
+            "observe": observe,
+        }
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("plain")
+    assert train(config(folder), device="cpu") == 0
+    return losses(folder)
+
+
+def optional(name: str, package: str) -> Any:
+    is_missing = find_spec(package) is None
+    marks = [
+        pytest.mark.proof,
+        pytest.mark.skipif(is_missing, reason=f"{package} isn't installed: pip install {package}"),
+    ]
+    return pytest.param(name, marks=marks)
+
+
+of_each_tracker = pytest.mark.parametrize(
+    "name", ["tensorboard", optional("wandb", "wandb"), optional("mlflow", "mlflow")]
+)
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def sent_to_tensorboard(run: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run / "trackers/tensorboard"))
+    events.Reload()
+    return [(scalar.step, scalar.value) for scalar in events.Scalars("train/loss")]
+
+
+def sent_to_mlflow(run: Path) -> list[tuple[int, float]]:
+    with closing(sqlite3.connect(run / "mlflow.db")) as database:
+        return database.execute("select step, value from metrics where key = 'train/loss' order by step").fetchall()
+
+
+def sent_to_wandb(run: Path) -> list[tuple[int, float]]:
+    """From W&B's own file: a header of 7 bytes, then LevelDB's log format, of protobuf records."""
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
+
+    [path] = run.glob("trackers/wandb/offline-run-*/*.wandb")
+    content, offset, payload, curve = path.read_bytes(), 7, b"", list[tuple[int, float]]()
+    while offset + 7 <= len(content):
+        if 32768 - offset % 32768 < 7:  # a block's end has no room for a header
+            offset += 32768 - offset % 32768
+        size, kind = struct.unpack_from("<HB", content, offset + 4)
+        payload += content[offset + 7 : offset + 7 + size]
+        offset += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record, payload = Record.FromString(payload), b""
+            values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            if "train/loss" in values:
+                curve.append((values["_step"], values["train/loss"]))
+    return curve
+
+
+@of_each_tracker
+def test_every_step_arrives(
+    name: str, tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 120.0)  # mlflow makes its tables first
+    assert train(config(tmp_path, trackers=[name]), device="cpu") == 0
+    read = {"tensorboard": sent_to_tensorboard, "mlflow": sent_to_mlflow, "wandb": sent_to_wandb}[name]
+    assert read(tmp_path) == [(step, pytest.approx(loss)) for step, loss in enumerate(undisturbed, start=1)]
+
+
+class ToTheTracker(Callback):
+    """Does something to the tracker's process before it has sent anything."""
+
+    def __init__(self, act: Callable[[psutil.Process], object]) -> None:
+        self._act = act
+
+    def on_start(self, start: RunStart) -> None:
+        [tracker] = [child for child in psutil.Process().children() if "portable_fsdp.report" in child.cmdline()]
+        self._act(tracker)
+
+
+def test_trackers_that_cannot_start_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """RUN/logs can't be made: each has a line, and no traceback."""
+    (tmp_path / "logs").write_text("a file")
+    assert train(config(tmp_path, trackers=["tensorboard"]), device="cpu") == 0
+    err = capsys.readouterr().err
+    assert "tracker tensorboard can't start: [Errno " in err
+    assert "Traceback" not in err
+
+
+@of_each_tracker
+def test_a_tracker_that_hangs_is_left_behind(
+    name: str,
+    tmp_path: Path,
+    undisturbed: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 0.5)
+    hang = ToTheTracker(lambda tracker: tracker.suspend())
+    assert train(config(tmp_path, trackers=[name]), device="cpu", callbacks=[hang]) == 0
+    assert losses(tmp_path) == undisturbed
+    later = f"python -m portable_fsdp.report {tmp_path} --track={name} sends what is missing"
+    assert f"tracker {name}: not done after 0 s; {later}" in capsys.readouterr().err
+
+
+@of_each_tracker
+def test_a_tracker_that_fails_is_dropped(
+    name: str,
+    tmp_path: Path,
+    undisturbed: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 120.0)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "too short")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://host")
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers/tensorboard").write_text("a file where it wants a folder")
+    assert train(config(tmp_path, trackers=[name]), device="cpu") == 0
+    assert losses(tmp_path) == undisturbed
+    reasons = {"tensorboard": "tracker tensorboard: FileExistsError", "wandb": "tracker wandb: AuthenticationError"}
+    assert f"tracker {name} dropped: {reasons.get(name, '')}" in capsys.readouterr().err  # mlflow's has several lines
+
+
+@of_each_tracker
+def test_a_tracker_whose_disk_is_full_leaves_the_run_as_it_was(
+    name: str,
+    tmp_path: Path,
+    undisturbed: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 60.0)
+    full = ToTheTracker(lambda tracker: tracker.rlimit(psutil.RLIMIT_FSIZE, (100, 100)))
+    assert train(config(tmp_path, trackers=[name]), device="cpu", callbacks=[full]) == 0
+    assert losses(tmp_path) == undisturbed
+    assert f"tracker {name}" in capsys.readouterr().err
