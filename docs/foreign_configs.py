@@ -135,8 +135,8 @@ def _outcome(outcome: KeyOutcome, says_refused: bool = True) -> str:
             return str(outcome.launcher)
         case _:
             override = f", or override {outcome.override}" if outcome.override else ""
-            way = "" if outcome.way == "leave it out" else f"; {outcome.way}"
-            return "refused: " * says_refused + f"{outcome.refuse}{way}{override}"
+            fix = "" if outcome.fix == "leave it out" else f"; {outcome.fix}"
+            return "refused: " * says_refused + f"{outcome.refuse}{fix}{override}"
 
 
 def _remarked(settings: Iterable[str], remark: str) -> str:

@@ -25,11 +25,11 @@ from portable_fsdp.config.describe import (
     value_of,
     yaml_value,
 )
-from portable_fsdp.config.load import Loaded, read_config
+from portable_fsdp.config.load import Loaded
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
-from portable_fsdp.convert.facts import Import, KeyEntry
-from portable_fsdp.convert.launcher import check_launcher_facts
+from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError

@@ -21,9 +21,9 @@ from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require
 from portable_fsdp.backends.support import verdicts
 from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.load import load_config, read_config
 from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config, Lora
+from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.convert.table import ACCELERATE, find_anywhere, key_table
 from portable_fsdp.doctor import __main__ as doctor
 from portable_fsdp.layout import check_batch

@@ -53,10 +53,10 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
         invented(train__loop="from portable_fsdp.plan import report", plan__report=""),
         invented(train__loop="from portable_fsdp import launch", launch=""),
         invented(train__loop="def f():\n    from portable_fsdp.parity import worker", parity__worker=""),
-        invented(config__load="from portable_fsdp.convert import read", convert__read=""),
+        invented(config__load="def f():\n    from portable_fsdp.convert import read", convert__read=""),
         invented(doctor__checks="from portable_fsdp.launch import main", launch=""),
         invented(train__loop="def f():\n    from portable_fsdp.doctor import checks", doctor__checks=""),
-        invented(train__loop="from portable_fsdp.formats.huggingface import export", formats__huggingface=""),
+        invented(train__loop="def f():\n    from portable_fsdp.formats import base", formats__base=""),
         invented(plan__cuda="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
     ],
     engines_that_know_each_other: [
@@ -77,7 +77,6 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
     banned_imports: [
         invented(backends__xla="from portable_fsdp.models.loss import loss", models__loss=""),
         invented(data__order="import torch.distributed as dist"),
-        invented(train__loop="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
         invented(models__loss="from torch import distributed"),
         invented(metrics__meter="import torch\ndef f():\n    return torch.distributed.get_rank()"),
         invented(optim__optimizer="def f():\n    import torch_xla.runtime"),
@@ -110,7 +109,6 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
 
 ALLOWED = invented(
     runtime__errors='"""Docstring."""\nclass E(Exception):\n    exit_code = 1',
-    config__load="def f():\n    from portable_fsdp.convert import read",
     convert__read="from portable_fsdp.config import schema",
     config__schema="if TYPE_CHECKING:\n    import torch\nfrom portable_fsdp.runtime import errors",
     models__build="import torch\nfrom portable_fsdp.config.schema import Model\nlog = logging.getLogger('x')",
@@ -123,7 +121,6 @@ ALLOWED = invented(
     backends__pjrt_options="from portable_fsdp.backends.options import Package",
     backends__options="from portable_fsdp.config import schema",
     train__loop="from portable_fsdp.backends.open import f\nfrom portable_fsdp.checkpoint.store import KEYS",
-    train__end="def f():\n    from portable_fsdp.formats.base import export",
     formats__base="from portable_fsdp.checkpoint.store import KEYS",
     plan__tpu="def f(value):\n    return value.device.type == 'xla'",
     plan__tpu_trace="import torch_xla\nfrom portable_fsdp.train import loop",

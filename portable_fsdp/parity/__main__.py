@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from portable_fsdp.backends.open import count_devices, resolve
 from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.load import read_config
 from portable_fsdp.config.rules import Deployment, without_compiler
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.parity.culprit import find_culprit
 from portable_fsdp.parity.record import (
     Certificate,

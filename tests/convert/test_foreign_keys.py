@@ -13,8 +13,8 @@ from accelerate_keys import class_fields, keys_of
 from foreign_files import plain, problems, read
 
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.load import read_config
 from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.convert.rules import LOGGING_STEPS
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
@@ -27,10 +27,10 @@ from portable_fsdp.convert.table import (
     bare_name,
     find,
     find_anywhere,
+    float16,
     key_table,
     nested_place,
 )
-from portable_fsdp.convert.values import float16
 from portable_fsdp.runtime.errors import ConfigError
 
 TABLE = key_table()
@@ -147,13 +147,13 @@ def test_rows_are_well_formed() -> None:
             kinds = [outcome.settings, outcome.ignore, outcome.launcher, outcome.refuse]
             assert len(kinds) - kinds.count(None) == 1, row.name
             assert {name for name in outcome.options if not name.startswith("~")} <= options, row.name
-            kind_of = {"remark": "set", "fact": "launcher", "way": "refuse", "override": "refuse"}
+            kind_of = {"remark": "set", "fact": "launcher", "fix": "refuse", "override": "refuse"}
             strange = [
                 name for name, kind in kind_of.items() if name in outcome.model_fields_set and kind != outcome.kind
             ]
             assert strange == [], row.name
             assert outcome.override in (*options, "")
-            assert not re.search(r"[a-z]\.\w+=", outcome.way), (
+            assert not re.search(r"[a-z]\.\w+=", outcome.fix), (
                 "an override is named by `override`, which lifts the refusal"
             )
     facts = {name for row in TABLE.keys for outcome in (row, *row.words.values()) for name in outcome.options}
@@ -261,8 +261,8 @@ def test_the_override_that_a_refusal_names_lifts_it(
     rest = ["model.pretrained=folder", "train.steps=10", "sharding.strategy=FULL_SHARD"]
     with pytest.raises(ConfigError) as error:
         read_config(theirs, rest)
-    assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Way out: {refusal.ways}." in plain(
+    assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Way out: {refusal.fixes}." in plain(
         str(error.value), tmp_path
     )
-    assert refusal.ways.endswith(f", or override {refusal.override}")
+    assert refusal.fixes.endswith(f", or override {refusal.override}")
     read_config(theirs, [*rest, f"{refusal.override}={OVERRIDES[refusal.override]}"])

@@ -8,8 +8,8 @@ import pytest
 from foreign_files import REST
 
 from portable_fsdp import launch
-from portable_fsdp.config.load import load_config, read_config
-from portable_fsdp.convert.launcher import check_launcher_facts
+from portable_fsdp.convert.facts import check_launcher_facts
+from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.runtime.errors import ConfigError
 
 OURS = Path(__file__).parents[2] / "configs/quickstart.yaml"
