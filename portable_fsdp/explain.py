@@ -1,7 +1,7 @@
 """What each engine does with each option: `python -m portable_fsdp.explain --config=run.yaml --device=tpu`.
 
 Without a config it prints the whole table: each option, and when it is honoured, delegated or refused. It reads
-config/schema.py, config/rules.py and backends/<engine>/options.py, imports no torch and looks at no device.
+config/schema.py, backends/refusals.py and backends/<engine>/options.py, imports no torch and looks at no device.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
-from portable_fsdp.backends.support import Verdict, lines_of, require_supported, verdicts
+from portable_fsdp.backends.open import ENGINES, engines_on, require_names, spec_of, usual_engine
+from portable_fsdp.backends.refusals import Deployment, Verdict, lines_of, require_supported, verdicts
 from portable_fsdp.config.describe import (
     description_of,
     expected,
@@ -26,7 +26,6 @@ from portable_fsdp.config.describe import (
     yaml_value,
 )
 from portable_fsdp.config.load import Loaded
-from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
 from portable_fsdp.convert.read import read_config
@@ -178,7 +177,7 @@ def _deployments(options: argparse.Namespace) -> list[Deployment]:
     hosts = hosts or (1 if per_host else None)
     devices = per_host * hosts if per_host and hosts else None
     chosen = [engine for engine in engines if options.backend in ("auto", engine)]
-    device_of = {e: options_of(e).example_device if options.device == "auto" else options.device for e in chosen}
+    device_of = {e: spec_of(e).example_device if options.device == "auto" else options.device for e in chosen}
     return [Deployment(engine, device_of[engine], devices, hosts) for engine in chosen]
 
 

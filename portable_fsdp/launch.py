@@ -64,9 +64,8 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
-    from portable_fsdp.backends.open import local_processes, options_of, resolve
-    from portable_fsdp.backends.support import require_supported
-    from portable_fsdp.config.rules import Deployment
+    from portable_fsdp.backends.open import local_processes, resolve, spec_of
+    from portable_fsdp.backends.refusals import Deployment, require_supported
     from portable_fsdp.train.early_checks import check_paths, nothing_left
 
     end_with_agent(os.environ)
@@ -91,7 +90,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
             )
 
     # Under the others one process may drive several devices, which only the engine counts.
-    is_counted = options_of(backend).launcher_counts_devices
+    is_counted = spec_of(backend).launcher_counts_devices
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
     if launch.is_alone and (device != "tpu" or is_counted):  # else PJRT counts the hosts of a slice
         hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
@@ -101,7 +100,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         if message := nothing_left(loaded.config):
             to_stderr(message)
             return EXIT_FINISHED
-    meeting = options_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
+    meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
         return _start(processes, argv, Path(loaded.config.run.dir), meeting)
 

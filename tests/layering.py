@@ -31,6 +31,7 @@ PURE_CALLS = {
     *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
     *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
     *("field_validator", "model_validator", "field_serializer"),
+    *("refused", "without", "_only_for", "torch_xla_spec"),  # rules and specs of engines, of constants
 }
 """Functions that a module may call while it is imported; besides them only constructors, told by their capital."""
 
@@ -178,7 +179,7 @@ SHARED_BY_ENGINES = {
     f"{PACKAGE}.backends.pjrt_program": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
     f"{PACKAGE}.backends.pjrt_options": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
     f"{PACKAGE}.backends.weight_uses": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
-    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("nested", "options", "open", "support")},
+    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("nested", "open", "refusals")},
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
 

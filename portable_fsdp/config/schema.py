@@ -290,6 +290,10 @@ class Sharding(Section):
         "memory until then",
     )
 
+    @property
+    def is_hybrid(self) -> bool:
+        return self.strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -347,6 +351,11 @@ class Precision(Section):
     loss_scale_window: int = Field(
         default=2000, ge=1, description="float16: steps without overflow after which the loss scale is doubled"
     )
+
+    @property
+    def dtypes(self) -> set[str]:
+        """The dtypes that weights are cast to at use."""
+        return {self.compute, *self.modules.values()}
 
 
 class Memory(Section):
@@ -515,3 +524,12 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     xla_fsdp1: XlaFsdp1 = XlaFsdp1()
+
+    def without_compiler(self) -> "Config":
+        """The same steps without torch.compile and scan, and so without what needs them: every layer runs by itself."""
+        memory = self.memory
+        if memory.gradient_checkpointing == "budget":
+            memory = memory.model_copy(update={"gradient_checkpointing": "none", "budget": Memory().budget})
+        if self.compile.scan_layers:  # XLA offloads inputs of scanned layers alone
+            memory = memory.model_copy(update={"offload": "none"})
+        return self.model_copy(update={"compile": Compile(), "memory": memory})

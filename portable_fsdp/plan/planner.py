@@ -11,9 +11,8 @@ from time import perf_counter
 from typing import Any, Self
 
 from portable_fsdp.backends.open import engine_made_for
-from portable_fsdp.backends.support import require_supported
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
-from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import mesh_axes
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time

@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
-from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on, options_of
-from portable_fsdp.backends.support import lines_of, refusals, require_supported, rules_of, verdicts, ways_out
+from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on, spec_of
+from portable_fsdp.backends.refusals import (
+    Deployment,
+    fixes_of,
+    lines_of,
+    refusals,
+    require_supported,
+    rules_of,
+    verdicts,
+)
 from portable_fsdp.config.describe import option_names, section_model, value_of, yaml_value
-from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -176,7 +183,7 @@ def parsed(way: str) -> dict[str, Any]:
 def test_the_tables_of_an_engine_name_options_of_the_schema() -> None:
     """A misspelt key fails here, and so does a new one without a description."""
     for engine in ENGINES:
-        options = options_of(engine)
+        options = spec_of(engine)
         named = [*(key.partition("=")[0] for key in options.notes), *options.delegated]
         assert {*named, *(rule.option for rule in rules_of(engine))} <= set(option_names())
         assert not options.delegated.keys() & options.notes.keys()
@@ -215,7 +222,7 @@ def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
         for rule in rules:
             value = yaml_value(value_of(config, rule.option))
             assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in message
-            assert all(way in message for way in ways_out(rule, config, place))
+            assert all(way in message for way in fixes_of(rule, config, place))
 
 
 @pytest.mark.slow
@@ -223,7 +230,7 @@ def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
 def test_every_way_out_leads_out(place: Deployment) -> None:
     for settings, config in walk_at(place):
         for rule in refusals(config, place):
-            ways = ways_out(rule, config, place)
+            ways = fixes_of(rule, config, place)
             assert ways, f"{settings}: no way out of {rule.option} {rule.case}"
             for way in ways:
                 after, there = follow(settings, place, way)
@@ -235,7 +242,7 @@ def test_the_first_ways_out_lead_to_a_config_that_runs(place: Deployment) -> Non
     for settings, _ in walk_at(place):
         after, there, steps = settings, place, 0
         while rules := refusals(config_of(after), there):
-            after, there = follow(after, there, ways_out(rules[0], config_of(after), there)[0])
+            after, there = follow(after, there, fixes_of(rules[0], config_of(after), there)[0])
             steps += 1
             assert steps < 40, f"{settings} goes in circles at {rules[0]}"
 
@@ -247,7 +254,7 @@ def test_every_refusal_is_met_by_the_walk_and_none_by_the_defaults() -> None:
 
 
 def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
-    delegated = {option for engine in ENGINES for option in options_of(engine).delegated}
+    delegated = {option for engine in ENGINES for option in spec_of(engine).delegated}
     assert delegated == {
         "sharding.forward_prefetch",
         "sharding.backward_prefetch",

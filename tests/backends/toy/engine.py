@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends import base
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import full_region, mesh_axes
 from portable_fsdp.metrics.profile import Operation
