@@ -6,7 +6,7 @@ Imports neither torch nor torch_xla: plans use the compiler options without them
 from collections.abc import Mapping
 
 from portable_fsdp.backends.open import EngineSpec, Package, ProcessCount
-from portable_fsdp.backends.refusals import Rule, refused
+from portable_fsdp.backends.refusals import Rule, refused_each
 
 NO_LOSS_SCALING = "float16 needs loss scaling, which only native has; bfloat16 has the range of float32"
 _READS_MASKS = "transformers then reads a mask on the host in every step, which is a second program and a wait"
@@ -16,7 +16,7 @@ _IN_DEVICE_MEMORY = "torch_xla keeps parameters and optimizer state in device me
 _NOTHING_BETWEEN = "weights are sharded over all devices of a replica, or gathered, and nothing between"
 
 RULES = (
-    *refused(
+    *refused_each(
         "on XLA",
         {
             "model.attention=sdpa|eager": _READS_MASKS,
@@ -32,8 +32,7 @@ RULES = (
         "--backend=native",
     ),
     Rule(
-        "precision.compute",
-        "on XLA",
+        "precision.compute on XLA",
         NO_LOSS_SCALING,
         lambda c, p: c.precision.compute == "float16",
         ("precision.compute=bfloat16", "--backend=native"),

@@ -8,6 +8,7 @@ waits for a lost process: that is delegated. A backend calls `require_supported`
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, takewhile
 from typing import Any, Literal, NamedTuple
 
 from portable_fsdp.backends.open import ENGINES, spec_of
@@ -20,7 +21,7 @@ from portable_fsdp.config.describe import (
     with_value,
     yaml_value,
 )
-from portable_fsdp.config.schema import Config, Optim
+from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.layout import check_batch
 from portable_fsdp.runtime.errors import BackendError, ConfigError
@@ -47,26 +48,30 @@ class Rule:
     Each fix is one or more settings (`section.key=value`, `--backend=...`), joined by " and ".
     """
 
-    option: str
-    case: str
+    head: str  # the option and the case: `sharding.strategy on one device`
     reason: str
     when: When | None = None
     fixes: Fixes = ()
     takes_default_alone: bool = False  # in every case
 
+    @property
+    def option(self) -> str:
+        return self.head.partition(" ")[0]
 
-def refused(case: str, reasons: Mapping[str, str], *fixes: str, when: When | None = None) -> tuple[Rule, ...]:
+    @property
+    def case(self) -> str:
+        return self.head.partition(" ")[2]
+
+
+def refused(head: str, reason: str, *fixes: str, when: When | None = None) -> tuple[Rule, ...]:
     """Rules that refuse options and take their defaults, which are the first fixes; with `when`, in that case alone.
 
-    Args:
-        case: follows the option and its value in the message.
-        reasons: by the options that have it, with spaces between them: `section.key`, for all values but the default,
-            or `section.key=word|word`, for these words.
-        fixes: further ones.
+    The head names one or more options before the case: `section.key` refuses all values but the default,
+    `section.key=word|word` these words.
     """
-    return tuple(
-        _refused(option, case, reason, fixes, when) for options, reason in reasons.items() for option in options.split()
-    )
+    options = list(takewhile(lambda word: word.partition("=")[0] in option_names(), head.split()))
+    case = head.split(" ", len(options))[-1]
+    return tuple(_refused(option, case, reason, fixes, when) for option in options)
 
 
 def _refused(option: str, case: str, reason: str, fixes: tuple[str, ...], when: When | None) -> Rule:
@@ -79,10 +84,16 @@ def _refused(option: str, case: str, reason: str, fixes: tuple[str, ...], when: 
         return is_other and (when is None or when(config, place))
 
     all_fixes = (f"{option}={yaml_value(default)}", *fixes)
-    return Rule(option, case, reason, is_refused, all_fixes, takes_default_alone=not words and when is None)
+    return Rule(f"{option} {case}", reason, is_refused, all_fixes, takes_default_alone=not words and when is None)
 
 
-def without(setting: str, reasons: Mapping[str, str], beside: str = "") -> tuple[Rule, ...]:
+def refused_each(case: str, reasons: Mapping[str, str], *fixes: str, when: When | None = None) -> tuple[Rule, ...]:
+    """As `refused`, for one case in which each of several options has a reason of its own."""
+    rules = (refused(f"{options} {case}", reason, *fixes, when=when) for options, reason in reasons.items())
+    return tuple(chain.from_iterable(rules))
+
+
+def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[Rule, ...]:
     """Rules for options that count only with `setting`: `key=value`, or with any value of a key whose default is null.
 
     `beside`: what the fix by that setting needs too.
@@ -95,13 +106,13 @@ def without(setting: str, reasons: Mapping[str, str], beside: str = "") -> tuple
         return actual is None if takes_any else actual != value
 
     fixes = [setting + beside] if value else []
-    return refused(f"without {key if takes_any else setting}", reasons, *fixes, when=is_missing)
+    return refused(f"{options} without {key if takes_any else setting}", reason, *fixes, when=is_missing)
 
 
 def _only_for(option: str, *optimizers: str) -> tuple[Rule, ...]:
     return refused(
-        f"with another optimizer than {', '.join(optimizers)}",
-        {option: "no other optimizer has it"},
+        f"{option} with another optimizer than {', '.join(optimizers)}",
+        "no other optimizer has it",
         when=lambda c, p: c.optim.factory is not None or c.optim.name not in optimizers,
     )
 
@@ -180,183 +191,160 @@ _NEVER_EVALUATES = "without eval_every the run never evaluates"
 _NEVER_SAMPLES = "without sample_every the run never samples"
 
 RULES = (
-    Rule("model.attention", "for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
-    Rule("model.experts", "other than auto for a dense model", "there are no experts"),
+    Rule("model.attention for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
+    Rule("model.experts other than auto for a dense model", "there are no experts"),
     Rule(
-        "model.freeze",
-        "with a pattern that matches nothing, or patterns that match everything",
+        "model.freeze with a pattern that matches nothing, or patterns that match everything",
         "some weights must be frozen, and some must train",
     ),
-    Rule("optim.groups", "with a pattern that matches no trained weight", "each must match one"),
-    Rule("sharding.wrap", "for a model that names no layers (biogpt)", "name them in sharding.wrap_classes"),
+    Rule("optim.groups with a pattern that matches no trained weight", "each must match one"),
+    Rule("sharding.wrap for a model that names no layers (biogpt)", "name them in sharding.wrap_classes"),
     Rule(
-        "sharding.wrap_classes",
-        "with a class that the model lacks, or whose modules don't run, have no parameters, or share a weight",
+        "sharding.wrap_classes with a class that the model lacks, or whose modules don't run, have no parameters, or "
+        "share a weight",
         f"the error lists the classes; {_TIED}",
     ),
     Rule(
-        "sharding.wrap_modules",
-        "with a pattern that matches no module, or one of two modules that share a weight",
+        "sharding.wrap_modules with a pattern that matches no module, or one of two modules that share a weight",
         f"each must match one; {_TIED}",
     ),
     Rule(
-        "precision.modules",
-        "with a pattern that matches no module, or two dtypes for nested modules or for a tied weight",
+        "precision.modules with a pattern that matches no module, or two dtypes for nested modules or for a tied "
+        "weight",
         "each must match one, and a weight is cast to one dtype",
     ),
     Rule(
-        "optim.factory",
-        "with float16, for an optimizer that can't skip a step on the device",
+        "optim.factory with float16, for an optimizer that can't skip a step on the device",
         "docs/optimizers.md says what it takes",
     ),
-    Rule(
-        "precision.products",
-        "for layers without linear ones whose sizes 16 divides",
-        "there is nothing to convert",
-    ),
-    Rule("memory.every", "that is more than the number of layers", "the model has fewer layers"),
-    Rule("memory.classes", "that the model doesn't have", "no module is one of them"),
+    Rule("precision.products for layers without linear ones whose sizes 16 divides", "there is nothing to convert"),
+    Rule("memory.every that is more than the number of layers", "the model has fewer layers"),
+    Rule("memory.classes that the model doesn't have", "no module is one of them"),
     # --- sharding
     Rule(
-        "sharding.strategy",
-        "on one device",
+        "sharding.strategy on one device",
         "sharded replicas need four devices or more",
         lambda c, p: c.sharding.is_hybrid and p.devices == 1,
         lambda c, p: (_strategy(c, _within(c)),),
     ),
     *refused(
-        "without a hybrid strategy",
-        {"sharding.replicas": "only HYBRID_SHARD and HYBRID_SHARD_ZERO2 have replicas of a sharded model"},
+        "sharding.replicas without a hybrid strategy",
+        "only HYBRID_SHARD and HYBRID_SHARD_ZERO2 have replicas of a sharded model",
         "sharding.strategy=HYBRID_SHARD",
         when=lambda c, p: not c.sharding.is_hybrid,
     ),
     Rule(
-        "sharding.replicas",
-        "with a hybrid strategy and one replica",
+        "sharding.replicas with a hybrid strategy and one replica",
         "one replica (null: one per host) is FULL_SHARD, or SHARD_GRAD_OP for HYBRID_SHARD_ZERO2",
         lambda c, p: c.sharding.is_hybrid and p.devices != 1 and _replicas(c, p) == 1,
         _instead_of_hybrid,
     ),
     Rule(
-        "sharding.replicas",
-        "with a hybrid strategy and one replica per device",
+        "sharding.replicas with a hybrid strategy and one replica per device",
         "a replica on one device is not sharded: that is NO_SHARD",
         lambda c, p: c.sharding.is_hybrid and p.devices is not None and 1 < p.devices == _replicas(c, p),
         lambda c, p: (*_replicas_that_fit(c, p), _strategy(c, "NO_SHARD")),
     ),
     Rule(
-        "sharding.replicas",
-        "that do not divide the devices",
+        "sharding.replicas that do not divide the devices",
         "all replicas (null: one per host) have the same number of devices",
         lambda c, p: c.sharding.is_hybrid and (p.devices or 0) > 1 and (p.devices or 0) % (_replicas(c, p) or 1) > 0,
         _instead_of_hybrid,
     ),
     Rule(
-        "sharding.min_num_params",
-        "with sharding.wrap=SIZE_BASED_WRAP",
+        "sharding.min_num_params with sharding.wrap=SIZE_BASED_WRAP",
         "SIZE_BASED_WRAP needs the smallest size of a unit; torch's policy uses 100000000",
         lambda c, p: c.sharding.min_num_params is None and c.sharding.wrap == "SIZE_BASED_WRAP",
         ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
     ),
     # --- optimizer
     *refused(
-        "with optim.factory",
-        {"optim.name": "the factory makes the optimizer"},
+        "optim.name with optim.factory",
+        "the factory makes the optimizer",
         "optim.factory=null",
         when=lambda c, p: c.optim.factory is not None,
     ),
     Rule(
-        "optim.momentum",
-        "of Muon",
+        "optim.momentum of Muon",
         "without momentum Muon would orthogonalize each step's gradient alone",
         lambda c, p: (c.optim.name, c.optim.factory, c.optim.momentum) == ("muon", None, 0.0),
         ("optim.momentum=0.95", "optim.name=adamw"),
     ),
     *refused(
-        "with optim.schedule=constant",
-        {"optim.min_lr_ratio": "a constant learning rate has no floor"},
+        "optim.min_lr_ratio with optim.schedule=constant",
+        "a constant learning rate has no floor",
         "optim.schedule=cosine",
-        when=lambda c, p: c.optim.schedule == "constant" and c.optim.min_lr_ratio != Optim().min_lr_ratio,
+        when=lambda c, p: c.optim.schedule == "constant",
     ),
     # --- precision
     *refused(
-        "with precision.compute=float32 or float16",
-        {"precision.master": _NO_MORE_DIGITS},
+        "precision.master with precision.compute=float32 or float16",
+        _NO_MORE_DIGITS,
         "precision.compute=bfloat16",
         when=lambda c, p: c.precision.compute != "bfloat16",
     ),
     *refused(
-        "where all weights train",
-        {"precision.frozen": "it applies to weights that model.freeze or model.lora freezes"},
+        "precision.frozen where all weights train",
+        "it applies to weights that model.freeze or model.lora freezes",
         when=lambda c, p: not c.model.freeze and c.model.lora is None,
     ),
     *refused(
-        "where nothing computes in float16",
-        {"precision.loss_scale precision.loss_scale_window": "only float16 needs loss scaling"},
+        "precision.loss_scale precision.loss_scale_window where nothing computes in float16",
+        "only float16 needs loss scaling",
         "precision.compute=float16",
         when=lambda c, p: "float16" not in c.precision.dtypes,
     ),
     *refused(
-        "where something computes in float16",
-        {
-            "optim.name=adafactor|muon|adamw8bit": "its step counts lie on the host, which would wait for the device "
-            "to learn of an overflow"
-        },
+        "optim.name=adafactor|muon|adamw8bit where something computes in float16",
+        "its step counts lie on the host, which would wait for the device to learn of an overflow",
         when=lambda c, p: "float16" in c.precision.dtypes,
     ),
-    *refused(
-        "with model.lora", {"precision.products": "peft has its own layers"}, when=lambda c, p: bool(c.model.lora)
-    ),
+    *refused("precision.products with model.lora", "peft has its own layers", when=lambda c, p: bool(c.model.lora)),
     Rule(
-        "precision.modules",
-        "with precision.master=bfloat16",
+        "precision.modules with precision.master=bfloat16",
         _NO_MORE_DIGITS,
         lambda c, p: c.precision.master == "bfloat16" and "float32" in c.precision.modules.values(),
         _modules_without_float32,
     ),
     *refused(
-        "with precision.compute=float32",
-        {"precision.reduce=bfloat16": "the reduction would drop digits of float32 gradients"},
+        "precision.reduce=bfloat16 with precision.compute=float32",
+        "the reduction would drop digits of float32 gradients",
         "precision.compute=bfloat16",
         when=lambda c, p: c.precision.compute == "float32",
     ),
     *refused(
-        "with precision.compute=float32",
-        {"precision.output=bfloat16": "the loss would use fewer digits than the model computes"},
+        "precision.output=bfloat16 with precision.compute=float32",
+        "the loss would use fewer digits than the model computes",
         "precision.compute=bfloat16",
         when=lambda c, p: c.precision.dtypes == {"float32"},
     ),
     # --- memory
     Rule(
-        "memory.gradient_checkpointing",
-        "without memory.every and memory.save_ops",
+        "memory.gradient_checkpointing without memory.every and memory.save_ops",
         "selective recomputes by layer (every) or by operation (save_ops)",
         lambda c, p: is_selective(c) and c.memory.every is None and not c.memory.save_ops,
         ("memory.every=2", "memory.gradient_checkpointing=full"),
     ),
     Rule(
-        "memory.every",
-        "together with memory.save_ops",
+        "memory.every together with memory.save_ops",
         "selective picks layers or operations, not both",
         lambda c, p: is_selective(c) and c.memory.every is not None and bool(c.memory.save_ops),
         ("memory.save_ops=[]", "memory.every=null"),
     ),
     # --- tasks and models of one's own
     Rule(
-        "train.task",
-        "of transformers' own tasks but causal_lm, without data.factory",
+        "train.task of transformers' own tasks but causal_lm, without data.factory",
         "text has no labels but the next tokens",
         lambda c, p: c.data.factory is None and c.train.task != "causal_lm" and ":" not in c.train.task,
         ("data.factory=MODULE:FUNCTION", "train.task=causal_lm"),
     ),
     Rule(
-        "train.task",
-        "causal_lm with model.factory",
+        "train.task causal_lm with model.factory",
         "it needs a model of transformers",
         lambda c, p: c.model.factory is not None and c.train.task == "causal_lm",
         ("train.task=MODULE:FUNCTION", "train.task=image_classification"),
     ),
-    *refused(
+    *refused_each(
         "with model.factory",
         {
             "model.attention": "the model brings its attention",
@@ -366,31 +354,30 @@ RULES = (
         when=lambda c, p: c.model.factory is not None,
     ),
     *refused(
-        "with a task other than causal_lm",
-        {"precision.output": "the task's own function makes the loss of the logits"},
+        "precision.output with a task other than causal_lm",
+        "the task's own function makes the loss of the logits",
         when=lambda c, p: c.train.task != "causal_lm",
     ),
     *refused(
-        "without text",
-        {"train.sample_every": "samples continue texts, by a causal language model and its tokenizer"},
+        "train.sample_every without text",
+        "samples continue texts, by a causal language model and its tokenizer",
         when=lambda c, p: c.train.task != "causal_lm" or c.data.factory is not None,
     ),
     *refused(
-        "without train.sample_prompts",
-        {"train.sample_every": "there is no text to continue"},
+        "train.sample_every without train.sample_prompts",
+        "there is no text to continue",
         "train.sample_prompts=['The ']",
         when=lambda c, p: not c.train.sample_prompts,
     ),
     # --- checkpoints
     *refused(
-        "without a checkpoint in checkpoint.resume",
-        {"checkpoint.load": "auto resumes all of the run's own state"},
+        "checkpoint.load without a checkpoint in checkpoint.resume",
+        "auto resumes all of the run's own state",
         "checkpoint.resume=PATH",
         when=lambda c, p: c.checkpoint.resume in ("auto", "none"),
     ),
     Rule(
-        "checkpoint.export",
-        "of adapters whose base is model.architecture or model.gguf_file",
+        "checkpoint.export of adapters whose base is model.architecture or model.gguf_file",
         "peft needs a base in Hugging Face format",
         lambda c, p: (
             (c.checkpoint.export and c.model.lora is not None and not c.checkpoint.merge_adapters)
@@ -399,40 +386,41 @@ RULES = (
         ("checkpoint.merge_adapters=true", "checkpoint.export=false"),
     ),
     # --- options that need another one
-    *without(
-        "sharding.wrap=SIZE_BASED_WRAP", {"sharding.min_num_params": "only SIZE_BASED_WRAP chooses units by size"}
-    ),
+    *without("sharding.wrap=SIZE_BASED_WRAP", "sharding.min_num_params", "only SIZE_BASED_WRAP chooses units by size"),
     *without(
         "sharding.backward_prefetch=BACKWARD_PRE",
-        {"sharding.backward_prefetch_units": "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none"},
+        "sharding.backward_prefetch_units",
+        "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
     ),
     *_only_for("optim.momentum", "sgd", "muon"),
     *_only_for("optim.betas", "adamw", "adam", "lion", "muon", "adamw8bit"),
     *_only_for("optim.eps", "adamw", "adam", "muon", "adamw8bit"),
-    *without("optim.schedule=wsd", {"optim.decay_ratio": "only wsd has a separate decay"}),
+    *without("optim.schedule=wsd", "optim.decay_ratio", "only wsd has a separate decay"),
     *without(
         "memory.gradient_checkpointing=selective",
-        {"memory.every": "no other mode goes by the number of a layer"},
+        "memory.every",
+        "no other mode goes by the number of a layer",
         " and memory.save_ops=[]",
     ),
     *without(
         "memory.gradient_checkpointing=selective",
-        {"memory.save_ops": "full recomputes every operation, none keeps all"},
+        "memory.save_ops",
+        "full recomputes every operation, none keeps all",
         " and memory.every=null",
     ),
     *refused(
-        "without gradient checkpointing of modules",
-        {"memory.classes": "nothing is recomputed by class"},
+        "memory.classes without gradient checkpointing of modules",
+        "nothing is recomputed by class",
         "memory.gradient_checkpointing=full",
         when=lambda c, p: not recomputes_modules(c),
     ),
-    *without("memory.gradient_checkpointing=budget", {"memory.budget": "no other mode keeps to a budget"}),
-    *without("precision.compute=bfloat16", {"precision.products": "8 bits round what is computed in bfloat16"}),
-    *without("data.eval_split=5%", {"train.eval_every": "there is no validation set"}),
-    *without("train.eval_every", {"train.eval_on_start train.eval_batches train.patience": _NEVER_EVALUATES}),
-    *without("train.sample_every", {"train.sample_prompts train.sample_tokens": _NEVER_SAMPLES}),
-    *without("checkpoint.keep=1", {"checkpoint.keep_every": "without keep, every checkpoint is kept"}),
-    *without("model.lora", {"checkpoint.merge_adapters": "there are no adapters to merge"}),
+    *without("memory.gradient_checkpointing=budget", "memory.budget", "no other mode keeps to a budget"),
+    *without("precision.compute=bfloat16", "precision.products", "8 bits round what is computed in bfloat16"),
+    *without("data.eval_split=5%", "train.eval_every", "there is no validation set"),
+    *without("train.eval_every", "train.eval_on_start train.eval_batches train.patience", _NEVER_EVALUATES),
+    *without("train.sample_every", "train.sample_prompts train.sample_tokens", _NEVER_SAMPLES),
+    *without("checkpoint.keep=1", "checkpoint.keep_every", "without keep, every checkpoint is kept"),
+    *without("model.lora", "checkpoint.merge_adapters", "there are no adapters to merge"),
 )
 
 
@@ -443,8 +431,8 @@ def rules_of(engine: str) -> tuple[Rule, ...]:
     for owner in ENGINES:
         if owner != engine and owner in Config.model_fields:
             options = " ".join(f"{owner}.{key}" for key in section_model(owner).model_fields)
-            reasons = {options: "no other engine has this setting"}
-            rules += refused(f"on another engine than {owner}", reasons, f"--backend={owner}")
+            head = f"{options} on another engine than {owner}"
+            rules += refused(head, "no other engine has this setting", f"--backend={owner}")
     return tuple(rules)
 
 

@@ -11,6 +11,7 @@ from portable_fsdp.backends.refusals import (
     modules_without_float16,
     recomputes_modules,
     refused,
+    refused_each,
     shards_of_a_replica,
 )
 from portable_fsdp.config.schema import Config
@@ -47,7 +48,7 @@ _HOST_MEMORY = "it needs pinned host memory and copies beside the computation, n
 _NO_FLOAT16 = "TPUs multiply in bfloat16, which needs no loss scaling"
 
 RULES = (
-    *refused(
+    *refused_each(
         "on tpu",
         {
             "compile.backend=inductor": "TorchTPU has a compiler of its own, and refuses inductor",
@@ -60,45 +61,41 @@ RULES = (
         when=_on_tpu,
     ),
     Rule(
-        "precision.compute",
-        "on tpu",
+        "precision.compute on tpu",
         _NO_FLOAT16,
         lambda c, p: c.precision.compute == "float16" and p.device == "tpu",
         ("precision.compute=bfloat16",),
     ),
     Rule(
-        "precision.modules",
-        "with float16 on tpu",
+        "precision.modules with float16 on tpu",
         _NO_FLOAT16,
         lambda c, p: "float16" in c.precision.modules.values() and p.device == "tpu",
         modules_without_float16,
     ),
     *refused(
-        "on another device than cuda",
-        {"model.attention=flex": "torch has no backward of flex_attention there"},
+        "model.attention=flex on another device than cuda",
+        "torch has no backward of flex_attention there",
         when=lambda c, p: p.device != "cuda",
     ),
     *refused(
-        "with another compile.backend than inductor",
-        {"model.attention=flex": "without inductor's kernel all scores would be in memory"},
+        "model.attention=flex with another compile.backend than inductor",
+        "without inductor's kernel all scores would be in memory",
         "compile.backend=inductor",
         when=lambda c, p: _compiler(c, p) not in (None, "inductor"),
     ),
     Rule(
-        "model.attention",
-        "with memory.save_ops",
+        "model.attention with memory.save_ops",
         "a compiled layer shows torch no operators to choose from",
         lambda c, p: c.model.attention == "flex" and bool(c.memory.save_ops),
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "model.attention=auto"),
     ),
     Rule(
-        "model.attention",
-        "flex for a model that hides its forward's arguments from its layers (stablelm), or has no attention (mamba2)",
+        "model.attention flex for a model that hides its forward's arguments from its layers (stablelm), or has no "
+        "attention (mamba2)",
         "the masks of a forward would not reach the layers; model.attention=auto",
     ),
     Rule(
-        "sharding.reshard_after_forward",
-        "with a strategy that keeps weights gathered after forward",
+        "sharding.reshard_after_forward with a strategy that keeps weights gathered after forward",
         "only FULL_SHARD and HYBRID_SHARD shard them again after forward",
         lambda c, p: c.sharding.reshard_after_forward is not None and not _reshards(c),
         lambda c, p: (
@@ -107,28 +104,25 @@ RULES = (
         ),
     ),
     Rule(
-        "sharding.reshard_after_forward",
-        "that does not divide the devices of a replica, or is all of them",
+        "sharding.reshard_after_forward that does not divide the devices of a replica, or is all of them",
         "after forward, each group of this many devices holds one whole model",
         _reshard_does_not_fit,
         _reshard_that_fits,
     ),
     *refused(
-        "without compile.enabled",
-        {"compile.backend": "nothing is compiled by it"},
+        "compile.backend without compile.enabled",
+        "nothing is compiled by it",
         "compile.enabled=true",
         when=lambda c, p: not c.compile.enabled,
     ),
     Rule(
-        "compile.backend",
-        "on cpu",
+        "compile.backend on cpu",
         "inductor would build C++ for this host, which is neither tried nor fast",
         lambda c, p: _compiler(c, p) == "inductor" and p.device == "cpu",
         ("compile.backend=aot_eager", "compile.enabled=false"),
     ),
     Rule(
-        "compile.cache_dir",
-        "without inductor",
+        "compile.cache_dir without inductor",
         "it is inductor that keeps its kernels there",
         lambda c, p: c.compile.cache_dir is not None and _compiler(c, p) != "inductor",
         lambda c, p: (
@@ -137,8 +131,7 @@ RULES = (
         ),
     ),
     Rule(
-        "memory.gradient_checkpointing",
-        "budget without a compiler that divides layers into forward and backward",
+        "memory.gradient_checkpointing budget without a compiler that divides layers into forward and backward",
         "it is the partitioner of torch.compile that keeps to a budget",
         lambda c, p: c.memory.gradient_checkpointing == "budget" and _compiler(c, p) not in ("inductor", "aot_eager"),
         lambda c, p: (
@@ -147,31 +140,28 @@ RULES = (
         ),
     ),
     *refused(
-        "without recomputed layers",
-        {"memory.offload": "it moves their inputs"},
+        "memory.offload without recomputed layers",
+        "it moves their inputs",
         "memory.gradient_checkpointing=full",
         when=lambda c, p: not recomputes_modules(c),
     ),
     *refused(
-        "with memory.cpu_offload",
-        {"optim.name=adafactor|muon": "its sums over shards would cross the network from host memory"},
+        "optim.name=adafactor|muon with memory.cpu_offload",
+        "its sums over shards would cross the network from host memory",
         "memory.cpu_offload=false",
         when=lambda c, p: c.memory.cpu_offload,
     ),
     *refused(
-        "with memory.cpu_offload",
-        {"precision.products=float8": "shards would be cast on the host, where they rest"},
+        "precision.products=float8 with memory.cpu_offload",
+        "shards would be cast on the host, where they rest",
         "precision.products=float8_rowwise",
         "memory.cpu_offload=false",
         when=lambda c, p: c.memory.cpu_offload,
     ),
-    *refused("on native", {"precision.products=int8": "only XLA has it"}, "precision.products=float8", "--backend=xla"),
+    *refused("precision.products=int8 on native", "only XLA has it", "precision.products=float8", "--backend=xla"),
     *refused(
-        "on native",
-        {
-            "compile.scan_layers": "a loop over layers is a program of XLA's; torch.compile shares one program between "
-            "equal layers by itself"
-        },
+        "compile.scan_layers on native",
+        "a loop over layers is a program of XLA's; torch.compile shares one program between equal layers by itself",
         "--backend=xla",
     ),
 )

@@ -1,24 +1,24 @@
 """What xla_fsdp1 (XlaFullyShardedDataParallel) refuses. No torch here."""
 
 from portable_fsdp.backends.pjrt_options import torch_xla_spec
-from portable_fsdp.backends.refusals import Rule, only_largest_bucket, refused
+from portable_fsdp.backends.refusals import Rule, only_largest_bucket, refused, refused_each
 
 _FLOAT32_ONLY = "XlaFullyShardedDataParallel takes float32 weights only"
 
 RULES = (
     *refused(
-        "on xla_fsdp1",
-        {"precision.master": _FLOAT32_ONLY},
+        "precision.master on xla_fsdp1",
+        _FLOAT32_ONLY,
         "--backend=xla",
         when=lambda c, p: c.precision.compute != "float32",
     ),
     *refused(
-        "on xla_fsdp1",
-        {"precision.frozen=bfloat16": _FLOAT32_ONLY},
+        "precision.frozen=bfloat16 on xla_fsdp1",
+        _FLOAT32_ONLY,
         "--backend=xla",
         when=lambda c, p: bool(c.model.freeze or c.model.lora),
     ),
-    *refused(
+    *refused_each(
         "on xla_fsdp1",
         {
             "precision.cast_inputs": "XlaFullyShardedDataParallel casts what each unit takes",
@@ -34,39 +34,32 @@ RULES = (
         "--backend=xla",
     ),
     Rule(
-        "memory.save_ops",
-        "on xla_fsdp1",
+        "memory.save_ops on xla_fsdp1",
         "torch_xla's checkpoint recomputes all of a layer",
         lambda c, p: bool(c.memory.save_ops),
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=xla"),
         takes_default_alone=True,
     ),
     Rule(
-        "data.buckets",
-        "of several sizes on several devices",
+        "data.buckets of several sizes on several devices",
         "each device has a process, which reads other rows and would choose another program than the rest",
         lambda c, p: c.data.shapes > 1 and (p.devices or 1) > 1,
         only_largest_bucket,
     ),
     *refused(
-        "with weight decay or optimizer groups",
-        {
-            "xla_fsdp1.flatten_parameters": "a unit's parameters are one tensor, which has one weight decay and one "
-            "learning rate"
-        },
+        "xla_fsdp1.flatten_parameters with weight decay or optimizer groups",
+        "a unit's parameters are one tensor, which has one weight decay and one learning rate",
         "optim.weight_decay=0 and optim.groups=[]",
         when=lambda c, p: bool(c.optim.weight_decay or c.optim.groups),
     ),
     Rule(
-        "xla_fsdp1.shard_param_on_dim_0",
-        "with flatten_parameters",
+        "xla_fsdp1.shard_param_on_dim_0 with flatten_parameters",
         "the joined parameters of a unit have no rows; torch_xla would ignore it",
         lambda c, p: c.xla_fsdp1.flatten_parameters and bool(c.xla_fsdp1.shard_param_on_dim_0),
         ("xla_fsdp1.shard_param_on_dim_0=null", "xla_fsdp1.flatten_parameters=false"),
     ),
     Rule(
-        "xla_fsdp1.shard_param_on_dim_0",
-        "for a model with a parameter of no dimensions",
+        "xla_fsdp1.shard_param_on_dim_0 for a model with a parameter of no dimensions",
         "it has no rows to cut; false cuts each parameter flat",
     ),
 )

@@ -14,7 +14,7 @@ SPEC = EngineSpec(
     engine="toy.engine:ToyBackend",
     packages={"cpu": Package("torch", "pip install torch")},
     example_device="cpu",
-    rules=refused("on toy", {" ".join(_REFUSED): "one process runs it eagerly"}),
+    rules=refused(f"{' '.join(_REFUSED)} on toy", "one process runs it eagerly"),
     processes=lambda device, requested, count: 1,
     launcher_counts_devices=True,
 )
