@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
@@ -140,19 +140,11 @@ class ForeignFacts:
         """Each place that the file has keys of, and the first of them."""
         return {row.place: entry for row, entry in reversed(self.rows)}
 
-    def value(self, name: str) -> object:
+    def value(self, name: str) -> Any:
         return self.keys[name].value if name in self.keys else None
 
-    def number(self, name: str) -> float | None:
-        value = self.value(name)
-        return value if isinstance(value, int | float) else None
-
-    def integer(self, name: str) -> int | None:
-        value = self.value(name)
-        return value if isinstance(value, int) else None
-
     def can_read(self, *keys: str) -> bool:
-        """Whether no problem with these keys was reported, of which a rule's own would be a consequence."""
+        """True if none of `keys` already has an error (avoids follow-up errors)."""
         return self.failed.isdisjoint(keys)
 
     @property

@@ -128,7 +128,7 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
     if strategy == "NO_SHARD" and shards.value != 1:
         return facts.contradiction("sharding.strategy", word, shards)
     replicas = facts.keys.get("~replicas")
-    product = (facts.integer("~replicas") or 1) * (facts.integer("~shard_size") or 1)
+    product = (facts.value("~replicas") or 1) * (facts.value("~shard_size") or 1)
     processes = facts.numbers.get("num_processes")
     factors = f"{replicas.key} * {shards.key}" if replicas else shards.key
     text = f"{replicas.text} * {shards.text} = {product}" if replicas else shards.text
@@ -199,7 +199,7 @@ def _offload(facts: ForeignFacts) -> None:
 def _batch(facts: ForeignFacts) -> None:
     """global_batch = rows of a device * accumulation * devices, where the file sets all three."""
     rows, times = facts.keys.get("train.micro_batch"), facts.keys.get("~accumulate")
-    accumulated = facts.integer("~accumulate") or 1
+    accumulated = facts.value("~accumulate") or 1
     source = times or rows
     if source is None or "train.global_batch" in facts.overridden or (rows is None and accumulated == 1):
         return
@@ -217,7 +217,7 @@ def _batch(facts: ForeignFacts) -> None:
 
 def _batch_of_spmd(facts: ForeignFacts, rows: KeyEntry, accumulated: int) -> None:
     """Under xla_fsdp_v2 one process feeds all devices: what Trainer calls the batch of a device is that of them all."""
-    size = facts.integer("train.micro_batch") or 1
+    size = facts.value("train.micro_batch") or 1
     devices = facts.numbers.get("num_processes")
     del facts.options["train.micro_batch"]
     facts.set("train.global_batch", size * accumulated, rows, "of all devices together, under xla_fsdp_v2")
@@ -243,7 +243,7 @@ def _warmup(facts: ForeignFacts) -> None:
     A constant schedule has none: `constant_with_warmup` has one.
     """
     warmup, ratio = facts.keys.get("~warmup"), facts.keys.get("~warmup_ratio")
-    steps = facts.number("~warmup") or 0
+    steps = facts.value("~warmup") or 0
     if facts.value("~constant") and "optim.schedule" not in facts.overridden:
         return
     if warmup is not None and 0 < steps < 1:
@@ -251,7 +251,7 @@ def _warmup(facts: ForeignFacts) -> None:
     elif warmup is not None and (steps or ratio is None):
         facts.set("optim.warmup_steps", int(steps), warmup)
     elif ratio is not None:
-        _share_of_steps(facts, "optim.warmup_steps", facts.number("~warmup_ratio") or 0, ratio)
+        _share_of_steps(facts, "optim.warmup_steps", facts.value("~warmup_ratio") or 0, ratio)
 
 
 def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: KeyEntry) -> None:
@@ -275,9 +275,9 @@ def _evaluations(facts: ForeignFacts) -> None:
     strategy, interval = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
     if strategy is None:
         return _evaluation_at_the_end(facts)
-    every = facts.number("~eval_steps") or 0
+    every = facts.value("~eval_steps") or 0
     if interval is None or every == 0:
-        steps = facts.integer("train.log_every") or LOGGING_STEPS
+        steps = facts.value("train.log_every") or LOGGING_STEPS
         return facts.set(
             "train.eval_every", steps, interval or strategy, "as logging_steps, since eval_steps isn't set"
         )

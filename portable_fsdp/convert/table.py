@@ -126,33 +126,29 @@ def key_table() -> KeyTable:
 
 @cache
 def _by_place() -> dict[str, dict[str, KeyRow]]:
-    """place -> every name of a key, in full and without its prefix; of two keys the earlier one has the name."""
-    by_place: dict[str, dict[str, KeyRow]] = {}
-    for row in key_table().keys:
+    """place -> every spelling of a key, with the place's prefix and without; of two rows the earlier has the name.
+
+    A variable is spelled like the key of its family's place, with the family's prefix.
+    """
+    table, by_place = key_table(), dict[str, dict[str, KeyRow]]()
+    for row in table.keys:
         names = by_place.setdefault(row.place, {})
         for name in (row.name, *row.aliases):
             bare = bare_name(row.place, name)
-            for spelling in (plain_name(name), f"{key_table().prefixes.get(row.place, '')}{bare}", bare):
+            for spelling in (plain_name(name), f"{table.prefixes.get(row.place, '')}{bare}", bare):
                 names.setdefault(spelling, row)
+    others = ("Trainer", "other tools")
+    for prefix, place in table.families.items():
+        for name, row in by_place[place].items():
+            if name == bare_name(place, name) and not all(who.startswith(others) for who in row.read_by.split(" or ")):
+                by_place[ENVIRONMENT].setdefault(plain_name(prefix + name), row)
     return by_place
 
 
 def find(place: str, key: str) -> KeyRow | None:
     """The row of a key as written in that place: with the prefix or without, in any case. None where there is none."""
     names = _by_place().get(place, {})
-    row = names.get(plain_name(key)) or names.get(bare_name(place, key))
-    if row is None and place == ENVIRONMENT:
-        prefix, family = family_of(key)
-        row = find(family, key.removeprefix(prefix)) if family else None
-        others = ("Trainer", "other tools")
-        return row if row and not all(who.startswith(others) for who in row.read_by.split(" or ")) else None
-    return row
-
-
-def family_of(variable: str) -> tuple[str, str]:
-    """The prefix of a variable's family, and the place whose keys its variables answer like; empty if it has none."""
-    families = key_table().families.items()
-    return next(((prefix, place) for prefix, place in families if variable.startswith(prefix)), ("", ""))
+    return names.get(plain_name(key)) or names.get(bare_name(place, key))
 
 
 def find_anywhere(place: str, key: str) -> KeyRow | None:
@@ -177,18 +173,11 @@ def nested_place(place: str, key: str) -> str | None:
 
 
 def nearest_key(place: str, key: str) -> str:
-    """The key of the same section, or variable of the same family, that an unknown one probably means."""
-    prefix, family = family_of(key) if place == ENVIRONMENT else ("", "")
-    if family:
-        near = nearest_key(family, key.removeprefix(prefix))
-        return prefix + bare_name(family, near).upper() if near and find(place, prefix + near) else ""
+    """The key of the same section, or the variable, that an unknown one probably means; empty where there is none."""
     places = TOP if place in TOP else (place,)
-    rows = [row for row in key_table().keys if row.place in places]
-    names = {plain_name(name): name for row in rows for name in (row.name, *row.aliases)}
-    names |= {bare_name(row.place, row.name): row.name for row in rows if row.place == place}
-    names |= {name: name for name in key_table().nested if place in TOP}
-    close = difflib.get_close_matches(plain_name(key), names, 1, cutoff=0.8)  # a letter of five, as lrr for lr
-    return names[close[0]] if close else ""
+    names = [name for other in places for name in _by_place()[other]] + (key_table().nested if place in TOP else [])
+    near = "".join(difflib.get_close_matches(plain_name(key), names, 1, cutoff=0.8))  # a letter of five, as lrr for lr
+    return near.upper() if place == ENVIRONMENT else near
 
 
 def plain_name(key: str) -> str:
