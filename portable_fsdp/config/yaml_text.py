@@ -79,7 +79,7 @@ def _require_bounded(root: Node) -> None:
         elif isinstance(node, MappingNode):
             pairs = cast(list[tuple[Node, Node]], node.value)
             nodes += [(part, depth + 1, n == 0) for pair in pairs for n, part in enumerate(pair)]
-        tag = cast(str, node.tag).removeprefix(_TAG)
+        tag = node.tag.removeprefix(_TAG)
         if len(nodes) > MAX_NODES:
             problem = _TOO_MANY
         elif depth > MAX_DEPTH:

@@ -7,7 +7,7 @@ outside its section is used, with a remark; an unknown one is a problem that nam
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
@@ -15,19 +15,11 @@ from portable_fsdp.config.describe import Key, nearest, yaml_value
 from portable_fsdp.config.load import LayeredValues, Loaded, Origin, loaded, parse_file
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG
-from portable_fsdp.convert.facts import (
-    ConfigTool,
-    ForeignFacts,
-    Import,
-    ImportContext,
-    KeyEntry,
-    check_launcher_facts,
-)
+from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry, check_launcher_facts
 from portable_fsdp.convert.rules import combine
 from portable_fsdp.convert.table import (
     ACCELERATE,
     ENVIRONMENT,
-    FSDP,
     MIXED,
     SCRIPT,
     TOP,
@@ -66,12 +58,6 @@ _NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps",
 _DATA = (("data.source", "text"), ("data.path", "FILES"), ("data.tokenizer", "FOLDER"))
 """What the data is, and examples: the defaults suit a first try, not a file of another tool."""
 
-_KINDS = {
-    ACCELERATE: "an accelerate config",
-    TRAINER: "a file of TrainingArguments",
-    FSDP: "an fsdp_config",
-    SCRIPT: "a file of script arguments",
-}
 _EXPECTED = "expected a mapping of accelerate's or Trainer's keys (distributed_type, fsdp_config, ...)"
 
 
@@ -104,11 +90,9 @@ def read_config(
 ) -> Loaded:
     """As `load_config`, with the origin of each option and the imports; doesn't look at the start."""
     layers, environ = LayeredValues(Path(path)), environ or {}
-    node, values = parse_file(layers.path)
+    node, values = _parsed(layers.path)
     is_config = not _is_ours(node) and _is_foreign(node)
-    if is_config:
-        _refuse_deepspeed(layers.path, values)
-    else:
+    if not is_config:
         layers.add_file(node, values)
     files = [(layers.path, node)] * is_config + [_read_import(Path(name)) for name in imports]
     for text in overrides:
@@ -134,24 +118,21 @@ def _is_ours(node: MappingNode) -> bool:
 def _is_foreign(node: MappingNode) -> bool:
     """Whether the table knows a key of a file that has no section of ours."""
     keys = [str(key.value) for key, _ in _pairs(node) if isinstance(key, ScalarNode)]
-    return any(key in _OF_DEEPSPEED or nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
+    return any(nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
 
 
-_OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu")
-"""Keys that only DeepSpeed's own file has."""
-
-
-def _refuse_deepspeed(path: Path, values: Iterable[str]) -> None:
-    if any(key in values for key in _OF_DEEPSPEED):
+def _parsed(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]]:
+    node, values = parse_file(path, holds)
+    if not {"zero_optimization", "train_micro_batch_size_per_gpu"}.isdisjoint(values):
         raise ConfigError(
             f"{path}: DeepSpeed's own JSON is not supported.\n  Give an accelerate file with zero_stage and offload "
             "keys in deepspeed_config, and set the rest by our own keys or Trainer's."
         )
+    return node, values
 
 
 def _read_import(path: Path) -> tuple[Path, MappingNode]:
-    node, values = parse_file(path, f"nothing to import: {_EXPECTED}")
-    _refuse_deepspeed(path, values)
+    node, values = _parsed(path, f"nothing to import: {_EXPECTED}")
     if not values:
         raise ConfigError(f"{path}: nothing to import: {_EXPECTED}, found an empty one.")
     if _is_ours(node):
@@ -163,7 +144,8 @@ def _hint(key: Key) -> str:
     """The meaning of a key that our config doesn't have."""
     if len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0])):
         return "a key of accelerate's: give its file by --import=FILE"
-    option = option_meant(key[-1]) if len(key) <= 2 else ""
+    *sections, name = key
+    option = option_meant(name) if len(sections) < 2 else ""
     return nearest(tuple(option.split(".")) if option else key)
 
 
@@ -175,7 +157,7 @@ def _lay_file(layers: LayeredValues, path: Path, root: MappingNode, numbers: Map
     overridden = _with_alternatives({".".join(key[:2]) for key, origin in layers.origins.items() if origin.is_override})
     keys = [str(key.value) for key, _ in _pairs(root)]
     imported = Import(path, max(TOP, key=lambda place: sum(find(place, key) is not None for key in keys)))
-    _read_entries(_entries(root, imported.kind, imported), imported, ImportContext(given, overridden, numbers))
+    _read_entries(_entries(root, imported.kind, imported), ForeignFacts(imported, given, overridden, numbers))
     _add(layers, imported, given, overridden)
     return imported
 
@@ -202,7 +184,7 @@ def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports:
     texts = {name: re.sub(r"[\[\]'\"]", "", text) if text.startswith("[") else text for name, text in variables.items()}
     entries = [KeyEntry(ENVIRONMENT, name, text, 0, _LAUNCHER) for name, text in texts.items()]
     result.problems += [(0, text) for text in _without_switch(variables)]
-    _read_entries(entries, result, ImportContext(given, first, _launched_numbers(environ)))
+    _read_entries(entries, ForeignFacts(result, given, first, _launched_numbers(environ)))
     for option in [option for option in result.settings if option in first]:
         setting = result.settings.pop(option)
         result.ignore(setting, f"{layers.origin(tuple(option.split('.'))).where} takes precedence")
@@ -270,7 +252,7 @@ def _require_the_rest(layers: LayeredValues, imported: Import) -> None:
     layers.add_problem(
         Origin(False, 0, str(imported.path), None),
         (),
-        f"{_KINDS[imported.kind]}; a run needs {needed} too.\n"
+        f"keys of {imported.kind} alone; a run needs {needed} too.\n"
         f"  Add: python -m portable_fsdp.launch --config={imported.path} {' '.join(examples)}\n"
         "  Without data.source the run trains on the bytes of CPython's documentation.\n"
         f"  Or import it under your config: --config=YOURS.yaml --import={imported.path} (explain shows the result).",
@@ -314,23 +296,23 @@ def _raw(node: Node) -> Raw:
     return {str(key.value): _raw(value) for key, value in _pairs(cast(MappingNode, node))}
 
 
-def _read_entries(entries: Iterable[KeyEntry], result: Import, context: ImportContext) -> None:
+def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
     """Read the keys one by one, then combine them: the options that they set, and which keys set none."""
     rows = [(find_anywhere(entry.place, entry.key), entry) for entry in entries]
-    facts = ForeignFacts(result, context, ConfigTool.of_file(result.kind, [(row, e) for row, e in rows if row]))
+    facts.choose_tool([(row, entry) for row, entry in rows if row])
     for row, entry in rows:
         if row is None:
-            _read_unknown(entry, result)
+            _read_unknown(entry, facts.result)
         else:
             _read(facts, row, entry)
-    facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := result.number(fact))}}
-    facts.options |= {name: setting for name, setting in facts.keys.items() if not name.startswith("~")}
+    facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := facts.result.number(fact))}}
+    facts.options.update({name: setting for name, setting in facts.keys.items() if not name.startswith("~")})
     combine(facts)
     used = {(setting.line, setting.key) for setting in facts.options.values()}
     for setting in facts.keys.values():
         if (setting.line, setting.key) not in used:
             reason = "another key or an override decides, or says the same"
-            result.ignore(setting, key_table().unused.get(setting.option, reason))
+            facts.result.ignore(setting, key_table().unused.get(setting.option, reason))
 
 
 def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
@@ -338,7 +320,7 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
     outcome = _outcome(facts, row, entry)
     if outcome is None:
         return
-    if reason := facts.tool.unread(row, outcome):
+    if reason := facts.unread(row, outcome):
         facts.result.ignore(entry, reason)
         return
     if outcome.kind != "set":

@@ -87,11 +87,11 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     Where they don't, accelerate reads names, one of which its launcher always sets, and Trainer what is freed.
     """
     word, inside = facts.keys.get("~strategy"), facts.keys.get("~reshard_word")
-    version = facts.tool.values.get("fsdp_version")
+    version = facts.words.get("fsdp_version")
     if inside is not None and inside.text.isdecimal() and inside.text != "1" and version == "2":
         facts.result.add_problem(inside, f"expected true | false with fsdp_version 2, found {inside.text}.")
         inside = None
-    if word is not None and facts.tool.name == BY_ACCELERATE and version == "1":
+    if word is not None and facts.tool == BY_ACCELERATE and version == "1":
         is_default = facts.result.kind == ENVIRONMENT and word.value == "FULL_SHARD"
         return inside if inside and is_default else word
     if word is not None and inside is not None and word.value != inside.value:
@@ -100,7 +100,7 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     freed = facts.keys.get("~reshard")
     if freed is None:
         return word
-    is_version_2 = version == "2" or (version is None and facts.tool.name == BY_TRAINER)
+    is_version_2 = version == "2" or (version is None and facts.tool == BY_TRAINER)
     if word is None or (is_version_2 and word.value in _HYBRID):
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
     if _FREED.get(str(word.value), False) != freed.value:
@@ -145,7 +145,7 @@ def _units(facts: ForeignFacts) -> None:
     if classes is not None and policy not in (None, "TRANSFORMER_BASED_WRAP"):
         del facts.options[_CLASSES]
     on_xla = facts.value("~xla") or facts.value("~distributed") == "XLA"
-    by_default = classes is None and (not facts.tool.name or on_xla)  # accelerate and Trainer: with a policy only
+    by_default = classes is None and (not facts.tool or on_xla)  # accelerate and Trainer: with a policy only
     if size is not None and (by_default if policy is None else policy == "SIZE_BASED_WRAP"):
         facts.set("sharding.wrap", "SIZE_BASED_WRAP", size)
         facts.set("sharding.min_num_params", size.value, size)
