@@ -47,7 +47,7 @@ def option_names() -> tuple[str, ...]:
 
 def description_of(option: str) -> str:
     """What `section.key` means."""
-    return _known()[tuple(option.split("."))].description or ""
+    return " ".join((_known()[tuple(option.split("."))].description or "").split())
 
 
 def value_of(config: Config, option: str) -> Any:
