@@ -21,7 +21,7 @@ from portable_fsdp.backends.refusals import (
     rules_of,
     verdicts,
 )
-from portable_fsdp.config.describe import option_names, section_model, value_of, yaml_value
+from portable_fsdp.config.describe import default_of, option_names, plain_values, section_model, value_of, yaml_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -64,50 +64,30 @@ OPTION_GROUPS = [
     "xla_fsdp1.flatten_parameters xla_fsdp1.shard_param_on_dim_0 xla_fsdp1.pin_layout_in_collective_ops "
     "xla_fsdp1.buffer_dtype",
 ]
+OTHER = """
+{sharding.wrap_classes: [LlamaDecoderLayer], sharding.wrap_modules: ["*mlp"], sharding.min_num_params: 1000,
+ sharding.forward_prefetch: 2, sharding.backward_prefetch_units: 2, precision.loss_scale: 1024.0,
+ precision.loss_scale_window: 100, memory.classes: [LlamaMLP], memory.budget: 0.1, compile.cache_dir: a/folder,
+ model.freeze: ["*embed*"], model.lora: {r: 4}, optim.factory: "module:function", optim.groups: [{match: "*"}],
+ optim.momentum: 0.9, optim.betas: [0.9, 0.999], optim.eps: 1.0e-6, optim.min_lr_ratio: 0.5, optim.decay_ratio: 0.5,
+ data.eval_split: 5%, train.eval_every: 2, train.eval_batches: 3, train.patience: 1, train.sample_every: 2,
+ train.sample_prompts: [a], train.sample_tokens: 8, checkpoint.keep: 2, checkpoint.keep_every: 4,
+ checkpoint.resume: a/checkpoint, observe.profile: {steps: [2, 3]}}
+"""
+"""Options that are tried with their default and this value."""
 VALUES: dict[str, list[Any]] = {
     "sharding.replicas": [None, 1, 2, 3, 4, 8],
     "sharding.reshard_after_forward": [None, 2, 3, 4, 8],
-    "sharding.wrap_classes": [[], ["LlamaDecoderLayer"]],
-    "sharding.wrap_modules": [[], ["*mlp"]],
-    "sharding.min_num_params": [None, 1000],
-    "sharding.forward_prefetch": [0, 2],
-    "sharding.backward_prefetch_units": [1, 2],
     "precision.modules": [{}, {"*norm*": "float32"}, {"*norm*": "bfloat16"}, {"a": "float16", "b": "float32"}],
-    "precision.loss_scale": [65536.0, 1024.0],
-    "precision.loss_scale_window": [2000, 100],
     "memory.every": [None, 1, 2],
     "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
-    "memory.classes": [[], ["LlamaMLP"]],
-    "memory.budget": [0.5, 0.1],
-    "compile.cache_dir": [None, "a/folder"],
-    "model.freeze": [[], ["*embed*"]],
-    "model.lora": [None, {"r": 4}],
     "model.gguf_file": ["a.gguf"],
     "checkpoint.export": [True],
-    "optim.factory": [None, "module:function"],
-    "optim.groups": [[], [{"match": "*"}]],
-    "optim.momentum": [0.0, 0.9],
-    "optim.betas": [[0.9, 0.95], [0.9, 0.999]],
-    "optim.eps": [1e-8, 1e-6],
-    "optim.min_lr_ratio": [0.1, 0.5],
-    "optim.decay_ratio": [0.2, 0.5],
-    "data.eval_split": [None, "5%"],
-    "train.eval_every": [None, 2],
-    "train.eval_batches": [None, 3],
-    "train.patience": [None, 1],
-    "train.sample_every": [None, 2],
-    "train.sample_prompts": [[], ["a"]],
-    "train.sample_tokens": [64, 8],
     "train.micro_batch": [1, 2, "auto"],
     "train.max_grad_norm": [None, 1.0],
-    "checkpoint.keep": [None, 2],
-    "checkpoint.keep_every": [None, 4],
-    "checkpoint.resume": ["auto", "a/checkpoint"],
-    "observe.profile": [None, {"steps": [2, 3]}],
     "xla_fsdp1.shard_param_on_dim_0": [None, False, True],
     "xla_fsdp1.pin_layout_in_collective_ops": [None, False, True],
-}
-
+} | {option: [plain_values(default_of(option)), value] for option, value in yaml.safe_load(OTHER).items()}
 
 _OWN: dict[str, Any] = {"model.pretrained": None, "model.factory": "module:function"}
 OF_FACTORIES: list[dict[str, Any]] = [
@@ -183,15 +163,14 @@ def parsed(way: str) -> dict[str, Any]:
 def test_the_tables_of_an_engine_name_options_of_the_schema() -> None:
     """A misspelt key fails here, and so does a new one without a description."""
     for engine in ENGINES:
-        options = spec_of(engine)
-        named = [*(key.partition("=")[0] for key in options.notes), *options.delegated]
+        spec = spec_of(engine)
+        named = [*(key.partition("=")[0] for key in spec.notes), *spec.delegated]
         assert {*named, *(rule.option for rule in rules_of(engine))} <= set(option_names())
-        assert not options.delegated.keys() & options.notes.keys()
+        assert not spec.delegated.keys() & spec.notes.keys()
         lines = [line for option in option_names() for line in lines_of(engine, option)]
         assert all(line.text for line in lines)
-        assert len({(line.option, line.case) for line in lines if line.kind != "refused"}) == len(
-            [line for line in lines if line.kind != "refused"]
-        )
+        taken = [(line.option, line.case) for line in lines if line.kind != "refused"]
+        assert len(set(taken)) == len(taken)
 
 
 def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
@@ -255,15 +234,9 @@ def test_every_refusal_is_met_by_the_walk_and_none_by_the_defaults() -> None:
 
 def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
     delegated = {option for engine in ENGINES for option in spec_of(engine).delegated}
-    assert delegated == {
-        "sharding.forward_prefetch",
-        "sharding.backward_prefetch",
-        "sharding.backward_prefetch_units",
-        "sharding.sync_each_micro_batch",
-        "compile.enabled",
-        "compile.backend",
-        "run.peer_timeout_s",
-    }
+    prefetch = {"forward_prefetch", "backward_prefetch", "backward_prefetch_units", "sync_each_micro_batch"}
+    of_sharding = {f"sharding.{key}" for key in prefetch}
+    assert delegated == {*of_sharding, "compile.enabled", "compile.backend", "run.peer_timeout_s"}
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_launcher() -> None:
