@@ -1,4 +1,4 @@
-"""The tables of all engines, walked: every option has one verdict, every way out leads out."""
+"""The tables of all engines, walked: every option has one verdict, every fix leads out."""
 
 import json
 import random
@@ -146,17 +146,17 @@ def walk_at(place: Deployment) -> list[tuple[Settings, Config]]:
     return walk() if place in FEW else walk(1)
 
 
-def follow(settings: Settings, place: Deployment, way: str) -> tuple[Settings, Deployment]:
-    """What a way out says to do: `a.b=1 and --backend=native`."""
-    changes = dict(parsed(way))
+def follow(settings: Settings, place: Deployment, fix: str) -> tuple[Settings, Deployment]:
+    """What a fix says to do: `a.b=1 and --backend=native`."""
+    changes = dict(parsed(fix))
     place = place._replace(engine=changes.pop("--backend", place.engine))
     return settings | changes, place
 
 
 @cache
-def parsed(way: str) -> dict[str, Any]:
-    parts = [part.partition("=") for part in way.split(" and ")]
-    assert all(equals for _, equals, _ in parts), way
+def parsed(fix: str) -> dict[str, Any]:
+    parts = [part.partition("=") for part in fix.split(" and ")]
+    assert all(equals for _, equals, _ in parts), fix
     return {name: yaml.safe_load(value) for name, _, value in parts}
 
 
@@ -180,19 +180,13 @@ def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", FEW, ids=str)
-def test_each_option_has_one_verdict_wherever_it_runs(place: Deployment) -> None:
+def test_each_option_has_one_verdict_and_a_refusal_says_key_reason_and_fixes(place: Deployment) -> None:
     for _, config in walk():
-        judged = verdicts(config, place)
+        judged, rules, message = verdicts(config, place), refusals(config, place), ""
         assert tuple(verdict.option for verdict in judged) == option_names()
-        refused = {verdict.option for verdict in judged if verdict.kind == "refused"}
-        assert refused == {rule.option for rule in refusals(config, place)}
         assert all(verdict.text for verdict in judged)
-
-
-@pytest.mark.parametrize("place", [place for place in FEW if place.devices], ids=str)
-def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
-    for _, config in walk():
-        rules, message = refusals(config, place), ""
+        refused = {verdict.option for verdict in judged if verdict.kind == "refused"}
+        assert refused == {rule.option for rule in rules}
         try:
             require_supported(config, place)
         except BackendError as error:
@@ -201,24 +195,19 @@ def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
         for rule in rules:
             value = yaml_value(value_of(config, rule.option))
             assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in message
-            assert all(way in message for way in fixes_of(rule, config, place))
+            assert all(fix in message for fix in fixes_of(rule, config, place))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_every_way_out_leads_out(place: Deployment) -> None:
+def test_every_fix_leads_out_and_the_first_ones_to_a_config_that_runs(place: Deployment) -> None:
     for settings, config in walk_at(place):
         for rule in refusals(config, place):
-            ways = fixes_of(rule, config, place)
-            assert ways, f"{settings}: no way out of {rule.option} {rule.case}"
-            for way in ways:
-                after, there = follow(settings, place, way)
-                assert rule not in refusals(config_of(after), there), f"{settings}: {way}"
-
-
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_the_first_ways_out_lead_to_a_config_that_runs(place: Deployment) -> None:
-    for settings, _ in walk_at(place):
+            fixes = fixes_of(rule, config, place)
+            assert fixes, f"{settings}: no fix for {rule.head}"
+            for fix in fixes:
+                after, there = follow(settings, place, fix)
+                assert rule not in refusals(config_of(after), there), f"{settings}: {fix}"
         after, there, steps = settings, place, 0
         while rules := refusals(config_of(after), there):
             after, there = follow(after, there, fixes_of(rules[0], config_of(after), there)[0])
