@@ -28,7 +28,7 @@ LOGGING_STEPS = 500
 def combine(facts: ForeignFacts) -> None:
     """Sets our options that the keys set together; contradictions become problems."""
     sharding = (_sections, _strategy, _units, _precision, _recompute, _offload)
-    for rule in (*sharding, _batch, _length, _warmup, _optimizer, _evaluations, _data):
+    for rule in (*sharding, _batch, _length, _warmup, _optimizer, _evaluations):
         rule(facts)
 
 
@@ -303,9 +303,3 @@ def _evaluation_at_the_end(facts: ForeignFacts) -> None:
     if best is not None:
         text = "the best checkpoint needs evaluations, which eval_strategy turns off."
         facts.result.add_problem(best, f"{text}\n  Set eval_strategy: steps, or train.eval_every.")
-
-
-def _data(facts: ForeignFacts) -> None:
-    if source := facts.keys.get("~train_file"):
-        facts.set("data.source", "text", source)
-        facts.set("data.path", source.value, source)

@@ -41,7 +41,7 @@ class KeyOutcome(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     settings: Mapping[str, Any] | str | None = Field(default=None, alias="set")
-    """Options of ours, or facts (`~name`) for the rules; in a row the name of the one that takes the value."""
+    """Options of ours, or facts (`~name`) for the rules; in a row `it` is the value, a name alone takes it."""
     remark: str = ""
     ignore: str | None = None  # why nothing follows
     launcher: str | None = None  # what the launcher decides here
@@ -248,17 +248,17 @@ def _of_scalar(row: KeyRow, text: str) -> KeyOutcome:
 
 
 def _setting(row: KeyRow, value: object) -> KeyOutcome:
-    """The row's own outcome, with the value for the option that takes it."""
-    if not isinstance(row.settings, str):
+    """The row's own outcome, with the value for the options that take it."""
+    if row.kind != "set":
         return row
-    return KeyOutcome(set={row.settings: value}, remark=row.remark)
+    return KeyOutcome(set={name: value if own == "it" else own for name, own in row.options.items()}, remark=row.remark)
 
 
 def float16(row: KeyRow) -> KeyOutcome:
     """That dtype, for an option of any."""
     [option] = row.options
     if option == "precision.compute":
-        return KeyOutcome(set={option: "float16"}, remark=row.remark)
+        return _setting(row, "float16")
     return KeyOutcome(refuse="only products are computed in float16", fix="set it to float32", override=str(option))
 
 
