@@ -43,7 +43,7 @@ from portable_fsdp.backends.native import units
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
-from portable_fsdp.plan import cuda
+from portable_fsdp.plan import fake_step as cuda
 from portable_fsdp.plan.memory_trace import Recorder
 from portable_fsdp.plan.model import control_numbers, empty_batch
 from portable_fsdp.plan.result import DeviceMemory

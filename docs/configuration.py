@@ -42,7 +42,7 @@ def render() -> str:
 def _rows(name: str, section: dict[str, Any], named: dict[str, Any]) -> Iterator[str]:
     """One for each key, followed by those of the mapping that it takes, or of those that a list holds."""
     for key, field in section["properties"].items():
-        cells = [f"`{name}.{key}`", _values(field), _default(name, key, field), field["description"]]
+        cells = [f"`{name}.{key}`", _values(field), _default(name, key, field), " ".join(field["description"].split())]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         if "$ref" in field.get("items", {}):
             items = named[_named(field["items"])]

@@ -1,6 +1,5 @@
 """Writes docs/foreign_configs.md from the table of foreign keys: `make docs`. A test compares the two."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from portable_fsdp.config.describe import yaml_value
@@ -123,24 +122,17 @@ def _words(row: KeyRow) -> str:
 
 def _outcome(outcome: KeyOutcome, says_refused: bool = True) -> str:
     match outcome.kind:
-        case "set" if isinstance(outcome.settings, str):
-            return _remarked([f"`{outcome.settings}`"], outcome.remark)
         case "set":
-            return _remarked(
-                (f"`{name}={yaml_value(value)}`" for name, value in outcome.options.items()), outcome.remark
-            )
+            settings = (f"`{n}`" if v == "it" else f"`{n}={yaml_value(v)}`" for n, v in outcome.options.items())
+            return " and ".join(settings) + (f" ({outcome.remark})" if outcome.remark else "")
         case "ignore":
             return str(outcome.ignore)
         case "launcher":
             return str(outcome.launcher)
         case _:
             override = f", or override {outcome.override}" if outcome.override else ""
-            way = "" if outcome.way == "leave it out" else f"; {outcome.way}"
-            return "refused: " * says_refused + f"{outcome.refuse}{way}{override}"
-
-
-def _remarked(settings: Iterable[str], remark: str) -> str:
-    return " and ".join(settings) + (f" ({remark})" if remark else "")
+            fix = "" if outcome.fix == "leave it out" else f"; {outcome.fix}"
+            return "refused: " * says_refused + f"{outcome.refuse}{fix}{override}"
 
 
 if __name__ == "__main__":

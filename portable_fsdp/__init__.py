@@ -12,8 +12,8 @@ from portable_fsdp.version import __version__ as __version__
 if TYPE_CHECKING:
     from portable_fsdp.backends.open import open_backend as open_backend
     from portable_fsdp.checkpoint.manager import Checkpoints as Checkpoints
-    from portable_fsdp.config.load import load_config as load_config
     from portable_fsdp.config.load import make_config as make_config
+    from portable_fsdp.convert.read import load_config as load_config
     from portable_fsdp.data.build import build_data as build_data
     from portable_fsdp.models.attention import register_static_attention as register_static_attention
     from portable_fsdp.models.build import build_model as build_model
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "backends.open": ("open_backend",),
     "checkpoint.manager": ("Checkpoints",),
-    "config.load": ("load_config", "make_config"),
+    "config.load": ("make_config",),
+    "convert.read": ("load_config",),
     "data.build": ("build_data",),
     "models.attention": ("register_static_attention",),
     "models.build": ("build_model",),

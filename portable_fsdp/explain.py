@@ -1,7 +1,7 @@
 """What each engine does with each option: `python -m portable_fsdp.explain --config=run.yaml --device=tpu`.
 
 Without a config it prints the whole table: each option, and when it is honoured, delegated or refused. It reads
-config/schema.py, config/rules.py and backends/<engine>/options.py, imports no torch and looks at no device.
+config/schema.py, backends/refusals.py and backends/<engine>/options.py, imports no torch and looks at no device.
 """
 
 import argparse
@@ -9,11 +9,11 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
-from portable_fsdp.backends.support import Verdict, lines_of, require_supported, verdicts
+from portable_fsdp.backends.open import ENGINES, engines_on, require_names, spec_of, usual_engine
+from portable_fsdp.backends.refusals import Deployment, Verdict, lines_of, require_supported, verdicts
 from portable_fsdp.config.describe import (
     description_of,
     expected,
@@ -25,11 +25,10 @@ from portable_fsdp.config.describe import (
     value_of,
     yaml_value,
 )
-from portable_fsdp.config.load import Loaded, read_config
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.config.load import Loaded
 from portable_fsdp.config.schema import Config
-from portable_fsdp.convert.facts import Import, KeyEntry
-from portable_fsdp.convert.launcher import check_launcher_facts
+from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.optim.schedule import check_schedule
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
@@ -40,9 +39,18 @@ the engine decides); or refused, with the reason and the way out. Without --conf
 EXIT_CODES = (
     "exit code: 0, or 2 for a usage or config error; a refused option is an answer, but an error under --strict"
 )
-
+FLAGS = {
+    "device": "auto | cpu | cuda | tpu (default auto: cuda for native, tpu for the others)",
+    "backend": "auto | native | xla | xla_fsdp1 (default auto: all engines of the device; under --strict the usual)",
+    "num_devices": "auto | N: devices of each host (default auto: unknown)",
+    "num_hosts": "auto | N (default auto: 1 with --num_devices, else unknown)",
+}
+SWITCHES = {
+    "strict": "fail as launch would before it reads data, model and folders; needs --device and --config",
+    "json": "one JSON object",
+    "schema": "the JSON schema of a config alone, for editors",
+}
 WIDTH = 120
-
 
 Answers = dict[str, dict[Verdict, list[str]]]
 """Option -> what engines do with it -> these engines."""
@@ -50,34 +58,16 @@ Answers = dict[str, dict[Verdict, list[str]]]
 
 def _parser() -> CommandParser:
     parser = CommandParser("explain", DESCRIPTION, epilog=EXIT_CODES)
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="KEY|key=value",
-        help="a key (optim.lr) or section (optim) to explain, or an override",
-    )
-    parser.add_argument(
-        "--config", action=Once, metavar="FILE", help="YAML file, as for launch; an accelerate or Trainer config too"
-    )
-    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
-    parser.add_argument("--write", metavar="FILE", help="save the result as our YAML, with the source of each key")
-    parser.add_argument(
-        "--device", default="auto", help="auto | cpu | cuda | tpu (default auto: cuda for native, tpu for the others)"
-    )
-    parser.add_argument(
-        "--backend",
-        default="auto",
-        help="auto | native | xla | xla_fsdp1 (default auto: all engines of the device; under --strict its usual one)",
-    )
-    parser.add_argument("--num_devices", default="auto", help="auto | N: devices of each host (default auto: unknown)")
-    parser.add_argument(
-        "--num_hosts", default="auto", help="auto | N (default auto: 1 with --num_devices, else unknown)"
-    )
-    parser.switch(
-        "--strict", "fail as launch would before it reads data, model and folders; needs --device and --config"
-    )
-    parser.switch("--json", "one JSON object")
-    parser.switch("--schema", "the JSON schema of a config alone, for editors")
+    add = parser.add_argument
+    words = "a key (optim.lr) or section (optim) to explain, or an override"
+    add("words", nargs="*", metavar="KEY|key=value", help=words)
+    add("--config", action=Once, metavar="FILE", help="YAML file, as for launch; an accelerate or Trainer config too")
+    add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
+    add("--write", metavar="FILE", help="save the result as our YAML, with the source of each key")
+    for name, description in FLAGS.items():
+        add(f"--{name}", default="auto", help=description)
+    for name, description in SWITCHES.items():
+        parser.switch(f"--{name}", description)
     return parser
 
 
@@ -85,48 +75,53 @@ def main(argv: list[str]) -> int:
     """Print the answer to the arguments after the program's name; returns the exit code."""
 
     def explain(options: argparse.Namespace) -> int:
-        to_stdout(_schema_text() if options.schema else _explain(options))
+        if options.schema:
+            dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}  # which pydantic writes
+            to_stdout(json.dumps({**dialect, **Config.model_json_schema()}, indent=2))
+        else:
+            to_stdout(_explain(options))
         return EXIT_FINISHED
 
     return run_command(_parser(), argv, explain)
-
-
-def _schema_text() -> str:
-    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}  # which pydantic writes
-    return json.dumps({**dialect, **Config.model_json_schema()}, indent=2)
 
 
 def _explain(options: argparse.Namespace) -> str:
     deployments = _deployments(options)
     if options.write == "":
         raise ConfigError("--write=: expected the name of a new YAML file, found none.")
-    imports: list[str] = options.imports
     overrides = [word for word in options.words if "=" in word]
     requested = tuple(option for word in options.words if "=" not in word for option in _options_of(word))
-    shown = requested or option_names()
     if options.strict:
         deployments = [_sole_deployment(options, deployments)]
-    if options.config is None and not imports:
-        if overrides:
-            raise ConfigError(f"override '{overrides[0]}': expected --config too.")
-        if options.write:
-            raise ConfigError(f"--write={options.write}: expected --config or --import too.")
-        lines = {d: [line for option in shown for line in lines_of(d.engine, option)] for d in deployments}
-        answers = _answers(shown, lines)
-        return _json_of_table(answers) if options.json else "\n".join(_text(answers, deployments, bool(requested)))
-    loaded = read_config(
-        options.config or imports[0], overrides, imports if options.config else imports[1:], os.environ
-    )
-    if options.strict:
+    files: list[str] = [*filter(None, [options.config]), *options.imports]
+    loaded = read_config(files[0], overrides, files[1:], os.environ) if files else None
+    if loaded is None and overrides:
+        raise ConfigError(f"override '{overrides[0]}': expected --config too.")
+    if loaded is None and options.write:
+        raise ConfigError(f"--write={options.write}: expected --config or --import too.")
+    if loaded is not None and options.strict:
         _require_accepted(loaded, deployments[0])
-    if options.write:
+    if loaded is not None and options.write:
         _write(Path(options.write), translation(loaded))
-    answers = _answers(shown, {d: verdicts(loaded.config, d) for d in deployments})
+    answers = _answers(requested or option_names(), deployments, loaded)
     if options.json:
-        return _json_of_config(answers, deployments, loaded)
+        return json.dumps(_json(answers, deployments, loaded), indent=2)
+    lines = _text(answers, deployments, bool(requested), loaded)
+    if loaded is None:
+        return "\n".join(lines)
     where = ", ".join(f"{d.engine} on {d.device}" for d in deployments) + _counts(deployments[0])
     also = [line for imported in loaded.imports for line in ("", *unsaid(imported))]
-    return "\n".join([where, "", *_text(answers, deployments, bool(requested), loaded), *also])
+    return "\n".join([where, "", *lines, *also])
+
+
+def _answers(options: tuple[str, ...], deployments: Sequence[Deployment], loaded: Loaded | None) -> Answers:
+    answers: Answers = {option: {} for option in options}
+    for place in deployments:
+        table = (line for option in options for line in lines_of(place.engine, option))
+        for line in table if loaded is None else verdicts(loaded.config, place):
+            if line.option in answers:
+                answers[line.option].setdefault(line, []).append(place.engine)
+    return answers
 
 
 def _options_of(word: str) -> tuple[str, ...]:
@@ -178,7 +173,7 @@ def _deployments(options: argparse.Namespace) -> list[Deployment]:
     hosts = hosts or (1 if per_host else None)
     devices = per_host * hosts if per_host and hosts else None
     chosen = [engine for engine in engines if options.backend in ("auto", engine)]
-    device_of = {e: options_of(e).example_device if options.device == "auto" else options.device for e in chosen}
+    device_of = {e: spec_of(e).example_device if options.device == "auto" else options.device for e in chosen}
     return [Deployment(engine, device_of[engine], devices, hosts) for engine in chosen]
 
 
@@ -206,23 +201,10 @@ def _require_accepted(loaded: Loaded, deployment: Deployment) -> None:
 # --------------------------------------------------------------------------------------------------------- answers
 
 
-def _answers(options: tuple[str, ...], lines: Mapping[Deployment, Sequence[Verdict]]) -> Answers:
-    answers: Answers = {option: {} for option in options}
-    for deployment, line in ((place, line) for place in lines for line in lines[place]):
-        if line.option in answers:
-            answers[line.option].setdefault(line, []).append(deployment.engine)
-    return answers
-
-
-def _text(
-    answers: Answers, deployments: list[Deployment], documented: bool, loaded: Loaded | None = None
-) -> Iterator[str]:
+def _text(answers: Answers, deployments: list[Deployment], documented: bool, loaded: Loaded | None) -> Iterator[str]:
     """The lines of each option, refusals last; with its value where a config is `loaded`."""
     for option, lines in answers.items():
-        if loaded is None:
-            yield option
-        else:
-            yield from _value_and_origin(option, value_of(loaded.config, option), origin(loaded, option))
+        yield from [option] if loaded is None else _value_and_origin(option, loaded)
         if documented:
             yield _documentation(option)
         for line, engines in sorted(lines.items(), key=lambda item: item[0].kind == "refused"):
@@ -232,8 +214,9 @@ def _text(
             yield textwrap.fill(words, WIDTH, initial_indent="  ", subsequent_indent=" " * 32)
 
 
-def _value_and_origin(option: str, value: object, where: str) -> list[str]:
-    line = f"{option} = {shortened(yaml_value(value), WIDTH - len(option) - 3)}"
+def _value_and_origin(option: str, loaded: Loaded) -> list[str]:
+    value, where = yaml_value(value_of(loaded.config, option)), origin(loaded, option)
+    line = f"{option} = {shortened(value, WIDTH - len(option) - 3)}"
     if len(line) + len(where) + 4 <= WIDTH:
         return [f"{line}  # {where}"]
     return [line, textwrap.fill(where, WIDTH, initial_indent="  # ", subsequent_indent="  #   ")]
@@ -245,7 +228,16 @@ def _counts(deployment: Deployment) -> str:
     return f"; {deployment.devices} device(s) of {deployment.hosts} host(s)"
 
 
-def _json_of_config(answers: Answers, deployments: list[Deployment], loaded: Loaded) -> str:
+def _json(answers: Answers, deployments: list[Deployment], loaded: Loaded | None) -> dict[str, object]:
+    if loaded is None:
+        rows = {
+            option: [
+                {"engines": engines, "kind": line.kind, "case": line.case, "text": line.text}
+                for line, engines in lines.items()
+            ]
+            for option, lines in answers.items()
+        }
+        return {"options": rows}
     options = {
         option: {
             "value": value_of(loaded.config, option),
@@ -268,23 +260,12 @@ def _json_of_config(answers: Answers, deployments: list[Deployment], loaded: Loa
         for imported in loaded.imports
     ]
     places = [{"engine": d.engine, "device": d.device, "devices": d.devices, "hosts": d.hosts} for d in deployments]
-    return json.dumps({"places": places, "options": options, "imports": imports}, indent=2)
+    return {"places": places, "options": options, "imports": imports}
 
 
 def _json_of_key(entry: KeyEntry) -> dict[str, str]:
-    values = (entry.key, entry.text, entry.where, entry.remark, entry.fact)
-    return dict(zip(("key", "typed", "where", "reason", "fact"), values, strict=True))
-
-
-def _json_of_table(answers: Answers) -> str:
-    options = {
-        option: [
-            {"engines": engines, "kind": line.kind, "case": line.case, "text": line.text}
-            for line, engines in lines.items()
-        ]
-        for option, lines in answers.items()
-    }
-    return json.dumps({"options": options}, indent=2)
+    names = {"key": "key", "typed": "text", "where": "where", "reason": "remark", "fact": "fact"}
+    return {name: getattr(entry, attribute) for name, attribute in names.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- imports
@@ -295,7 +276,6 @@ def translation(loaded: Loaded) -> str:
 
     Above each key stands where it came from; at the end, as comments, what the imports say that no option does.
     """
-    values = loaded.config.model_dump()
     lines: list[str] = []
     section = ""
     for option in option_names():
@@ -306,7 +286,7 @@ def translation(loaded: Loaded) -> str:
             section = name
             lines += ["", f"{name}:"]
         lines += [f"  # {line}" for line in origin(loaded, option).splitlines()]
-        lines.append(f"  {key}: {yaml_value(values[name][key])}")
+        lines.append(f"  {key}: {yaml_value(value_of(loaded.config, option))}")
     for imported in loaded.imports:
         lines += ["", *(f"# {line}" for line in unsaid(imported))]
     return "\n".join(lines).lstrip("\n") + "\n"

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.logs import KeptOutput
-from portable_fsdp.runtime.process import Hosts, Stopped, detect_launch, early_stop, end_with_agent, tpu_workers
+from portable_fsdp.runtime.process import (
+    Hosts,
+    Stopped,
+    detect_launch,
+    early_stop,
+    end_with_agent,
+    is_by_accelerate,
+    tpu_workers,
+)
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
@@ -56,9 +64,8 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
-    from portable_fsdp.backends.open import local_processes, options_of, resolve
-    from portable_fsdp.backends.support import require_supported
-    from portable_fsdp.config.rules import Deployment
+    from portable_fsdp.backends.open import local_processes, resolve, spec_of
+    from portable_fsdp.backends.refusals import Deployment, require_supported
     from portable_fsdp.train.early_checks import check_paths, nothing_left
 
     end_with_agent(os.environ)
@@ -69,7 +76,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
 
     def check_devices(devices: int | None, counted_by: str = f"backend {backend}") -> None:
         if loaded.imports:
-            from portable_fsdp.convert.launcher import check_launcher_facts
+            from portable_fsdp.convert.facts import check_launcher_facts
 
             # A TPU VM may be one of several all the same: its engine asks the slice.
             alone = launch.kind == "plain" and device != "tpu"
@@ -83,7 +90,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
             )
 
     # Under the others one process may drive several devices, which only the engine counts.
-    is_counted = options_of(backend).launcher_counts_devices
+    is_counted = spec_of(backend).launcher_counts_devices
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
     if launch.is_alone and (device != "tpu" or is_counted):  # else PJRT counts the hosts of a slice
         hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
@@ -93,7 +100,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         if message := nothing_left(loaded.config):
             to_stderr(message)
             return EXIT_FINISHED
-    meeting = options_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
+    meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
         return _start(processes, argv, Path(loaded.config.run.dir), meeting)
 
@@ -101,6 +108,10 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     if launch.rank == 0:
         to_stderr("\n".join([f"started by {launch.description}", *_settings_of_environment(loaded)]))
     from portable_fsdp.train.loop import train
+
+    exporter = None
+    if loaded.config.checkpoint.export:
+        from portable_fsdp.formats import run_export as exporter
 
     output.hold_stdout()
     return train(
@@ -110,22 +121,38 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         num_devices=num_devices,
         check_devices=check_devices,
         keep_output=output.begin,
+        exporter=exporter,
     )
 
 
 def _read(options: argparse.Namespace) -> "Loaded":
     """The config that the flags name, after the checks that need no device."""
-    from portable_fsdp.config.load import read_config
     from portable_fsdp.optim.schedule import check_schedule
     from portable_fsdp.train.early_checks import check_profile
 
     if options.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
-    loaded = read_config(options.config, options.overrides, options.imports, os.environ)
+    loaded = _ours(options)
+    if loaded is None:
+        from portable_fsdp.convert.read import read_config
+
+        loaded = read_config(options.config, options.overrides, options.imports, os.environ)
     if loaded.config.train.steps is not None:  # else the steps follow from the data
         check_schedule(loaded.config.optim, loaded.config.train.steps)
         check_profile(loaded.config, loaded.config.train.steps)
     return loaded
+
+
+def _ours(options: argparse.Namespace) -> "Loaded | None":
+    """The config of a run that other tools have no part in. None where they have, or may explain an error better."""
+    from portable_fsdp.config.load import read_config
+
+    if options.imports or is_by_accelerate(os.environ):
+        return None
+    try:
+        return read_config(options.config, options.overrides)
+    except ConfigError:
+        return None
 
 
 def _start(processes: int, argv: list[str], run_dir: Path, hosts: Hosts | None) -> int:

@@ -28,19 +28,17 @@ FLOORS = [
 SIDEWAYS = {("checkpoint", "backends"), ("plan", "train"), ("parity", "train")}
 """Imports on one floor: a checkpoint knows the contract's types; plan plans the trainer's own step, parity runs it."""
 
-ON_DEMAND = {("config", "convert"), ("train", "formats")}
-"""Imports that a function may hold: `config` reads another tool's file where there is one, and a run may export."""
-
 PURE_CALLS = {
     *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
     *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
     *("field_validator", "model_validator", "field_serializer"),
+    *("refused", "refused_each", "without", "_only_for", "torch_xla_spec"),  # rules and specs of engines, of constants
 }
 """Functions that a module may call while it is imported; besides them only constructors, told by their capital."""
 
 WORK_WITH_A_REASON = {
     # PyYAML keeps what a plain word means on the loader's class; these set it on two classes of that module.
-    "portable_fsdp.config.yaml_text": ("_without_timestamps", "yaml.add_implicit_resolver"),
+    "portable_fsdp.config.yaml_text": ("yaml.add_implicit_resolver", "yaml.SafeLoader.yaml_implicit_resolvers.items"),
 }
 
 
@@ -50,7 +48,6 @@ class Import:
 
     target: str
     line: int
-    at_import: bool  # runs while the module is imported: not in a function
 
 
 @dataclass(frozen=True)
@@ -88,27 +85,26 @@ def is_type_checking(node: ast.AST) -> bool:
 def imports(module: Module) -> list[Import]:
     """Every import that can run, `import_module("literal")` among them; not those for type checkers alone."""
 
-    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+    def walk(node: ast.AST) -> Iterator[Import]:
         if is_type_checking(node):
             return
         match node:
             case ast.Import(names=names):
-                yield from (Import(alias.name, node.lineno, at_import) for alias in names)
+                yield from (Import(alias.name, node.lineno) for alias in names)
             case ast.ImportFrom(names=names):
                 base = _base_of(module, node)
-                yield from (Import(f"{base}.{alias.name}", node.lineno, at_import) for alias in names)
+                yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in names)
             case ast.Call(func=func, args=[ast.Constant(value=str(target)), *_]) if _last_name(func) in {
                 "import_module",
                 "__import__",
             }:
-                yield Import(target, node.lineno, at_import)
+                yield Import(target, node.lineno)
             case _:
                 pass
-        inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
-            yield from walk(child, inside)
+            yield from walk(child)
 
-    return list(walk(module.tree, True))
+    return list(walk(module.tree))
 
 
 def _base_of(module: Module, node: ast.ImportFrom) -> str:
@@ -172,8 +168,6 @@ def imports_upwards(modules: Modules) -> list[str]:
         for name, line in inner_imports(module, modules):
             here, there = section(module.name), section(name)
             is_own = here == there != ""
-            if (here, there) in ON_DEMAND and not line.at_import:
-                continue
             if not is_own and (here, there) not in SIDEWAYS and height(name) >= height(module.name):
                 problems.append(f"{module.at(line.line)}: {module.name} imports {name}, which is not on a lower floor")
     return problems
@@ -186,7 +180,7 @@ SHARED_BY_ENGINES = {
     f"{PACKAGE}.backends.pjrt_program": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
     f"{PACKAGE}.backends.pjrt_options": [f"{PACKAGE}.backends.{name}" for name in ("pjrt", "xla", "xla_fsdp1")],
     f"{PACKAGE}.backends.weight_uses": [f"{PACKAGE}.backends.{name}" for name in ("native", "xla")],
-    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("nested", "options", "open", "support")},
+    **{f"{PACKAGE}.backends.{name}": [PACKAGE] for name in ("nested", "open", "refusals")},
 }
 """Modules of `backends` that are no engine, and who there may know them; all may know `base`."""
 
@@ -252,7 +246,6 @@ BANS: list[tuple[set[str], set[str], tuple[str, ...]]] = [
     (_ALL - {"backends"}, {"torch_xla"}, (f"{PACKAGE}.plan.tpu_trace",)),
     ({"checkpoint", "observe"}, {f"{PACKAGE}.backends"}, (f"{PACKAGE}.backends.base",)),
     ({"backends"}, {f"{PACKAGE}.{name}" for name in ("models", "data", "checkpoint")}, ()),
-    ({"train"}, {f"{PACKAGE}.formats"}, (f"{PACKAGE}.formats.base", f"{PACKAGE}.formats.target")),
 ]
 """Sections, what they may not import, and the targets and modules that are exempt.
 

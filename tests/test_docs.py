@@ -17,13 +17,12 @@ from documented import PAGES, ROOT, Command, commands, program_of
 from pydantic import ValidationError
 
 from portable_fsdp import explain, launch, sample
-from portable_fsdp.backends.open import ENGINES, engines_on, options_of, require_names, usual_engine
-from portable_fsdp.backends.support import verdicts
+from portable_fsdp.backends.open import ENGINES, engines_on, require_names, spec_of, usual_engine
+from portable_fsdp.backends.refusals import Deployment, verdicts
 from portable_fsdp.checkpoint import __main__ as checkpoint
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.load import load_config, read_config
-from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config, Lora
+from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.convert.table import ACCELERATE, find_anywhere, key_table
 from portable_fsdp.doctor import __main__ as doctor
 from portable_fsdp.layout import check_batch
@@ -317,7 +316,7 @@ def test_a_feature_is_what_the_engines_say_of_it_and_has_its_tests(cells: list[s
 def test_features_are_all_there() -> None:
     shown = {name for cells in FEATURES for name in re.findall(r"`([\w.]+)=", cells[1])} | IN_NO_ROW
     fsdp = {name for name in option_names() if name.startswith(("sharding.", "precision.", "memory.", "compile."))}
-    refused = {rule.option for engine in ENGINES for rule in options_of(engine).rules}
+    refused = {rule.option for engine in ENGINES for rule in spec_of(engine).rules}
     assert {name for name in fsdp | refused if not name.startswith("xla_fsdp1.")} - shown == set()
 
 

@@ -45,11 +45,8 @@ def test_each_option_of_a_config_has_a_verdict_of_each_engine(capsys: pytest.Cap
     assert answer["places"][0] == {"engine": "native", "device": "cuda", "devices": 8, "hosts": 2}
     offload = answer["options"]["memory.cpu_offload"]
     assert offload["value"] is True
-    assert {engine: answer["verdict"] for engine, answer in offload["engines"].items()} == {
-        "native": "honoured",
-        "xla": "refused",
-        "xla_fsdp1": "refused",
-    }
+    verdicts = [answer["verdict"] for answer in offload["engines"].values()]
+    assert verdicts == ["honoured", "refused", "refused"]
     assert "Set memory.cpu_offload=false." in offload["engines"]["xla"]["text"]
     assert answer["options"]["sharding.forward_prefetch"]["engines"]["xla"]["verdict"] == "delegated"
 
@@ -72,31 +69,30 @@ def test_the_text_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_narrow_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explained(capsys, CONFIG, "--device=tpu", "--backend=xla", "--num_devices=4").startswith(
-        "xla on tpu; 4 device(s) of 1 host(s)\n"
-    )
-    assert "\n  all engines " not in explained(capsys, CONFIG, "--backend=xla")
-    for device, engines in ((device, engines_on(device)) for device in DEVICES):
+    text = explained(capsys, CONFIG, "--device=tpu", "--backend=xla", "--num_devices=4")
+    assert text.startswith("xla on tpu; 4 device(s) of 1 host(s)\n")
+    assert "\n  all engines " not in text
+    for device in DEVICES:
         places = explained_json(capsys, CONFIG, f"--device={device}")["places"]
-        assert [place["engine"] for place in places] == list(engines)
+        assert tuple(place["engine"] for place in places) == engines_on(device)
 
 
 @pytest.mark.parametrize(
-    ("option", "arguments", "kind"),
+    ("option", "devices", "kind"),
     [
-        ("train.global_batch", [], "honoured"),
-        ("train.global_batch", ["--num_devices=8"], "honoured"),
-        ("train.global_batch", ["--num_devices=3"], "refused"),
-        ("sharding.replicas", [], "honoured"),
-        ("sharding.replicas", ["--num_devices=8"], "refused"),
-        ("sharding.replicas", ["--num_devices=8", "--num_hosts=2"], "honoured"),
+        ("train.global_batch", "", "honoured"),
+        ("train.global_batch", "--num_devices=8", "honoured"),
+        ("train.global_batch", "--num_devices=3", "refused"),
+        ("sharding.replicas", "", "honoured"),
+        ("sharding.replicas", "--num_devices=8", "refused"),
+        ("sharding.replicas", "--num_devices=8 --num_hosts=2", "honoured"),
     ],
 )
 def test_an_option_is_judged_where_the_devices_and_hosts_are_known(
-    capsys: pytest.CaptureFixture[str], option: str, arguments: list[str], kind: str
+    capsys: pytest.CaptureFixture[str], option: str, devices: str, kind: str
 ) -> None:
     settings = ["sharding.strategy=HYBRID_SHARD"] if option == "sharding.replicas" else []
-    answer = explained_json(capsys, CONFIG, *settings, *arguments)["options"][option]
+    answer = explained_json(capsys, CONFIG, *settings, *devices.split())["options"][option]
     assert answer["engines"]["native"]["verdict"] == kind
 
 
@@ -111,50 +107,44 @@ def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixt
     assert {line["kind"] for line in table["sharding.wrap_classes"]} == {"honoured", "refused"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--devices=cpu"], "unknown flag --devices; nearest: --device"),
-        (["--device=gpu"], "--device=gpu: expected one of auto, cpu, cuda, tpu."),
-        (["--backend=fsdp"], "--backend=fsdp: expected one of auto, native, xla, xla_fsdp1."),
-        (["--device=cuda", "--backend=xla"], "backend xla on cuda: expected an engine of that device: native."),
-        (["--num_devices=0"], "--num_devices: expected auto or a number of at least 1, found '0'."),
-        (["optim.lrr"], "optim.lrr: unknown key; nearest: optim.lr (a number > 0)."),
-        ([CONFIG, "optimm"], "optimm: unknown key; nearest: optim."),
-        (["optim.lr=1"], "override 'optim.lr=1': expected --config too"),
-        ([CONFIG, "optim.lrr=1"], "optim.lrr: unknown key"),
-        (["--config=none.yaml"], "no such file"),
-        ([CONFIG, "--write="], "--write=: expected the name of a new YAML file"),
-        ([CONFIG, "--strict"], "--strict: expected --device=cpu, cuda or tpu"),
-        (["--device=cpu", "--strict"], "--strict: expected --config too"),
-        ([CONFIG, "--config=none.yaml"], f"--config=none.yaml: already given as {ROOT}/configs/llama_1b.yaml"),
-    ],
-)
-def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
-    assert expected in refused(capsys, *arguments)
+USAGE_ERRORS = {
+    "--devices=cpu": "unknown flag --devices; nearest: --device",
+    "--device=gpu": "--device=gpu: expected one of auto, cpu, cuda, tpu.",
+    "--backend=fsdp": "--backend=fsdp: expected one of auto, native, xla, xla_fsdp1.",
+    "--device=cuda --backend=xla": "backend xla on cuda: expected an engine of that device: native.",
+    "--num_devices=0": "--num_devices: expected auto or a number of at least 1, found '0'.",
+    "optim.lrr": "optim.lrr: unknown key; nearest: optim.lr (a number > 0).",
+    f"{CONFIG} optimm": "optimm: unknown key; nearest: optim.",
+    "optim.lr=1": "override 'optim.lr=1': expected --config too",
+    f"{CONFIG} optim.lrr=1": "optim.lrr: unknown key",
+    "--config=none.yaml": "no such file",
+    f"{CONFIG} --write=": "--write=: expected the name of a new YAML file",
+    f"{CONFIG} --strict": "--strict: expected --device=cpu, cuda or tpu",
+    "--device=cpu --strict": "--strict: expected --config too",
+    f"{CONFIG} --config=none.yaml": f"--config=none.yaml: already given as {ROOT}/configs/llama_1b.yaml",
+}
+
+
+@pytest.mark.parametrize("arguments", USAGE_ERRORS)
+def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    assert USAGE_ERRORS[arguments] in refused(capsys, *arguments.split())
 
 
 QUICKSTART = [f"--config={ROOT / 'configs/quickstart.yaml'}", "--device=cpu", "--num_devices=2"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ["optim.lrr=1"],
-        ["optim.warmup_steps=151"],
-        ["optim.schedule=wsd", "optim.decay_ratio=0.99"],
-        ["train.global_batch=7"],
-        ["memory.every=2"],
-        ["compile.scan_layers=true", "memory.every=2", "train.global_batch=7"],
-        [f"--import={ROOT / 'tests/convert/samples/multi_gpu.yaml'}"],
-        ["--num_devices=x"],
-    ],
-    ids=lambda words: words[-1].rpartition("/")[2],
-)
-def test_strict_refuses_what_launch_refuses_in_its_words(capsys: pytest.CaptureFixture[str], wrong: list[str]) -> None:
-    assert launch.main([*QUICKSTART, *wrong]) == 2
+THEIRS = f"--import={ROOT / 'tests/convert/samples/multi_gpu.yaml'}"
+WRONG = [
+    *("optim.lrr=1", "optim.warmup_steps=151", "optim.schedule=wsd optim.decay_ratio=0.99", "train.global_batch=7"),
+    *("memory.every=2", "compile.scan_layers=true memory.every=2 train.global_batch=7", THEIRS, "--num_devices=x"),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda words: words.rpartition("/")[2])
+def test_strict_refuses_what_launch_refuses_in_its_words(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    assert launch.main([*QUICKSTART, *wrong.split()]) == 2
     message = capsys.readouterr().err
-    assert refused(capsys, *QUICKSTART, "--strict", *wrong) == message
+    assert refused(capsys, *QUICKSTART, "--strict", *wrong.split()) == message
 
 
 def test_strict_judges_the_usual_engine_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +152,8 @@ def test_strict_judges_the_usual_engine_of_the_device(capsys: pytest.CaptureFixt
     for device, taken, wrong in (("cuda", offload, scan), ("tpu", scan, offload), ("cpu", offload, scan)):
         explained(capsys, CONFIG, "--strict", f"--device={device}", taken)
         assert wrong in refused(capsys, CONFIG, "--strict", f"--device={device}", wrong)
-    explained(capsys, CONFIG, "--strict", "--device=cpu", "--backend=xla", scan)
+    words = [CONFIG, "--device=cpu", "--backend=xla", scan]
+    assert explained(capsys, *words, "--strict") == explained(capsys, *words)
 
 
 def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,20 +161,13 @@ def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys
     assert explained(capsys, *strict, "--num_devices=1")
     assert explained(capsys, *strict)
     assert "7 * 16 = 112 sequences, found 7" in refused(capsys, *strict, "--num_devices=8", "--num_hosts=2")
-    theirs = f"--import={ROOT / 'tests/convert/samples/multi_gpu.yaml'}"
-    message = refused(capsys, *QUICKSTART, "--strict", theirs, "--num_hosts=2")  # 4 devices, as it says
+    message = refused(capsys, *QUICKSTART, "--strict", THEIRS, "--num_hosts=2")  # 4 devices, as it says
     assert "num_machines: expected 2 (the launcher), found 1" in message
     assert "num_processes" not in message
 
 
-def test_strict_says_what_is_said_without_it(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [CONFIG, "--device=cuda", "--num_devices=8", "--json"]
-    assert explained(capsys, *words, "--strict") == explained(capsys, *words)
-
-
-@pytest.mark.parametrize("words", [CONFIG, "--schema", "--help"])
-def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
-    line = f"{sys.executable} -m portable_fsdp.explain {words} | head -0; exit ${{PIPESTATUS[0]}}"
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    line = f"{sys.executable} -m portable_fsdp.explain --schema | head -0; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (141, "")
 

@@ -54,10 +54,10 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
         invented(observe__console="from portable_fsdp.train import loop", train__loop=""),
         invented(train__loop="from portable_fsdp import launch", launch=""),
         invented(train__loop="def f():\n    from portable_fsdp.parity import worker", parity__worker=""),
-        invented(config__load="from portable_fsdp.convert import read", convert__read=""),
+        invented(config__load="def f():\n    from portable_fsdp.convert import read", convert__read=""),
         invented(doctor__checks="from portable_fsdp.launch import main", launch=""),
         invented(train__loop="def f():\n    from portable_fsdp.doctor import checks", doctor__checks=""),
-        invented(train__loop="from portable_fsdp.formats.huggingface import export", formats__huggingface=""),
+        invented(train__loop="def f():\n    from portable_fsdp.formats import base", formats__base=""),
         invented(plan__fake_step="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
     ],
     engines_that_know_each_other: [
@@ -78,7 +78,6 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
     banned_imports: [
         invented(backends__xla="from portable_fsdp.models.loss import loss", models__loss=""),
         invented(data__order="import torch.distributed as dist"),
-        invented(train__loop="def f():\n    from portable_fsdp.formats import dcp", formats__dcp=""),
         invented(models__loss="from torch import distributed"),
         invented(models__meter="import torch\ndef f():\n    return torch.distributed.get_rank()"),
         invented(optim__optimizer="def f():\n    import torch_xla.runtime"),
@@ -111,7 +110,6 @@ BREAKERS: dict[Rule, list[dict[str, Module]]] = {
 
 ALLOWED = invented(
     runtime__errors='"""Docstring."""\nclass E(Exception):\n    exit_code = 1',
-    config__load="def f():\n    from portable_fsdp.convert import read",
     convert__read="from portable_fsdp.config import schema",
     config__schema="if TYPE_CHECKING:\n    import torch\nfrom portable_fsdp.runtime import errors",
     models__build="import torch\nfrom portable_fsdp.config.schema import Model\nlog = logging.getLogger('x')",
@@ -121,10 +119,9 @@ ALLOWED = invented(
     backends__pjrt="def f():\n    import torch_xla",
     backends__xla_fsdp1__engine="from portable_fsdp.backends.pjrt import tpu_chips",
     backends__xla__options="from portable_fsdp.backends import pjrt_options\ndef f():\n    return engine == 'xla'",
-    backends__pjrt_options="from portable_fsdp.backends.options import Package",
-    backends__options="from portable_fsdp.config import schema",
+    backends__pjrt_options="from portable_fsdp.backends.open import Package",
+    backends__open="from portable_fsdp.config import schema",
     train__loop="from portable_fsdp.backends.open import f\nfrom portable_fsdp.checkpoint.store import KEYS",
-    train__end="def f():\n    from portable_fsdp.formats.base import export",
     formats__base="from portable_fsdp.checkpoint.store import KEYS",
     plan__tpu="def f(value):\n    return value.device.type == 'xla'",
     plan__tpu_trace="import torch_xla\nfrom portable_fsdp.train import loop",

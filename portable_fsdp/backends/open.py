@@ -1,18 +1,21 @@
-"""The table of engines, and the choice of one. Imports no other engine, and no torch where a name is wrong."""
+"""The table of engines, what each declares, and the choice of one. Imports no engine and no torch to name them."""
 
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from portable_fsdp.backends.options import EngineOptions
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import keep_torch_tpu_out, tpu_chips
+from portable_fsdp.runtime.process import Hosts
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.base import Backend
+    from portable_fsdp.backends.refusals import Rule
 
 DEVICES = ("cpu", "cuda", "tpu")
 
@@ -21,29 +24,64 @@ ENGINES = {
     "xla": "portable_fsdp.backends.xla.options",
     "xla_fsdp1": "portable_fsdp.backends.xla_fsdp1.options",
 }
-"""Name -> the module of its `OPTIONS`. On a device, --backend=auto is the first whose package is installed."""
+"""Name -> the module of its `SPEC`. On a device, --backend=auto is the first whose package is installed."""
+
+ProcessCount = Callable[[str, int | None, Callable[[str], int]], int]
+"""(device, requested devices, count of a device on this host) -> processes of a plain start on one host."""
+
+PlanMethod = Literal["fake step", "compiled step"]
+"""How `plan` plans a step: it runs the step on fake tensors, or has its program compiled."""
+
+
+class Package(NamedTuple):
+    """What must be installed for an engine on a device."""
+
+    name: str
+    fix: str  # how to get it, a sentence
+    is_usual: bool = True  # a plan or a fix may assume it; users of the other engines of a device know them
+    check: Callable[[], None] = lambda: None  # raises BackendError where it can't work as it is installed
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine. It honours each option that it neither refuses nor delegates, as the schema describes it."""
+
+    engine: str  # "module:class", imported when the engine is opened
+    packages: Mapping[str, Package]  # device -> what it needs there; the devices that it has
+    example_device: str  # `explain` shows its options on this device by default
+    rules: "tuple[Rule, ...]"  # refusals, beside those of every engine (`refusals.py`)
+    processes: ProcessCount
+    launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
+    prepare_start: Callable[[str, int, Mapping[str, str]], Hosts | None] = lambda device, processes, environ: None
+    """(device, processes of this host, environment), in the process that starts them -> where several hosts meet."""
+    planned_by: Mapping[str, PlanMethod] = field(default_factory=dict[str, PlanMethod])
+    """By device; without one where nothing plans for the engine."""
+    notes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """`section.key` or `section.key=value` -> what the engine does, where the schema's description doesn't tell it."""
+    delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # `section.key` -> what decides in its place
+    other_devices: Mapping[str, str] = field(default_factory=dict[str, str])  # device -> why not, and the fix
 
 
 @cache
-def options_of(engine: str) -> EngineOptions:
-    """The declarations of an engine; imports neither the engine nor torch."""
-    return cast(EngineOptions, importlib.import_module(ENGINES[engine]).OPTIONS)
+def spec_of(engine: str) -> EngineSpec:
+    """What an engine declares; imports neither the engine nor torch."""
+    return cast(EngineSpec, importlib.import_module(ENGINES[engine]).SPEC)
 
 
 def engines_on(device: str) -> tuple[str, ...]:
     """The engines that a device has."""
-    return tuple(engine for engine in ENGINES if device in options_of(engine).packages)
+    return tuple(engine for engine in ENGINES if device in spec_of(engine).packages)
 
 
 def usual_engine(device: str) -> str:
     """What --backend=auto is on a device."""
-    installed = (engine for engine in engines_on(device) if _is_installed(options_of(engine).packages[device].name))
+    installed = (engine for engine in engines_on(device) if _is_installed(spec_of(engine).packages[device].name))
     return next(installed, None) or engine_made_for(device)
 
 
 def engine_made_for(device: str) -> str:
     """The usual engine of a device that isn't here."""
-    return next(engine for engine in engines_on(device) if options_of(engine).packages[device].is_usual)
+    return next(engine for engine in engines_on(device) if spec_of(engine).packages[device].is_usual)
 
 
 def require_names(device: str, backend: str) -> None:
@@ -67,14 +105,14 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
         device = next((kind for kind in ("cuda", "tpu") if count_devices(kind)), "cpu")
     if backend == "auto":
         backend = usual_engine(device)
-    options = options_of(backend)
-    if device not in options.packages:
-        raise BackendError(f"backend {backend} on {device}: {options.other_devices[device]}")
-    package = options.packages[device]
+    spec = spec_of(backend)
+    if device not in spec.packages:
+        raise BackendError(f"backend {backend} on {device}: {spec.other_devices[device]}")
+    package = spec.packages[device]
     if not _is_installed(package.name):
         raise BackendError(
             f"backend {backend} on {device}: expected the package {package.name}, found none installed.\n"
-            f"  {package.way}"
+            f"  {package.fix}"
         )
     package.check()
     if not count_devices(device):
@@ -100,13 +138,13 @@ def open_backend(
     what this device or engine can't do with `config`.
     """
     device, backend = resolve(device, backend)
-    module, _, name = options_of(backend).engine.partition(":")
+    module, _, name = spec_of(backend).engine.partition(":")
     return cast("Backend", getattr(importlib.import_module(module), name)(device, config, num_devices))
 
 
 def local_processes(device: str, backend: str, num_devices: int | None) -> int:
     """Processes that a plain start needs on this host."""
-    return options_of(backend).processes(device, num_devices, count_devices)
+    return spec_of(backend).processes(device, num_devices, count_devices)
 
 
 def _is_installed(package: str) -> bool:

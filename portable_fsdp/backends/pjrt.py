@@ -34,8 +34,7 @@ from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_module
 from portable_fsdp.backends.pjrt_options import libtpu_arguments
 from portable_fsdp.backends.pjrt_program import run_program
 from portable_fsdp.backends.pjrt_recurrent import loop_over_positions
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch, count_row_shards, mesh_axes
 from portable_fsdp.runtime.errors import BackendError

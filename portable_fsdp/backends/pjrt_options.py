@@ -1,47 +1,40 @@
-"""What both torch_xla engines do with each option, which packages they need, and the TPU compiler's options.
+"""What both torch_xla engines refuse and delegate, which packages they need, and the TPU compiler's options.
 
 Imports neither torch nor torch_xla: plans use the compiler options without them.
 """
 
 from collections.abc import Mapping
 
-from portable_fsdp.backends.options import EngineOptions, Package, PlanMethod, ProcessCount
-from portable_fsdp.config.rules import Refused, Rule
+from portable_fsdp.backends.open import EngineSpec, Package, PlanMethod, ProcessCount
+from portable_fsdp.backends.refusals import Rule, refused_each
 
 NO_LOSS_SCALING = "float16 needs loss scaling, which only native has; bfloat16 has the range of float32"
+_READS_MASKS = "transformers then reads a mask on the host in every step, which is a second program and a wait"
+_SORTS_TOKENS = "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before"
+_NO_CACHE = "torch_xla 2.9 writes compiled programs and can't load them (github.com/pytorch/xla/issues/9094)"
+_IN_DEVICE_MEMORY = "torch_xla keeps parameters and optimizer state in device memory"
+_NOTHING_BETWEEN = "weights are sharded over all devices of a replica, or gathered, and nothing between"
 
 RULES = (
-    *(
-        Refused(option, "on XLA", reason, "--backend=native")
-        for option, reason in (
-            (
-                "model.attention=sdpa|eager",
-                "transformers then reads a mask on the host in every step, which is a second program and a wait",
-            ),
-            ("model.attention=flex", "torch has no kernel of flex_attention for it"),
-            (
-                "model.experts=grouped_mm",
-                "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before",
-            ),
-            (
-                "sharding.reshard_after_forward",
-                "weights are sharded over all devices of a replica, or gathered, and nothing between",
-            ),
-            ("memory.gradient_checkpointing=budget", "it is the partitioner of torch.compile that keeps to a budget"),
-            (
-                "compile.cache_dir",
-                "torch_xla 2.9 writes compiled programs and can't load them (github.com/pytorch/xla/issues/9094)",
-            ),
-            ("precision.products=float8|float8_rowwise", "compiled for v6e it takes 1.11 of the time of bfloat16"),
-            ("optim.name=adamw8bit", "bitsandbytes has no kernel for it"),
-            ("memory.cpu_offload", "torch_xla keeps parameters and optimizer state in device memory"),
-        )
+    *refused_each(
+        "on XLA",
+        {
+            "model.attention=sdpa|eager": _READS_MASKS,
+            "model.attention=flex": "torch has no kernel of flex_attention for it",
+            "model.experts=grouped_mm": _SORTS_TOKENS,
+            "sharding.reshard_after_forward": _NOTHING_BETWEEN,
+            "memory.gradient_checkpointing=budget": "it is the partitioner of torch.compile that keeps to a budget",
+            "compile.cache_dir": _NO_CACHE,
+            "precision.products=float8|float8_rowwise": "compiled for v6e it takes 1.11 of the time of bfloat16",
+            "optim.name=adamw8bit": "bitsandbytes has no kernel for it",
+            "memory.cpu_offload": _IN_DEVICE_MEMORY,
+        },
+        "--backend=native",
     ),
     Rule(
-        "precision.compute",
-        "on XLA",
-        lambda c, p: c.precision.compute == "float16",
+        "precision.compute on XLA",
         NO_LOSS_SCALING,
+        lambda c, p: c.precision.compute == "float16",
         ("precision.compute=bfloat16", "--backend=native"),
     ),
 )
@@ -64,36 +57,34 @@ DELEGATED = {
 }
 
 
-class TorchXlaOptions(EngineOptions):
-    """What an engine of torch_xla declares by itself; the rest is the same for both."""
-
-    def __init__(
-        self,
-        engine: str,
-        *,
-        rules: tuple[Rule, ...],
-        processes: ProcessCount,
-        notes: Mapping[str, str] = {},
-        planned_by: Mapping[str, PlanMethod] = {},
-    ) -> None:
-        super().__init__(
-            engine=engine,
-            packages={
-                device: Package("torch_xla", f"In a checkout of portable_fsdp: pip install '.[{extra}]'")
-                for device, extra in (("cpu", "xla"), ("tpu", "tpu"))
-            },
-            example_device="tpu",
-            rules=(*RULES, *rules),
-            notes={**NOTES, **notes},
-            delegated=DELEGATED,
-            processes=processes,
-            planned_by=planned_by,
-            launcher_counts_devices=False,
-            other_devices={
-                "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"
-                "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
-            },
-        )
+def torch_xla_spec(
+    engine: str,
+    *,
+    rules: tuple[Rule, ...],
+    processes: ProcessCount,
+    notes: Mapping[str, str] = {},
+    planned_by: Mapping[str, PlanMethod] = {},
+) -> EngineSpec:
+    """What an engine of torch_xla declares by itself, and what is the same for both."""
+    checkout = "In a checkout of portable_fsdp: pip install"
+    return EngineSpec(
+        engine=engine,
+        packages={
+            "cpu": Package("torch_xla", f"{checkout} '.[xla]'"),
+            "tpu": Package("torch_xla", f"{checkout} '.[tpu]'"),
+        },
+        example_device="tpu",
+        rules=(*RULES, *rules),
+        notes={**NOTES, **notes},
+        delegated=DELEGATED,
+        processes=processes,
+        planned_by=planned_by,
+        launcher_counts_devices=False,
+        other_devices={
+            "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"
+            "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
+        },
+    )
 
 
 COMPILER_OPTIONS = {

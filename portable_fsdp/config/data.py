@@ -11,9 +11,11 @@ from portable_fsdp.runtime.factory import FACTORY_PATTERN
 
 
 class Section(BaseModel):
-    """Frozen, with strict keys and types."""
+    """Frozen, with strict keys and types. The text below a key is its description in documents and messages."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 Source = Literal["python_docs", "python_source", "text", "jsonl", "parquet", "huggingface"]
@@ -40,39 +42,25 @@ OPTIONAL_COLUMNS: dict[Format, tuple[Column, ...]] = {
 class Documents(Section):
     """Where documents come from and which columns they have."""
 
-    source: Source = Field(
-        default="python_docs",
-        description="python_docs: CPython's reference; python_source: the standard library; text, jsonl, parquet: the "
-        "files of path; huggingface: a data set of the hub, or saved by `datasets`",
-    )
-    path: str | None = Field(
-        default=None,
-        description="text, jsonl (also gzip or zstd), parquet: a file or a glob; huggingface: a hub id "
-        "`org/name[:subset][@revision]`, or a folder of save_to_disk",
-    )
-    split: str | None = Field(
-        default=None, description="huggingface: a split or part of one (`train[:10%]`); null: train"
-    )
-    format: Format = Field(
-        default="text",
-        description="tokens that enter the loss: all (text), the completion's (prompt_completion), the assistant's "
-        "turns in the tokenizer's chat template (chat), or alpaca's output (instruction)",
-    )
-    columns: dict[Column, str] = Field(
-        default={},
-        description="the format's name of a column (text, prompt, completion, messages, instruction, input, output, "
-        "system, tools) -> its name in the file, where it differs",
-    )
-    ignore: tuple[str, ...] = Field(
-        default=(),
-        description="columns, keys of messages and roles to leave out, where they would mean something for training "
-        "(system, tools, weight, reasoning_content, ...) and the format or chat template can't use them",
-        strict=False,
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default={},
-        description="further arguments of the chat template, as `{enable_thinking: false}`",
-    )
+    source: Source = "python_docs"
+    """python_docs: CPython's reference; python_source: the standard library; text, jsonl, parquet: the files of
+    path; huggingface: a data set of the hub, or saved by `datasets`"""
+    path: str | None = None
+    """text, jsonl (also gzip or zstd), parquet: a file or a glob; huggingface: a hub id
+    `org/name[:subset][@revision]`, or a folder of save_to_disk"""
+    split: str | None = None
+    """huggingface: a split or part of one (`train[:10%]`); null: train"""
+    format: Format = "text"
+    """tokens that enter the loss: all (text), the completion's (prompt_completion), the assistant's turns in the
+    tokenizer's chat template (chat), or alpaca's output (instruction)"""
+    columns: dict[Column, str] = {}
+    """the format's name of a column (text, prompt, completion, messages, instruction, input, output, system, tools)
+    -> its name in the file, where it differs"""
+    ignore: tuple[str, ...] = Field(default=(), strict=False)
+    """columns, keys of messages and roles to leave out, where they would mean something for training (system,
+    tools, weight, reasoning_content, ...) and the format or chat template can't use them"""
+    chat_template_kwargs: dict[str, Any] = {}
+    """further arguments of the chat template, as `{enable_thinking: false}`"""
 
     @model_validator(mode="after")
     def _keys_go_with_the_source(self) -> Self:
@@ -103,55 +91,35 @@ MOST_BUCKETS, MOST_WORKERS = 16, 64
 class MixtureSource(Documents):
     """One source of a mixture."""
 
-    weight: float = Field(
-        default=1.0, gt=0, description="its share of the rows relative to the other weights, rounded to 1/1000"
-    )
+    weight: float = Field(default=1.0, gt=0)
+    """its share of the rows relative to the other weights, rounded to 1/1000"""
 
 
 class Data(Documents):
-    factory: str | None = Field(
-        default=None,
-        description="a dataset of your own: `module:function`, called with the split (data.split, else `train`), which "
-        "returns a torch Dataset of dicts of tensors, or that and a collate function",
-        pattern=FACTORY_PATTERN,
-    )
-    buckets: dict[str, Annotated[tuple[Size, ...], Strict(False)]] = Field(
-        default={},
-        description="data.factory: pad these keys of a row along dimension 0 to the first sizes that hold all of them, "
-        "as `{input_ids: [64, 128], labels: [64, 128]}`; XLA compiles a program for each; {}: rows stay as they are",
-    )
-    workers: int = Field(
-        default=0, ge=0, le=MOST_WORKERS, description="data.factory: processes that read rows ahead; 0: a thread does"
-    )
-    mixture: tuple[MixtureSource, ...] = Field(
-        default=(),
-        description="several sources instead of one; their weights are their shares of the rows",
-        strict=False,
-    )
-    tokenizer: str = Field(
-        default="auto",
-        description="bytes, a folder with a tokenizer (transformers or tokenizer.json), or a hub id; auto: "
-        "model.pretrained's, else bytes",
-    )
-    seq_len: int = Field(default=256, ge=1, description="tokens per row")
-    packing: Literal["auto", "stream", "documents", "none"] = Field(
-        default="auto",
-        description="stream: documents joined and cut into rows; documents: several whole documents per row, each "
-        "attends to itself only; none: one per row, padded; auto: stream for text, else documents",
-    )
-    eval_split: str | None = Field(
-        default=None,
-        description="validation set: a share of the documents (`5%`), a file, a glob, or a split of the data set; "
-        "null: none",
-    )
-    on_error: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="stop, or skip and count, documents that can't be read, rendered or fitted into seq_len",
-    )
-    cache_dir: str | None = Field(
-        default=None,
-        description="folder of tokenized documents, shared by all runs; null: portable_fsdp/tokens in the user's cache",
-    )
+    factory: str | None = Field(default=None, pattern=FACTORY_PATTERN)
+    """a dataset of your own: `module:function`, called with the split (data.split, else `train`), which returns a
+    torch Dataset of dicts of tensors, or that and a collate function"""
+    buckets: dict[str, Annotated[tuple[Size, ...], Strict(False)]] = {}
+    """data.factory: pad these keys of a row along dimension 0 to the first sizes that hold all of them, as
+    `{input_ids: [64, 128], labels: [64, 128]}`; XLA compiles a program for each; {}: rows stay as they are"""
+    workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
+    """data.factory: processes that read rows ahead; 0: a thread does"""
+    mixture: tuple[MixtureSource, ...] = Field(default=(), strict=False)
+    """several sources instead of one; their weights are their shares of the rows"""
+    tokenizer: str = "auto"
+    """bytes, a folder with a tokenizer (transformers or tokenizer.json), or a hub id; auto: model.pretrained's,
+    else bytes"""
+    seq_len: int = Field(default=256, ge=1)
+    """tokens per row"""
+    packing: Literal["auto", "stream", "documents", "none"] = "auto"
+    """stream: documents joined and cut into rows; documents: several whole documents per row, each attends to
+    itself only; none: one per row, padded; auto: stream for text, else documents"""
+    eval_split: str | None = None
+    """validation set: a share of the documents (`5%`), a file, a glob, or a split of the data set; null: none"""
+    on_error: Literal["stop", "skip"] = "stop"
+    """stop, or skip and count, documents that can't be read, rendered or fitted into seq_len"""
+    cache_dir: str | None = None
+    """folder of tokenized documents, shared by all runs; null: portable_fsdp/tokens in the user's cache"""
 
     @property
     def resolved_packing(self) -> Literal["stream", "documents", "none"]:

@@ -20,10 +20,8 @@ Key = tuple[str, ...]
 
 def key_name(key: Key) -> str:
     """`optim.lr`, `optim.groups[0].lr`."""
-    # The first is always a name: a config is a mapping.
-    return "".join(f"[{part}]" if n and part.isdecimal() else f".{part}" for n, part in enumerate(key)).removeprefix(
-        "."
-    )
+    parts = [f"[{part}]" if n and part.isdecimal() else f".{part}" for n, part in enumerate(key)]
+    return "".join(parts).removeprefix(".")
 
 
 def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
@@ -47,7 +45,7 @@ def option_names() -> tuple[str, ...]:
 
 def description_of(option: str) -> str:
     """What `section.key` means."""
-    return _known()[tuple(option.split("."))].description or ""
+    return " ".join((_known()[tuple(option.split("."))].description or "").split())
 
 
 def value_of(config: Config, option: str) -> Any:
@@ -102,17 +100,14 @@ def _around(text: str, place: int, limit: int) -> str:
 
 def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
     """The schema's field for a location in pydantic's report (`optim.betas` for its second number)."""
-    model: type[BaseModel] | None = Config
-    key: Key = ()
-    field = FieldInfo(annotation=Config)
+    key, field = (), FieldInfo(annotation=Config)
     for part in location:
-        if model is not None and part in model.model_fields:
-            field = model.model_fields[str(part)]
-            model = _section(field.annotation)
+        if (section := _section(field.annotation)) and part in section.model_fields:
+            field = section.model_fields[str(part)]
         elif (listed := _listed_section(field.annotation)) and isinstance(part, int):
-            field, model = FieldInfo(annotation=listed), listed
+            field = FieldInfo(annotation=listed)
         elif (values := _values_of_mapping(field.annotation)) and location[-1] != "[key]":
-            field, model = FieldInfo(annotation=cast(type, values)), None
+            field = FieldInfo(annotation=cast(type, values))
         else:
             break
         key = (*key, str(part))

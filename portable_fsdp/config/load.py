@@ -1,33 +1,45 @@
 """YAML and overrides to a `Config`, or one message that names every problem by file, line and key.
 
 The file is parsed into nodes first, so that each key keeps its line. Overrides replace values, pydantic checks the
-whole, and each of its errors is rewritten in the words of the schema: expected, found, where.
+whole, and each of its errors is rewritten in the words of the schema: expected, found, where. `convert` adds the files
+of other tools beneath (`LayeredValues.add_default`).
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import yaml
 from pydantic import ValidationError
-from yaml.nodes import MappingNode, Node, ScalarNode
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.layers import LayeredValues
+from portable_fsdp.config.describe import (
+    Key,
+    deepest_field,
+    expected,
+    expected_key,
+    key_name,
+    nearest,
+    shortened,
+    typing_hint,
+)
 from portable_fsdp.config.schema import Config, Model, Train
-from portable_fsdp.config.yaml_text import NULL_TAG, Dumper, line_of, parse, problem_of
+from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, first_comment, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import search_folder
 from portable_fsdp.runtime.files import read_regular
-from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from portable_fsdp.convert.facts import Import
 
 _MAX_BYTES = 1 << 20
-_DEEPSPEED_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
-"""Keys that only DeepSpeed's own file has."""
+_MAX_PROBLEMS = 20
+"""In one message; a hostile file has thousands."""
 
 
 class Loaded(NamedTuple):
@@ -35,30 +47,25 @@ class Loaded(NamedTuple):
 
     config: Config
     origins: Mapping[str, str]  # `section.key` -> file:line or the override; no entry for a default
-    imports: "tuple[Import, ...]"
+    imports: "tuple[Import, ...]"  # of `convert.read_config`
 
 
-def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    imports: Sequence[str | Path] = (),
-    environ: Mapping[str, str] | None = None,
-) -> Config:
-    """Read a YAML file and apply `section.key=value` overrides; the later of two overrides counts.
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file of ours and apply `section.key=value` overrides; the later of two overrides counts.
 
     Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. A section without
-    keys has all defaults. `imports` are accelerate or Trainer configs that supply defaults and may not contradict our
-    file; `path` may be one itself. `environ` (os.environ, or None) supplies defaults beneath these where
-    `accelerate launch` started this process; it may not contradict an accelerate file, and the processes and hosts
-    that files name must be the launcher's. Raises ConfigError with all problems in one message.
+    keys has all defaults. Raises ConfigError with all problems in one message.
     """
-    loaded = read_config(path, overrides, imports, environ)
-    if environ is not None and loaded.imports:
-        from portable_fsdp.convert.launcher import check_launcher_facts
+    return read_config(path, overrides).config
 
-        count = detect_launch(environ).world_size  # one process may drive any number of devices
-        check_launcher_facts(loaded.imports, processes=count if count > 1 else None, environ=environ)
-    return loaded.config
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """As `load_config`, with the origin of each option."""
+    layers = LayeredValues(Path(path))
+    layers.add_file(*parse_file(layers.path))
+    for text in overrides:
+        layers.override(text)
+    return loaded(layers)
 
 
 def make_config(**sections: Mapping[str, Any]) -> Config:
@@ -81,21 +88,21 @@ def make_config(**sections: Mapping[str, Any]) -> Config:
             layers.override(f"{name}={text.removesuffix('...' + chr(10)).strip()}")
     stand_ins: dict[str, Any] = {"model": {"factory": "none:none"}, "train": {"steps": 1}}
     layers.values = stand_ins | layers.values
-    config = _validated(layers)
+    config = layers.validated()
     absent: dict[str, Any] = {"model": Model.model_construct(), "train": Train.model_construct(global_batch=0)}
     return config.model_copy(update={name: section for name, section in absent.items() if name not in sections})
 
 
 def _named(option: str, value: object) -> object:
-    """`module:function` of a class or function; what else stands in a config as it is."""
+    """The value with each class and function as `module:function`."""
     if isinstance(value, Mapping):
         return {key: _named(option, inner) for key, inner in cast(Mapping[str, object], value).items()}
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, list | tuple):
         return [_named(option, inner) for inner in cast(Sequence[object], value)]
     if value is None or isinstance(value, str | bool | int | float):
         return value
+    if isinstance(value, Path):
+        return str(value)
     name = getattr(value, "__qualname__", "")
     if not isinstance(value, type | FunctionType | BuiltinFunctionType) or not name.isidentifier():
         raise ConfigError(
@@ -105,81 +112,14 @@ def _named(option: str, value: object) -> object:
     return f"{value.__module__}:{name}"
 
 
-def read_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    imports: Sequence[str | Path] = (),
-    environ: Mapping[str, str] | None = None,
-) -> Loaded:
-    """As `load_config`, with the origin of each option and the imports."""
-    layers, foreign = _read_file(Path(path))
-    roots = [*foreign, *(_read_import(Path(name)) for name in imports)]
-    for text in overrides:
-        layers.override(text)
-    imported: tuple[Import, ...] = ()
-    if roots or is_by_accelerate(environ or {}):
-        from portable_fsdp.convert.merge import lay_under
-
-        imported = lay_under(layers, roots, environ or {}, is_config=bool(foreign))
-    config = _validated(layers)
-    names = (config.model.factory, config.data.factory, config.optim.factory)
-    if any(names) or ":" in config.train.task:
-        search_folder(Path(path).parent)
-    options = {name: tuple(name.split(".")) for name in option_names()}
-    origins = {name: layers.origin(key).where for name, key in options.items() if layers.is_set(key)}
-    return Loaded(config, origins, imported)
-
-
-def _validated(layers: LayeredValues) -> Config:
-    try:
-        config = Config.model_validate(layers.values)
-    except ValidationError as error:
-        layers.add_schema_problems(error)
-        raise layers.error() from None
-    if layers.problems:
-        raise layers.error()
-    return config
-
-
 def config_text(config: Config) -> str:
     """The resolved config as YAML that `load_config` reads back to an equal Config."""
     return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _read_file(path: Path) -> tuple[LayeredValues, list[tuple[Path, MappingNode]]]:
-    """The file's values; or no values and the root node, where its keys show that it is another tool's file."""
-    node, values = _parsed(path, f"expected a mapping of sections ({', '.join(Config.model_fields)})")
-    layers = LayeredValues(path)
-    if not _is_ours(node):
-        from portable_fsdp.convert.read import is_foreign
-
-        if is_foreign(node):
-            return layers, [(path, node)]
-    layers.record(node, (), None)
-    layers.values = {k: {} if v is None and k in Config.model_fields else v for k, v in values.items()}
-    return layers, []
-
-
-def _is_ours(node: MappingNode) -> bool:
-    """Whether a key is one of our sections; in `optim: adamw_torch` it is Trainer's."""
-    return any(
-        str(key.value) in Config.model_fields and (not isinstance(value, ScalarNode) or value.tag == NULL_TAG)
-        for key, value in cast(list[tuple[Node, Node]], node.value)
-    )
-
-
-def _read_import(path: Path) -> tuple[Path, MappingNode]:
-    expected = "expected a mapping of accelerate's or Trainer's keys (distributed_type, fsdp_config, ...)"
-    node, values = _parsed(path, f"nothing to import: {expected}")
-    if not values:
-        raise ConfigError(f"{path}: nothing to import: {expected}, found an empty one.")
-    if _is_ours(node):
-        raise ConfigError(f"{path}: {expected}, found sections of ours.\n  Give a file of ours to --config.")
-    return path, node
-
-
-def _parsed(path: Path, expected: str) -> tuple[MappingNode, dict[str, Any]]:
-    """The root node and the values of a file. Raises ConfigError, beginning with `expected`, unless it is a mapping."""
+def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]]:
+    """The root node and the values of a YAML or JSON file. Raises ConfigError, which says what the file `holds` (by
+    default our sections), unless it is a mapping."""
     try:
         text = read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8-sig")
         # JSON may be indented with tabs, which YAML doesn't take.
@@ -193,12 +133,193 @@ def _parsed(path: Path, expected: str) -> tuple[MappingNode, dict[str, Any]]:
         raise ConfigError(f"{path}: expected UTF-8 text, found {error.reason}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{line_of(error)}: expected YAML: {problem_of(error)}.") from None
-    if node is None or not isinstance(values, dict):
+    if not isinstance(node, MappingNode) or not isinstance(values, dict):
         actual = "nothing" if node is None else LayeredValues(path).value_text((), values)
-        raise ConfigError(f"{path}: {expected}, found {actual}.")
-    if not _DEEPSPEED_KEYS.isdisjoint(cast(dict[str, Any], values)):
-        raise ConfigError(
-            f"{path}: DeepSpeed's own JSON is not supported.\n  Give an accelerate file with zero_stage and offload "
-            "keys in deepspeed_config, and set the rest by our own keys or Trainer's."
-        )
-    return cast(MappingNode, node), cast(dict[str, Any], values)
+        holds = holds or f"expected a mapping of sections ({', '.join(Config.model_fields)})"
+        raise ConfigError(f"{path}: {holds}, found {actual}.")
+    return node, cast(dict[str, Any], values)
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+class Origin(NamedTuple):
+    """Where a value was written."""
+
+    is_override: bool
+    place: int  # line in the file, or number of the override; messages come in the order of these two
+    where: str
+    text: str | None  # the scalar as written, without quotes; None for mappings and lists
+
+
+@dataclass
+class LayeredValues:
+    """The values of a file and overrides, where each came from, and the problems so far."""
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=lambda: {})
+    origins: dict[Key, Origin] = field(default_factory=lambda: {})
+    problems: dict[str, Origin] = field(default_factory=lambda: {})  # by message, so that each stands once
+    overrides: int = 0
+
+    def add_file(self, node: MappingNode, values: dict[str, Any]) -> None:
+        self._record(node, (), None)
+        self.values = {k: {} if v is None and k in Config.model_fields else v for k, v in values.items()}
+
+    def override(self, text: str) -> None:
+        """Apply `section.key=value`."""
+        self.overrides += 1
+        origin = Origin(True, self.overrides, f"override '{shortened(text, 200)}'", None)
+        name, equals, value_text = text.partition("=")
+        key = tuple(name.strip().split("."))
+        if not equals or not all(key):
+            return self.add_problem(origin, (), "expected section.key=value (optim.lr=3e-4).")
+        try:
+            node, value = parse(value_text)
+        except yaml.YAMLError as error:
+            return self.add_problem(origin, key, f"expected YAML after `=`: {problem_of(error)}.")
+        if comment := first_comment(value_text):
+            quoted = value_text.strip().replace("'", "''")
+            text = f"expected a value without a YAML comment, found {comment!r}, which YAML would drop"
+            return self.add_problem(origin, key, f"{text}.\n  Leave it out, or quote the whole: \"{name}='{quoted}'\".")
+        self._set(key, value, origin._replace(text=_scalar_text(node)))
+        return self._record(node, key, origin)
+
+    def _record(self, node: Node | None, key: Key, origin: Origin | None) -> None:
+        """Store the origin of all keys below `key` (`origin`, or their line in the file), and report duplicates."""
+        if isinstance(node, SequenceNode):
+            for index, item in enumerate(cast(list[Node], node.value)):
+                self._record(item, (*key, str(index)), origin)
+        if not isinstance(node, MappingNode):
+            return
+        seen: dict[str, Origin] = {}
+        for key_node, value_node in cast(list[tuple[Node, Node]], node.value):
+            if not isinstance(key_node, ScalarNode) or key_node.tag == MERGE_TAG:
+                continue
+            inner = (*key, str(key_node.value))
+            line = cast(int, key_node.start_mark.line) + 1
+            here = (origin or Origin(False, line, f"{self.path}:{line}", None))._replace(text=_scalar_text(value_node))
+            if inner[-1] in seen:
+                first = "" if origin else f" (first on line {seen[inner[-1]].place})"
+                self.add_problem(here, inner, f"expected once, found twice{first}; keep one.")
+            seen[inner[-1]] = self.origins[inner] = here
+            self._record(value_node, inner, origin)
+
+    def _set(self, key: Key, value: object, origin: Origin) -> None:
+        inside = self.values
+        for depth, part in enumerate(key[:-1], start=1):
+            outer = inside.get(part)
+            if outer is not None and not isinstance(outer, dict):
+                actual = self.value_text(key[:depth], outer)
+                text = f"expected {key_name(key[:depth])} to be a mapping, found {actual}."
+                return self.add_problem(origin, key, text)
+            inside[part] = dict(cast(dict[str, Any], outer or {}))  # a copy: a YAML alias may share it with other keys
+            inside = inside[part]
+        inside[key[-1]] = value
+        self.origins = {k: o for k, o in self.origins.items() if k[: len(key)] != key} | {key: origin}
+        return None
+
+    def add_default(self, option: str, value: object, origin: Origin | None) -> None:
+        """Set `section.key`, which has no value yet; without an origin, to spare the schema's own message."""
+        section, _, key = option.partition(".")
+        if isinstance(self.values.setdefault(section, {}), dict):
+            self.values[section] = {**self.values[section], key: value}
+        if origin is not None:
+            self.origins[section, key] = origin
+
+    def given(self) -> dict[str, object]:
+        """Every `section.key` that has a value so far."""
+        sections = {k: cast(dict[str, Any], v) for k, v in self.values.items() if isinstance(v, dict)}
+        return {f"{name}.{key}": value for name, inside in sections.items() for key, value in inside.items()}
+
+    def origin(self, key: Key) -> Origin:
+        """Where `key` was set: itself, else the last override inside it, else its mapping, else the file."""
+        if not key:
+            return Origin(False, 0, str(self.path), None)
+        return self.origins.get(key) or self._override_inside(key) or self.origin(key[:-1])
+
+    def _override_inside(self, key: Key) -> Origin | None:
+        inside = [origin for k, origin in self.origins.items() if k[: len(key)] == key and origin.is_override]
+        return inside[-1] if inside else None
+
+    def value_text(self, key: Key, value: object) -> str:
+        """A value for a message, a number as it was written."""
+        match value:
+            case dict():
+                return "a mapping"
+            case list():
+                return f"the list {shortened(repr(cast(object, value)))}"
+            case None:
+                return "null"
+            case str():
+                return shortened(repr(value))
+            case _:
+                text = self.origins[key].text if key in self.origins else None
+                return str(value) if text is None else text
+
+    # -------------------------------------------------------------------------------------------------- the result
+
+    def validated(self, hint: Callable[[Key], str] = nearest) -> Config:
+        """The config; `hint` names what an unknown key may mean. Raises ConfigError with all problems."""
+        config = None
+        try:
+            config = Config.model_validate(self.values)
+        except ValidationError as error:
+            for detail in itertools.islice(error.errors(include_url=False), _MAX_PROBLEMS + 1):
+                self._add_schema_problem(detail, hint)
+        if config is not None and not self.problems:
+            return config
+        messages = [_bounded(text) for text in sorted(self.problems, key=lambda text: self.problems[text][:2])]
+        more = len(messages) - _MAX_PROBLEMS
+        messages[_MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
+        raise ConfigError("\n".join(messages))
+
+    def add_problem(self, origin: Origin, key: Key, text: str) -> None:
+        name = f" {key_name(key)}:" if key else ""
+        self.problems.setdefault(f"{origin.where}:{name} {text}", origin)
+
+    def _add_schema_problem(self, detail: "ErrorDetails", hint: Callable[[Key], str]) -> None:
+        location = detail["loc"]
+        key, schema = deepest_field(location)
+        origin = None
+        if detail["type"] in ("extra_forbidden", "invalid_key"):
+            key = tuple(str(part) for part in location if part != "[key]")
+            text = f"unknown key.\n  {hint(key)}."
+        elif detail["type"] == "missing" and len(key) == len(location):  # else a list that is too short
+            text = f"expected {expected(schema)}, found no such key."
+        elif location[-1] == "[key]":
+            origin = self.origin((*key, str(location[-2])))
+            text = f"expected {expected_key(schema)} as each key, found the key {shortened(repr(location[-2]))}."
+        elif detail["type"] == "value_error":
+            # A rule over several keys: an override in the section is the likely cause.
+            origin = self._override_inside(key)
+            text = f"{detail['msg'].removeprefix('Value error, ')}."
+        else:
+            value = _value_at(self.values, key)
+            text = f"expected {expected(schema)}, found {self.value_text(key, value)}{typing_hint(schema, value)}."
+        self.add_problem(origin or self.origin(key), key, text)
+
+
+def loaded(layers: LayeredValues, imports: "tuple[Import, ...]" = (), hint: Callable[[Key], str] = nearest) -> Loaded:
+    """The validated config with its origins; its own modules (`model.factory`) are found beside its file."""
+    config = layers.validated(hint)
+    names = (config.model.factory, config.data.factory, config.optim.factory)
+    if any(names) or ":" in config.train.task:
+        search_folder(layers.path.parent)
+    return Loaded(config, {name: layers.origin(tuple(name.split("."))).where for name in layers.given()}, imports)
+
+
+def _scalar_text(node: Node | None) -> str | None:
+    return str(node.value) if isinstance(node, ScalarNode) else None
+
+
+def _bounded(message: str) -> str:
+    """Cut out the middle of a long message, which quotes a file or an override."""
+    return message if len(message) <= 3000 else f"{message[:2000]} [...] {message[-900:]}"
+
+
+def _value_at(values: object, key: Key) -> object:
+    for part in key:
+        named = enumerate(cast(list[object], values)) if isinstance(values, list) else cast(Any, values).items()
+        values = next(value for name, value in named if str(name) == part)
+    return values

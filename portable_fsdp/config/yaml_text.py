@@ -2,22 +2,18 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast
 
 import yaml
 from yaml.composer import ComposerError
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.nodes import MappingNode, Node, SequenceNode
 
-_FLOAT_TAG = "tag:yaml.org,2002:float"
-_INT_TAG = "tag:yaml.org,2002:int"
-MERGE_TAG = "tag:yaml.org,2002:merge"
-NULL_TAG = "tag:yaml.org,2002:null"
+_TAG = "tag:yaml.org,2002:"
+MERGE_TAG = f"{_TAG}merge"
+NULL_TAG = f"{_TAG}null"
 _PLAIN = ("str", "int", "float", "bool", "null", "seq", "map", "merge", "value")
-_TAGS = {f"tag:yaml.org,2002:{name}" for name in _PLAIN}
-_TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 _FLOAT_WITH_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
-
 
 MAX_CHARACTERS = 1 << 18
 MAX_NODES = 10_000
@@ -36,6 +32,10 @@ class Loader(yaml.SafeLoader):
     Bounds what is composed; `parse` bounds the values with all aliases written out.
     """
 
+    yaml_implicit_resolvers: ClassVar = {
+        first: [entry for entry in entries if entry[0] != f"{_TAG}timestamp"]
+        for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     _composed = _depth = 0
 
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
@@ -53,12 +53,7 @@ class Dumper(yaml.SafeDumper):
     """Quotes text that `Loader` would read as a number."""
 
 
-def _without_timestamps(resolvers: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    return {first: [entry for entry in rest if entry[0] != _TIMESTAMP_TAG] for first, rest in resolvers.items()}
-
-
-Loader.yaml_implicit_resolvers = _without_timestamps(yaml.SafeLoader.yaml_implicit_resolvers)
-yaml.add_implicit_resolver(_FLOAT_TAG, _FLOAT_WITH_EXPONENT, list("-+.0123456789"), Loader, Dumper)
+yaml.add_implicit_resolver(f"{_TAG}float", _FLOAT_WITH_EXPONENT, list("-+.0123456789"), Loader, Dumper)
 
 
 def parse(text: str) -> tuple[Node | None, Any]:
@@ -84,13 +79,14 @@ def _require_bounded(root: Node) -> None:
         elif isinstance(node, MappingNode):
             pairs = cast(list[tuple[Node, Node]], node.value)
             nodes += [(part, depth + 1, n == 0) for pair in pairs for n, part in enumerate(pair)]
+        tag = node.tag.removeprefix(_TAG)
         if len(nodes) > MAX_NODES:
             problem = _TOO_MANY
         elif depth > MAX_DEPTH:
             problem = _TOO_DEEP
-        elif node.tag not in _TAGS:
+        elif tag not in _PLAIN:
             problem = f"expected a plain value, found the tag {node.tag!r:.80}"
-        elif node.tag in (_FLOAT_TAG, _INT_TAG) and len(node.value) > MAX_DIGITS:
+        elif tag in ("float", "int") and len(node.value) > MAX_DIGITS:
             problem = f"expected a number of at most {MAX_DIGITS} characters, found {len(node.value):,}"
         elif is_key and len(node.value) > MAX_KEY:
             problem = f"expected a key of at most {MAX_KEY} characters, found {len(node.value):,}"
@@ -107,10 +103,6 @@ def first_comment(text: str) -> str | None:
         if "#" in between:
             return between[between.index("#") :].splitlines()[0].rstrip()
     return None
-
-
-def scalar_text(node: Node | None) -> str | None:
-    return str(node.value) if isinstance(node, ScalarNode) else None
 
 
 def line_of(error: yaml.YAMLError) -> str:

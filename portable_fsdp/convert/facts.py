@@ -1,12 +1,26 @@
-"""Keys of a foreign file, and the options of this project that follow; `read.py` and `rules.py` fill it in."""
+"""Keys of a foreign file, and the options that follow (`read.py` and `rules.py` fill them in); the launcher's facts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from portable_fsdp.convert.table import ENVIRONMENT, FSDP, TRAINER, KeyOutcome, KeyRow, key_table
-from portable_fsdp.convert.values import OFF, YES, Raw, in_words
+from portable_fsdp.convert.table import (
+    ENVIRONMENT,
+    FSDP,
+    NO,
+    OFF,
+    TRAINER,
+    YES,
+    KeyOutcome,
+    KeyRow,
+    Raw,
+    in_words,
+    key_table,
+)
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.process import tpu_workers
+from portable_fsdp.runtime.tasks import read_tasks
 
 BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
 _AXOLOTL = ("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lr_scheduler")
@@ -40,40 +54,6 @@ class KeyEntry(NamedTuple):
         return f"{self.where}: {self.key}: {self.text}"
 
 
-class ConfigTool(NamedTuple):
-    """The tool that a file is for, and the values that a row's `read_by` may depend on."""
-
-    name: str  # empty: the keys don't tell, or tell axolotl's, which reads every name
-    values: Mapping[str, str]  # by a key's name in the table; without the key, the tool's default
-
-    @classmethod
-    def of_file(cls, kind: str, keys: Sequence[tuple[KeyRow, KeyEntry]]) -> "ConfigTool":
-        """The tool by all keys of a file; `kind` is the place of most keys at its top."""
-        values = {row.name: entry.text.strip().lower() for row, entry in reversed(keys)}  # of two, the first
-        names = {entry.key for _, entry in keys}
-        name = ""
-        if kind == ENVIRONMENT or not names.isdisjoint(("distributed_type", "compute_environment")):
-            name = BY_ACCELERATE
-        elif (kind == FSDP or any(row.place == TRAINER for row, _ in keys)) and names.isdisjoint(_AXOLOTL):
-            name = BY_TRAINER
-        set_values = {key: word for key, word in values.items() if word not in ("", "none", "null")}
-        return cls(name, {**key_table().defaults.get(name, {}), **set_values})
-
-    def unread(self, row: KeyRow, outcome: KeyOutcome) -> str:
-        """Why a key sets nothing; empty where its tool reads it."""
-        read_by = outcome.read_by or row.read_by
-        is_read = any(all(map(self._holds, who.split(" with "))) for who in read_by.split(" or "))
-        return "" if is_read else f"it counts only for {read_by}"
-
-    def _holds(self, term: str) -> bool:
-        key, is_value, word = term.partition("=")
-        if not is_value:
-            return self.name in (term, "") or not term
-        actual = self.values.get(key.removesuffix("!"))
-        words = {"true": YES, "false": OFF}.get(word, (word.lower(),))
-        return actual is None or (actual in words) != key.endswith("!")
-
-
 @dataclass
 class Import:
     """What a foreign file sets."""
@@ -98,47 +78,59 @@ class Import:
         return int(texts[0]) if texts and texts[0].isdecimal() else None
 
 
-class ImportContext(NamedTuple):
-    """What is set beside a foreign file."""
-
-    given: Mapping[str, object]  # options that our own file or an override sets
-    overridden: set[str]  # options that an override settles: refusals and contradictions about them are gone
-    numbers: Mapping[str, int]  # num_processes and num_machines, as others state them
-
-
 @dataclass
 class ForeignFacts:
     """What the keys of a file set one by one (`keys`); the rules write the options that follow into `result`."""
 
     result: Import
-    context: ImportContext
-    tool: ConfigTool
+    given: Mapping[str, object]  # options that our own file or an override sets
+    overridden: set[str]  # options that an override settles: refusals and contradictions about them are gone
+    numbers: Mapping[str, int]  # num_processes and num_machines, as others state them
+    tool: str = ""  # that the file is for; empty: the keys don't tell, or tell axolotl's, which reads every name
+    words: Mapping[str, str] = field(default_factory=lambda: {})  # of keys by their names in the table, or the tool's
     keys: dict[str, KeyEntry] = field(default_factory=lambda: {})  # by option or fact
     failed: set[str] = field(default_factory=set[str])  # keys of the table whose values were refused or can't be read
     rows: list[tuple[KeyRow, KeyEntry]] = field(default_factory=lambda: [])  # that were read
 
-    def __post_init__(self) -> None:
-        self.given, self.overridden, self.numbers = self.context
-        self.options = self.result.settings
+    def choose_tool(self, keys: Sequence[tuple[KeyRow, KeyEntry]]) -> None:
+        """Tell the tool, and the words on which a row's `read_by` may depend, by all keys of the file."""
+        names = {entry.key for _, entry in keys}
+        if self.result.kind == ENVIRONMENT or not names.isdisjoint(("distributed_type", "compute_environment")):
+            self.tool = BY_ACCELERATE
+        elif self.result.kind == FSDP or any(row.place == TRAINER for row, _ in keys):
+            self.tool = BY_TRAINER if names.isdisjoint(_AXOLOTL) else ""
+        words = {row.name: entry.text.strip().lower() for row, entry in reversed(keys)}  # of two, the first
+        set_words = {key: word for key, word in words.items() if word not in ("", "none", "null")}
+        self.words = {**key_table().defaults.get(self.tool, {}), **set_words}
+
+    def unread(self, row: KeyRow, outcome: KeyOutcome) -> str:
+        """Why a key sets nothing; empty where its tool reads it."""
+        read_by = outcome.read_by or row.read_by
+        is_read = any(all(map(self._holds, who.split(" with "))) for who in read_by.split(" or "))
+        return "" if is_read else f"it counts only for {read_by}"
+
+    def _holds(self, term: str) -> bool:
+        key, is_value, word = term.partition("=")
+        if not is_value:
+            return self.tool in (term, "") or not term
+        actual = self.words.get(key.removesuffix("!"))
+        words = {"true": YES, "false": OFF}.get(word, (word.lower(),))
+        return actual is None or (actual in words) != key.endswith("!")
+
+    @property
+    def options(self) -> dict[str, KeyEntry]:
+        return self.result.settings
 
     @property
     def sections(self) -> dict[str, KeyEntry]:
         """Each place that the file has keys of, and the first of them."""
         return {row.place: entry for row, entry in reversed(self.rows)}
 
-    def value(self, name: str) -> object:
+    def value(self, name: str) -> Any:
         return self.keys[name].value if name in self.keys else None
 
-    def number(self, name: str) -> float | None:
-        value = self.value(name)
-        return value if isinstance(value, int | float) else None
-
-    def integer(self, name: str) -> int | None:
-        value = self.value(name)
-        return value if isinstance(value, int) else None
-
     def can_read(self, *keys: str) -> bool:
-        """Whether no problem with these keys was reported, of which a rule's own would be a consequence."""
+        """True if none of `keys` already has an error (avoids follow-up errors)."""
         return self.failed.isdisjoint(keys)
 
     @property
@@ -158,3 +150,80 @@ class ForeignFacts:
         if option not in self.overridden:
             text = f"{second.text} contradicts {first.key}: {first.text} ({first.where}); keep one."
             self.result.add_problem(second, text)
+
+
+# ------------------------------------------------------------------------------------------------ the launcher's facts
+
+
+def check_launcher_facts(
+    imports: Iterable[Import],
+    *,
+    processes: int | None,
+    environ: Mapping[str, str],
+    device: str = "",
+    counted_by: str = "the launcher",
+    by_hand: bool = False,
+) -> None:
+    """Raise ConfigError where num_processes, num_machines, machine_rank or use_cpu differs from the actual start.
+
+    `processes` counts those of all hosts, one for each device (under xla, the devices themselves); None where only the
+    engine knows. The hosts are those of whoever started this process, as far as the environment has them. `device` is
+    the one that `--device` selects; `by_hand`: nobody else starts processes on other hosts.
+    """
+    hosts, host = _hosts(environ, by_hand)
+    problems: list[str] = []
+    for imported in imports:
+        actual = {"num_processes": processes, "num_machines": hosts, "machine_rank": host}
+        if imported.number("num_machines") == 1 and tpu_workers(environ):
+            # `accelerate config` never asks for the hosts of a TPU: it writes 1, and machine 0, on each of them.
+            actual = {"num_processes": processes}
+        for note in imported.launcher:
+            number, expected = imported.number(note.fact), actual.get(note.fact)
+            if number is not None and expected is not None and number != expected:
+                problems.append(f"{note.where}: {note.key}: expected {expected} ({counted_by}), found {note.text}.")
+            if device and _device(note) not in ("", device):
+                problems.append(f"{note.where}: {note.key}: expected device {device} (--device), found {note.text}.")
+        if imported.total is not None and processes is not None and imported.total[1] != processes:
+            by = imported.total[0]
+            problems.append(f"{by.where}: {by.key}: expected {processes} devices ({counted_by}), found {by.text}.")
+    if problems:
+        flags = "--num_devices, torchrun's --nproc-per-node, --nnodes, --node-rank" + ", --device" * bool(device)
+        raise ConfigError("\n".join(problems) + f"\n  Change the file, or start as it says ({flags}).")
+
+
+def _hosts(environ: Mapping[str, str], by_hand: bool) -> tuple[int | None, int | None]:
+    """How many hosts, and which one this is, from 0. By hand there is one; None where the environment doesn't say."""
+    if environ.get("GROUP_WORLD_SIZE"):  # torchrun's
+        return _integer(environ, "GROUP_WORLD_SIZE"), _integer(environ, "GROUP_RANK")
+    tasks = read_tasks(environ)
+    if tasks is not None and tasks.count > 1:
+        if tasks.launcher == "srun":
+            count = "SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
+            return _integer(environ, count), _integer(environ, "SLURM_NODEID")
+        return _counted(tasks.count, tasks.local_count)
+    if workers := len(tpu_workers(environ)):
+        worker, slice_ = _integer(environ, "TPU_WORKER_ID"), _integer(environ, "MEGASCALE_SLICE_ID") or 0
+        slices = _integer(environ, "MEGASCALE_NUM_SLICES") or 1
+        return workers * slices, None if worker is None else slice_ * workers + worker
+    everywhere, here = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE")
+    if everywhere and here:
+        return _counted(everywhere, here)
+    return (1, 0) if by_hand else (None, None)
+
+
+def _counted(everywhere: int, here: int) -> tuple[int | None, int | None]:
+    """Hosts by numbers of processes, which don't number them: only one host alone is known to be host 0."""
+    count, rest = divmod(everywhere, max(1, here))
+    return None if rest else count, 0 if count == 1 else None
+
+
+def _device(note: KeyEntry) -> str:
+    """The device that a key selects: `use_cpu: true`, ACCELERATE_TORCH_DEVICE=cuda:0. Else an empty text."""
+    if note.fact == "use_cpu":
+        return "cpu"
+    return note.text.partition(":")[0] if note.fact == "device" and note.text.lower() not in NO else ""
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else None

@@ -1,76 +1,265 @@
-"""A foreign file to an `Import`: settings of ours, what the launcher decides, and every problem by file:line.
+"""A config with files of other tools and the environment of `accelerate launch` beneath our own keys.
 
-Each key of the file meets its row of the table. A key that its own tool doesn't read (`read_by`) sets nothing; one
+Each key of such a file meets its row of the table. A key that its own tool doesn't read (`read_by`) sets nothing; one
 outside its section is used, with a remark; an unknown one is a problem that names the nearest key.
 """
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from portable_fsdp.config.describe import Key, nearest, yaml_value
+from portable_fsdp.config.load import LayeredValues, Loaded, Origin, loaded, parse_file
+from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG
-from portable_fsdp.convert.facts import ConfigTool, ForeignFacts, Import, ImportContext, KeyEntry
+from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry, check_launcher_facts
 from portable_fsdp.convert.rules import combine
 from portable_fsdp.convert.table import (
+    ACCELERATE,
     ENVIRONMENT,
     MIXED,
     SCRIPT,
     TOP,
+    TRAINER,
     KeyOutcome,
     KeyRow,
+    Raw,
+    UnreadableValue,
     find,
     find_anywhere,
     key_table,
     nearest_key,
     nested_place,
+    option_meant,
+    outcome_of,
 )
-from portable_fsdp.convert.values import Raw, UnreadableValue, outcome_of
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
 
+_LAUNCHER = "accelerate launch"
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
-_NUMBERS = ("num_processes", "num_machines")
-_NULL = KeyOutcome(ignore="null")
-_DECIDED_ELSEWHERE = "another key or an override decides, or says the same"
+_NUMBERS = {"num_processes": "WORLD_SIZE", "num_machines": "GROUP_WORLD_SIZE"}
+"""The launcher's facts that are numbers, and the variables in which `accelerate launch` passes them on."""
+
+_ALTERNATIVES = {
+    "train.steps": "train.epochs",
+    "train.epochs": "train.steps",
+    "model.architecture": "model.pretrained",
+    "model.pretrained": "model.architecture",
+}
+"""Options that exclude one another: an override of one also replaces an imported other."""
+
+_NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps", "train.epochs", 100))
+"""Options without a default, the alternative of each, and an example."""
+
+_DATA = (("data.source", "text"), ("data.path", "FILES"), ("data.tokenizer", "FOLDER"))
+"""What the data is, and examples: the defaults suit a first try, not a file of another tool."""
+
+_EXPECTED = "expected a mapping of accelerate's or Trainer's keys (distributed_type, fsdp_config, ...)"
 
 
-def is_foreign(node: MappingNode) -> bool:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    imports: Sequence[str | Path] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides; the later of two overrides counts.
+
+    Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. A section without
+    keys has all defaults. `imports` are accelerate or Trainer configs that supply defaults and may not contradict our
+    file; `path` may be one itself. `environ` (os.environ, or None) supplies defaults beneath these where
+    `accelerate launch` started this process; it may not contradict an accelerate file, and the processes and hosts
+    that files name must be the launcher's. Raises ConfigError with all problems in one message.
+    """
+    result = read_config(path, overrides, imports, environ)
+    if environ is not None and result.imports:
+        count = detect_launch(environ).world_size  # one process may drive any number of devices
+        check_launcher_facts(result.imports, processes=count if count > 1 else None, environ=environ)
+    return result.config
+
+
+def read_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    imports: Sequence[str | Path] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Loaded:
+    """As `load_config`, with the origin of each option and the imports; doesn't look at the start."""
+    layers, environ = LayeredValues(Path(path)), environ or {}
+    node, values = _parsed(layers.path)
+    is_config = not _is_ours(node) and _is_foreign(node)
+    if not is_config:
+        layers.add_file(node, values)
+    files = [(layers.path, node)] * is_config + [_read_import(Path(name)) for name in imports]
+    for text in overrides:
+        layers.override(text)
+    numbers = _launched_numbers(environ)
+    for _, root in reversed(files):  # of two files that differ, the first counts here; the launcher is compared later
+        numbers |= _stated_numbers(root)
+    results = [_lay_file(layers, file, root, numbers) for file, root in files]
+    results += _lay_environment(layers, environ, results)
+    if is_config:
+        _require_the_rest(layers, results[0])
+    return loaded(layers, tuple(results), _hint)
+
+
+def _is_ours(node: MappingNode) -> bool:
+    """Whether a key is one of our sections; in `optim: adamw_torch` it is Trainer's."""
+    return any(
+        str(key.value) in Config.model_fields and (not isinstance(value, ScalarNode) or value.tag == NULL_TAG)
+        for key, value in _pairs(node)
+    )
+
+
+def _is_foreign(node: MappingNode) -> bool:
     """Whether the table knows a key of a file that has no section of ours."""
     keys = [str(key.value) for key, _ in _pairs(node) if isinstance(key, ScalarNode)]
     return any(nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
 
 
-def stated_numbers(node: MappingNode) -> dict[str, int]:
-    """The launcher's facts that are numbers, by the keys at the top of a file."""
-    values = {str(key.value): value.value for key, value in _pairs(node) if isinstance(value, ScalarNode)}
-    return {fact: int(values[fact]) for fact in _NUMBERS if str(values.get(fact, "")).isdecimal()}
+def _parsed(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]]:
+    node, values = parse_file(path, holds)
+    if not {"zero_optimization", "train_micro_batch_size_per_gpu"}.isdisjoint(values):
+        raise ConfigError(
+            f"{path}: DeepSpeed's own JSON is not supported.\n  Give an accelerate file with zero_stage and offload "
+            "keys in deepspeed_config, and set the rest by our own keys or Trainer's."
+        )
+    return node, values
 
 
-def read_foreign(path: Path, node: MappingNode, context: ImportContext) -> Import:
-    """Translate the file whose root is `node`. Raises nothing: problems are in the result."""
-    keys = [str(key.value) for key, _ in _pairs(node)]
-    kind = max(TOP, key=lambda place: sum(find(place, key) is not None for key in keys))
-    result = Import(path, kind)
-    read_entries(_entries(node, kind, result), result, context)
-    return result
+def _read_import(path: Path) -> tuple[Path, MappingNode]:
+    node, values = _parsed(path, f"nothing to import: {_EXPECTED}")
+    if not values:
+        raise ConfigError(f"{path}: nothing to import: {_EXPECTED}, found an empty one.")
+    if _is_ours(node):
+        raise ConfigError(f"{path}: {_EXPECTED}, found sections of ours.\n  Give a file of ours to --config.")
+    return path, node
 
 
-def read_entries(entries: Iterable[KeyEntry], result: Import, context: ImportContext) -> None:
-    """Read the keys one by one, then combine them: the options that they set, and which keys set none."""
-    rows = [(find_anywhere(entry.place, entry.key), entry) for entry in entries]
-    facts = ForeignFacts(result, context, ConfigTool.of_file(result.kind, [(row, e) for row, e in rows if row]))
-    for row, entry in rows:
-        if row is None:
-            _read_unknown(entry, result)
-        else:
-            _read(facts, row, entry)
-    facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := result.number(fact))}}
-    facts.options |= {name: setting for name, setting in facts.keys.items() if not name.startswith("~")}
-    combine(facts)
-    used = {(setting.line, setting.key) for setting in facts.options.values()}
-    for setting in facts.keys.values():
-        if (setting.line, setting.key) not in used:
-            result.ignore(setting, key_table().unused.get(setting.option, _DECIDED_ELSEWHERE))
+def _hint(key: Key) -> str:
+    """The meaning of a key that our config doesn't have."""
+    if len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0])):
+        return "a key of accelerate's: give its file by --import=FILE"
+    *sections, name = key
+    option = option_meant(name) if len(sections) < 2 else ""
+    return nearest(tuple(option.split(".")) if option else key)
+
+
+# ---------------------------------------------------------------------------------------- imports beneath our own keys
+
+
+def _lay_file(layers: LayeredValues, path: Path, root: MappingNode, numbers: Mapping[str, int]) -> Import:
+    given = layers.given()
+    overridden = _with_alternatives({".".join(key[:2]) for key, origin in layers.origins.items() if origin.is_override})
+    keys = [str(key.value) for key, _ in _pairs(root)]
+    imported = Import(path, max(TOP, key=lambda place: sum(find(place, key) is not None for key in keys)))
+    _read_entries(_entries(root, imported.kind, imported), ForeignFacts(imported, given, overridden, numbers))
+    _add(layers, imported, given, overridden)
+    return imported
+
+
+def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports: Sequence[Import]) -> list[Import]:
+    """What `accelerate launch` passes to the processes that it starts; an unknown variable of its is a problem.
+
+    Our own file and overrides go first, and so do a Trainer's arguments, as in Trainer itself.
+    """
+    if not is_by_accelerate(environ):
+        return []
+    given = layers.given()
+    theirs = {
+        option
+        for imported in imports
+        for option, setting in imported.settings.items()
+        if imported.kind != TRAINER and layers.origin(tuple(option.split("."))).where == setting.origin
+    }
+    first = _with_alternatives({option for option in given if option not in theirs})
+    result = Import(Path(_LAUNCHER), ENVIRONMENT)
+    prefixes = tuple(key_table().families)
+    variables = {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
+    # A list of a file arrives as Python writes it: ['A', 'B'].
+    texts = {name: re.sub(r"[\[\]'\"]", "", text) if text.startswith("[") else text for name, text in variables.items()}
+    entries = [KeyEntry(ENVIRONMENT, name, text, 0, _LAUNCHER) for name, text in texts.items()]
+    result.problems += [(0, text) for text in _without_switch(variables)]
+    _read_entries(entries, ForeignFacts(result, given, first, _launched_numbers(environ)))
+    for option in [option for option in result.settings if option in first]:
+        setting = result.settings.pop(option)
+        result.ignore(setting, f"{layers.origin(tuple(option.split('.'))).where} takes precedence")
+    _add(layers, result, given, first)
+    return [result]
+
+
+def _launched_numbers(environ: Mapping[str, str]) -> dict[str, int]:
+    """Processes and machines that `accelerate launch` started; nothing where it didn't start this one."""
+    texts = {fact: environ.get(name, "") for fact, name in _NUMBERS.items() if is_by_accelerate(environ)}
+    return {fact: int(text) for fact, text in texts.items() if text.isdecimal()}
+
+
+def _stated_numbers(node: MappingNode) -> dict[str, int]:
+    """The same by the keys at the top of a file."""
+    values = {str(key.value): str(value.value) for key, value in _pairs(node) if isinstance(value, ScalarNode)}
+    return {fact: int(values[fact]) for fact in _NUMBERS if values.get(fact, "").isdecimal()}
+
+
+def _without_switch(variables: Mapping[str, str]) -> Iterator[str]:
+    """A problem for each family of variables whose switch is off: accelerate doesn't read them."""
+    for prefix in key_table().families:
+        flag = f"USE_{prefix.removeprefix('ACCELERATE_').rstrip('_')}"
+        names = [name for name in variables if name.startswith(prefix)]
+        switch = variables.get(f"ACCELERATE_{flag}", "none")
+        if names and find(ENVIRONMENT, f"ACCELERATE_{flag}") and switch.lower() not in ("true", "1"):
+            text = f"expected ACCELERATE_{flag}=true, without which accelerate doesn't read it, found {switch}.\n"
+            text += f"  Start with {_LAUNCHER} --{flag.lower()}, or unset {', '.join(names)}."
+            yield f"{_LAUNCHER}: {names[0]}: {text}"
+
+
+def _with_alternatives(options: set[str]) -> set[str]:
+    return options | {_ALTERNATIVES[option] for option in options if option in _ALTERNATIVES}
+
+
+def _add(layers: LayeredValues, imported: Import, given: Mapping[str, object], overridden: set[str]) -> None:
+    """Set what has no value yet; a value that differs from a given one is a problem, unless an override settles it."""
+    for line, text in imported.problems:
+        layers.problems.setdefault(text, Origin(False, line, "", None))
+    for option, setting in imported.settings.items():
+        alternative = _ALTERNATIVES.get(option, option)
+        rival = alternative if given.get(alternative) is not None else option
+        if option in overridden:
+            continue
+        if rival not in given:
+            layers.add_default(option, setting.value, Origin(False, setting.line, setting.origin, setting.text))
+        elif rival != option or given[option] != setting.value:
+            here = f"{setting.quote} sets {option}={yaml_value(setting.value)}"
+            ours = f"{layers.origin(tuple(rival.split('.'))).where} sets {rival}={yaml_value(given[rival])}"
+            text = f"{here}, but {ours}.\n  Keep one, or override it: {rival}=..."
+            layers.problems.setdefault(text, Origin(False, setting.line, "", None))
+
+
+def _require_the_rest(layers: LayeredValues, imported: Import) -> None:
+    """A problem where another tool's file is the config, and nothing sets the model or the length of the run."""
+    given = layers.given()
+    missing = [(option, other, example) for option, other, example in _NEEDED if not {option, other} & given.keys()]
+    if not missing:
+        return
+    for option, _, example in missing:  # else the schema would report it once more
+        layers.add_default(option, example, None)
+    needed = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
+    examples = [f"{option}={example}" for option, _, example in missing]
+    examples += [f"{option}={example}" for option, example in _DATA if option not in given]
+    layers.add_problem(
+        Origin(False, 0, str(imported.path), None),
+        (),
+        f"keys of {imported.kind} alone; a run needs {needed} too.\n"
+        f"  Add: python -m portable_fsdp.launch --config={imported.path} {' '.join(examples)}\n"
+        "  Without data.source the run trains on the bytes of CPython's documentation.\n"
+        f"  Or import it under your config: --config=YOURS.yaml --import={imported.path} (explain shows the result).",
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the keys of a file
 
 
 def _entries(node: MappingNode, place: str, result: Import) -> Iterator[KeyEntry]:
@@ -83,21 +272,16 @@ def _entries(node: MappingNode, place: str, result: Import) -> Iterator[KeyEntry
             result.add_problem(entry, "expected plain keys, found a YAML merge; write the keys out.")
         elif inside and isinstance(value, MappingNode):
             yield from _entries(value, inside, result)
-        elif inside and inside != MIXED:
-            _read_section_without_keys(entry, result)
+        elif inside and inside != MIXED and not entry.raw:
+            result.ignore(entry, "empty")
+        elif inside and inside != MIXED:  # Trainer takes JSON in quotes and the path of a file, too
+            text = f"expected a mapping, found {entry.text}.\n  Write JSON without quotes around it; import a file by"
+            result.add_problem(entry, f"{text} itself, by --import, and leave {key} out.")
         elif entry.raw and key in _SECRET:
             # TrainingArguments.to_dict writes <HUB_TOKEN>, whether there is one or not.
             yield entry._replace(raw=None if entry.raw == f"<{key.upper()}>" else "(hidden)")
         else:
             yield entry
-
-
-def _read_section_without_keys(entry: KeyEntry, result: Import) -> None:
-    """A section that is null or empty sets nothing; Trainer takes JSON in quotes and the path of a file, too."""
-    if not entry.raw:
-        return result.ignore(entry, "empty")
-    text = f"expected a mapping, found {entry.text}.\n  Write JSON without quotes around it; import a file by itself"
-    return result.add_problem(entry, f"{text}, by --import, and leave {entry.key} out.")
 
 
 def _pairs(node: MappingNode) -> list[tuple[Node, Node]]:
@@ -112,17 +296,31 @@ def _raw(node: Node) -> Raw:
     return {str(key.value): _raw(value) for key, value in _pairs(cast(MappingNode, node))}
 
 
+def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
+    """Read the keys one by one, then combine them: the options that they set, and which keys set none."""
+    rows = [(find_anywhere(entry.place, entry.key), entry) for entry in entries]
+    facts.choose_tool([(row, entry) for row, entry in rows if row])
+    for row, entry in rows:
+        if row is None:
+            _read_unknown(entry, facts.result)
+        else:
+            _read(facts, row, entry)
+    facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := facts.result.number(fact))}}
+    facts.options.update({name: setting for name, setting in facts.keys.items() if not name.startswith("~")})
+    combine(facts)
+    used = {(setting.line, setting.key) for setting in facts.options.values()}
+    for setting in facts.keys.values():
+        if (setting.line, setting.key) not in used:
+            reason = "another key or an override decides, or says the same"
+            facts.result.ignore(setting, key_table().unused.get(setting.option, reason))
+
+
 def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
     """One key; keys that set one option must agree."""
-    try:
-        outcome = _NULL if entry.raw is None else outcome_of(row, entry.raw)
-    except UnreadableValue as expected:
-        if not (isinstance(entry.raw, str) and entry.raw.lower() in ("", "none", "null")):
-            facts.result.add_problem(entry, f"expected {expected}, found {entry.text}.")
-            facts.failed.add(row.name)
-            return
-        outcome = _NULL
-    if reason := facts.tool.unread(row, outcome):
+    outcome = _outcome(facts, row, entry)
+    if outcome is None:
+        return
+    if reason := facts.unread(row, outcome):
         facts.result.ignore(entry, reason)
         return
     if outcome.kind != "set":
@@ -140,11 +338,24 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
         case "launcher":
             facts.result.launcher.append(entry._replace(remark=str(outcome.launcher), fact=outcome.fact))
         case _ if outcome.override not in facts.overridden:
-            problem = f"{entry.text} can't be honoured: {outcome.refuse}.\n  Way out: {outcome.ways}."
+            problem = f"{entry.text} can't be honoured: {outcome.refuse}.\n  Way out: {outcome.fixes}."
             facts.result.add_problem(entry, problem)
             facts.failed.add(row.name)
         case _:
             pass
+
+
+def _outcome(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> KeyOutcome | None:
+    """None for an unreadable value, which is a problem; a value that is empty or null sets nothing."""
+    try:
+        if entry.raw is not None:
+            return outcome_of(row, entry.raw)
+    except UnreadableValue as expected:
+        if not (isinstance(entry.raw, str) and entry.raw.lower() in ("", "none", "null")):
+            facts.result.add_problem(entry, f"expected {expected}, found {entry.text}.")
+            facts.failed.add(row.name)
+            return None
+    return KeyOutcome(ignore="null")
 
 
 def _set(facts: ForeignFacts, setting: KeyEntry) -> None:
@@ -168,5 +379,5 @@ def _read_unknown(entry: KeyEntry, result: Import) -> None:
         return
     near = nearest_key(entry.place, entry.key)
     kind = "variable" if entry.place == ENVIRONMENT else f"key of {entry.place}"
-    way = f"nearest: {near}." if near else "No known name is similar; leave it out."
-    result.add_problem(entry, f"unknown {kind}.\n  {way}")
+    hint = f"nearest: {near}." if near else "No known name is similar; leave it out."
+    result.add_problem(entry, f"unknown {kind}.\n  {hint}")

@@ -28,7 +28,7 @@ LOGGING_STEPS = 500
 def combine(facts: ForeignFacts) -> None:
     """Sets our options that the keys set together; contradictions become problems."""
     sharding = (_sections, _strategy, _units, _precision, _recompute, _offload)
-    for rule in (*sharding, _batch, _length, _warmup, _optimizer, _evaluations, _data):
+    for rule in (*sharding, _batch, _length, _warmup, _optimizer, _evaluations):
         rule(facts)
 
 
@@ -87,11 +87,11 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     Where they don't, accelerate reads names, one of which its launcher always sets, and Trainer what is freed.
     """
     word, inside = facts.keys.get("~strategy"), facts.keys.get("~reshard_word")
-    version = facts.tool.values.get("fsdp_version")
+    version = facts.words.get("fsdp_version")
     if inside is not None and inside.text.isdecimal() and inside.text != "1" and version == "2":
         facts.result.add_problem(inside, f"expected true | false with fsdp_version 2, found {inside.text}.")
         inside = None
-    if word is not None and facts.tool.name == BY_ACCELERATE and version == "1":
+    if word is not None and facts.tool == BY_ACCELERATE and version == "1":
         is_default = facts.result.kind == ENVIRONMENT and word.value == "FULL_SHARD"
         return inside if inside and is_default else word
     if word is not None and inside is not None and word.value != inside.value:
@@ -100,7 +100,7 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     freed = facts.keys.get("~reshard")
     if freed is None:
         return word
-    is_version_2 = version == "2" or (version is None and facts.tool.name == BY_TRAINER)
+    is_version_2 = version == "2" or (version is None and facts.tool == BY_TRAINER)
     if word is None or (is_version_2 and word.value in _HYBRID):
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
     if _FREED.get(str(word.value), False) != freed.value:
@@ -128,7 +128,7 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
     if strategy == "NO_SHARD" and shards.value != 1:
         return facts.contradiction("sharding.strategy", word, shards)
     replicas = facts.keys.get("~replicas")
-    product = (facts.integer("~replicas") or 1) * (facts.integer("~shard_size") or 1)
+    product = (facts.value("~replicas") or 1) * (facts.value("~shard_size") or 1)
     processes = facts.numbers.get("num_processes")
     factors = f"{replicas.key} * {shards.key}" if replicas else shards.key
     text = f"{replicas.text} * {shards.text} = {product}" if replicas else shards.text
@@ -145,7 +145,7 @@ def _units(facts: ForeignFacts) -> None:
     if classes is not None and policy not in (None, "TRANSFORMER_BASED_WRAP"):
         del facts.options[_CLASSES]
     on_xla = facts.value("~xla") or facts.value("~distributed") == "XLA"
-    by_default = classes is None and (not facts.tool.name or on_xla)  # accelerate and Trainer: with a policy only
+    by_default = classes is None and (not facts.tool or on_xla)  # accelerate and Trainer: with a policy only
     if size is not None and (by_default if policy is None else policy == "SIZE_BASED_WRAP"):
         facts.set("sharding.wrap", "SIZE_BASED_WRAP", size)
         facts.set("sharding.min_num_params", size.value, size)
@@ -199,7 +199,7 @@ def _offload(facts: ForeignFacts) -> None:
 def _batch(facts: ForeignFacts) -> None:
     """global_batch = rows of a device * accumulation * devices, where the file sets all three."""
     rows, times = facts.keys.get("train.micro_batch"), facts.keys.get("~accumulate")
-    accumulated = facts.integer("~accumulate") or 1
+    accumulated = facts.value("~accumulate") or 1
     source = times or rows
     if source is None or "train.global_batch" in facts.overridden or (rows is None and accumulated == 1):
         return
@@ -217,7 +217,7 @@ def _batch(facts: ForeignFacts) -> None:
 
 def _batch_of_spmd(facts: ForeignFacts, rows: KeyEntry, accumulated: int) -> None:
     """Under xla_fsdp_v2 one process feeds all devices: what Trainer calls the batch of a device is that of them all."""
-    size = facts.integer("train.micro_batch") or 1
+    size = facts.value("train.micro_batch") or 1
     devices = facts.numbers.get("num_processes")
     del facts.options["train.micro_batch"]
     facts.set("train.global_batch", size * accumulated, rows, "of all devices together, under xla_fsdp_v2")
@@ -243,7 +243,7 @@ def _warmup(facts: ForeignFacts) -> None:
     A constant schedule has none: `constant_with_warmup` has one.
     """
     warmup, ratio = facts.keys.get("~warmup"), facts.keys.get("~warmup_ratio")
-    steps = facts.number("~warmup") or 0
+    steps = facts.value("~warmup") or 0
     if facts.value("~constant") and "optim.schedule" not in facts.overridden:
         return
     if warmup is not None and 0 < steps < 1:
@@ -251,7 +251,7 @@ def _warmup(facts: ForeignFacts) -> None:
     elif warmup is not None and (steps or ratio is None):
         facts.set("optim.warmup_steps", int(steps), warmup)
     elif ratio is not None:
-        _share_of_steps(facts, "optim.warmup_steps", facts.number("~warmup_ratio") or 0, ratio)
+        _share_of_steps(facts, "optim.warmup_steps", facts.value("~warmup_ratio") or 0, ratio)
 
 
 def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: KeyEntry) -> None:
@@ -275,9 +275,9 @@ def _evaluations(facts: ForeignFacts) -> None:
     strategy, interval = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
     if strategy is None:
         return _evaluation_at_the_end(facts)
-    every = facts.number("~eval_steps") or 0
+    every = facts.value("~eval_steps") or 0
     if interval is None or every == 0:
-        steps = facts.integer("train.log_every") or LOGGING_STEPS
+        steps = facts.value("train.log_every") or LOGGING_STEPS
         return facts.set(
             "train.eval_every", steps, interval or strategy, "as logging_steps, since eval_steps isn't set"
         )
@@ -303,9 +303,3 @@ def _evaluation_at_the_end(facts: ForeignFacts) -> None:
     if best is not None:
         text = "the best checkpoint needs evaluations, which eval_strategy turns off."
         facts.result.add_problem(best, f"{text}\n  Set eval_strategy: steps, or train.eval_every.")
-
-
-def _data(facts: ForeignFacts) -> None:
-    if source := facts.keys.get("~train_file"):
-        facts.set("data.source", "text", source)
-        facts.set("data.path", source.value, source)

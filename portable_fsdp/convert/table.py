@@ -1,7 +1,12 @@
-"""The table of foreign keys, `keys.yaml`: what a row says, and how a key of a file finds its row."""
+"""The table of foreign keys, `keys.yaml`: what a row says, how a key of a file finds its row, and its value an outcome.
+
+Values arrive as text (None for null, lists and mappings of these): so an unquoted `NO` is the word that its author
+meant, and `"true"`, `yes` and `1` are one value.
+"""
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,6 +23,16 @@ TOP = (ACCELERATE, TRAINER, FSDP, SCRIPT)
 """Places whose keys stand at the top of a file: an accelerate YAML, a Trainer's arguments, an fsdp_config alone."""
 
 
+YES = ("true", "yes", "y", "t", "on", "1")
+NO = ("false", "no", "n", "f", "off", "0")
+OFF = (*NO, "", "none", "null", "0.0", "-1", "disable", "disabled")
+
+_DIGITS = re.compile(r"-?[0-9]+")
+_ENUM = re.compile(r"^([A-Za-z_]\w*\.)+")  # ShardingStrategy.FULL_SHARD, torch.float32; not the 0. of 0.3
+_DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+
+Raw = str | None | list["Raw"] | dict[str, "Raw"]
+
 _NO_MAPPINGS = (ACCELERATE, TRAINER, SCRIPT, SAGEMAKER, ENVIRONMENT)
 
 
@@ -26,13 +41,13 @@ class KeyOutcome(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     settings: Mapping[str, Any] | str | None = Field(default=None, alias="set")
-    """Options of ours, or facts (`~name`) for the rules; in a row the name of the one that takes the value."""
+    """Options of ours, or facts (`~name`) for the rules; in a row `it` is the value, a name alone takes it."""
     remark: str = ""
     ignore: str | None = None  # why nothing follows
     launcher: str | None = None  # what the launcher decides here
     fact: str = ""  # which of the launcher's facts the value is compared with
     refuse: str | None = None  # why no engine can honour it
-    way: str = "leave it out"  # the way out in the file
+    fix: str = "leave it out"  # the way out in the file
     override: str = ""  # the option that, overridden, makes the refusal pointless
     read_by: str = ""  # `tool with key=value or ...`; elsewhere the key sets nothing. Empty: all tools read it
 
@@ -48,9 +63,9 @@ class KeyOutcome(BaseModel):
         return {self.settings: "it"} if isinstance(self.settings, str) else self.settings or {}
 
     @property
-    def ways(self) -> str:
+    def fixes(self) -> str:
         """All ways out of a refusal."""
-        return f"{self.way}, or override {self.override}" if self.override else self.way
+        return f"{self.fix}, or override {self.override}" if self.override else self.fix
 
 
 class KeyRow(KeyOutcome):
@@ -111,33 +126,29 @@ def key_table() -> KeyTable:
 
 @cache
 def _by_place() -> dict[str, dict[str, KeyRow]]:
-    """place -> every name of a key, in full and without its prefix; of two keys the earlier one has the name."""
-    by_place: dict[str, dict[str, KeyRow]] = {}
-    for row in key_table().keys:
+    """place -> every spelling of a key, with the place's prefix and without; of two rows the earlier has the name.
+
+    A variable is spelled like the key of its family's place, with the family's prefix.
+    """
+    table, by_place = key_table(), dict[str, dict[str, KeyRow]]()
+    for row in table.keys:
         names = by_place.setdefault(row.place, {})
         for name in (row.name, *row.aliases):
             bare = bare_name(row.place, name)
-            for spelling in (plain_name(name), f"{key_table().prefixes.get(row.place, '')}{bare}", bare):
+            for spelling in (plain_name(name), f"{table.prefixes.get(row.place, '')}{bare}", bare):
                 names.setdefault(spelling, row)
+    others = ("Trainer", "other tools")
+    for prefix, place in table.families.items():
+        for name, row in by_place[place].items():
+            if name == bare_name(place, name) and not all(who.startswith(others) for who in row.read_by.split(" or ")):
+                by_place[ENVIRONMENT].setdefault(plain_name(prefix + name), row)
     return by_place
 
 
 def find(place: str, key: str) -> KeyRow | None:
     """The row of a key as written in that place: with the prefix or without, in any case. None where there is none."""
     names = _by_place().get(place, {})
-    row = names.get(plain_name(key)) or names.get(bare_name(place, key))
-    if row is None and place == ENVIRONMENT:
-        prefix, family = family_of(key)
-        row = find(family, key.removeprefix(prefix)) if family else None
-        others = ("Trainer", "other tools")
-        return row if row and not all(who.startswith(others) for who in row.read_by.split(" or ")) else None
-    return row
-
-
-def family_of(variable: str) -> tuple[str, str]:
-    """The prefix of a variable's family, and the place whose keys its variables answer like; empty if it has none."""
-    families = key_table().families.items()
-    return next(((prefix, place) for prefix, place in families if variable.startswith(prefix)), ("", ""))
+    return names.get(plain_name(key)) or names.get(bare_name(place, key))
 
 
 def find_anywhere(place: str, key: str) -> KeyRow | None:
@@ -162,18 +173,11 @@ def nested_place(place: str, key: str) -> str | None:
 
 
 def nearest_key(place: str, key: str) -> str:
-    """The key of the same section, or variable of the same family, that an unknown one probably means."""
-    prefix, family = family_of(key) if place == ENVIRONMENT else ("", "")
-    if family:
-        near = nearest_key(family, key.removeprefix(prefix))
-        return prefix + bare_name(family, near).upper() if near and find(place, prefix + near) else ""
+    """The key of the same section, or the variable, that an unknown one probably means; empty where there is none."""
     places = TOP if place in TOP else (place,)
-    rows = [row for row in key_table().keys if row.place in places]
-    names = {plain_name(name): name for row in rows for name in (row.name, *row.aliases)}
-    names |= {bare_name(row.place, row.name): row.name for row in rows if row.place == place}
-    names |= {name: name for name in key_table().nested if place in TOP}
-    close = difflib.get_close_matches(plain_name(key), names, 1, cutoff=0.8)  # a letter of five, as lrr for lr
-    return names[close[0]] if close else ""
+    names = [name for other in places for name in _by_place()[other]] + (key_table().nested if place in TOP else [])
+    near = "".join(difflib.get_close_matches(plain_name(key), names, 1, cutoff=0.8))  # a letter of five, as lrr for lr
+    return near.upper() if place == ENVIRONMENT else near
 
 
 def plain_name(key: str) -> str:
@@ -184,3 +188,152 @@ def plain_name(key: str) -> str:
 def bare_name(place: str, key: str) -> str:
     """As `plain_name`, without the prefix of its place."""
     return plain_name(key).removeprefix(key_table().prefixes.get(place, ""))
+
+
+# --------------------------------------------------------------------------------------------------------- values
+
+
+class UnreadableValue(Exception):
+    """The value that was expected, in words."""
+
+
+def outcome_of(row: KeyRow, raw: Raw) -> KeyOutcome:
+    """What becomes of a key with this value. Raises UnreadableValue where its row reads no such value."""
+    match row.reads:
+        case "any":
+            return row
+        case "off":
+            is_off = raw.lower() in (*OFF, row.as_off) if isinstance(raw, str) else not raw
+            return KeyOutcome(ignore="turned off") if is_off else row
+        case "names":
+            names = _names(raw)
+            return (row.words.get(names[0].lower()) if len(names) == 1 else None) or _setting(row, names)
+        case "several":
+            return _several(row, raw)
+        case _:
+            return _of_scalar(row, scalar(raw))
+
+
+def _of_scalar(row: KeyRow, text: str) -> KeyOutcome:
+    menu = row.reads if isinstance(row.reads, tuple) else ()
+    if text.isdecimal() and 1 <= int(text) <= len(menu):
+        return _setting(row, menu[int(text) - 1])
+    word, number = _ENUM.sub("", text).lower().replace("-", "_"), number_of(text)
+    flag = "true" if text.lower() in YES else "false" if text.lower() in NO else ""
+    by_word = {name.lower(): outcome for name, outcome in row.words.items()}
+    numeral = f"{number:g}" if row.reads in ("number", "whole") else word
+    for spelling in (word, flag if "true" in by_word else word, numeral):
+        if spelling in by_word:
+            return by_word[spelling]
+    match row.reads:
+        case "text" if text or row.kind == "set":
+            return _setting(row, text)
+        case "flag" if flag:
+            return _setting(row, flag == "true")
+        case "dtype" if word in _DTYPES:
+            return _setting(row, _DTYPES[word])
+        case "dtype" if word in ("float16", "fp16"):
+            return float16(row)
+        case "number" if row.min <= number <= row.max:
+            return _setting(row, number)
+        # A count that sets nothing is digits alone: its own tool takes no 2.0 for it.
+        case "whole" if row.min <= number <= row.max and (
+            number.is_integer() if row.kind == "set" else _DIGITS.fullmatch(text)
+        ):
+            return _setting(row, int(number))
+        case _ if word in (names := {name.lower(): name for name in menu}):
+            return _setting(row, names[word])
+        case _:
+            raise UnreadableValue(expected(row))
+
+
+def _setting(row: KeyRow, value: object) -> KeyOutcome:
+    """The row's own outcome, with the value for the options that take it."""
+    if row.kind != "set":
+        return row
+    return KeyOutcome(set={name: value if own == "it" else own for name, own in row.options.items()}, remark=row.remark)
+
+
+def float16(row: KeyRow) -> KeyOutcome:
+    """That dtype, for an option of any."""
+    [option] = row.options
+    if option == "precision.compute":
+        return _setting(row, "float16")
+    return KeyOutcome(refuse="only products are computed in float16", fix="set it to float32", override=str(option))
+
+
+def expected(row: KeyRow) -> str:
+    """The values that a row reads, in words."""
+    numbers = row.reads in ("number", "whole")
+    words = [word for word in row.words if not (numbers and math.isfinite(number_of(word)))]
+    if row.reads == "several":
+        return f"true | false, or of {', '.join(words[2:])}"
+    if isinstance(row.reads, tuple):
+        return " | ".join([*words, *row.reads]) + f", or 1 to {len(row.reads)}"
+    own = {
+        "flag": "true | false",
+        "dtype": " | ".join((*_DTYPES, "float16", "fp16")),
+        "names": "names with commas between them, or a list of names",
+        "number": f"a number{_bounds(row)}",
+        "whole": f"a whole number{_bounds(row)}",
+        "text": "text",
+    }
+    return ", or ".join(filter(None, (own.get(row.reads, ""), " | ".join(words))))
+
+
+def _bounds(row: KeyRow) -> str:
+    if row.max < math.inf:
+        return f" from {row.min:g} to {row.max:g}"
+    return f" >= {row.min:g}" if row.min > -math.inf else ""
+
+
+def _names(raw: Raw) -> list[str]:
+    items = raw if isinstance(raw, list) else [scalar(raw)]
+    names = [name.strip() for item in items for name in scalar(item).split(",")]
+    if not all(names):
+        raise UnreadableValue("names with commas between them, or a list of names")
+    return names
+
+
+def _several(row: KeyRow, raw: Raw) -> KeyOutcome:
+    """Several words, each with settings of its own, in one text with spaces or a list; or true or false."""
+    items = raw if isinstance(raw, list) else [scalar(raw)]
+    words = [word for item in items for word in scalar(item).lower().replace(",", " ").split()]
+    if not words or words[0] in (*NO, "none"):
+        return row.words["false"]
+    if len(words) == 1 and words[0] in YES:
+        return row.words["true"]
+    settings: dict[str, object] = {}
+    for word in words:
+        if word not in row.words or word in ("true", "false"):
+            raise UnreadableValue(expected(row))
+        for name, value in row.words[word].options.items():
+            if settings.setdefault(name, value) != value:
+                raise UnreadableValue("one strategy")
+    return KeyOutcome(set=settings)
+
+
+def scalar(raw: Raw) -> str:
+    """The text of a scalar. Raises UnreadableValue for lists, mappings and null."""
+    if isinstance(raw, str):
+        return raw.strip()
+    kind = "null" if raw is None else "a list" if isinstance(raw, list) else "a mapping"
+    raise UnreadableValue(f"one value, not {kind}")
+
+
+def in_words(raw: Raw) -> str:
+    """A value as it could be written on one line."""
+    if isinstance(raw, list):
+        return "[" + ", ".join(map(in_words, cast(list[Raw], raw))) + "]"
+    if isinstance(raw, dict):
+        return "{" + ", ".join(f"{name}: {in_words(value)}" for name, value in raw.items()) + "}"
+    return "null" if raw is None else raw
+
+
+def number_of(text: str) -> float:
+    """NaN for what is no number, and for what no option can be: it is within no bounds."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan

@@ -181,11 +181,11 @@ def check_gpu(files: int, visible: str | None) -> Finding:
 
 def check_tpu(chips: Sequence[Path], environ: Mapping[str, str]) -> Finding:
     """Whether a chip has an engine's package and libtpu, and which variables are wrong."""
-    from portable_fsdp.backends.open import engines_on, options_of
+    from portable_fsdp.backends.open import engines_on, spec_of
 
     if problem := problem_of_tpu_worker(environ):
         return Finding("failed", problem, "unset the TPU_* variables, or set them as the TPU VM does")
-    packages = [options_of(engine).packages["tpu"] for engine in engines_on("tpu")]
+    packages = [spec_of(engine).packages["tpu"] for engine in engines_on("tpu")]
     there = {package.name: package for package in packages if installed(package.name)}
     for package in there.values():
         package.check()

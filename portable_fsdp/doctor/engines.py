@@ -18,7 +18,7 @@ from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.process import Launch, end_with_parent
 
 if TYPE_CHECKING:
-    from portable_fsdp.backends.options import Package
+    from portable_fsdp.backends.open import Package
 
 ANSWER = "engine: "  # begins the child's answer; libraries print to stdout too
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -28,17 +28,17 @@ def start_engines(
     checks: dict[str, Callable[[], Finding]], children: ExitStack, launch: Launch, device: str, limit_s: float
 ) -> Finding:
     """Start a child for each installed engine. Adds to `checks` what waits for it; `children` ends it."""
-    from portable_fsdp.backends.open import ENGINES, engine_made_for, options_of
+    from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 
     states: list[str] = []
     mend = ""
     for engine in ENGINES:
-        options = options_of(engine)
+        options = spec_of(engine)
         where = device if device in options.packages else "cpu"
         package = options.packages[where]
         if installed(package.name) is None:
             states.append(f"{engine} lacks {package.name}")
-            mend = package.way if engine == engine_made_for(where) else mend
+            mend = package.fix if engine == engine_made_for(where) else mend
             continue
         states.append(f"{engine} on {where}")
         if launch.is_alone or options.launcher_counts_devices:  # the others are for one process a host
@@ -56,7 +56,7 @@ def _wait(child: Child, package: "Package", launch: Launch, limit_s: float) -> F
     last = unindented[-1][:300] if unindented else "no message"
     name = package.name
     mend = (
-        f"python -c 'import {name}' (on GPUs nvidia-smi) shows more; to reinstall: pip uninstall {name}. {package.way}"
+        f"python -c 'import {name}' (on GPUs nvidia-smi) shows more; to reinstall: pip uninstall {name}. {package.fix}"
     )
     if launch.world_size > 1 or any(os.environ.get(name) for name in SOCKETS):
         names = ", ".join(name for _, name in socket.if_nameindex())

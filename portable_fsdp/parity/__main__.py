@@ -11,10 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from portable_fsdp.backends.open import count_devices, resolve
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.load import read_config
-from portable_fsdp.config.rules import Deployment, without_compiler
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.parity.culprit import find_culprit
 from portable_fsdp.parity.record import (
     Certificate,
@@ -129,7 +128,7 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
     Then step 1 again with each module recorded: a wrong layer may change no loss by more than the bound. If that shows
     none, all steps up to the first that differs. torch.compile and scan, which run many modules as one, are off there.
     """
-    apart = without_compiler(config).model_dump_json()
+    apart = config.without_compiler().model_dump_json()
     plain = RunTask(config=config.model_dump_json(), steps=steps)
     first_step = [RunTask(config=apart, steps=1, records=True)] if len(places) > 1 else []
     with TemporaryDirectory(prefix="portable_fsdp_parity_") as folder:

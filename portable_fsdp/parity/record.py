@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from portable_fsdp.config.rules import dtypes
 from portable_fsdp.config.schema import Config
 
 Stage = Literal["data", "weights", "forward", "backward", "gradient", "update"]
@@ -23,7 +22,7 @@ class Bounds(NamedTuple):
 
 def bounds(config: Config) -> Bounds:
     precision = config.precision
-    used = {precision.master, precision.reduce, precision.output, *dtypes(config)}
+    used = {precision.master, precision.reduce, precision.output, *config.precision.dtypes}
     if used <= {"float32", "auto"} and precision.matmul == "highest":
         return Bounds(1e-5, 5e-5, 2e-3, 50)
     return Bounds(2e-3, 2e-3, 1e-1, 20)
@@ -102,7 +101,7 @@ class Certificate(_Json):
 def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviation:
     """Raises ValueError for records of different lengths."""
     limit, first_step = bounds(config), None
-    skips = "float16" in dtypes(config)  # a step whose gradients overflow, in both places alike
+    skips = "float16" in config.precision.dtypes  # a step whose gradients overflow, in both places alike
     losses = [*map(_relative, first.losses, other.losses)]
     norms = [
         0.0 if skips and not any(map(math.isfinite, pair)) else _relative(*pair)

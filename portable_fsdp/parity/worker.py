@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable_fsdp.backends.open import local_processes, open_backend, options_of
+from portable_fsdp.backends.open import local_processes, open_backend, spec_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.parity.record import Place, PlaceRecord, PlaceTask, RunTask
 from portable_fsdp.runtime.command import configure_log
@@ -33,7 +33,7 @@ def main(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
     if launch.is_alone:
         end_with_parent(int(parent))
         processes = local_processes(place.device, place.engine, place.devices)
-        hosts = options_of(place.engine).prepare_start(place.device, processes, os.environ)
+        hosts = spec_of(place.engine).prepare_start(place.device, processes, os.environ)
         if processes > 1 or hosts:
             return run_processes(processes, task.module, argv, hosts)
     end_with_agent(os.environ)

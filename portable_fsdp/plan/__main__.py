@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from portable_fsdp.backends.open import engine_made_for
-from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.plan import report
 from portable_fsdp.plan.planner import (

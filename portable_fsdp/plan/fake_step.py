@@ -27,7 +27,6 @@ from portable_fsdp.backends.base import Backend, Batch, Fill, MakeOptimizer, Sha
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.describe import with_value
-from portable_fsdp.config.rules import without_compiler
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch
 from portable_fsdp.models import flex
@@ -161,7 +160,7 @@ def _planned(config: Config, devices: int) -> Config:
     """
     accumulation = check_batch(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
-    return with_value(with_value(without_compiler(config), "train.global_batch", rows), "precision.products", "auto")
+    return with_value(with_value(config.without_compiler(), "train.global_batch", rows), "precision.products", "auto")
 
 
 # ---------------------------------------------------------------------------------------------------------- the step

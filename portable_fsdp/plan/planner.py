@@ -13,10 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from portable_fsdp.backends.open import ENGINES, engine_made_for, options_of
-from portable_fsdp.backends.support import require_supported
+from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of, with_value
-from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch, mesh_axes, micro_batches
 from portable_fsdp.plan.compiled import plan_compiled
@@ -54,7 +53,7 @@ def make_plan(
     began = perf_counter()
     kind = target.hardware.kind
     engine = engine_made_for(kind) if backend == "auto" else backend
-    methods = {name: options_of(name).planned_by[kind] for name in ENGINES if kind in options_of(name).planned_by}
+    methods = {name: spec_of(name).planned_by[kind] for name in ENGINES if kind in spec_of(name).planned_by}
     if engine not in methods:
         names = sorted(methods, key=lambda name: name != engine_made_for(kind))
         raise BackendError(

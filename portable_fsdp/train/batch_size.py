@@ -13,10 +13,9 @@ from pathlib import Path
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend, resolve
-from portable_fsdp.backends.support import require_supported
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.load import config_text, load_config
-from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import micro_batches
 from portable_fsdp.observe.run_files import read_jsonl

@@ -32,10 +32,6 @@ def require_folders_and_model(config: Config, backend: Backend) -> None:
 def _require_folders(config: Config) -> None:
     require_writable(Path(config.run.dir))
     require_trackers(config)
-    if config.checkpoint.export:
-        from portable_fsdp.train.export import require_room
-
-        require_room(config)
 
 
 def open_data(config: Config, backend: Backend) -> Corpus:

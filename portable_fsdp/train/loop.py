@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from portable_fsdp.backends.base import Backend
 from portable_fsdp.backends.open import open_backend
@@ -22,6 +23,7 @@ from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
 from portable_fsdp.data.batches import Batches, StepRows
 from portable_fsdp.data.build import Corpus
+from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.observe.callbacks import (
     Callback,
     Callbacks,
@@ -43,6 +45,7 @@ from portable_fsdp.runtime.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     CheckpointError,
+    ConfigError,
     DataError,
     PortableFSDPError,
     TrainingError,
@@ -270,6 +273,18 @@ def _newest(run: _Run) -> str:
 # ------------------------------------------------------------------------------------------------------- start and end
 
 
+class Exporter(Protocol):
+    """Writes a finished run in another format."""
+
+    def require_room(self, config: Config) -> None:
+        """Raises, before the run, where something else than an earlier export lies in its place."""
+
+    def export_run(
+        self, config: Config, backend: Backend, tokenizer: Tokenizer | None, newest: Path, history: Evaluated | None
+    ) -> None:
+        """Export the best checkpoint by its evaluation, the newest where there was none. *collective*"""
+
+
 def train(
     config: Config,
     *,
@@ -279,13 +294,18 @@ def train(
     check_devices: Callable[[int], None] = lambda devices: None,
     callbacks: Sequence[Callback] = (),
     keep_output: Callable[[Path, int], None] = lambda run, process: None,
+    exporter: Exporter | None = None,
 ) -> int:
     """Run the config on an engine, resuming what `checkpoint.resume` finds; returns the exit code of `launch`.
 
     Every process of the run calls it. `check_devices` gets the number of devices as soon as the engine has counted
     them, and may raise. `callbacks` observe the run, see `observe/callbacks.py`. `keep_output` gets the run's
-    folder, once it is there, and this process's index. Raises the errors of runtime/errors.py.
+    folder, once it is there, and this process's index. `exporter` writes what `checkpoint.export` asks for:
+    `portable_fsdp.formats.run_export`. Raises the errors of runtime/errors.py.
     """
+    if config.checkpoint.export and exporter is None:
+        text = "checkpoint.export=true: expected train(config, exporter=portable_fsdp.formats.run_export), found none."
+        raise ConfigError(text)
     with StopRequest() as stop, user_code():
         try:
             if config.train.micro_batch == "auto":
@@ -299,6 +319,8 @@ def train(
                 run_file = held.enter_context(run_log(engine.process.index))
                 held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
                 require_folders_and_model(config, engine)
+                if config.checkpoint.export and exporter is not None:
+                    on_process_0(engine, partial(exporter.require_room, config))
                 corpus = open_data(config, engine)
                 steps = total_steps(config, len(corpus.rows))
                 # Against other runs, from before the search for a checkpoint.
@@ -309,7 +331,7 @@ def train(
                         run_file.open(run)
                     keep_output(run, engine.process.index)
 
-                return _train(config, engine, corpus, steps, stop, callbacks, begin_logs)
+                return _train(config, engine, corpus, steps, stop, callbacks, begin_logs, exporter)
         except Stopped as request:
             log.error("stopped before the first step (%s): nothing to save", request)
             return EXIT_FAILED
@@ -334,6 +356,7 @@ def _train(
     stop: StopRequest,
     callbacks: Sequence[Callback],
     begin_logs: Callable[[Path], None],
+    exporter: Exporter | None,
 ) -> int:
     training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
     require_same_model(engine, training.built.config)
@@ -381,10 +404,8 @@ def _train(
     if outcome == "stopped":
         return EXIT_STOPPED
     newest = step_folder(checkpoints.folder, run.step) if run.step > start.step else run.last_checkpoint
-    if config.checkpoint.export and newest is not None:
-        from portable_fsdp.train.export import export_run
-
-        export_run(config, engine, corpus.tokenizer, newest, run.history)
+    if config.checkpoint.export and newest is not None and exporter is not None:
+        exporter.export_run(config, engine, corpus.tokenizer, newest, run.history)
     return EXIT_FINISHED
 
 

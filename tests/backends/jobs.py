@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_slots
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.backends.support import verdicts
+from portable_fsdp.backends.refusals import Deployment, verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config import schema
 from portable_fsdp.config.load import load_config, make_config
-from portable_fsdp.config.rules import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import build_data

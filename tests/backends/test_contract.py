@@ -13,8 +13,7 @@ from cases import GLOBAL_BATCH, Case, CaseRows
 from reference import evaluate, generate, reference
 from workers import Group, JobFailed, Workers
 
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.runtime.errors import BackendError
 
 Run = Callable[[Group, Case], list[dict[str, Any]]]

@@ -3,7 +3,7 @@
 `OPTIONS` is the whole table: a new option, or a new value, is one entry. `covering_rows` takes as few combinations as
 hold every pair of values once, on each engine that takes it. The suite runs those that hold every value once,
 `make proof` all of them, and a whole product. What an engine refuses
-(backends/support.py), it must refuse here too, and the row runs on without it.
+(backends/refusals.py), it must refuse here too, and the row runs on without it.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,8 +20,7 @@ from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import Group, JobFailed, Workers
 
 from portable_fsdp.backends.open import ENGINES
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.runtime.errors import BackendError
 
 Settings = dict[str, Any]

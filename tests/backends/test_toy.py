@@ -12,8 +12,8 @@ import toy
 import yaml
 
 from portable_fsdp import explain, launch
-from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.backends.support import lines_of, rules_of
+from portable_fsdp.backends.open import ENGINES, spec_of
+from portable_fsdp.backends.refusals import lines_of, rules_of
 from portable_fsdp.observe.run_files import read_jsonl
 
 CONFIG = {
@@ -31,11 +31,11 @@ CONFIG = {
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A file for an engine that is known as long as the test runs."""
-    monkeypatch.setitem(ENGINES, "toy", toy.OPTIONS)
+    monkeypatch.setitem(ENGINES, "toy", toy.SPEC)
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").write_text(yaml.safe_dump(CONFIG))
     yield "--config=toy.yaml"
-    for cached in (options_of, lines_of, rules_of):
+    for cached in (spec_of, lines_of, rules_of):
         cached.cache_clear()
 
 

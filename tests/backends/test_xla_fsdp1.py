@@ -189,7 +189,7 @@ def test_boxes_tile_a_range_in_order() -> None:
 
 
 def test_c5_refused_when_it_opens(workers: GetWorkers) -> None:
-    """By its table, which tests/backends/test_support.py walks."""
+    """By its table, which tests/backends/test_refusals.py walks."""
     with pytest.raises(JobFailed, match=r"xla_fsdp1\.flatten_parameters=true with weight decay") as failure:
         workers(ONE).run("opened", case=Case(settings=FLAT))
     assert failure.value.kind == "BackendError"

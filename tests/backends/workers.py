@@ -86,7 +86,7 @@ def _begin_toy() -> None:
     from portable_fsdp.backends import open as table
 
     _begin_native()
-    table.ENGINES["toy"] = toy.OPTIONS
+    table.ENGINES["toy"] = toy.SPEC
 
 
 def _on_loopback(devices: int) -> dict[str, str]:

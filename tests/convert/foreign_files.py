@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from portable_fsdp.config.describe import value_of, yaml_value
-from portable_fsdp.config.load import Loaded, read_config
+from portable_fsdp.config.load import Loaded
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.runtime.errors import ConfigError
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import pytest
 from foreign_files import FILES, REST, named, problems, read
 
 from portable_fsdp import explain
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.convert.table import find_anywhere, key_table
 from portable_fsdp.explain import translation
 

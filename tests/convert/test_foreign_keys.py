@@ -13,8 +13,8 @@ from accelerate_keys import class_fields, keys_of
 from foreign_files import plain, problems, read
 
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.load import read_config
 from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.convert.rules import LOGGING_STEPS
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
@@ -27,10 +27,10 @@ from portable_fsdp.convert.table import (
     bare_name,
     find,
     find_anywhere,
+    float16,
     key_table,
     nested_place,
 )
-from portable_fsdp.convert.values import float16
 from portable_fsdp.runtime.errors import ConfigError
 
 TABLE = key_table()
@@ -123,15 +123,6 @@ def test_each_tool_reads_those_keys_that_its_sources_read() -> None:
     assert names_read_by(BY_TRAINER) == keys - {"xla_fsdp_settings"}
 
 
-def test_keys_that_no_tool_reads_are_known() -> None:
-    assert names_read_by("other tools") - names_read_by(BY_ACCELERATE) - names_read_by(BY_TRAINER) == {
-        *("strategy", "offload", "wrap_policy", "transformer_cls_to_wrap", "sharding_min_num_params"),
-        *("transformer_cls_names_to_wrap", "mixed_precision_policy", "param_init_fn"),  # of accelerate's plugin in code
-        *("state_dict_config", "optim_state_dict_config"),
-        *("cpu_offload_pin_memory", "final_state_dict_type"),  # axolotl's
-    }
-
-
 def test_what_eval_steps_takes_where_nothing_is_set_is_trainers_default() -> None:
     text = (package("transformers") / "training_args.py").read_text()
     assert re.findall(r"\blogging_steps: float = field\(\s*default=(\d+)", text) == [str(LOGGING_STEPS)]
@@ -141,21 +132,16 @@ def test_rows_are_well_formed() -> None:
     """Exactly one outcome for each value, which sets options that our config has, and no field of another kind."""
     options = set(option_names())
     for row in TABLE.keys:
-        answers = row
-        assert answers.kind or answers.words, row.name
-        for outcome in (*([answers] if answers.kind else []), *answers.words.values()):
+        assert row.kind or row.words, row.name
+        for outcome in (*([row] if row.kind else []), *row.words.values()):
             kinds = [outcome.settings, outcome.ignore, outcome.launcher, outcome.refuse]
             assert len(kinds) - kinds.count(None) == 1, row.name
             assert {name for name in outcome.options if not name.startswith("~")} <= options, row.name
-            kind_of = {"remark": "set", "fact": "launcher", "way": "refuse", "override": "refuse"}
-            strange = [
-                name for name, kind in kind_of.items() if name in outcome.model_fields_set and kind != outcome.kind
-            ]
-            assert strange == [], row.name
+            kind_of = {"remark": "set", "fact": "launcher", "fix": "refuse", "override": "refuse"}
+            fields = outcome.model_fields_set
+            assert [name for name, kind in kind_of.items() if name in fields and kind != outcome.kind] == [], row.name
             assert outcome.override in (*options, "")
-            assert not re.search(r"[a-z]\.\w+=", outcome.way), (
-                "an override is named by `override`, which lifts the refusal"
-            )
+            assert not re.search(r"[a-z]\.\w+=", outcome.fix), "`override` names an option that lifts the refusal"
     facts = {name for row in TABLE.keys for outcome in (row, *row.words.values()) for name in outcome.options}
     assert [name for name in TABLE.unused if name not in facts] == []
 
@@ -212,26 +198,13 @@ def test_flags_are_taken_in_all_of_accelerates_words(tmp_path: Path, place: str,
 # --------------------------------------------------------------------------------------------------- what is refused
 
 
-OVERRIDES = {
-    "checkpoint.every": "10",
-    "checkpoint.resume": "auto",
-    "compile.enabled": "false",
-    "memory.gradient_checkpointing": "full",
-    "model.attention": "sdpa",
-    "optim.min_lr_ratio": "0.5",
-    "optim.name": "sgd",
-    "optim.schedule": "constant",
-    "precision.compute": "bfloat16",
-    "precision.buffers": "bfloat16",
-    "precision.master": "float32",
-    "precision.output": "bfloat16",
-    "precision.reduce": "bfloat16",
-    "sharding.replicas": "2",
-    "train.eval_every": "5",
-    "train.global_batch": "8",
-    "train.max_grad_norm": "1",
-    "xla_fsdp1.buffer_dtype": "bfloat16",
-}
+OVERRIDES: dict[str, object] = yaml.safe_load("""
+{checkpoint.every: 10, checkpoint.resume: auto, compile.enabled: false, memory.gradient_checkpointing: full,
+ model.attention: sdpa, optim.min_lr_ratio: 0.5, optim.name: sgd, optim.schedule: constant, train.eval_every: 5,
+ precision.compute: bfloat16, precision.buffers: bfloat16, precision.master: float32, precision.output: bfloat16,
+ precision.reduce: bfloat16, sharding.replicas: 2, train.global_batch: 8, train.max_grad_norm: 1,
+ xla_fsdp1.buffer_dtype: bfloat16}
+""")
 """A value for each option that a refusal names."""
 
 
@@ -261,8 +234,8 @@ def test_the_override_that_a_refusal_names_lifts_it(
     rest = ["model.pretrained=folder", "train.steps=10", "sharding.strategy=FULL_SHARD"]
     with pytest.raises(ConfigError) as error:
         read_config(theirs, rest)
-    assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Way out: {refusal.ways}." in plain(
+    assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Way out: {refusal.fixes}." in plain(
         str(error.value), tmp_path
     )
-    assert refusal.ways.endswith(f", or override {refusal.override}")
+    assert refusal.fixes.endswith(f", or override {refusal.override}")
     read_config(theirs, [*rest, f"{refusal.override}={OVERRIDES[refusal.override]}"])

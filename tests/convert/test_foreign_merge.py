@@ -8,9 +8,9 @@ import pytest
 from foreign_files import problems
 from test_foreign_transcripts import LAUNCHED
 
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.load import Loaded, load_config, read_config
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.config.load import Loaded
+from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.explain import origin, translation
 from portable_fsdp.runtime.errors import BackendError
 

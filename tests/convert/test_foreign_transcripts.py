@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from foreign_files import FILES, HERE, REST, plain, read, rendered
 
-from portable_fsdp.config.load import read_config
+from portable_fsdp.convert.read import read_config
 from portable_fsdp.runtime.errors import ConfigError
 
 TRANSCRIPTS = sorted((HERE / "transcripts").iterdir())

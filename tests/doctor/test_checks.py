@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.backends.open import options_of
+from portable_fsdp.backends.open import spec_of
 from portable_fsdp.doctor import checks, engines
 from portable_fsdp.doctor.checks import Finding, checked
 from portable_fsdp.runtime.child import Child
@@ -120,7 +120,7 @@ def native(limit_s: float, **environ: str) -> Child:
 
 def finding(child: Child, limit_s: float, count: int = 1) -> Finding:
     launch = Launch("variables", world_size=count)
-    return engines._wait(child, options_of("native").packages["cpu"], launch, limit_s)
+    return engines._wait(child, spec_of("native").packages["cpu"], launch, limit_s)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from portable_fsdp.config.describe import option_names
-from portable_fsdp.config.load import read_config
+from portable_fsdp.convert.read import read_config
 
 _FOREIGN_KEYS = (
     *("compute_environment", "distributed_type", "fsdp_config", "fsdp_offload_params", "learning_rate"),

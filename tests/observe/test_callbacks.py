@@ -18,8 +18,8 @@ from transformers.utils import logging as transformers_log
 
 import portable_fsdp
 from portable_fsdp.backends.native.engine import NativeBackend
-from portable_fsdp.backends.open import ENGINES, options_of
-from portable_fsdp.backends.support import lines_of, rules_of
+from portable_fsdp.backends.open import ENGINES, spec_of
+from portable_fsdp.backends.refusals import lines_of, rules_of
 from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.data import Data
 from portable_fsdp.config.schema import Config
@@ -42,7 +42,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setitem(ENGINES, "toy", "toy.options")
     monkeypatch.chdir(tmp_path)
     yield
-    for cached in (options_of, lines_of, rules_of):
+    for cached in (spec_of, lines_of, rules_of):
         cached.cache_clear()
 
 

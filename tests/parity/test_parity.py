@@ -8,9 +8,8 @@ import pytest
 from faulty_worker import FAULTS, plant
 from parity_faults import certified, rows, write_config
 
-from portable_fsdp.backends.support import require_supported
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.load import load_config
-from portable_fsdp.config.rules import Deployment, without_compiler
 from portable_fsdp.parity.__main__ import main
 from portable_fsdp.parity.culprit import find_culprit
 from portable_fsdp.parity.record import Place, PlaceRecord, RunTask, deviation
@@ -112,7 +111,7 @@ def test_what_needs_a_compiler_is_off_while_modules_are_recorded(
     config = load_config(write_config(tmp_path), settings)
     place = Deployment(engine, "cpu", 1, 1)
     require_supported(config, place)
-    require_supported(without_compiler(config), place)
+    require_supported(config.without_compiler(), place)
 
 
 WRONG = {

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.tasks import MULTI_LABEL, find_task, with_problem

@@ -39,8 +39,7 @@ from portable_fsdp.backends.native.units import (
     shard_units,
 )
 from portable_fsdp.backends.native.whole import GradientSums, use_in_place
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.rules import Deployment, dtypes
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
     LOSS_AXES,
@@ -130,7 +129,7 @@ class NativeBackend(base.Backend):
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
         self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
-        if "float16" in dtypes(config):
+        if "float16" in config.precision.dtypes:
             from portable_fsdp.optim.loss_scale import LossScaler
 
             self.loss_scaler = LossScaler(config.precision.loss_scale, config.precision.loss_scale_window, self.device)

@@ -1,30 +1,28 @@
-"""What native (FSDP2) does with each option. No torch here."""
+"""What native (FSDP2) refuses, and the surprises in how it takes the rest. No torch here."""
 
 import os
 from collections.abc import Callable, Mapping
 
-from portable_fsdp.backends.options import EngineOptions, Package
-from portable_fsdp.config.rules import (
+from portable_fsdp.backends.open import EngineSpec, Package
+from portable_fsdp.backends.refusals import (
     Deployment,
-    Refused,
     Rule,
-    is_hybrid,
+    divisors,
     modules_without_float16,
-    parts,
+    recomputes_modules,
+    refused,
+    refused_each,
     shards_of_a_replica,
 )
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.process import Hosts
 
 
-def _compiler(config: Config, place: Deployment) -> str:
-    """What compile.backend=auto is on a device."""
-    backend = config.compile.backend
-    return ("tpu" if place.device == "tpu" else "inductor") if backend == "auto" else backend
-
-
-def _compiler_in_use(config: Config, place: Deployment) -> str | None:
-    return _compiler(config, place) if config.compile.enabled else None
+def _compiler(config: Config, place: Deployment) -> str | None:
+    """What compiles layers there; None without compile.enabled."""
+    if not config.compile.enabled or config.compile.backend != "auto":
+        return config.compile.compiler
+    return "tpu" if place.device == "tpu" else "inductor"
 
 
 def _reshards(config: Config) -> bool:
@@ -33,169 +31,136 @@ def _reshards(config: Config) -> bool:
 
 def _reshard_does_not_fit(config: Config, place: Deployment) -> bool:
     number, shards = config.sharding.reshard_after_forward, shards_of_a_replica(config, place)
-    return number is not None and _reshards(config) and shards is not None and number not in parts(shards)
+    return number is not None and _reshards(config) and shards is not None and number not in divisors(shards)
 
 
 def _reshard_that_fits(config: Config, place: Deployment) -> tuple[str, ...]:
     number = config.sharding.reshard_after_forward or 0
-    nearest = sorted(parts(shards_of_a_replica(config, place)), key=lambda part: abs(part - number))
+    nearest = sorted(divisors(shards_of_a_replica(config, place)), key=lambda part: abs(part - number))
     return tuple(f"sharding.reshard_after_forward={count}" for count in (*nearest[:1], "null"))
 
 
+def _on_tpu(config: Config, place: Deployment) -> bool:
+    return place.device == "tpu"
+
+
+_HOST_MEMORY = "it needs pinned host memory and copies beside the computation, neither of which TorchTPU 0.2.0 promises"
+_NO_FLOAT16 = "TPUs multiply in bfloat16, which needs no loss scaling"
+
 RULES = (
-    Refused(
-        "model.attention=flex",
-        "on another device than cuda",
+    *refused_each(
+        "on tpu",
+        {
+            "compile.backend=inductor": "TorchTPU has a compiler of its own, and refuses inductor",
+            "train.micro_batch=auto": "a plan is a lower bound there",
+            "memory.offload memory.cpu_offload": _HOST_MEMORY,
+            "optim.name=adamw8bit": "bitsandbytes has no kernel for it",
+            "precision.products=float8|float8_rowwise": "torchao's products are kernels of GPUs",
+            "observe.profile": "torch.profiler records nothing of what TorchTPU 0.2.0 runs on a chip",
+        },
+        when=_on_tpu,
+    ),
+    Rule(
+        "precision.compute on tpu",
+        _NO_FLOAT16,
+        lambda c, p: c.precision.compute == "float16" and p.device == "tpu",
+        ("precision.compute=bfloat16",),
+    ),
+    Rule(
+        "precision.modules with float16 on tpu",
+        _NO_FLOAT16,
+        lambda c, p: "float16" in c.precision.modules.values() and p.device == "tpu",
+        modules_without_float16,
+    ),
+    *refused(
+        "model.attention=flex on another device than cuda",
         "torch has no backward of flex_attention there",
         when=lambda c, p: p.device != "cuda",
     ),
-    Refused(
-        "model.attention=flex",
-        "with another compile.backend than inductor",
+    *refused(
+        "model.attention=flex with another compile.backend than inductor",
         "without inductor's kernel all scores would be in memory",
         "compile.backend=inductor",
-        when=lambda c, p: c.compile.enabled and _compiler(c, p) != "inductor",
+        when=lambda c, p: _compiler(c, p) not in (None, "inductor"),
     ),
     Rule(
-        "model.attention",
-        "with memory.save_ops",
-        lambda c, p: c.model.attention == "flex" and bool(c.memory.save_ops),
+        "model.attention with memory.save_ops",
         "a compiled layer shows torch no operators to choose from",
+        lambda c, p: c.model.attention == "flex" and bool(c.memory.save_ops),
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "model.attention=auto"),
     ),
     Rule(
-        "model.attention",
-        "flex for a model that hides its forward's arguments from its layers (stablelm), or has no attention (mamba2)",
-        None,
+        "model.attention flex for a model that hides its forward's arguments from its layers (stablelm), or has no "
+        "attention (mamba2)",
         "the masks of a forward would not reach the layers; model.attention=auto",
     ),
     Rule(
-        "sharding.reshard_after_forward",
-        "with a strategy that keeps weights gathered after forward",
-        lambda c, p: c.sharding.reshard_after_forward is not None and not _reshards(c),
+        "sharding.reshard_after_forward with a strategy that keeps weights gathered after forward",
         "only FULL_SHARD and HYBRID_SHARD shard them again after forward",
+        lambda c, p: c.sharding.reshard_after_forward is not None and not _reshards(c),
         lambda c, p: (
             "sharding.reshard_after_forward=null",
-            f"sharding.strategy={'HYBRID_SHARD' if is_hybrid(c) else 'FULL_SHARD'}",
+            f"sharding.strategy={'HYBRID_SHARD' if c.sharding.is_hybrid else 'FULL_SHARD'}",
         ),
     ),
     Rule(
-        "sharding.reshard_after_forward",
-        "that does not divide the devices of a replica, or is all of them",
-        _reshard_does_not_fit,
+        "sharding.reshard_after_forward that does not divide the devices of a replica, or is all of them",
         "after forward, each group of this many devices holds one whole model",
+        _reshard_does_not_fit,
         _reshard_that_fits,
     ),
-    Refused(
-        "compile.backend",
-        "without compile.enabled",
+    *refused(
+        "compile.backend without compile.enabled",
         "nothing is compiled by it",
         "compile.enabled=true",
         when=lambda c, p: not c.compile.enabled,
     ),
     Rule(
-        "compile.backend",
-        "on cpu",
-        lambda c, p: c.compile.enabled and _compiler(c, p) == "inductor" and p.device == "cpu",
+        "compile.backend on cpu",
         "inductor would build C++ for this host, which is neither tried nor fast",
+        lambda c, p: _compiler(c, p) == "inductor" and p.device == "cpu",
         ("compile.backend=aot_eager", "compile.enabled=false"),
     ),
     Rule(
-        "compile.cache_dir",
-        "without inductor",
-        lambda c, p: c.compile.cache_dir is not None and _compiler_in_use(c, p) != "inductor",
+        "compile.cache_dir without inductor",
         "it is inductor that keeps its kernels there",
+        lambda c, p: c.compile.cache_dir is not None and _compiler(c, p) != "inductor",
         lambda c, p: (
             "compile.cache_dir=null",
             *(("compile.enabled=true and compile.backend=inductor",) if p.device == "cuda" else ()),
         ),
     ),
     Rule(
-        "memory.gradient_checkpointing",
-        "budget without a compiler that divides layers into forward and backward",
-        lambda c, p: (
-            c.memory.gradient_checkpointing == "budget" and _compiler_in_use(c, p) not in ("inductor", "aot_eager")
-        ),
+        "memory.gradient_checkpointing budget without a compiler that divides layers into forward and backward",
         "it is the partitioner of torch.compile that keeps to a budget",
+        lambda c, p: c.memory.gradient_checkpointing == "budget" and _compiler(c, p) not in ("inductor", "aot_eager"),
         lambda c, p: (
             f"compile.enabled=true and compile.backend={'inductor' if p.device == 'cuda' else 'aot_eager'}",
             "memory.gradient_checkpointing=none and memory.budget=0.5",
         ),
     ),
-    Refused(
-        "compile.backend=inductor",
-        "on tpu",
-        "TorchTPU has a compiler of its own, and refuses inductor",
-        when=lambda c, p: p.device == "tpu",
-    ),
-    Refused("train.micro_batch=auto", "on tpu", "a plan is a lower bound there", when=lambda c, p: p.device == "tpu"),
-    Refused(
-        "memory.offload=activations",
-        "without recomputed layers",
+    *refused(
+        "memory.offload without recomputed layers",
         "it moves their inputs",
         "memory.gradient_checkpointing=full",
-        when=lambda c, p: c.memory.gradient_checkpointing not in ("full", "selective"),
+        when=lambda c, p: not recomputes_modules(c),
     ),
-    *(
-        Refused(
-            option,
-            "on tpu",
-            "it needs pinned host memory and copies beside the computation, neither of which TorchTPU 0.2.0 promises",
-            when=lambda c, p: p.device == "tpu",
-        )
-        for option in ("memory.offload", "memory.cpu_offload")
-    ),
-    Refused(
-        "optim.name=adamw8bit",
-        "on tpu",
-        "bitsandbytes has no kernel for it",
-        when=lambda c, p: p.device == "tpu",
-    ),
-    Refused(
-        "optim.name=adafactor|muon",
-        "with memory.cpu_offload",
+    *refused(
+        "optim.name=adafactor|muon with memory.cpu_offload",
         "its sums over shards would cross the network from host memory",
         "memory.cpu_offload=false",
         when=lambda c, p: c.memory.cpu_offload,
     ),
-    Rule(
-        "precision.compute",
-        "on tpu",
-        lambda c, p: c.precision.compute == "float16" and p.device == "tpu",
-        "TPUs multiply in bfloat16, which needs no loss scaling",
-        ("precision.compute=bfloat16",),
-    ),
-    Rule(
-        "precision.modules",
-        "with float16 on tpu",
-        lambda c, p: "float16" in c.precision.modules.values() and p.device == "tpu",
-        "TPUs multiply in bfloat16, which needs no loss scaling",
-        modules_without_float16,
-    ),
-    Refused("precision.products=int8", "on native", "only XLA has it", "precision.products=float8", "--backend=xla"),
-    Refused(
-        "precision.products=float8|float8_rowwise",
-        "on tpu",
-        "torchao's products are kernels of GPUs",
-        when=lambda c, p: p.device == "tpu",
-    ),
-    Refused(
-        "precision.products=float8",
-        "with memory.cpu_offload",
+    *refused(
+        "precision.products=float8 with memory.cpu_offload",
         "shards would be cast on the host, where they rest",
         "precision.products=float8_rowwise",
         "memory.cpu_offload=false",
         when=lambda c, p: c.memory.cpu_offload,
     ),
-    Refused(
-        "observe.profile",
-        "on tpu",
-        "torch.profiler records nothing of what TorchTPU 0.2.0 runs on a chip",
-        when=lambda c, p: p.device == "tpu",
-    ),
-    Refused(
-        "compile.scan_layers",
-        "on native",
+    *refused("precision.products=int8 on native", "only XLA has it", "precision.products=float8", "--backend=xla"),
+    *refused(
+        "compile.scan_layers on native",
         "a loop over layers is a program of XLA's; torch.compile shares one program between equal layers by itself",
         "--backend=xla",
     ),
@@ -231,20 +196,16 @@ def _check_torch_tpu() -> None:
 
 
 _TORCH = Package("torch", "In a checkout of portable_fsdp: pip install '.'")
+_TORCH_TPU = Package(
+    "torch_tpu",
+    "In a checkout of portable_fsdp, in a new environment: pip install '.[torchtpu]'. With torch_xla: --backend=xla.",
+    is_usual=False,
+    check=_check_torch_tpu,
+)
 
-OPTIONS = EngineOptions(
+SPEC = EngineSpec(
     engine="portable_fsdp.backends.native.engine:NativeBackend",
-    packages={
-        "cpu": _TORCH,
-        "cuda": _TORCH,
-        "tpu": Package(
-            "torch_tpu",
-            "In a checkout of portable_fsdp, in a new environment: pip install '.[torchtpu]'. With torch_xla: "
-            "--backend=xla.",
-            is_usual=False,
-            check=_check_torch_tpu,
-        ),
-    },
+    packages={"cpu": _TORCH, "cuda": _TORCH, "tpu": _TORCH_TPU},
     example_device="cuda",
     planned_by={"cpu": "fake step", "cuda": "fake step", "tpu": "fake step"},
     rules=RULES,

@@ -1,4 +1,4 @@
 """An engine of eager torch on gloo: what a new one takes. Registered by tests alone, and by no other file."""
 
-OPTIONS = "toy.options"
+SPEC = "toy.options"
 """Its line in the table of `backends/open.py`."""

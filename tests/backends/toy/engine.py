@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends import base
 from portable_fsdp.backends.base import Operation
-from portable_fsdp.backends.support import require_supported
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
     LOSS_AXES,

@@ -1,4 +1,4 @@
-"""The tables of all engines, walked: every option has one verdict, every way out leads out."""
+"""The tables of all engines, walked: every option has one verdict, every fix leads out."""
 
 import json
 import random
@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
-from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on, options_of
-from portable_fsdp.backends.support import lines_of, refusals, require_supported, rules_of, verdicts, ways_out
-from portable_fsdp.config.describe import option_names, section_model, value_of, yaml_value
-from portable_fsdp.config.rules import Deployment
+from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on, spec_of
+from portable_fsdp.backends.refusals import (
+    Deployment,
+    fixes_of,
+    lines_of,
+    refusals,
+    require_supported,
+    rules_of,
+    verdicts,
+)
+from portable_fsdp.config.describe import default_of, option_names, plain_values, section_model, value_of, yaml_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -57,50 +64,30 @@ OPTION_GROUPS = [
     "xla_fsdp1.flatten_parameters xla_fsdp1.shard_param_on_dim_0 xla_fsdp1.pin_layout_in_collective_ops "
     "xla_fsdp1.buffer_dtype",
 ]
+OTHER = """
+{sharding.wrap_classes: [LlamaDecoderLayer], sharding.wrap_modules: ["*mlp"], sharding.min_num_params: 1000,
+ sharding.forward_prefetch: 2, sharding.backward_prefetch_units: 2, precision.loss_scale: 1024.0,
+ precision.loss_scale_window: 100, memory.classes: [LlamaMLP], memory.budget: 0.1, compile.cache_dir: a/folder,
+ model.freeze: ["*embed*"], model.lora: {r: 4}, optim.factory: "module:function", optim.groups: [{match: "*"}],
+ optim.momentum: 0.9, optim.betas: [0.9, 0.999], optim.eps: 1.0e-6, optim.min_lr_ratio: 0.5, optim.decay_ratio: 0.5,
+ data.eval_split: 5%, train.eval_every: 2, train.eval_batches: 3, train.patience: 1, train.sample_every: 2,
+ train.sample_prompts: [a], train.sample_tokens: 8, checkpoint.keep: 2, checkpoint.keep_every: 4,
+ checkpoint.resume: a/checkpoint, observe.profile: {steps: [2, 3]}}
+"""
+"""Options that are tried with their default and this value."""
 VALUES: dict[str, list[Any]] = {
     "sharding.replicas": [None, 1, 2, 3, 4, 8],
     "sharding.reshard_after_forward": [None, 2, 3, 4, 8],
-    "sharding.wrap_classes": [[], ["LlamaDecoderLayer"]],
-    "sharding.wrap_modules": [[], ["*mlp"]],
-    "sharding.min_num_params": [None, 1000],
-    "sharding.forward_prefetch": [0, 2],
-    "sharding.backward_prefetch_units": [1, 2],
     "precision.modules": [{}, {"*norm*": "float32"}, {"*norm*": "bfloat16"}, {"a": "float16", "b": "float32"}],
-    "precision.loss_scale": [65536.0, 1024.0],
-    "precision.loss_scale_window": [2000, 100],
     "memory.every": [None, 1, 2],
     "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
-    "memory.classes": [[], ["LlamaMLP"]],
-    "memory.budget": [0.5, 0.1],
-    "compile.cache_dir": [None, "a/folder"],
-    "model.freeze": [[], ["*embed*"]],
-    "model.lora": [None, {"r": 4}],
     "model.gguf_file": ["a.gguf"],
     "checkpoint.export": [True],
-    "optim.factory": [None, "module:function"],
-    "optim.groups": [[], [{"match": "*"}]],
-    "optim.momentum": [0.0, 0.9],
-    "optim.betas": [[0.9, 0.95], [0.9, 0.999]],
-    "optim.eps": [1e-8, 1e-6],
-    "optim.min_lr_ratio": [0.1, 0.5],
-    "optim.decay_ratio": [0.2, 0.5],
-    "data.eval_split": [None, "5%"],
-    "train.eval_every": [None, 2],
-    "train.eval_batches": [None, 3],
-    "train.patience": [None, 1],
-    "train.sample_every": [None, 2],
-    "train.sample_prompts": [[], ["a"]],
-    "train.sample_tokens": [64, 8],
     "train.micro_batch": [1, 2, "auto"],
     "train.max_grad_norm": [None, 1.0],
-    "checkpoint.keep": [None, 2],
-    "checkpoint.keep_every": [None, 4],
-    "checkpoint.resume": ["auto", "a/checkpoint"],
-    "observe.profile": [None, {"steps": [2, 3]}],
     "xla_fsdp1.shard_param_on_dim_0": [None, False, True],
     "xla_fsdp1.pin_layout_in_collective_ops": [None, False, True],
-}
-
+} | {option: [plain_values(default_of(option)), value] for option, value in yaml.safe_load(OTHER).items()}
 
 _OWN: dict[str, Any] = {"model.pretrained": None, "model.factory": "module:function"}
 OF_FACTORIES: list[dict[str, Any]] = [
@@ -159,32 +146,31 @@ def walk_at(place: Deployment) -> list[tuple[Settings, Config]]:
     return walk() if place in FEW else walk(1)
 
 
-def follow(settings: Settings, place: Deployment, way: str) -> tuple[Settings, Deployment]:
-    """What a way out says to do: `a.b=1 and --backend=native`."""
-    changes = dict(parsed(way))
+def follow(settings: Settings, place: Deployment, fix: str) -> tuple[Settings, Deployment]:
+    """What a fix says to do: `a.b=1 and --backend=native`."""
+    changes = dict(parsed(fix))
     place = place._replace(engine=changes.pop("--backend", place.engine))
     return settings | changes, place
 
 
 @cache
-def parsed(way: str) -> dict[str, Any]:
-    parts = [part.partition("=") for part in way.split(" and ")]
-    assert all(equals for _, equals, _ in parts), way
+def parsed(fix: str) -> dict[str, Any]:
+    parts = [part.partition("=") for part in fix.split(" and ")]
+    assert all(equals for _, equals, _ in parts), fix
     return {name: yaml.safe_load(value) for name, _, value in parts}
 
 
 def test_the_tables_of_an_engine_name_options_of_the_schema() -> None:
     """A misspelt key fails here, and so does a new one without a description."""
     for engine in ENGINES:
-        options = options_of(engine)
-        named = [*(key.partition("=")[0] for key in options.notes), *options.delegated]
+        spec = spec_of(engine)
+        named = [*(key.partition("=")[0] for key in spec.notes), *spec.delegated]
         assert {*named, *(rule.option for rule in rules_of(engine))} <= set(option_names())
-        assert not options.delegated.keys() & options.notes.keys()
+        assert not spec.delegated.keys() & spec.notes.keys()
         lines = [line for option in option_names() for line in lines_of(engine, option)]
         assert all(line.text for line in lines)
-        assert len({(line.option, line.case) for line in lines if line.kind != "refused"}) == len(
-            [line for line in lines if line.kind != "refused"]
-        )
+        taken = [(line.option, line.case) for line in lines if line.kind != "refused"]
+        assert len(set(taken)) == len(taken)
 
 
 def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
@@ -194,19 +180,13 @@ def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", FEW, ids=str)
-def test_each_option_has_one_verdict_wherever_it_runs(place: Deployment) -> None:
+def test_each_option_has_one_verdict_and_a_refusal_says_key_reason_and_fixes(place: Deployment) -> None:
     for _, config in walk():
-        judged = verdicts(config, place)
+        judged, rules, message = verdicts(config, place), refusals(config, place), ""
         assert tuple(verdict.option for verdict in judged) == option_names()
-        refused = {verdict.option for verdict in judged if verdict.kind == "refused"}
-        assert refused == {rule.option for rule in refusals(config, place)}
         assert all(verdict.text for verdict in judged)
-
-
-@pytest.mark.parametrize("place", [place for place in FEW if place.devices], ids=str)
-def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
-    for _, config in walk():
-        rules, message = refusals(config, place), ""
+        refused = {verdict.option for verdict in judged if verdict.kind == "refused"}
+        assert refused == {rule.option for rule in rules}
         try:
             require_supported(config, place)
         except BackendError as error:
@@ -215,27 +195,22 @@ def test_a_refusal_says_key_reason_and_way_out(place: Deployment) -> None:
         for rule in rules:
             value = yaml_value(value_of(config, rule.option))
             assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in message
-            assert all(way in message for way in ways_out(rule, config, place))
+            assert all(fix in message for fix in fixes_of(rule, config, place))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_every_way_out_leads_out(place: Deployment) -> None:
+def test_every_fix_leads_out_and_the_first_ones_to_a_config_that_runs(place: Deployment) -> None:
     for settings, config in walk_at(place):
         for rule in refusals(config, place):
-            ways = ways_out(rule, config, place)
-            assert ways, f"{settings}: no way out of {rule.option} {rule.case}"
-            for way in ways:
-                after, there = follow(settings, place, way)
-                assert rule not in refusals(config_of(after), there), f"{settings}: {way}"
-
-
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_the_first_ways_out_lead_to_a_config_that_runs(place: Deployment) -> None:
-    for settings, _ in walk_at(place):
+            fixes = fixes_of(rule, config, place)
+            assert fixes, f"{settings}: no fix for {rule.head}"
+            for fix in fixes:
+                after, there = follow(settings, place, fix)
+                assert rule not in refusals(config_of(after), there), f"{settings}: {fix}"
         after, there, steps = settings, place, 0
         while rules := refusals(config_of(after), there):
-            after, there = follow(after, there, ways_out(rules[0], config_of(after), there)[0])
+            after, there = follow(after, there, fixes_of(rules[0], config_of(after), there)[0])
             steps += 1
             assert steps < 40, f"{settings} goes in circles at {rules[0]}"
 
@@ -247,16 +222,10 @@ def test_every_refusal_is_met_by_the_walk_and_none_by_the_defaults() -> None:
 
 
 def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
-    delegated = {option for engine in ENGINES for option in options_of(engine).delegated}
-    assert delegated == {
-        "sharding.forward_prefetch",
-        "sharding.backward_prefetch",
-        "sharding.backward_prefetch_units",
-        "sharding.sync_each_micro_batch",
-        "compile.enabled",
-        "compile.backend",
-        "run.peer_timeout_s",
-    }
+    delegated = {option for engine in ENGINES for option in spec_of(engine).delegated}
+    prefetch = {"forward_prefetch", "backward_prefetch", "backward_prefetch_units", "sync_each_micro_batch"}
+    of_sharding = {f"sharding.{key}" for key in prefetch}
+    assert delegated == {*of_sharding, "compile.enabled", "compile.backend", "run.peer_timeout_s"}
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_launcher() -> None:

@@ -1,0 +1,558 @@
+"""Whether an engine takes an option of a config: honoured, delegated, or refused with the reason and the fixes.
+
+Numerics and memory are honoured or refused. An engine may decide by itself what concerns speed alone, and how long it
+waits for a lost process: that is delegated. A backend calls `require_supported` while it opens, `explain` shows
+`verdicts`. The rules below hold for all engines; each adds its own in its `options.py`. Imports no engine and no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, takewhile
+from typing import Any, Literal, NamedTuple
+
+from portable_fsdp.backends.open import ENGINES, spec_of
+from portable_fsdp.config.describe import (
+    default_of,
+    description_of,
+    option_names,
+    section_model,
+    value_of,
+    with_value,
+    yaml_value,
+)
+from portable_fsdp.config.schema import Config
+from portable_fsdp.config.yaml_text import parse
+from portable_fsdp.layout import check_batch
+from portable_fsdp.runtime.errors import BackendError, ConfigError
+
+
+class Deployment(NamedTuple):
+    """Where a config will run. A count of None, or no generation, is unknown: rules that depend on it don't apply."""
+
+    engine: str
+    device: str
+    devices: int | None = None  # in all
+    hosts: int | None = None
+    generation: str = ""  # of a TPU, as libtpu names slices: v5p
+
+
+When = Callable[[Config, Deployment], bool]
+Fixes = tuple[str, ...] | Callable[[Config, Deployment], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A case in which an option is refused; `when` is None where only the built model can decide.
+
+    Each fix is one or more settings (`section.key=value`, `--backend=...`), joined by " and ".
+    """
+
+    head: str  # the option and the case: `sharding.strategy on one device`
+    reason: str
+    when: When | None = None
+    fixes: Fixes = ()
+    takes_default_alone: bool = False  # in every case
+
+    @property
+    def option(self) -> str:
+        return self.head.partition(" ")[0]
+
+    @property
+    def case(self) -> str:
+        return self.head.partition(" ")[2]
+
+
+def refused(head: str, reason: str, *fixes: str, when: When | None = None) -> tuple[Rule, ...]:
+    """Rules that refuse options and take their defaults, which are the first fixes; with `when`, in that case alone.
+
+    The head names one or more options before the case: `section.key` refuses all values but the default,
+    `section.key=word|word` these words.
+    """
+    options = list(takewhile(lambda word: word.partition("=")[0] in option_names(), head.split()))
+    case = head.split(" ", len(options))[-1]
+    return tuple(_refused(option, case, reason, fixes, when) for option in options)
+
+
+def _refused(option: str, case: str, reason: str, fixes: tuple[str, ...], when: When | None) -> Rule:
+    option, _, words = option.partition("=")
+    default = default_of(option)
+
+    def is_refused(config: Config, place: Deployment) -> bool:
+        value = value_of(config, option)
+        is_other = value in words.split("|") if words else value != default
+        return is_other and (when is None or when(config, place))
+
+    all_fixes = (f"{option}={yaml_value(default)}", *fixes)
+    return Rule(f"{option} {case}", reason, is_refused, all_fixes, takes_default_alone=not words and when is None)
+
+
+def refused_each(case: str, reasons: Mapping[str, str], *fixes: str, when: When | None = None) -> tuple[Rule, ...]:
+    """As `refused`, for one case in which each of several options has a reason of its own."""
+    rules = (refused(f"{options} {case}", reason, *fixes, when=when) for options, reason in reasons.items())
+    return tuple(chain.from_iterable(rules))
+
+
+def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[Rule, ...]:
+    """Rules for options that count only with `setting`: `key=value`, or with any value of a key whose default is null.
+
+    `beside`: what the fix by that setting needs too.
+    """
+    key, _, value = setting.partition("=")
+    takes_any = default_of(key) is None
+
+    def is_missing(config: Config, _: Deployment) -> bool:
+        actual = value_of(config, key)
+        return actual is None if takes_any else actual != value
+
+    fixes = [setting + beside] if value else []
+    return refused(f"{options} without {key if takes_any else setting}", reason, *fixes, when=is_missing)
+
+
+def _only_for(option: str, *optimizers: str) -> tuple[Rule, ...]:
+    return refused(
+        f"{option} with another optimizer than {', '.join(optimizers)}",
+        "no other optimizer has it",
+        when=lambda c, p: c.optim.factory is not None or c.optim.name not in optimizers,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- conditions and fixes
+
+
+def _within(config: Config) -> str:
+    """The strategy inside a replica of a hybrid strategy."""
+    return "FULL_SHARD" if config.sharding.strategy == "HYBRID_SHARD" else "SHARD_GRAD_OP"
+
+
+def _replicas(config: Config, place: Deployment) -> int | None:
+    """Copies of the model under a hybrid strategy."""
+    return config.sharding.replicas or place.hosts
+
+
+def _replicas_that_fit(_: Config, place: Deployment) -> tuple[str, ...]:
+    fitting = [2] if place.devices is None else divisors(place.devices)
+    best = [place.hosts] if place.hosts in fitting else fitting[:1]
+    return tuple(f"sharding.replicas={count}" for count in best)
+
+
+def _strategy(config: Config, strategy: str) -> str:
+    """The settings for a strategy that is not hybrid."""
+    return f"sharding.strategy={strategy}" + ("" if config.sharding.replicas is None else " and sharding.replicas=null")
+
+
+def _instead_of_hybrid(config: Config, place: Deployment) -> tuple[str, ...]:
+    return (*_replicas_that_fit(config, place), _strategy(config, _within(config)))
+
+
+def modules_without_float16(config: Config, _: Deployment) -> tuple[str, ...]:
+    modules = config.precision.modules.items()
+    replaced = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in modules}
+    return (f"precision.modules={yaml_value(replaced)}",)
+
+
+def _modules_without_float32(config: Config, _: Deployment) -> tuple[str, ...]:
+    kept = {name: dtype for name, dtype in config.precision.modules.items() if dtype != "float32"}
+    return ("precision.master=float32", f"precision.modules={yaml_value(kept)}")
+
+
+def only_largest_bucket(config: Config, _: Deployment) -> tuple[str, ...]:
+    """The fix for several sizes."""
+    largest = {key: sizes[-1:] for key, sizes in config.data.buckets.items()}
+    return (f"data.buckets={yaml_value(largest)}", "--backend=native")
+
+
+def is_selective(config: Config) -> bool:
+    return config.memory.gradient_checkpointing == "selective"
+
+
+def recomputes_modules(config: Config) -> bool:
+    return config.memory.gradient_checkpointing in ("full", "selective")
+
+
+def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
+    """Devices that share one copy of the model; None where unknown, or where replicas don't divide the devices."""
+    if place.devices is None or not config.sharding.is_hybrid:
+        return place.devices
+    replicas = _replicas(config, place)
+    return None if replicas is None or place.devices % replicas else place.devices // replicas
+
+
+def divisors(whole: int | None) -> list[int]:
+    """Without 1 and `whole` itself."""
+    return [part for part in range(2, whole or 0) if (whole or 0) % part == 0]
+
+
+# -------------------------------------------------------------------------------------------- refused by every engine
+
+_NO_MORE_DIGITS = "bfloat16 weights hold no more digits to compute with"
+_TIED = "a tied weight belongs to one unit that holds both modules, or to the root"
+_NEVER_EVALUATES = "without eval_every the run never evaluates"
+_NEVER_SAMPLES = "without sample_every the run never samples"
+
+RULES = (
+    Rule("model.attention for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
+    Rule("model.experts other than auto for a dense model", "there are no experts"),
+    Rule(
+        "model.freeze with a pattern that matches nothing, or patterns that match everything",
+        "some weights must be frozen, and some must train",
+    ),
+    Rule("optim.groups with a pattern that matches no trained weight", "each must match one"),
+    Rule("sharding.wrap for a model that names no layers (biogpt)", "name them in sharding.wrap_classes"),
+    Rule(
+        "sharding.wrap_classes with a class that the model lacks, or whose modules don't run, have no parameters, or "
+        "share a weight",
+        f"the error lists the classes; {_TIED}",
+    ),
+    Rule(
+        "sharding.wrap_modules with a pattern that matches no module, or one of two modules that share a weight",
+        f"each must match one; {_TIED}",
+    ),
+    Rule(
+        "precision.modules with a pattern that matches no module, or two dtypes for nested modules or for a tied "
+        "weight",
+        "each must match one, and a weight is cast to one dtype",
+    ),
+    Rule(
+        "optim.factory with float16, for an optimizer that can't skip a step on the device",
+        "docs/optimizers.md says what it takes",
+    ),
+    Rule("precision.products for layers without linear ones whose sizes 16 divides", "there is nothing to convert"),
+    Rule("memory.every that is more than the number of layers", "the model has fewer layers"),
+    Rule("memory.classes that the model doesn't have", "no module is one of them"),
+    # --- sharding
+    Rule(
+        "sharding.strategy on one device",
+        "sharded replicas need four devices or more",
+        lambda c, p: c.sharding.is_hybrid and p.devices == 1,
+        lambda c, p: (_strategy(c, _within(c)),),
+    ),
+    *refused(
+        "sharding.replicas without a hybrid strategy",
+        "only HYBRID_SHARD and HYBRID_SHARD_ZERO2 have replicas of a sharded model",
+        "sharding.strategy=HYBRID_SHARD",
+        when=lambda c, p: not c.sharding.is_hybrid,
+    ),
+    Rule(
+        "sharding.replicas with a hybrid strategy and one replica",
+        "one replica (null: one per host) is FULL_SHARD, or SHARD_GRAD_OP for HYBRID_SHARD_ZERO2",
+        lambda c, p: c.sharding.is_hybrid and p.devices != 1 and _replicas(c, p) == 1,
+        _instead_of_hybrid,
+    ),
+    Rule(
+        "sharding.replicas with a hybrid strategy and one replica per device",
+        "a replica on one device is not sharded: that is NO_SHARD",
+        lambda c, p: c.sharding.is_hybrid and p.devices is not None and 1 < p.devices == _replicas(c, p),
+        lambda c, p: (*_replicas_that_fit(c, p), _strategy(c, "NO_SHARD")),
+    ),
+    Rule(
+        "sharding.replicas that do not divide the devices",
+        "all replicas (null: one per host) have the same number of devices",
+        lambda c, p: c.sharding.is_hybrid and (p.devices or 0) > 1 and (p.devices or 0) % (_replicas(c, p) or 1) > 0,
+        _instead_of_hybrid,
+    ),
+    Rule(
+        "sharding.min_num_params with sharding.wrap=SIZE_BASED_WRAP",
+        "SIZE_BASED_WRAP needs the smallest size of a unit; torch's policy uses 100000000",
+        lambda c, p: c.sharding.min_num_params is None and c.sharding.wrap == "SIZE_BASED_WRAP",
+        ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
+    ),
+    # --- optimizer
+    *refused(
+        "optim.name with optim.factory",
+        "the factory makes the optimizer",
+        "optim.factory=null",
+        when=lambda c, p: c.optim.factory is not None,
+    ),
+    Rule(
+        "optim.momentum of Muon",
+        "without momentum Muon would orthogonalize each step's gradient alone",
+        lambda c, p: (c.optim.name, c.optim.factory, c.optim.momentum) == ("muon", None, 0.0),
+        ("optim.momentum=0.95", "optim.name=adamw"),
+    ),
+    *refused(
+        "optim.min_lr_ratio with optim.schedule=constant",
+        "a constant learning rate has no floor",
+        "optim.schedule=cosine",
+        when=lambda c, p: c.optim.schedule == "constant",
+    ),
+    # --- precision
+    *refused(
+        "precision.master with precision.compute=float32 or float16",
+        _NO_MORE_DIGITS,
+        "precision.compute=bfloat16",
+        when=lambda c, p: c.precision.compute != "bfloat16",
+    ),
+    *refused(
+        "precision.frozen where all weights train",
+        "it applies to weights that model.freeze or model.lora freezes",
+        when=lambda c, p: not c.model.freeze and c.model.lora is None,
+    ),
+    *refused(
+        "precision.loss_scale precision.loss_scale_window where nothing computes in float16",
+        "only float16 needs loss scaling",
+        "precision.compute=float16",
+        when=lambda c, p: "float16" not in c.precision.dtypes,
+    ),
+    *refused(
+        "optim.name=adafactor|muon|adamw8bit where something computes in float16",
+        "its step counts lie on the host, which would wait for the device to learn of an overflow",
+        when=lambda c, p: "float16" in c.precision.dtypes,
+    ),
+    *refused("precision.products with model.lora", "peft has its own layers", when=lambda c, p: bool(c.model.lora)),
+    Rule(
+        "precision.modules with precision.master=bfloat16",
+        _NO_MORE_DIGITS,
+        lambda c, p: c.precision.master == "bfloat16" and "float32" in c.precision.modules.values(),
+        _modules_without_float32,
+    ),
+    *refused(
+        "precision.reduce=bfloat16 with precision.compute=float32",
+        "the reduction would drop digits of float32 gradients",
+        "precision.compute=bfloat16",
+        when=lambda c, p: c.precision.compute == "float32",
+    ),
+    *refused(
+        "precision.output=bfloat16 with precision.compute=float32",
+        "the loss would use fewer digits than the model computes",
+        "precision.compute=bfloat16",
+        when=lambda c, p: c.precision.dtypes == {"float32"},
+    ),
+    # --- memory
+    Rule(
+        "memory.gradient_checkpointing without memory.every and memory.save_ops",
+        "selective recomputes by layer (every) or by operation (save_ops)",
+        lambda c, p: is_selective(c) and c.memory.every is None and not c.memory.save_ops,
+        ("memory.every=2", "memory.gradient_checkpointing=full"),
+    ),
+    Rule(
+        "memory.every together with memory.save_ops",
+        "selective picks layers or operations, not both",
+        lambda c, p: is_selective(c) and c.memory.every is not None and bool(c.memory.save_ops),
+        ("memory.save_ops=[]", "memory.every=null"),
+    ),
+    # --- tasks and models of one's own
+    Rule(
+        "train.task of transformers' own tasks but causal_lm, without data.factory",
+        "text has no labels but the next tokens",
+        lambda c, p: c.data.factory is None and c.train.task != "causal_lm" and ":" not in c.train.task,
+        ("data.factory=MODULE:FUNCTION", "train.task=causal_lm"),
+    ),
+    Rule(
+        "train.task causal_lm with model.factory",
+        "it needs a model of transformers",
+        lambda c, p: c.model.factory is not None and c.train.task == "causal_lm",
+        ("train.task=MODULE:FUNCTION", "train.task=image_classification"),
+    ),
+    *refused_each(
+        "with model.factory",
+        {
+            "model.attention": "the model brings its attention",
+            "model.experts": "the model brings its experts",
+            "model.lora": "adapters are put into models of transformers",
+        },
+        when=lambda c, p: c.model.factory is not None,
+    ),
+    *refused(
+        "precision.output with a task other than causal_lm",
+        "the task's own function makes the loss of the logits",
+        when=lambda c, p: c.train.task != "causal_lm",
+    ),
+    *refused(
+        "train.sample_every without text",
+        "samples continue texts, by a causal language model and its tokenizer",
+        when=lambda c, p: c.train.task != "causal_lm" or c.data.factory is not None,
+    ),
+    *refused(
+        "train.sample_every without train.sample_prompts",
+        "there is no text to continue",
+        "train.sample_prompts=['The ']",
+        when=lambda c, p: not c.train.sample_prompts,
+    ),
+    # --- checkpoints
+    *refused(
+        "checkpoint.load without a checkpoint in checkpoint.resume",
+        "auto resumes all of the run's own state",
+        "checkpoint.resume=PATH",
+        when=lambda c, p: c.checkpoint.resume in ("auto", "none"),
+    ),
+    Rule(
+        "checkpoint.export of adapters whose base is model.architecture or model.gguf_file",
+        "peft needs a base in Hugging Face format",
+        lambda c, p: (
+            (c.checkpoint.export and c.model.lora is not None and not c.checkpoint.merge_adapters)
+            and (c.model.pretrained is None or c.model.gguf_file is not None)
+        ),
+        ("checkpoint.merge_adapters=true", "checkpoint.export=false"),
+    ),
+    # --- options that need another one
+    *without("sharding.wrap=SIZE_BASED_WRAP", "sharding.min_num_params", "only SIZE_BASED_WRAP chooses units by size"),
+    *without(
+        "sharding.backward_prefetch=BACKWARD_PRE",
+        "sharding.backward_prefetch_units",
+        "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
+    ),
+    *_only_for("optim.momentum", "sgd", "muon"),
+    *_only_for("optim.betas", "adamw", "adam", "lion", "muon", "adamw8bit"),
+    *_only_for("optim.eps", "adamw", "adam", "muon", "adamw8bit"),
+    *without("optim.schedule=wsd", "optim.decay_ratio", "only wsd has a separate decay"),
+    *without(
+        "memory.gradient_checkpointing=selective",
+        "memory.every",
+        "no other mode goes by the number of a layer",
+        " and memory.save_ops=[]",
+    ),
+    *without(
+        "memory.gradient_checkpointing=selective",
+        "memory.save_ops",
+        "full recomputes every operation, none keeps all",
+        " and memory.every=null",
+    ),
+    *refused(
+        "memory.classes without gradient checkpointing of modules",
+        "nothing is recomputed by class",
+        "memory.gradient_checkpointing=full",
+        when=lambda c, p: not recomputes_modules(c),
+    ),
+    *without("memory.gradient_checkpointing=budget", "memory.budget", "no other mode keeps to a budget"),
+    *without("precision.compute=bfloat16", "precision.products", "8 bits round what is computed in bfloat16"),
+    *without("data.eval_split=5%", "train.eval_every", "there is no validation set"),
+    *without("train.eval_every", "train.eval_on_start train.eval_batches train.patience", _NEVER_EVALUATES),
+    *without("train.sample_every", "train.sample_prompts train.sample_tokens", _NEVER_SAMPLES),
+    *without("checkpoint.keep=1", "checkpoint.keep_every", "without keep, every checkpoint is kept"),
+    *without("model.lora", "checkpoint.merge_adapters", "there are no adapters to merge"),
+)
+
+
+@cache
+def rules_of(engine: str) -> tuple[Rule, ...]:
+    """All rules of an engine: those of every engine, its own, and one for each setting of another engine's section."""
+    rules = [*RULES, *spec_of(engine).rules]
+    for owner in ENGINES:
+        if owner != engine and owner in Config.model_fields:
+            options = " ".join(f"{owner}.{key}" for key in section_model(owner).model_fields)
+            head = f"{options} on another engine than {owner}"
+            rules += refused(head, "no other engine has this setting", f"--backend={owner}")
+    return tuple(rules)
+
+
+# ----------------------------------------------------------------------------------------------------- of one config
+
+
+def refusals(config: Config, place: Deployment) -> tuple[Rule, ...]:
+    """The rules that apply."""
+    return tuple(rule for rule in rules_of(place.engine) if rule.when is not None and rule.when(config, place))
+
+
+def require_supported(config: Config, place: Deployment) -> None:
+    """Raise BackendError with all options that the engine can't honour there.
+
+    The message begins with a batch that the devices don't divide; alone that is a ConfigError.
+    """
+    where = f"backend {place.engine} on {place.device}"
+    where += f" ({place.devices} device(s) of {place.hosts} host(s))" if place.devices is not None else ""
+    problems = [
+        f"{where}: {rule.option}={yaml_value(value_of(config, rule.option))} {rule.case}: "
+        + _reason(rule, config, place, "\n  ")
+        for rule in refusals(config, place)
+    ]
+    if batch := _batch_problem(config, place.devices):
+        raise (BackendError if problems else ConfigError)("\n".join([batch, *problems]))
+    if problems:
+        raise BackendError("\n".join(problems))
+
+
+def _reason(rule: Rule, config: Config, place: Deployment, gap: str) -> str:
+    return f"{rule.reason}.{gap}Set {', or '.join(fixes_of(rule, config, place))}."
+
+
+def _batch_problem(config: Config, devices: int | None) -> str | None:
+    """The message of `check_batch`, where it raises one."""
+    try:
+        if devices is not None:
+            is_auto = config.train.micro_batch == "auto"  # then as many rows as divide; any number of devices has one
+            check_batch(with_value(config, "train.micro_batch", 1) if is_auto else config, devices)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def fixes_of(rule: Rule, config: Config, place: Deployment) -> tuple[str, ...]:
+    """Those that no rule refuses in turn; if each is refused, all: the next refusal then says how to continue."""
+    fixes = rule.fixes(config, place) if callable(rule.fixes) else rule.fixes
+    packages = {engine: spec_of(engine).packages.get(place.device) for engine in ENGINES}
+    elsewhere = {f"--backend={name}" for name, package in packages.items() if package is None or not package.is_usual}
+    fixes = tuple(fix for fix in fixes if fix not in elsewhere)
+    return tuple(fix for fix in fixes if _leads_out(fix, rule, config, place)) or fixes
+
+
+def _leads_out(fix: str, rule: Rule, config: Config, place: Deployment) -> bool:
+    """Whether then neither the rule's option nor a key that the fix sets is refused."""
+    settings = dict(_settings(fix))
+    place = place._replace(engine=settings.pop("--backend", place.engine))
+    for key, value in settings.items():
+        config = with_value(config, key, value)
+    others = [other for other in rules_of(place.engine) if other.option in (rule.option, *settings)]
+    return not any(other.when is not None and other.when(config, place) for other in others)
+
+
+@cache
+def _settings(fix: str) -> tuple[tuple[str, Any], ...]:
+    settings = (setting.partition("=") for setting in fix.split(" and "))
+    return tuple((key, parse(text)[1]) for key, _, text in settings)
+
+
+# ---------------------------------------------------------------------------------------------------------- verdicts
+
+
+class Verdict(NamedTuple):
+    """What an engine does with an option: with the value of a config, or in the case of a table's line."""
+
+    option: str  # `section.key`
+    kind: Literal["honoured", "delegated", "refused"]
+    text: str  # what the engine does, or the reason, and in a config the fixes
+    case: str = ""  # a value, or when a rule applies
+
+
+def verdicts(config: Config, place: Deployment) -> tuple[Verdict, ...]:
+    """One for each option of the config, in the schema's order."""
+    reasons: dict[str, list[str]] = {}
+    for rule in refusals(config, place):
+        reasons.setdefault(rule.option, []).append(f"{rule.case}: {_reason(rule, config, place, ' ')}")
+    if batch := _batch_problem(config, place.devices):
+        reasons["train.global_batch"] = [" ".join(batch.removeprefix("train.global_batch: ").split())]
+    return tuple(
+        Verdict(option, "refused", " ".join(reasons[option]))
+        if option in reasons
+        else _taken(config, place.engine, option)
+        for option in option_names()
+    )
+
+
+def _taken(config: Config, engine: str, option: str) -> Verdict:
+    value = value_of(config, option)
+    taken = {line.case: line for line in lines_of(engine, option) if line.kind != "refused"}
+    line = (taken.get(yaml_value(value) if len(taken) > 1 else "") or taken[""])._replace(case="")
+    later = [rule.case for rule in rules_of(engine) if rule.option == option and rule.when is None]
+    if value == default_of(option) or not later:
+        return line
+    cases = "; ".join(f"refused {case}" for case in later)
+    return line._replace(text=f"{line.text}; {cases}: checked when the model is built")
+
+
+@cache
+def lines_of(engine: str, option: str) -> tuple[Verdict, ...]:
+    """What an engine does with any value of an option, with some values, and in the cases in which it refuses it."""
+    spec, rules = spec_of(engine), [rule for rule in rules_of(engine) if rule.option == option]
+    text = spec.delegated.get(option) or spec.notes.get(option) or description_of(option)
+    if option not in {**spec.delegated, **spec.notes} and any(rule.takes_default_alone for rule in rules):
+        text = f"{yaml_value(default_of(option))} is the only value"
+    values = [(key.partition("=")[2], text) for key, text in spec.notes.items() if key.startswith(f"{option}=")]
+    return (
+        Verdict(option, "delegated" if option in spec.delegated else "honoured", text),
+        *(Verdict(option, "honoured", text, value) for value, text in values),
+        *(
+            Verdict(option, "refused", rule.reason + " (checked when the model is built)" * (not rule.when), rule.case)
+            for rule in rules
+        ),
+    )
