@@ -251,7 +251,7 @@ BANS: list[tuple[set[str], set[str], tuple[str, ...]]] = [
     (_ALL - {"backends"}, {"torch_xla"}, (f"{PACKAGE}.plan.tpu_trace",)),
     ({"checkpoint"}, {f"{PACKAGE}.backends"}, (f"{PACKAGE}.backends.base",)),
     ({"backends"}, {f"{PACKAGE}.{name}" for name in ("models", "data", "checkpoint")}, ()),
-    ({"train"}, {f"{PACKAGE}.formats"}, (f"{PACKAGE}.formats.base", f"{PACKAGE}.formats.target")),
+    ({"train"}, {f"{PACKAGE}.formats"}, (f"{PACKAGE}.formats.base", f"{PACKAGE}.formats.exporting")),
 ]
 """Sections, what they may not import, and the targets and modules that are exempt.
 

@@ -19,8 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, SAFETENSORS_DTYPES, FileEntry, TensorEntry, is_too_large
+from portable_fsdp.checkpoint.storage import FileReader, store_of
 from portable_fsdp.runtime.strict_json import parse_json
 
 _MAX_HEADER = 1 << 25  # bytes; the library's own limit is 100 MB
@@ -61,7 +61,7 @@ def write(
             if advance is not None:
                 advance(len(chunk))
 
-    storage.write(path, hashed())
+    store_of(path).write(path, hashed())
     return FileEntry(name=name, bytes=size, xxh3_128=digest.hexdigest())
 
 
@@ -81,7 +81,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 
-def read_header(source: storage.FileReader) -> dict[str, Stored]:
+def read_header(source: FileReader) -> dict[str, Stored]:
     """Every tensor of the file. Raises ValueError for a malformed file, OSError."""
     if source.size < 8:
         raise ValueError(f"expected at least 8 bytes, found {source.size}")
@@ -107,7 +107,7 @@ def read_header(source: storage.FileReader) -> dict[str, Stored]:
     return entries
 
 
-def read_slice(source: storage.FileReader, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
+def read_slice(source: FileReader, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
     """Copy `slices` of a stored tensor into `target`, a view of a host tensor of the same shape and dtype.
 
     Reads whole rows at once, and drops what the slices of other dimensions leave out.

@@ -11,10 +11,18 @@ from torch import Tensor
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import FLOAT_DTYPES, ExportOptions, ForeignCheckpoint, as_dtype, file_inside
+from portable_fsdp.formats.base import (
+    FLOAT_DTYPES,
+    ExportOptions,
+    ForeignCheckpoint,
+    as_dtype,
+    file_inside,
+    groups,
+    write_file,
+)
 from portable_fsdp.formats.names import config_object, config_of
 from portable_fsdp.formats.peft import merged, opened_folder
-from portable_fsdp.formats.safetensors_file import groups, read_header, read_tensor, write_file
+from portable_fsdp.formats.safetensors_file import read_header, read_tensor
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.safetensors_folder import INDEX, SINGLE
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
-from portable_fsdp.formats.base import ExportOptions, as_dtype, weights_of
+from portable_fsdp.formats.base import ExportOptions, as_dtype, weights_of, write_file
 from portable_fsdp.formats.names import model_on_meta
-from portable_fsdp.formats.safetensors_file import write_file
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.exported import require_as_exported

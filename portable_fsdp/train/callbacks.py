@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from portable_fsdp.backends.base import Backend, Traffic
+from portable_fsdp.checkpoint.commit import with_cause
 from portable_fsdp.checkpoint.manager import Resumed, Saved
-from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.stragglers import Straggler

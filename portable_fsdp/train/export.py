@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 
 from portable_fsdp.backends.base import Backend
+from portable_fsdp.checkpoint.commit import with_cause
 from portable_fsdp.checkpoint.format import Evaluated, best_checkpoint
-from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -16,7 +16,7 @@ log = logging.getLogger("portable_fsdp")
 
 def require_room(config: Config) -> None:
     """Raises where something else than an earlier export lies in its place."""
-    from portable_fsdp.formats.target import require_replaceable
+    from portable_fsdp.formats.exporting import require_replaceable
 
     require_replaceable(_folder(config))
 
@@ -25,7 +25,8 @@ def export_run(
     config: Config, backend: Backend, tokenizer: Tokenizer | None, newest: Path, history: Evaluated | None
 ) -> None:
     """Export the best checkpoint by its evaluation, the newest where there was none. *collective*"""
-    from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+    from portable_fsdp.formats.base import ExportOptions
+    from portable_fsdp.formats.exporting import export_checkpoint
 
     folder = _folder(config)
     kind = "peft" if config.model.lora is not None and not config.checkpoint.merge_adapters else "huggingface"

@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 
-from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.manager import Saved
 from portable_fsdp.config.describe import default_of, option_names, shortened, value_of, yaml_value
 from portable_fsdp.config.load import config_text
@@ -112,8 +111,7 @@ class RunFiles(Callback):
         self._events.write("samples", step=samples.step, seconds=samples.seconds)
 
     def on_save(self, save: Saved) -> None:
-        is_local = not storage.is_object_store(save.path)
-        self._events.write("save", **save._asdict() | {"path": save.path.absolute() if is_local else save.path})
+        self._events.write("save", **save._asdict() | {"path": save.path.absolute()})
 
     def on_profile(self, profile: ProfileEnd) -> None:
         figures = profile.summary._asdict()

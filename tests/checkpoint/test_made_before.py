@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.load import load_config
 from portable_fsdp.metrics.sinks import read_jsonl
-from portable_fsdp.train.consistency import open_data
 from portable_fsdp.train.build import build_training, open_checkpoints
+from portable_fsdp.train.consistency import open_data
 from portable_fsdp.train.loop import train
 
 LOSSES = [5.386707305908203, 5.345849990844727]
