@@ -269,8 +269,8 @@ def test_a_writer_that_hangs_ends_the_save_of_all(fresh: Fresh, monkeypatch: pyt
         finally:
             given_up.set()
 
-    monkeypatch.setattr(commit, "collect", collect_and_give_up)
     folder = fresh("folder")
+    monkeypatch.setattr(commit, "collect", collect_and_give_up)
     for is_async in (False, True):
         results = save_with(folder, Hanging(), 2, is_async, wait_s=0.5)
         assert not expect_one_verdict(results, "hung")

@@ -76,13 +76,13 @@ def test_auto_warns_of_a_damaged_one_and_takes_an_older(tmp_path: Path, caplog: 
 def test_what_find_and_load_refuse_on_all_processes(tmp_path: Path) -> None:
     older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
 
-    def find(resume: Path | str, folder: Path = tmp_path, **settings: Any) -> str:
-        return refused(2, lambda backend: checkpoints(folder, backend, settings).find(str(resume)))
+    def find(resume: Path | str, folder: Path = tmp_path, how: str = "all") -> str:
+        return refused(2, lambda backend: checkpoints(folder, backend, {"load": how}).find(str(resume)))
 
     assert "found step-00000010 and 1 older.\n  Use checkpoint.resume: auto" in find("none")
     assert "would begin at step 5, but " in find(older)
-    for path, settings in ((older, {}), (older, {"load": "weights_only"}), (newest, {"load": "weights_only"})):
-        assert " already\n  holds step-00000010 of another history" in find(path, **settings)
+    for path, how in ((older, "all"), (older, "weights_only"), (newest, "weights_only")):
+        assert " already\n  holds step-00000010 of another history" in find(path, how=how)
     assert "expected auto, none, or a checkpoint's folder" in find(tmp_path / "atuo", tmp_path / "other")
     work = lambda backend: load(checkpoints(tmp_path, backend), *small_model(seed=1, hidden=8))  # noqa: E731
     assert "    0.weight             float32 [8, 5]  float32 [7, 5]\n" in refused(2, work)
