@@ -31,14 +31,14 @@ from pathlib import Path
 from pydantic import Field
 
 from portable_fsdp.checkpoint import format
-from portable_fsdp.checkpoint.storage import FOLDERS, MANIFEST, part_of, require_regular, store_of
+from portable_fsdp.checkpoint.storage import FOLDERS, MANIFEST, require_regular, store_of
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.host import in_units
 
 log = logging.getLogger("portable_fsdp")
 
 MARK = "attempt.json"
-MARKS = {MARK, part_of(Path(MARK)).name}  # and what a kill while it is written leaves
+MARKS = {MARK, f"{MARK}.part"}  # and what a kill while it is written leaves
 _DELETED = "deleted"  # the attempt in the mark of a checkpoint that is being deleted
 
 

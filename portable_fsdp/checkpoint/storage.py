@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast, final
 
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
-from portable_fsdp.runtime.files import read_regular, sync_folder
+from portable_fsdp.runtime.files import sync_folder
 
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optimizer")
@@ -78,9 +78,12 @@ class Store(ABC):
     def size(self, path: Path) -> int | None:
         """The bytes of a plain file; None for a link, a folder, or a special file. Raises FileNotFoundError."""
 
-    @abstractmethod
     def read(self, path: Path) -> bytes:
-        """All of a small file. Raises OSError, StoreError."""
+        """All of a small plain file. Raises OSError, StoreError."""
+        with self.open(path) as file:
+            if file.size > _MAX_READ:
+                raise OSError(f"{path}: expected at most {_MAX_READ:,} bytes, found {file.size:,}")
+            return file.read(0, file.size)
 
     @abstractmethod
     def open(self, path: Path) -> "FileReader":
@@ -156,10 +159,6 @@ class FolderStore(Store):
         with _not_of_the_content(path, _OF_THE_CONTENT):
             status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-    def read(self, path: Path) -> bytes:
-        with _not_of_the_content(path, _OF_THE_CONTENT):
-            return read_regular(path, path.parent, _MAX_READ)
 
     def open(self, path: Path) -> "FileReader":
         with _not_of_the_content(path, _OF_THE_CONTENT):
@@ -260,10 +259,6 @@ class ObjectStore(Store):
     def size(self, path: Path) -> int | None:
         with _not_of_the_content(path):
             return path.stat().st_size
-
-    def read(self, path: Path) -> bytes:
-        with _not_of_the_content(path):
-            return path.read_bytes()
 
     def open(self, path: Path) -> "FileReader":
         def read_into(start: int, buffer: memoryview) -> None:

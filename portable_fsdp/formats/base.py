@@ -7,24 +7,20 @@ export hold one tensor at a time, in the order of our files.
 """
 
 import reprlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint import safetensors
-from portable_fsdp.checkpoint.format import FileEntry, TensorEntry, folder_of, is_too_large
+from portable_fsdp.checkpoint.format import TensorEntry, folder_of, is_too_large
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
 from portable_fsdp.formats import MODULES
 from portable_fsdp.runtime.errors import CheckpointError
-
-_CHUNK_ELEMENTS = 1 << 20
 
 SaveTokenizer = Callable[[Path], None]
 """Writes a tokenizer's files into a folder."""
@@ -104,64 +100,6 @@ def check_shape(where: str, shape: object) -> tuple[int, ...]:
     if is_too_large(sizes):  # for a manifest too: what we read we can write
         raise CheckpointError(f"{where}: expected at most 2**59 elements, found shape {list(sizes)}")
     return sizes
-
-
-def write_file(
-    path: Path,
-    entries: Mapping[str, TensorEntry],
-    read: Callable[[str], Tensor],
-    metadata: Mapping[str, str],
-    advance: Advance = no_progress,
-    name: str = "",
-) -> FileEntry:
-    """Write and fsync a new safetensors file, one tensor of `read(key)` at a time; the caller fsyncs the folder.
-
-    Converts each to the dtype of its entry. Raises `CheckpointError` where a value doesn't fit the dtype.
-    """
-    return safetensors.write(path, name, entries, lambda key: byte_chunks(key, read, entries[key]), metadata, advance)
-
-
-def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> Iterator[memoryview]:
-    """The bytes of `read(key)` in the dtype of `entry`, a few MiB at a time; as `safetensors.chunks_of`.
-
-    Raises `CheckpointError` for another shape, and as `converted`.
-    """
-    tensor = read(key)
-    if tuple(tensor.shape) != entry.shape:
-        raise CheckpointError(f"{key}: expected {list(entry.shape)}, found {list(tensor.shape)} in the data")
-    flat = tensor.reshape(-1)
-    del tensor
-    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
-        part = converted(key, flat[start : start + _CHUNK_ELEMENTS], entry.dtype).contiguous()
-        with safetensors.bytes_of(part) as chunk:
-            yield chunk
-
-
-def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
-    """`tensor` in `dtype`. Raises `CheckpointError` where a finite value would become infinite."""
-    target: torch.dtype = getattr(torch, dtype)
-    if tensor.dtype == target:
-        return tensor
-    result = tensor.to(target)
-    if result.isinf().any() and not torch.equal(result.isinf(), tensor.isinf()):
-        raise CheckpointError(
-            f"{key}: expected values that {dtype} can hold (up to {torch.finfo(target).max:.4g}), "
-            f"found {tensor[tensor.isfinite()].abs().max().item():.4g}.\n  Take --dtype bfloat16 or float32."
-        )
-    return result
-
-
-def groups(tensors: Mapping[str, TensorEntry], max_bytes: int) -> Iterator[list[str]]:
-    """Consecutive keys, cut where a group would exceed `max_bytes`; at least one group."""
-    keys: list[str] = []
-    total = 0
-    for key, tensor in tensors.items():
-        if keys and total + tensor.nbytes > max_bytes:
-            yield keys
-            keys, total = [], 0
-        keys.append(key)
-        total += tensor.nbytes
-    yield keys
 
 
 @contextmanager

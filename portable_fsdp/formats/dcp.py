@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
+from portable_fsdp.checkpoint.safetensors import converted, groups
 from portable_fsdp.checkpoint.storage import store_of
 from portable_fsdp.checkpoint.store import Advance, Reader
 from portable_fsdp.formats.base import (
@@ -38,9 +39,7 @@ from portable_fsdp.formats.base import (
     as_dtype,
     check_numbers,
     check_shape,
-    converted,
     file_inside,
-    groups,
     torch_saving,
 )
 from portable_fsdp.formats.names import names_of

@@ -8,10 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from portable_fsdp.checkpoint import commit, format
+from portable_fsdp.checkpoint.safetensors import groups, write_tensors
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
 from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
-from portable_fsdp.formats.base import ForeignCheckpoint, as_dtype, groups, load_format, write_file
+from portable_fsdp.formats.base import ForeignCheckpoint, as_dtype, load_format
 from portable_fsdp.formats.names import choose_tensors, config_of, names_of
 from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -142,6 +143,6 @@ def _write(
                 entries[key] = entries[key].model_copy(update=piece)
             if written:
                 metadata = dcp_metadata({key: entries[key].offsets for key in written})
-                files.append(write_file(folder / name, written, read, metadata, advance, name))
+                files.append(write_tensors(folder / name, written, read, metadata, advance, name))
         store_of(folder).sync(folder / part)
     return tuple(files), entries

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.checkpoint.safetensors import byte_chunks
 from portable_fsdp.checkpoint.storage import part_of, require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader
-from portable_fsdp.formats.base import (
-    ExportOptions,
-    ForeignCheckpoint,
-    byte_chunks,
-    check_shape,
-    torch_saving,
-    weights_of,
-)
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, check_shape, torch_saving, weights_of
 from portable_fsdp.formats.names import names_of
 from portable_fsdp.runtime.errors import CheckpointError
 

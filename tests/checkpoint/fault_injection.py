@@ -66,6 +66,16 @@ class Flaw(NamedTuple):
     instead: Callable[..., Any]
 
 
+def dies(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    raise Killed
+
+
+IN_FOLDERS = ("open", "write", "mkdir", "replace", "rename", "unlink", "remove", "rmdir", "fsync")
+IN_STORES = ("upload", "rm_file", "cp_file")
+EVERYWHERE = Flaw((*IN_FOLDERS, *IN_STORES), dies)
+"""The death of a process, at any operation."""
+
+
 class Injection:
     """The `point`-th operation of `process` goes wrong by `flaw`, or (`lasting`) each that fits from there on.
 
@@ -82,14 +92,18 @@ class Injection:
         self.hits, self.has_killed = 0, False
         self._counts = Counter[int]()
         self._backends: list[PlainBackend] = []
-        self._opened: list[Checkpoints] = []
+        self.opened: list[Checkpoints] = []  # whose background saves end with their process
         self._lock = threading.RLock()
 
-    def join(self, backend: PlainBackend, opened: Checkpoints) -> None:
-        """This thread is from now on the process of `backend`."""
-        cast(ProcessThread, threading.current_thread()).process = backend.process.index
-        self._backends.append(backend)
-        self._opened.append(opened)
+    def joined(self, work: Callable[[PlainBackend], Any]) -> Callable[[PlainBackend], Any]:
+        """`work` of a process, as which its thread counts from then on."""
+
+        def run(backend: PlainBackend) -> Any:
+            cast(ProcessThread, threading.current_thread()).process = backend.process.index
+            self._backends.append(backend)
+            return work(backend)
+
+        return run
 
     def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         process = current_process()
@@ -117,7 +131,7 @@ class Injection:
         self.has_killed = True
         for backend in self._backends:
             backend.meeting.barrier.abort()
-        for opened in self._opened:
+        for opened in self.opened:
             opened._background.cancelled.set()  # pyright: ignore[reportPrivateUsage]
 
     def numbered(self) -> Iterator[tuple[int, Operation]]:
@@ -173,12 +187,12 @@ def patched(injection: Injection) -> Generator[None]:
     """Every operation that changes something on the file system, or in `memory://`, goes through `injection`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "Thread", ProcessThread)
-        for name in ("write", "fsync", "replace", "rename", "mkdir", "unlink", "remove", "rmdir"):
+        for name in IN_FOLDERS[1:]:
             patch.setattr(os, name, _through(injection, name, getattr(os, name)))
         patch.setattr(os, "open", _creating(injection, os.open))
         patch.setattr(MemoryFileSystem, "_open", _opened_as_by_a_store)
         patch.setattr(MemoryFile, "commit", _through(injection, "upload", MemoryFile.commit))
-        for name in ("rm_file", "cp_file"):
+        for name in IN_STORES[1:]:
             patch.setattr(MemoryFileSystem, name, _through(injection, name, getattr(MemoryFileSystem, name)))
         yield
 

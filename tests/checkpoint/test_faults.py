@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
-from fault_injection import Flaw, Injection, Killed, current_process, patched
+from fault_injection import EVERYWHERE, IN_FOLDERS, IN_STORES, Flaw, Injection, Killed, current_process, patched
 from fsspec.implementations.memory import MemoryFileSystem
 from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model, snapshot
 from s3_server import BUCKET, Fault, Faults, s3_server
@@ -34,15 +34,9 @@ pytestmark = pytest.mark.slow
 
 OURS, ANOTHERS = {"run": {"name": "ours"}}, {"run": {"name": "another"}}
 STATES = {step: snapshot(*small_model(seed=step)) for step in (0, 1, 2, 3)}
-IN_FOLDERS = ("open", "write", "mkdir", "replace", "rename", "unlink", "remove", "rmdir", "fsync")
-IN_STORES = ("upload", "rm_file", "cp_file")
 
 Fresh = Callable[[str], Path]
 """Makes a folder of checkpoints in a `folder` or a `store`, alike each time."""
-
-
-def dies(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    raise Killed
 
 
 def dies_in_the_middle(real: Callable[..., int], descriptor: int, data: memoryview) -> int:
@@ -66,7 +60,7 @@ def does_nothing(real: Callable[..., Any], *arguments: Any, **named: Any) -> Non
 
 
 FLAWS = {
-    "dies": Flaw((*IN_FOLDERS, *IN_STORES), dies),
+    "dies": EVERYWHERE,
     "dies in a write": Flaw(("write",), dies_in_the_middle),
     "ENOSPC": Flaw(("open", "write", "mkdir", "replace", "fsync"), fails(errno.ENOSPC)),
     "EIO": Flaw((*set(IN_FOLDERS) - {"remove"}, *IN_STORES), fails(errno.EIO)),
@@ -111,12 +105,12 @@ def save_with(folder: Path, injection: Injection, count: int, is_async: bool, wa
     def work(backend: PlainBackend) -> None:
         settings = {"keep": 1, "async_save": is_async}
         opened = checkpoints(folder, backend, settings, config=OURS, wait_s=wait_s)
-        injection.join(backend, opened)
+        injection.opened.append(opened)
         opened.save(2, *small_model(seed=2), (0, 2))
         opened.wait()
 
     with patched(injection):
-        return in_processes(count, work)
+        return in_processes(count, injection.joined(work))
 
 
 def expect_one_verdict(results: list[Any], where: object) -> bool:

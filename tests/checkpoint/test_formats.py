@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_injection import EVERYWHERE, Injection, patched
 from foreign_models import (
     MODELS,
     TIED,
@@ -24,7 +25,7 @@ from foreign_models import (
     trained,
     weights,
 )
-from plain_backend import PlainBackend, checkpoints, named_tensors, small_model
+from plain_backend import PlainBackend, checkpoints, in_processes, named_tensors, small_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -301,35 +302,21 @@ def test_an_import_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Pat
     assert store_of(checkpoints).names(checkpoints / left[0]) == [commit.MARK, "model", "optimizer"]
 
 
-KILLED_EARLY = """
-import os, signal, sys
-from pathlib import Path
-from portable_fsdp.checkpoint.commit import begin
-from portable_fsdp.checkpoint.format import IMPORTED
-calls = []
-def kill(event, arguments):
-    if event in ("os.mkdir", "open") and ".tmp-" in str(arguments[0]):
-        calls.append(event)
-        if len(calls) > allowed:
-            os.kill(os.getpid(), signal.SIGKILL)
-for allowed in range(4):
-    os.mkdir(f"{sys.argv[1]}/{allowed}")
-    if os.fork() == 0:
-        sys.addaudithook(kill)
-        begin(Path(sys.argv[1]) / str(allowed) / "step-00000000", IMPORTED)
-    assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
-"""
-
-
 def test_an_import_removes_what_ones_killed_at_their_beginning_left(tmp_path: Path, hub: Path) -> None:
-    """Protects a run's folder from leftovers without a mark: real kills before the folder, the mark, and `model/`."""
-    subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], check=True)
-    for allowed in range(4):
-        checkpoints = (tmp_path / str(allowed)).rename(tmp_path / "checkpoints")
-        assert len(store_of(checkpoints).names(checkpoints)) == min(allowed, 1)
+    """Protects a run's folder from leftovers without a mark."""
+    folder, final = tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000000"
+    deaths, hits = 0, 1
+    while hits:
+        injection = Injection(EVERYWHERE, point=deaths + 1)
+        with patched(injection):
+            in_processes(1, injection.joined(lambda _: commit.begin(final, IMPORTED)))
+        assert len(store_of(folder).names(folder)) <= 1
         import_checkpoint(hub, tmp_path)
-        assert store_of(checkpoints).names(checkpoints) == ["step-00000000"]
-        shutil.rmtree(checkpoints)
+        assert store_of(folder).names(folder) == ["step-00000000"]
+        shutil.rmtree(folder)
+        hits = injection.hits
+        deaths += hits
+    assert deaths > 6
 
 
 def test_two_imports_at_once_into_a_store(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
