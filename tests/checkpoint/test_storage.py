@@ -190,7 +190,7 @@ def expect_no_answer(url: str) -> None:
             call()
 
 
-@pytest.mark.parametrize("method", ["ls", "info", "cat_file", "_open"])
+@pytest.mark.parametrize("method", ["ls", "info", "cat_file"])
 def test_a_store_that_does_not_answer_is_no_empty_folder(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Else a run would begin with fresh weights, or overwrite what it can't see."""
     url = f"memory://{uuid.uuid4().hex}"

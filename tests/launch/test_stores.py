@@ -1,6 +1,6 @@
 """Checkpoints in object stores that are programs of their own: saved, damaged, deleted, killed and resumed there.
 
-`tests/checkpoint/test_storage.py` and `test_faults.py` have the rest, in `memory://` and with faults in front of a server.
+`tests/checkpoint/test_storage.py` has the rest, `test_faults.py` has faults in front of a server.
 """
 
 import re
