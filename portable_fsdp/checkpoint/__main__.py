@@ -12,22 +12,22 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from portable_fsdp.checkpoint import report
+from portable_fsdp.checkpoint import commit, report
 from portable_fsdp.checkpoint.format import (
-    MANIFEST,
     Manifest,
     best_checkpoint,
     checkpoints_below,
-    is_committed,
+    committed_steps,
     read_manifest,
+    run_of,
 )
-from portable_fsdp.checkpoint.storage import exists, locate
-from portable_fsdp.checkpoint.write_errors import with_cause
+from portable_fsdp.checkpoint.storage import MANIFEST, exists, is_link, locate, store_of
 from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS, require_source
 from portable_fsdp.runtime.command import CommandParser, at_least, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import (
@@ -179,7 +179,7 @@ def _verify(options: argparse.Namespace) -> None:
         except StoreError:
             raise
         except CheckpointError as error:
-            if is_committed(path):
+            if store_of(path).is_committed(path):
                 result["damaged"].append(str(error))
             else:  # the run's retention deleted it
                 result["deleted"].append(str(path))
@@ -215,7 +215,8 @@ def _export(options: argparse.Namespace) -> None:
     newest = resolve(options.path)
     is_run = newest != options.path.resolve()
     path, reason = best_checkpoint(newest, read_manifest(newest).evaluation if is_run else None)
-    from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+    from portable_fsdp.formats.base import ExportOptions
+    from portable_fsdp.formats.exporting import export_checkpoint
 
     manifest = read_manifest(path)
     _require_format(options, manifest)
@@ -226,7 +227,7 @@ def _export(options: argparse.Namespace) -> None:
             settings = ExportOptions(options.dtype, save_tokenizer, advance, options.base)
             export_checkpoint(path, options.format, options.target, settings)
     except OSError as error:
-        cause = with_cause(error, options.target.parent)
+        cause = commit.with_cause(error, options.target.parent)
         raise CheckpointError(f"export to {options.target}: can't be written: {cause}") from error
     data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
     _print(options, data, f"{path}{reason}: exported to {options.target}")
@@ -287,8 +288,6 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _prune(options: argparse.Namespace) -> None:
-    from portable_fsdp.checkpoint.prune import prune
-
     folder = checkpoints_in(options.path)[0].parent
     pruned = prune(folder, options.keep, options.keep_every, dry_run=options.dry_run)
     freed = sum(pruned.deleted.values())
@@ -300,6 +299,68 @@ def _prune(options: argparse.Namespace) -> None:
     data: dict[str, Any] = {"deleted": list(map(str, pruned.deleted)), "kept": list(map(str, pruned.kept))}
     data["left_alone"] = {str(path): reason for path, reason in pruned.left_alone.items()}
     _print(options, data | {"bytes": freed, "dry_run": options.dry_run}, "\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The result of `prune`, or of its dry run: checkpoints newest first, each with its bytes."""
+
+    kept: dict[Path, int] = field(default_factory=dict[Path, int])
+    deleted: dict[Path, int] = field(default_factory=dict[Path, int])
+    left_alone: dict[Path, str] = field(default_factory=dict[Path, str])  # with the reason
+
+
+def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bool = False) -> Pruned:
+    """Delete older intact checkpoints directly below `folder`, of each run. One process.
+
+    Each run (`run.name`) keeps its newest `keep`, steps that `keep_every` divides, and the best of its evaluations by
+    the newest checkpoint. Intact: files have the sizes of the manifest, and no other file lies beside them. Hashes the
+    newest of each run first, and deletes nothing if one is damaged. A killed deletion leaves the checkpoint whole, or
+    debris that the next `prune` and the run's next save remove. Raises `CheckpointError`.
+    """
+    from portable_fsdp.checkpoint.store import Reader
+
+    pruned = Pruned()
+    sizes: dict[Path, int] = {}
+    runs: dict[str, dict[int, Path]] = {}  # the checkpoints of each run by step
+    for path in committed_steps(folder):
+        try:
+            run, step, sizes[path] = _require_ours(path)
+            runs.setdefault(run, {})[step] = path
+        except CheckpointError as error:
+            pruned.left_alone[path] = str(error).splitlines()[0]
+    if not runs:
+        raise CheckpointError(f"prune {folder}: expected checkpoints (step-00000500) that are whole, found none")
+    outdated: dict[Path, str] = {}
+    for run, paths in runs.items():
+        with Reader(paths[max(paths)]) as newest:
+            newest.verify()
+            best = newest.manifest.evaluation and newest.manifest.evaluation.best_step
+        outdated.update((paths[step], run) for step in commit.outdated(list(paths), keep, keep_every, best))
+    for path, size in sizes.items():
+        (pruned.deleted if path in outdated else pruned.kept)[path] = size
+    if not dry_run:
+        commit.remove_half_deleted(folder)
+        for path in reversed(pruned.deleted):
+            commit.delete(path, outdated[path])
+    return pruned
+
+
+def _require_ours(path: Path) -> tuple[str, int, int]:
+    """Run, step and bytes. Raises `CheckpointError` for a link, a damaged checkpoint, and one with other files."""
+    from portable_fsdp.checkpoint.store import Reader
+
+    if is_link(path):
+        raise CheckpointError(f"checkpoint {path.name}: expected a folder, found a link")
+    with Reader(path) as reader:
+        reader.verify_sizes()
+        manifest = reader.manifest
+    files = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+    # A deletion that was killed at its start leaves a mark.
+    others = sorted(files - {file.name for file in manifest.files} - {MANIFEST, *commit.MARKS})
+    if others:
+        raise CheckpointError(f"checkpoint {path.name}: expected the files of its manifest, found {others[0]} too")
+    return run_of(manifest), manifest.step, manifest.bytes
 
 
 @contextmanager

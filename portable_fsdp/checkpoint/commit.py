@@ -1,4 +1,4 @@
-"""Commits a checkpoint, so that a kill at any instant leaves it whole or absent. Two protocols.
+"""Commits a checkpoint, so that a kill at any instant leaves it whole or absent. `storage.py` has the two protocols.
 
 On a file system, where the rename of a folder is atomic:
 1. Process 0 creates `step-00000500.tmp-1f3a5c7e/`, named by this attempt, with `model/`, `optimizer/` and the mark.
@@ -17,10 +17,10 @@ A kill before the commit leaves debris, which no reader opens and the next save 
 its run, and every deletion removes it last. Older checkpoints stay untouched.
 """
 
+import errno
 import itertools
 import json
 import logging
-import re
 import threading
 import time
 import uuid
@@ -30,15 +30,16 @@ from pathlib import Path
 
 from pydantic import Field
 
-from portable_fsdp.checkpoint import format, storage
+from portable_fsdp.checkpoint import format
+from portable_fsdp.checkpoint.storage import FOLDERS, MANIFEST, require_regular, store_of
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
+from portable_fsdp.runtime.host import in_units
 
 log = logging.getLogger("portable_fsdp")
 
 MARK = "attempt.json"
-_PART_OF_MARK = "attempt.json.part"  # what a kill while it is written leaves
+MARKS = {MARK, f"{MARK}.part"}  # and what a kill while it is written leaves
 _DELETED = "deleted"  # the attempt in the mark of a checkpoint that is being deleted
-_TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]{8}")
 
 
 class ReplicaDigest(format.StrictModel):
@@ -62,47 +63,34 @@ class Index(format.StrictModel):
     copies: tuple[ReplicaDigest, ...] = ()
 
 
-def temporary_of(final: Path, attempt: str) -> Path:
-    """The folder of one attempt at `final`, before its commit: no straggler of another attempt writes there."""
-    return final if storage.is_object_store(final) else final.with_name(f"{final.name}.tmp-{attempt[:8]}")
-
-
-def unfinished(final: Path) -> list[Path]:
-    """Folders that saves or deletions of `final` began and didn't finish."""
-    if storage.is_object_store(final):
-        return [final] if storage.names(final) and not format.is_committed(final) else []
-    names = [name for name in storage.names(final.parent) if name.startswith(f"{final.name}.tmp-")]
-    return [final.with_name(name) for name in names if _TEMPORARY.fullmatch(name)]
-
-
 def begin(final: Path, run: str) -> str:
     """Create the empty folder of an attempt at `final`; returns the attempt's id. Only process 0.
 
     `run`: the owner of the debris that a kill leaves. Raises `CheckpointError` where another run is at work on that
     step in an object store.
     """
-    attempt = uuid.uuid4().hex
-    folder = temporary_of(final, attempt)
-    for path in unfinished(final):
+    attempt, store = uuid.uuid4().hex, store_of(final)
+    folder = store.temporary_of(final, attempt)
+    for path in store.unfinished(final.parent, final.name):
         if other := _other_owner(path, run):
             if path == folder:  # the other's manifest could overwrite ours
                 raise CheckpointError(_at_work(path, other))
             log.warning("%s", _at_work(path, other))
         elif path == folder or _is_debris_of(path, run):
             discard(path)
-    storage.make_folder(folder)
+    store.make_folder(folder)
     _mark(folder, run, attempt)
-    for name in format.FOLDERS:
-        storage.make_folder(folder / name)
+    for name in FOLDERS:
+        store.make_folder(folder / name)
     return attempt
 
 
 def warn_of_others(run_folder: Path, run: str) -> None:
     """Warn early of the steps in an object store that `begin` will refuse: another run, or an import, began them."""
-    if storage.is_object_store(run_folder):
-        for path in _debris(run_folder):
-            if other := _other_owner(path, run):
-                log.warning("%s\n  A save of that step will be refused.", _at_work(path, other))
+    store = store_of(run_folder)
+    for path in () if store.is_local else store.unfinished(run_folder):
+        if other := _other_owner(path, run):
+            log.warning("%s\n  A save of that step will be refused.", _at_work(path, other))
 
 
 def _other_owner(path: Path, run: str) -> str | None:
@@ -115,7 +103,7 @@ def _other_owner(path: Path, run: str) -> str | None:
 
 def _is_debris_of(path: Path, run: str) -> bool:
     """A folder without a mark and files is anybody's: a kill came before its mark."""
-    return _read_mark(path).get("run") == run or set(storage.names(path)) <= {_PART_OF_MARK}
+    return _read_mark(path).get("run") == run or set(store_of(path).names(path)) <= MARKS - {MARK}
 
 
 def _at_work(path: Path, owner: str) -> str:
@@ -127,20 +115,21 @@ def _at_work(path: Path, owner: str) -> str:
 
 def remove_debris(run_folder: Path, run: str) -> None:
     """Delete what interrupted saves and deletions of `run` left. Only process 0, and before any process writes."""
-    for path in _debris(run_folder):
+    store = store_of(run_folder)
+    for path in store.unfinished(run_folder):
         if _is_debris_of(path, run):
             discard(path)
     for path in format.committed_steps(run_folder):
-        marks = {MARK, _PART_OF_MARK}.intersection(storage.names(path))
+        marks = MARKS.intersection(store.names(path))
         with suppress(CheckpointError):  # a manifest that can't be read: whose mark it is stays unknown
             if marks and format.run_of(format.read_manifest(path)) == run:
                 for name in marks:
-                    storage.remove(path / name)
+                    store.remove(path / name)
 
 
 def remove_half_deleted(run_folder: Path) -> None:
     """Delete what killed deletions of any run left: no reader opens it."""
-    for path in _debris(run_folder):
+    for path in store_of(run_folder).unfinished(run_folder):
         if _read_mark(path).get("attempt") == _DELETED:
             discard(path)
 
@@ -165,7 +154,7 @@ def collect(
     indexes: dict[int, Index] = {}
     deadline = time.monotonic() + wait_s
     last_error: Exception | None = None
-    pause_s, longest_s = (0.1, 2.0) if storage.is_object_store(folder) else (0.001, 0.1)
+    pause_s, longest_s = store_of(folder).pauses_s
     while True:
         for process in set(range(process_count)) - indexes.keys():
             try:
@@ -216,34 +205,31 @@ def merge(
 
 
 def set_aside(final: Path) -> None:
-    """Rename what lies at `final` to a name that no reader opens. Only process 0."""
+    """Rename what is at `final` to a name that no reader opens. Only process 0."""
+    store = store_of(final)
     aside = (final.with_name(f"{final.name}.damaged-{count}") for count in itertools.count(1))
-    if storage.names(final):
-        storage.move(final, next(path for path in aside if not storage.names(path)))
+    if store.names(final):
+        store.move(final, next(path for path in aside if not store.names(path)))
 
 
 def commit(final: Path, attempt: str, manifest: format.Manifest, indexes: Sequence[Index]) -> None:
     """Make `final` appear, whole, at one instant. Only process 0, after `collect`."""
-    folder = temporary_of(final, attempt)
+    store = store_of(final)
+    folder = store.temporary_of(final, attempt)
     format.check_manifest(manifest, final.name)
     for index in indexes:
-        storage.remove(folder / _index_name(index.process, attempt))
+        store.remove(folder / _index_name(index.process, attempt))
     _require_files(folder, manifest)
-    _write_text(folder / format.MANIFEST, format.manifest_text(manifest))
-    if not storage.is_object_store(final):
-        storage.require_regular(folder / format.MANIFEST, folder.name)
-        for part in (*(folder / name for name in format.FOLDERS), folder):
-            storage.sync(part)
-        folder.rename(final)
-        storage.sync(final.parent)
-    storage.require_regular(final / format.MANIFEST, final.name)
-    storage.remove(final / MARK)
+    store.commit(folder, final, format.manifest_text(manifest).encode())
+    require_regular(final / MANIFEST, final.name)
+    store.remove(final / MARK)
 
 
 def _require_files(folder: Path, manifest: format.Manifest) -> None:
     """Every file is there with its length. Else retention would delete an older checkpoint after a rename that failed
     silently."""
-    sizes = {f"{part}/{name}": size for part in format.FOLDERS for name, size in storage.sizes(folder / part).items()}
+    store = store_of(folder)
+    sizes = {f"{part}/{name}": size for part in FOLDERS for name, size in store.sizes(folder / part).items()}
     for file in manifest.files:
         size = sizes.get(file.name)
         if size != file.bytes:
@@ -257,12 +243,7 @@ def _require_files(folder: Path, manifest: format.Manifest) -> None:
 def delete(folder: Path, run: str) -> None:
     """Delete a committed checkpoint; a kill in between leaves it whole, or debris of `run`."""
     _mark(folder, run, _DELETED)
-    if storage.is_object_store(folder):
-        storage.remove(folder / format.MANIFEST)
-    else:
-        folder = folder.rename(temporary_of(folder, uuid.uuid4().hex))
-        storage.sync(folder.parent)
-    discard(folder)
+    discard(store_of(folder).withdraw(folder, uuid.uuid4().hex))
 
 
 def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None, best: int | None = None) -> list[int]:
@@ -274,18 +255,10 @@ def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None, bes
     return [step for step in older if step != best and not (keep_every and step % keep_every == 0)]
 
 
-def _debris(run_folder: Path) -> list[Path]:
-    """Folders of saves and deletions that are unfinished."""
-    paths = [run_folder / name for name in storage.names(run_folder)]
-    if storage.is_object_store(run_folder):
-        return [path for path in paths if format.step_of(path) is not None and not format.is_committed(path)]
-    return [path for path in paths if _TEMPORARY.fullmatch(path.name)]
-
-
 def _read_mark(folder: Path) -> dict[str, str]:
     """The `run` that owns a folder and its `attempt`; {} without a mark."""
     try:
-        mark = json.loads(storage.read(folder / MARK))
+        mark = json.loads(store_of(folder).read(folder / MARK))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return mark if isinstance(mark, dict) else {}
@@ -297,14 +270,15 @@ def _mark(folder: Path, run: str, attempt: str) -> None:
 
 def discard(folder: Path) -> None:
     """Delete a folder that is no checkpoint, its mark last."""
-    for name in storage.names(folder):
+    store = store_of(folder)
+    for name in store.names(folder):
         if name != MARK:
-            storage.remove(folder / name)
-    storage.remove(folder)
+            store.remove(folder / name)
+    store.remove(folder)
 
 
 def _write_text(path: Path, text: str) -> None:
-    storage.write(path, [text.encode()])
+    store_of(path).write(path, [text.encode()])
 
 
 def _index_name(process: int, attempt: str) -> str:
@@ -314,6 +288,51 @@ def _index_name(process: int, attempt: str) -> str:
 def _read_index(path: Path) -> Index:
     """Raises OSError, StoreError, and CheckpointError for a malformed one."""
     try:
-        return Index.model_validate_json(storage.read(path))
+        return Index.model_validate_json(store_of(path).read(path))
     except ValueError as error:
         raise CheckpointError(f"{path}: expected the index that a process of this run writes, found: {error}") from None
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_OURS = "{folder} belongs to somebody else: make it writable."
+_CAUSES = {
+    errno.ENOSPC: "No space is left in {folder}{sizes}.",
+    errno.EDQUOT: "Your quota in {folder} is used up{sizes}.",
+    errno.EFBIG: "A file in {folder} may not become that large: raise the limit (ulimit -f).",
+    errno.EROFS: "{folder} is mounted read-only: mount it for writing.",
+    errno.EACCES: _NOT_OURS,
+    errno.EPERM: _NOT_OURS,
+    errno.EIO: "The storage below {folder} failed: the system's log (dmesg) says why.",
+}
+
+
+def with_cause(error: Exception, folder: Path) -> str:
+    """The error, and below it its cause in `folder`, where we know one."""
+    reason = _cause(error, folder) if isinstance(error, OSError) else ""
+    return f"{error}\n  {reason}" if reason else str(error)
+
+
+def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
+    """Lines for the end of a message, each after a line break: the cause, what is saved in `folder`, what to do.
+
+    `needed_bytes`: of the checkpoint.
+    """
+    reason = _cause(error, folder, needed_bytes)
+    try:
+        steps = format.committed_steps(folder)
+    except Exception:  # the storage that failed may not answer either
+        return f"\n  {reason}" if reason else ""
+    before = "Then"
+    if error.errno in _FULL:
+        prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
+        before = f"Free room there{prune} and"
+    saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
+    rerun = f"{before} rerun the same command: it {f'resumes from {steps[0].name}' if steps else 'begins anew'}."
+    elsewhere = "Or save elsewhere: checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "") + "."
+    return "".join(f"\n  {line}" for line in (reason, saved, rerun, elsewhere) if line)
+
+
+def _cause(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
+    """One sentence; "" for an error that needs none."""
+    sizes = f": {in_units(needed_bytes)} are needed" if needed_bytes else ": free some"
+    return _CAUSES.get(error.errno or 0, "").format(folder=folder, sizes=sizes)

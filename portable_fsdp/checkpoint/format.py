@@ -16,12 +16,9 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from portable_fsdp.checkpoint.storage import FileReader, exists, is_object_store, names, read, require_regular
+from portable_fsdp.checkpoint.storage import MANIFEST, STEP_NAME, exists, require_regular, store_of
 from portable_fsdp.runtime.errors import CheckpointError, table
 from portable_fsdp.runtime.strict_json import parse_json
-
-MANIFEST = "manifest.json"
-FOLDERS = ("model", "optimizer")
 
 IMPORT = "import "
 """Prefix of `written_by.backend` in an import; the format's name follows."""
@@ -39,7 +36,6 @@ DTYPE_BYTES = {name: size for size in _DTYPES for name in _DTYPES[size]}
 SAFETENSORS_DTYPES = {name: _DTYPES[size][name] for size in _DTYPES for name in _DTYPES[size]}
 """torch's name of a dtype -> the name in a safetensors file."""
 
-_STEP_NAME = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"(?:model|optimizer)/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _MAX_ROWS = 12  # of a table of differences
 _MAX_BYTES = 2**30  # of a manifest; one with a million pieces has 30 MB
@@ -191,14 +187,15 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int | None:
     """The step in a folder's name; None for a name that no commit makes."""
-    match = _STEP_NAME.fullmatch(folder.name)
+    match = STEP_NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def committed_steps(run_folder: Path) -> list[Path]:
     """The committed checkpoints, newest first. Readers check whether they are intact."""
-    paths = [run_folder / name for name in names(run_folder)]
-    committed = [path for path in paths if step_of(path) is not None and is_committed(path)]
+    store = store_of(run_folder)
+    paths = [run_folder / name for name in store.names(run_folder) if STEP_NAME.fullmatch(name)]
+    committed = [path for path in paths if store.is_committed(path)]
     return sorted(committed, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
@@ -212,14 +209,14 @@ def best_checkpoint(newest: Path, evaluation: Evaluated | None) -> tuple[Path, s
     if evaluation is None:
         return newest, ""
     best = step_folder(newest.parent, evaluation.best_step)
-    if not is_committed(best):
+    if not store_of(best).is_committed(best):
         return newest, f" (the newest: {best.name}, the best by its evaluation, is gone)"
     return best, f" (the best by its evaluation: eval_loss {evaluation.best_loss:.4f})"
 
 
 def require_checkpoint(folder: Path) -> None:
     """Raises CheckpointError unless `folder`, named by `checkpoint.resume`, exists and isn't a run's."""
-    if not names(folder):  # not `is_dir`: fsspec answers any error with False
+    if not store_of(folder).names(folder):  # not `is_dir`: fsspec answers any error with False
         raise CheckpointError(
             f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {folder}\n"
             "  Name one of run.dir's, as runs/run/checkpoints/step-00000500."
@@ -229,11 +226,6 @@ def require_checkpoint(folder: Path) -> None:
             f"checkpoint.resume: expected a checkpoint's folder, found that of a run: {folder}\n"
             f"  Name one of its checkpoints: checkpoint.resume={below[0]}."
         )
-
-
-def is_committed(folder: Path) -> bool:
-    """In an object store the manifest is the commit; a local folder has its name since the commit."""
-    return exists(folder / MANIFEST) if is_object_store(folder) else folder.is_dir()
 
 
 def check_json(values: Mapping[str, Any]) -> None:
@@ -290,7 +282,7 @@ def read_manifest(folder: Path) -> Manifest:
     if require_regular(path, folder.name) > _MAX_BYTES:
         raise CheckpointError(f"checkpoint {folder.name}: manifest.json: expected at most 1 GiB")
     try:
-        text = read(path).decode()
+        text = store_of(path).read(path).decode()
         content: object = parse_json(text, max_nested=3_000_000)  # 300,000 tensors
         version = cast(dict[str, object], content).get("format_version") if isinstance(content, dict) else None
         if version != 1:
@@ -318,9 +310,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def hash_file(path: Path, name: str) -> FileEntry:
     """The entry of a file as it is now, under its name in the checkpoint. Raises OSError."""
-    digest = xxhash.xxh3_128()
-    with FileReader(path) as source:
-        buffer = memoryview(bytearray(source.chunk_bytes))
+    digest, store = xxhash.xxh3_128(), store_of(path)
+    with store.open(path) as source:
+        buffer = memoryview(bytearray(store.chunk_bytes))
         for start in range(0, source.size, len(buffer)):
             chunk = buffer[: source.size - start]
             source.read_into(start, chunk)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.base import Backend, Piece, Read, TensorState
-from portable_fsdp.checkpoint import commit, format, replicas, storage
+from portable_fsdp.checkpoint import commit, format, replicas
 from portable_fsdp.checkpoint.background import Background, Snapshot
-from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
+from portable_fsdp.checkpoint.commit import Index, ReplicaDigest, way_out
 from portable_fsdp.checkpoint.config_diff import (
     Difference,
     check_allow,
@@ -28,8 +28,8 @@ from portable_fsdp.checkpoint.config_diff import (
 )
 from portable_fsdp.checkpoint.format import NamedSave
 from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_error, together
+from portable_fsdp.checkpoint.storage import MANIFEST, is_link, locate, store_of
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, remove_files, write_pieces
-from portable_fsdp.checkpoint.write_errors import way_out
 from portable_fsdp.config import schema
 from portable_fsdp.layout import Region
 from portable_fsdp.runtime import collective_errors
@@ -103,7 +103,8 @@ class Checkpoints(Closing):
         Raises ConfigError for unknown names in `checkpoint.allow`, CheckpointError for an unknown kind of URL and for
         a config that JSON doesn't round-trip.
         """
-        self.folder = storage.locate(folder)
+        self.folder = locate(folder)
+        self._store = store_of(self.folder)
         self._backend = backend
         self._config, self._model_config = config, model_config
         self._settings = settings or schema.Checkpoint()
@@ -138,7 +139,7 @@ class Checkpoints(Closing):
         final = format.step_folder(self.folder, step)
         as_error = partial(self._as_error, final, None)
         attempt = collective_errors.on_process_0(self._backend, lambda: self._begin(final), as_error)
-        self._unfinished = commit.temporary_of(final, attempt)
+        self._unfinished = self._store.temporary_of(final, attempt)
 
         def take() -> tuple[format.Manifest, dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
             state = self._backend.state(model, optimizer)
@@ -178,21 +179,22 @@ class Checkpoints(Closing):
             unfinished, self._unfinished = self._unfinished, None
             if unfinished is not None and self._backend.process.index == 0:
                 with suppress(Exception):  # the next save removes what stays
-                    if format.step_of(unfinished) is None or not format.is_committed(unfinished):
+                    if format.step_of(unfinished) is None or not self._store.is_committed(unfinished):
                         commit.discard(unfinished)
             raise
 
     def _begin(self, final: Path) -> str:
-        if final.name not in self._search.damaged and format.is_committed(final):
+        is_damaged = final.name in self._search.damaged
+        if not is_damaged and self._store.is_committed(final):
             raise CheckpointError(
                 f"checkpoint {final.name}: expected no such step in {self.folder}, found it committed.\n"
                 "  A run commits a step once: use checkpoint.resume: auto, or another run.dir."
             )
-        storage.make_folder(self.folder)
+        self._store.make_folder(self.folder)
         if not self._has_saved:
             commit.remove_debris(self.folder, self._run)
             self._has_saved = True
-        if storage.is_object_store(final) and final.name in self._search.damaged:
+        if is_damaged:
             commit.set_aside(final)  # the new checkpoint takes its place
         return commit.begin(final, self._run)
 
@@ -273,8 +275,8 @@ class Checkpoints(Closing):
         digests: Sequence[ReplicaDigest] = (),
     ) -> Index:
         """Write this process's files, and its index, which reports an error to process 0."""
-        folder, process = commit.temporary_of(final, attempt), self._backend.process.index
-        if not storage.is_object_store(folder) and not folder.is_dir():
+        folder, process = self._store.temporary_of(final, attempt), self._backend.process.index
+        if folder != final and not folder.is_dir():
             raise CheckpointError(
                 f"checkpoint {final.name}: process {process} cannot see {folder}, which process 0 created:\n"
                 "  checkpoints must lie on a file system that all processes share, or in an object store."
@@ -299,12 +301,10 @@ class Checkpoints(Closing):
         return failure
 
     def _commit(self, final: Path, attempt: str, manifest: format.Manifest) -> None:
-        folder, count = commit.temporary_of(final, attempt), self._backend.process.count
+        folder, count = self._store.temporary_of(final, attempt), self._backend.process.count
         indexes = commit.collect(folder, attempt, count, self._wait_s, self._background.cancelled)
         replicas.require_equal(indexes, manifest.tensors, final, "replicas" in self._settings.allow)
         files, tensors = commit.merge(manifest.tensors, indexes)
-        if not storage.is_object_store(final):
-            commit.set_aside(final)
         commit.commit(final, attempt, manifest.model_copy(update={"files": files, "tensors": tensors}), indexes)
 
     def _remove_outdated(self, committed: Path, best: int | None) -> tuple[int, ...]:
@@ -332,8 +332,7 @@ class Checkpoints(Closing):
 
     def _is_own(self, path: Path) -> bool:
         """Of this run's name, in this folder, and with the sizes of its manifest."""
-        is_link = not storage.is_object_store(path) and path.is_symlink()
-        if is_link or path.name in self._search.damaged:
+        if is_link(path) or path.name in self._search.damaged:
             return False
         try:
             with Reader(path) as reader:
@@ -358,8 +357,9 @@ class Checkpoints(Closing):
 
         def write() -> None:
             manifest = format.read_manifest(path).model_copy(update={"evaluation": evaluation})
-            storage.write(path / format.MANIFEST, [format.manifest_text(manifest).encode()])
-            storage.sync(path)
+            store = store_of(path)
+            store.write(path / MANIFEST, [format.manifest_text(manifest).encode()])
+            store.sync(path)
 
         collective_errors.on_process_0(self._backend, write, partial(self._as_error, path, None))
 

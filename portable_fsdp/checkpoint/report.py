@@ -9,6 +9,7 @@ from typing import Any
 
 from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.config_diff import changed
+from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.runtime.errors import CheckpointError, StoreError, table
 
 
@@ -24,7 +25,7 @@ def facts(path: Path, manifest: format.Manifest) -> dict[str, Any]:
         "evaluation": None if manifest.evaluation is None else manifest.evaluation.model_dump(),
         "base": None if manifest.base is None else manifest.base.model_dump(exclude={"tensors"}),
         "written_by": manifest.written_by.model_dump(),
-        **{folder: _content(manifest, folder) for folder in format.FOLDERS},
+        **{folder: _content(manifest, folder) for folder in FOLDERS},
     }
 
 
@@ -46,7 +47,7 @@ def summary(path: Path, manifest: format.Manifest) -> str:
     if manifest.base is not None:
         left_out = f"{len(manifest.left_out)} tensors, {_elements(manifest.left_out):,} elements"
         lines.append(f"base        {left_out}, left out: {manifest.base}")
-    for folder in format.FOLDERS:
+    for folder in FOLDERS:
         content = _content(manifest, folder)
         lines.append(
             f"{folder:<12}{content['tensors']} tensors, {content['elements']:,} elements, "
@@ -62,11 +63,11 @@ def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             row = facts(path, format.read_manifest(path))
-            rows.append({key: row[key] for key in row if key not in format.FOLDERS})
+            rows.append({key: row[key] for key in row if key not in FOLDERS})
         except StoreError:
             raise
         except CheckpointError as error:
-            if format.is_committed(path):  # else deleted since it was listed
+            if store_of(path).is_committed(path):  # else deleted since it was listed
                 rows.append({"path": str(path), "damaged": str(error)})
     return rows
 

@@ -19,8 +19,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, SAFETENSORS_DTYPES, FileEntry, TensorEntry, is_too_large
+from portable_fsdp.checkpoint.storage import FileReader, store_of
+from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.strict_json import parse_json
 
 _MAX_HEADER = 1 << 25  # bytes; the library's own limit is 100 MB
@@ -28,6 +29,7 @@ _MAX_TENSORS = 150_000  # in one file, which fit into that; Qwen3-30B-A3B has 18
 _MAX_COMMAS = 20  # per tensor
 _MAX_RANK = 16
 _CHUNK = 4 << 20  # bytes
+_CHUNK_ELEMENTS = 1 << 20  # of a conversion
 
 
 class Stored(NamedTuple):
@@ -61,7 +63,7 @@ def write(
             if advance is not None:
                 advance(len(chunk))
 
-    storage.write(path, hashed())
+    store_of(path).write(path, hashed())
     return FileEntry(name=name, bytes=size, xxh3_128=digest.hexdigest())
 
 
@@ -81,7 +83,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 
-def read_header(source: storage.FileReader) -> dict[str, Stored]:
+def read_header(source: FileReader) -> dict[str, Stored]:
     """Every tensor of the file. Raises ValueError for a malformed file, OSError."""
     if source.size < 8:
         raise ValueError(f"expected at least 8 bytes, found {source.size}")
@@ -107,7 +109,7 @@ def read_header(source: storage.FileReader) -> dict[str, Stored]:
     return entries
 
 
-def read_slice(source: storage.FileReader, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
+def read_slice(source: FileReader, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
     """Copy `slices` of a stored tensor into `target`, a view of a host tensor of the same shape and dtype.
 
     Reads whole rows at once, and drops what the slices of other dimensions leave out.
@@ -121,6 +123,84 @@ def read_slice(source: storage.FileReader, stored: Stored, slices: Sequence[slic
     source.read_into(stored.start + rows.start * math.prod(inner) * target.dtype.itemsize, bytes_of(buffer))
     if not direct:
         target.copy_(buffer[(slice(None), *slices[1:])] if slices else buffer)
+
+
+def header_of(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, a plain file. Raises `CheckpointError`."""
+    try:
+        with store_of(path).open(path) as source:
+            return read_header(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected a safetensors file, found: {error}") from None
+
+
+def read_tensor(path: Path, stored: Stored) -> Tensor:
+    """Its bytes, in one allocation of their size. Raises `CheckpointError`."""
+    tensor = torch.empty(stored.entry.shape, dtype=getattr(torch, stored.entry.dtype))
+    try:
+        with store_of(path).open(path) as source:
+            source.read_into(stored.start, bytes_of(tensor))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return tensor
+
+
+def write_tensors(
+    path: Path,
+    entries: Mapping[str, TensorEntry],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    advance: Callable[[int], object] | None = None,
+    name: str = "",
+) -> FileEntry:
+    """Write and fsync a new safetensors file, one tensor of `read(key)` at a time; the caller fsyncs the folder.
+
+    Converts each to the dtype of its entry. Raises `CheckpointError` where a value doesn't fit the dtype.
+    """
+    return write(path, name, entries, lambda key: byte_chunks(key, read, entries[key]), metadata, advance)
+
+
+def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> Iterator[memoryview]:
+    """The bytes of `read(key)` in the dtype of `entry`, a few MiB at a time; as `chunks_of`.
+
+    Raises `CheckpointError` for another shape, and as `converted`.
+    """
+    tensor = read(key)
+    if tuple(tensor.shape) != entry.shape:
+        raise CheckpointError(f"{key}: expected {list(entry.shape)}, found {list(tensor.shape)} in the data")
+    flat = tensor.reshape(-1)
+    del tensor
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        part = converted(key, flat[start : start + _CHUNK_ELEMENTS], entry.dtype).contiguous()
+        with bytes_of(part) as chunk:
+            yield chunk
+
+
+def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
+    """`tensor` in `dtype`. Raises `CheckpointError` where a finite value would become infinite."""
+    target: torch.dtype = getattr(torch, dtype)
+    if tensor.dtype == target:
+        return tensor
+    result = tensor.to(target)
+    if result.isinf().any() and not torch.equal(result.isinf(), tensor.isinf()):
+        raise CheckpointError(
+            f"{key}: expected values that {dtype} can hold (up to {torch.finfo(target).max:.4g}), "
+            f"found {tensor[tensor.isfinite()].abs().max().item():.4g}.\n  Take --dtype bfloat16 or float32."
+        )
+    return result
+
+
+def groups(tensors: Mapping[str, TensorEntry], max_bytes: int) -> Iterator[list[str]]:
+    """Consecutive keys, cut where a group would exceed `max_bytes`; at least one group."""
+    keys: list[str] = []
+    total = 0
+    for key, tensor in tensors.items():
+        if keys and total + tensor.nbytes > max_bytes:
+            yield keys
+            keys, total = [], 0
+        keys.append(key)
+        total += tensor.nbytes
+    yield keys
 
 
 def _content(

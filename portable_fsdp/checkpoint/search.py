@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from portable_fsdp.backends.base import Backend
-from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.format import NamedSave, committed_steps, read_manifest, require_checkpoint, step_of
+from portable_fsdp.checkpoint.storage import exists, locate, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.runtime import collective_errors
@@ -67,7 +68,7 @@ class Search:
             return None
         if resume == "auto" or (own and self._started_from(resume, own)):
             return self._newest(own)
-        return self._named(storage.locate(resume), own)
+        return self._named(locate(resume), own)
 
     def _on_process_0(self, work: Callable[[], T], subject: str | None = None) -> T:
         as_error = partial(as_checkpoint_error, subject or f"checkpoints in {self._folder}")
@@ -75,14 +76,14 @@ class Search:
 
     def _require_shared(self) -> None:
         """Refuse a folder that isn't writable, or that is a different one on another host. Leaves no file."""
-        # The folder may not exist yet: probe the nearest parent that does.
+        store = store_of(self._folder)
+        # A local folder may not exist yet: probe the nearest parent that does.
         parents = (self._folder, *self._folder.absolute().parents)
-        is_store = storage.is_object_store(self._folder)
-        probed = self._folder if is_store else next(path for path in parents if path.exists())
+        probed = next(path for path in parents if path.exists()) if store.is_local else self._folder
         probe = self._on_process_0(lambda: self._write_probe(probed))
 
         def require_probe() -> None:
-            if not storage.exists(probed / probe):
+            if not exists(probed / probe):
                 raise CheckpointError(
                     f"checkpoints in {self._folder}: expected a folder that all processes share, found that process\n"
                     f"  {self._backend.process.index} doesn't see what process 0 writes there. Is it local to each "
@@ -92,15 +93,15 @@ class Search:
         try:
             together(self._backend, f"checkpoints in {self._folder}", require_probe)
         finally:
-            self._on_process_0(lambda: storage.remove(probed / probe))
+            self._on_process_0(lambda: store.remove(probed / probe))
 
     def _write_probe(self, folder: Path) -> str:
-        name = _PROBE + uuid.uuid4().hex
+        name, store = _PROBE + uuid.uuid4().hex, store_of(folder)
         try:
-            for old in storage.names(folder):
+            for old in store.names(folder):
                 if old.startswith(_PROBE):  # a killed start left it
-                    storage.remove(folder / old)
-            storage.write(folder / name, [b""])
+                    store.remove(folder / old)
+            store.write(folder / name, [b""])
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints in {self._folder}: expected a folder that can be written to, found: {error}\n"
@@ -135,7 +136,7 @@ class Search:
         """Refuse to begin anew where the run's events name a save; log where the newest one found is older."""
         newest = next(iter(own), None)
         if newest is None and resume != "auto":  # the way out of a full disk: on from a save, to another folder
-            newest = storage.locate(resume)
+            newest = locate(resume)
             folders = [address.rpartition("/")[0] for address in (without_passwords(str(newest)), last_save.path)]
             newest = newest if _is_same_place(*folders) else None
         if newest is None:
@@ -211,7 +212,4 @@ class Search:
 
 def _is_same_place(a: str, b: str) -> bool:
     """Whether two addresses, paths or URLs, name one place."""
-    paths = storage.locate(a), storage.locate(b)
-    if any(storage.is_object_store(path) for path in paths):
-        return paths[0] == paths[1]
-    return paths[0].resolve() == paths[1].resolve()
+    return locate(a).resolve() == locate(b).resolve()

@@ -1,25 +1,333 @@
-"""Where checkpoints lie: a local folder (`pathlib.Path`) or a prefix in an object store (UPath, over fsspec).
+"""Where checkpoints lie, and the two ways to commit one there: `FolderStore` and `ObjectStore`.
 
-They differ here and in `commit.py` alone: fsync makes a folder durable and a rename is atomic; an object appears whole
-when its upload ends, folders don't exist, and nothing can be renamed.
+A local folder is a `pathlib.Path`. A prefix in an object store is a UPath (over fsspec), which we type as a Path too:
+both join, have parents and names, and answer `stat`. Everything else goes through `store_of(path)`.
 """
 
 import errno
 import os
-import pathlib
+import re
 import shutil
 import stat
-from collections.abc import Generator, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast, final
 
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
-from portable_fsdp.runtime.files import read_regular, sync_folder
+from portable_fsdp.runtime.files import sync_folder
 
-_CHUNK_BYTES = 1 << 20  # read of a local file at a time: it stays in the processor's cache until it is hashed
+MANIFEST = "manifest.json"
+FOLDERS = ("model", "optimizer")
+STEP_NAME = re.compile(r"step-(\d{8,})")
+
+_TEMPORARY = re.compile(r"(step-\d{8,})\.tmp-[0-9a-f]{8}")
 _MAX_READ = 1 << 30  # of one file as a whole; a manifest of a million pieces has 30 MB
 _UPLOAD_BYTES = 16 << 20  # one part of a multipart upload, or one download: large enough to be few
+
+
+class Store(ABC):
+    """The contract. `final` is the folder of a step, `attempt` the id of one attempt to save it."""
+
+    is_local: ClassVar[bool]
+    chunk_bytes: ClassVar[int]  # to read at a time from a file that is read from end to end
+    pauses_s: ClassVar[tuple[float, float]]  # between two looks for another process's file: the first, the longest
+
+    # The commit protocol.
+
+    @abstractmethod
+    def temporary_of(self, final: Path, attempt: str) -> Path:
+        """Where an attempt writes before its commit."""
+
+    @abstractmethod
+    def commit(self, temporary: Path, final: Path, manifest: bytes) -> None:
+        """Make `final` appear, whole, at one instant. All other files are in `temporary`, durably."""
+
+    @abstractmethod
+    def is_committed(self, final: Path) -> bool:
+        """Whether a commit made `final`."""
+
+    @abstractmethod
+    def withdraw(self, final: Path, attempt: str) -> Path:
+        """Undo a commit at one instant. Returns the folder that is left to delete."""
+
+    @abstractmethod
+    def unfinished(self, run_folder: Path, name: str = "") -> list[Path]:
+        """Folders that saves and deletions began and didn't finish: all, or those of the step folder `name`."""
+
+    # Files and folders.
+
+    @abstractmethod
+    def names(self, folder: Path) -> list[str]:
+        """The sorted names in `folder`; none where it doesn't exist. Raises OSError, or a store's own error."""
+
+    @abstractmethod
+    def sizes(self, folder: Path) -> dict[str, int]:
+        """Name -> bytes of the plain files directly in `folder`, by one listing."""
+
+    @abstractmethod
+    def make_folder(self, folder: Path) -> None:
+        """Make it and its parents, with durable names."""
+
+    @abstractmethod
+    def sync(self, folder: Path) -> None:
+        """Make the names in `folder` durable."""
+
+    @abstractmethod
+    def size(self, path: Path) -> int | None:
+        """The bytes of a plain file; None for a link, a folder, or a special file. Raises FileNotFoundError."""
+
+    def read(self, path: Path) -> bytes:
+        """All of a small plain file. Raises OSError, StoreError."""
+        with self.open(path) as file:
+            if file.size > _MAX_READ:
+                raise OSError(f"{path}: expected at most {_MAX_READ:,} bytes, found {file.size:,}")
+            return file.read(0, file.size)
+
+    @abstractmethod
+    def open(self, path: Path) -> "FileReader":
+        """Open a plain file. Raises OSError (for links and special files too) and StoreError."""
+
+    @abstractmethod
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write `chunks` as the file `path` in an existing folder, durably: whole under its name, or absent.
+
+        `sync` of the folder then makes its name durable. Raises OSError, or a store's own error.
+        """
+
+    @abstractmethod
+    def move(self, old: Path, new: Path) -> None:
+        """Rename a folder."""
+
+    @abstractmethod
+    def remove(self, path: Path) -> None:
+        """Delete a file, or a folder with its content, if it exists."""
+
+
+@final
+class FolderStore(Store):
+    """A file system. The rename of a folder is atomic, and is the commit; fsync makes files and names durable."""
+
+    is_local = True
+    chunk_bytes = 1 << 20  # stays in the processor's cache until it is hashed
+    pauses_s = (0.001, 0.1)
+
+    def temporary_of(self, final: Path, attempt: str) -> Path:
+        return final.with_name(f"{final.name}.tmp-{attempt[:8]}")
+
+    def commit(self, temporary: Path, final: Path, manifest: bytes) -> None:
+        self.write(temporary / MANIFEST, [manifest])
+        require_regular(temporary / MANIFEST, temporary.name)
+        for folder in (*(temporary / name for name in FOLDERS), temporary):
+            self.sync(folder)
+        temporary.rename(final)
+        self.sync(final.parent)
+
+    def is_committed(self, final: Path) -> bool:
+        return final.is_dir()  # it has this name since the commit
+
+    def withdraw(self, final: Path, attempt: str) -> Path:
+        withdrawn = final.rename(self.temporary_of(final, attempt))
+        self.sync(final.parent)
+        return withdrawn
+
+    def unfinished(self, run_folder: Path, name: str = "") -> list[Path]:
+        matches = map(_TEMPORARY.fullmatch, self.names(run_folder))
+        return [run_folder / match[0] for match in matches if match and name in ("", match[1])]
+
+    def names(self, folder: Path) -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(os.listdir(folder))
+        return []
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        with suppress(FileNotFoundError), os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
+        return {}
+
+    def make_folder(self, folder: Path) -> None:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
+
+    def sync(self, folder: Path) -> None:
+        sync_folder(folder)
+
+    def size(self, path: Path) -> int | None:
+        with _not_of_the_content(path, _OF_THE_CONTENT):
+            status = path.lstat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def open(self, path: Path) -> "FileReader":
+        with _not_of_the_content(path, _OF_THE_CONTENT):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise OSError(f"{path}: expected a plain file, found a special one")
+
+        def read_into(start: int, buffer: memoryview) -> None:
+            while buffer:
+                with _not_of_the_content(path, _OF_THE_CONTENT):
+                    count = os.preadv(descriptor, [buffer], start)
+                if count == 0:
+                    raise OSError(f"{path}: expected {len(buffer)} more bytes at {start}, found its end")
+                start, buffer = start + count, buffer[count:]
+
+        return FileReader(status.st_size, read_into, lambda: os.close(descriptor))
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        part = part_of(path)
+        try:
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
+            try:
+                for chunk in chunks:
+                    with memoryview(chunk) as content:
+                        done = 0
+                        while done < len(content):
+                            done += os.write(descriptor, content[done:])
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(part, path)
+        except Exception as error:
+            if isinstance(error, OSError) and error.filename is None:  # a write or an fsync names no file
+                error.filename = str(path)
+            with suppress(OSError):  # makes room on a full disk for the error's own file
+                part.unlink(missing_ok=True)
+            raise
+
+    def move(self, old: Path, new: Path) -> None:
+        old.rename(new)
+
+    def remove(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@final
+class ObjectStore(Store):
+    """An object store. An object appears whole when its upload ends; folders don't exist, and nothing can be renamed.
+
+    So all processes write under the final name from the start, and the upload of the manifest is the commit.
+    """
+
+    is_local = False
+    chunk_bytes = _UPLOAD_BYTES  # each is a request
+    pauses_s = (0.1, 2.0)
+
+    def temporary_of(self, final: Path, attempt: str) -> Path:
+        return final
+
+    def commit(self, temporary: Path, final: Path, manifest: bytes) -> None:
+        self.write(final / MANIFEST, [manifest])
+
+    def is_committed(self, final: Path) -> bool:
+        return exists(final / MANIFEST)
+
+    def withdraw(self, final: Path, attempt: str) -> Path:
+        self.remove(final / MANIFEST)
+        return final
+
+    def unfinished(self, run_folder: Path, name: str = "") -> list[Path]:
+        steps = [run_folder / each for each in self.names(run_folder) if STEP_NAME.fullmatch(each)]
+        return [path for path in steps if name in ("", path.name) and not self.is_committed(path)]
+
+    def names(self, folder: Path) -> list[str]:
+        try:
+            # Not `iterdir`: it calls `isdir` first, and fsspec answers any error there with False.
+            keys: list[str] = _client(folder).ls(_key(folder), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        own = _key(folder).strip("/")  # some stores keep the folder itself as an empty object, and list it
+        return sorted({key.rstrip("/").rpartition("/")[2] for key in keys if key.strip("/") != own})
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        objects: dict[str, dict[str, Any]] = _client(folder).find(_key(folder), detail=True)
+        return {key.rpartition("/")[2]: int(info["size"]) for key, info in objects.items()}
+
+    def make_folder(self, folder: Path) -> None:
+        pass
+
+    def sync(self, folder: Path) -> None:
+        pass
+
+    def size(self, path: Path) -> int | None:
+        with _not_of_the_content(path):
+            return path.stat().st_size
+
+    def open(self, path: Path) -> "FileReader":
+        def read_into(start: int, buffer: memoryview) -> None:
+            if not buffer:  # a store would take an empty range for the whole object
+                return
+            with _not_of_the_content(path):  # by name: the second parameter of s3fs is another
+                content = _client(path).cat_file(_key(path), start=start, end=start + len(buffer))
+            if len(content) != len(buffer):
+                raise OSError(f"{path}: expected {len(buffer)} bytes at {start}, found {len(content)}")
+            buffer[:] = content
+
+        return FileReader(self.size(path) or 0, read_into, lambda: None)
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        file = _client(path).open(_key(path), "wb", block_size=_UPLOAD_BYTES, autocommit=False)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+            file.close()
+            file.commit()
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+            raise
+
+    def move(self, old: Path, new: Path) -> None:
+        """Copy, then delete: a kill may leave both."""
+        client, start = _client(old), _key(old)
+        for key in client.find(start):  # not `mv`: s3fs would try to copy folders, which don't exist
+            client.copy(key, _key(new) + key.removeprefix(start))
+        self.remove(old)
+
+    def remove(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            _client(path).rm(_key(path), recursive=True)
+
+
+class FileReader:
+    """An open file of `size` bytes, read at any offset. A context manager."""
+
+    def __init__(self, size: int, read_into: Callable[[int, memoryview], None], close: Callable[[], None]) -> None:
+        self.size = size
+        self.read_into = read_into
+        """Fill a buffer of bytes from an offset. Raises OSError where the file is too short, StoreError."""
+        self._close = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, once."""
+        self._close()
+
+    def read(self, start: int, size: int) -> bytes:
+        """`size` bytes from offset `start`."""
+        content = bytearray(size)
+        self.read_into(start, memoryview(content))
+        return bytes(content)
+
+
+_FOLDERS, _OBJECTS = FolderStore(), ObjectStore()
+
+
+def store_of(path: Path) -> Store:
+    """The store in which `path` lies."""
+    return _FOLDERS if isinstance(cast(object, path), Path) else _OBJECTS
 
 
 def locate(address: str | Path) -> Path:
@@ -51,34 +359,6 @@ def locate(address: str | Path) -> Path:
     return cast(Path, path)
 
 
-def is_object_store(path: Path) -> bool:
-    """Whether the manifest is the commit, because no folder can be renamed."""
-    return not isinstance(cast(object, path), pathlib.Path)
-
-
-def names(folder: Path) -> list[str]:
-    """The sorted names in `folder`; none where it doesn't exist. Raises OSError, or a store's own error."""
-    try:
-        if not is_object_store(folder):
-            return sorted(os.listdir(folder))
-        # Not `iterdir`: it calls `isdir` first, and fsspec answers any error there with False.
-        keys: list[str] = _store(folder).ls(_key(folder), detail=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    own = _key(folder).strip("/")  # some stores keep the folder itself as an empty object, and list it
-    return sorted({key.rstrip("/").rpartition("/")[2] for key in keys if key.strip("/") != own})
-
-
-def sizes(folder: Path) -> dict[str, int]:
-    """Name -> bytes of the plain files directly in `folder`, by one listing."""
-    if not is_object_store(folder):
-        with suppress(FileNotFoundError), os.scandir(folder) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
-        return {}
-    objects: dict[str, dict[str, Any]] = _store(folder).find(_key(folder), detail=True)
-    return {key.rpartition("/")[2]: int(info["size"]) for key, info in objects.items()}
-
-
 def exists(path: Path) -> bool:
     """Whether a file is there. Raises where a store doesn't answer; fsspec's own `exists` returns False."""
     try:
@@ -88,165 +368,25 @@ def exists(path: Path) -> bool:
     return True
 
 
-def read(path: Path) -> bytes:
-    """All of a small file. Raises OSError, StoreError."""
-    with _store_errors(path):
-        return path.read_bytes() if is_object_store(path) else read_regular(path, path.parent, _MAX_READ)
-
-
-def make_folder(folder: Path) -> None:
-    """Make it and its parents, with durable names. An object store has no folders."""
-    if is_object_store(folder):
-        return
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync_folder(path.parent)
-
-
-def sync(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    if not is_object_store(folder):
-        sync_folder(folder)
-
-
-def remove(path: Path) -> None:
-    """Delete a file, or a folder with its content, if it exists."""
-    if is_object_store(path):
-        with suppress(FileNotFoundError):
-            _store(path).rm(_key(path), recursive=True)
-    elif path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def move(old: Path, new: Path) -> None:
-    """Rename a folder; in an object store copy, then delete, so that a kill may leave both."""
-    if is_object_store(old):
-        store, start = _store(old), _key(old)
-        for key in store.find(start):  # not `mv`: s3fs would try to copy folders, which don't exist
-            store.copy(key, _key(new) + key.removeprefix(start))
-        remove(old)
-    else:
-        old.rename(new)
-
-
-def write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write `chunks` as the file `path` in an existing folder, durably: whole under its name, or absent.
-
-    `sync` of the folder then makes its name durable. Raises OSError.
-    """
-    if is_object_store(path):
-        _upload(path, chunks)
-        return
-    part = part_of(path)
-    try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
-        try:
-            for chunk in chunks:
-                with memoryview(chunk) as content:
-                    done = 0
-                    while done < len(content):
-                        done += os.write(descriptor, content[done:])
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(part, path)
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename is None:  # a write or an fsync names no file
-            error.filename = str(path)
-        with suppress(OSError):  # makes room on a full disk for the error's own file
-            part.unlink(missing_ok=True)
-        raise
+def is_link(path: Path) -> bool:
+    """Whether it is a symbolic link. Object stores have none, and asking costs a request."""
+    return store_of(path).is_local and path.is_symlink()
 
 
 def part_of(path: Path) -> Path:
-    """The name that a kill in `write` leaves behind."""
+    """The name that a kill in `FolderStore.write` leaves behind."""
     return path.with_name(f"{path.name}.part")
-
-
-def _upload(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    file = _store(path).open(_key(path), "wb", block_size=_UPLOAD_BYTES, autocommit=False)
-    try:
-        for chunk in chunks:
-            file.write(chunk)
-        file.close()
-        file.commit()
-    except BaseException:
-        with suppress(Exception):
-            file.discard()
-        raise
-
-
-class FileReader:
-    """An open file that is read at any offset. A context manager. Raises OSError (for links and special files too) and
-    StoreError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        # For a file that is read from end to end; in an object store each chunk is a request.
-        self.chunk_bytes = _UPLOAD_BYTES if is_object_store(path) else _CHUNK_BYTES
-        with _store_errors(path):
-            if is_object_store(path):
-                self.size = path.stat().st_size
-                return
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        status = os.fstat(self._descriptor)
-        self.size = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise OSError(f"{path}: expected a plain file, found a special one")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file, once or again."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer of bytes from offset `start`; OSError where the file is too short."""
-        if self._descriptor is None:
-            if not buffer:  # a store would take an empty range for the whole object
-                return
-            # By name: the second parameter of s3fs is another.
-            with _store_errors(self._path):
-                content = _store(self._path).cat_file(_key(self._path), start=start, end=start + len(buffer))
-            if len(content) != len(buffer):
-                raise OSError(f"{self._path}: expected {len(buffer)} bytes at {start}, found {len(content)}")
-            buffer[:] = content
-            return
-        while buffer:
-            with _store_errors(self._path):
-                count = os.preadv(self._descriptor, [buffer], start)
-            if count == 0:
-                raise OSError(f"{self._path}: expected {len(buffer)} more bytes at {start}, found its end")
-            start, buffer = start + count, buffer[count:]
-
-    def read(self, start: int, size: int) -> bytes:
-        """`size` bytes from offset `start`."""
-        content = bytearray(size)
-        self.read_into(start, memoryview(content))
-        return bytes(content)
 
 
 def require_regular(path: Path, name: str) -> int:
     """The size of a plain file in bytes. Raises CheckpointError for an absent file, a link, a folder or a pipe."""
     try:
-        with _store_errors(path):
-            status = path.stat() if is_object_store(path) else path.lstat()
+        size = store_of(path).size(path)
     except OSError:
         raise CheckpointError(f"checkpoint {name}: expected the file {path}, found none") from None
-    if not is_object_store(path) and not stat.S_ISREG(status.st_mode):
+    if size is None:
         raise CheckpointError(f"checkpoint {name}: {path}: expected a plain file, found a link or a special file")
-    return status.st_size
+    return size
 
 
 _OF_THE_CONTENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO}
@@ -254,13 +394,16 @@ _OF_THE_CONTENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno
 
 
 @contextmanager
-def _store_errors(path: Path) -> Generator[None]:
-    """Errors that say nothing about the content at `path` become StoreError; stores raise errors of many classes."""
+def _not_of_the_content(path: Path, of_the_content: Collection[int | None] = ()) -> Generator[None]:
+    """Turns errors that say nothing about the content at `path` into StoreError.
+
+    Stores raise errors of many classes; on a file system `of_the_content` are the numbers of those that say something.
+    """
     try:
         yield
     except Exception as error:
-        is_of_content = not isinstance(error, OSError) or error.errno in _OF_THE_CONTENT
-        if isinstance(error, FileNotFoundError) or (is_of_content and not is_object_store(path)):
+        says_much = of_the_content and (not isinstance(error, OSError) or error.errno in of_the_content)
+        if says_much or isinstance(error, FileNotFoundError):
             raise
         raise StoreError(
             f"{path}: expected to be able to read it, found {type(error).__name__}: {error}\n"
@@ -268,7 +411,7 @@ def _store_errors(path: Path) -> Generator[None]:
         ) from error
 
 
-def _store(path: Path) -> Any:
+def _client(path: Path) -> Any:
     return cast(Any, path).fs
 
 

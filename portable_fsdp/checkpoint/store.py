@@ -19,11 +19,11 @@ import xxhash
 from torch import Tensor
 
 from portable_fsdp.backends.base import Piece, Rank, TensorState
-from portable_fsdp.checkpoint import format, safetensors, storage
+from portable_fsdp.checkpoint import format, safetensors
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.replicas import digest_of
 from portable_fsdp.checkpoint.safetensors import Stored
-from portable_fsdp.checkpoint.storage import FileReader, require_regular
+from portable_fsdp.checkpoint.storage import FOLDERS, FileReader, is_link, require_regular, store_of
 from portable_fsdp.layout import Region, full_region
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.version import __version__
@@ -87,8 +87,9 @@ def write_pieces(
     one. Raises OSError, TypeError.
     """
     tensors = {key: format.TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
-    # In an object store a straggler of an earlier attempt must not overwrite this one's files.
-    mark = f"-{attempt[:8]}" if storage.is_object_store(folder) else ""
+    store = store_of(folder)
+    # The name of each file, or of its folder, has the attempt: a straggler of an earlier one overwrites nothing.
+    mark = "" if attempt[:8] in folder.name else f"-{attempt[:8]}"
     shards: dict[str, dict[str, Piece]] = {}
     for key, entry in tensors.items():
         for ordinal, piece in enumerate(piece for piece in pieces[key] if piece.data.numel()):
@@ -99,19 +100,20 @@ def write_pieces(
             entry.sizes.extend(piece.data.shape)
     digested = list(copies)
     files = tuple(_write_shard(folder, name, shard, tensors, digested) for name, shard in shards.items())
-    for name in format.FOLDERS:
-        storage.sync(folder / name)
+    for name in FOLDERS:
+        store.sync(folder / name)
     written = {key: entry for key, entry in tensors.items() if entry.files}
     return Index(attempt=attempt, process=process, files=files, tensors=written, copies=tuple(digested))
 
 
 def remove_files(folder: Path, process: int) -> None:
     """Delete the files of `write_pieces` of this process, as far as the storage allows."""
-    for path in (folder / name for name in format.FOLDERS):
+    store = store_of(folder)
+    for path in (folder / name for name in FOLDERS):
         with suppress(Exception):  # object stores raise many classes
-            for name in storage.names(path):
+            for name in store.names(path):
                 if name.startswith(f"shard-{process:05d}-"):
-                    storage.remove(path / name)
+                    store.remove(path / name)
 
 
 class Reader:
@@ -125,8 +127,9 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = manifest = format.read_manifest(folder)
-        for name in format.FOLDERS:
-            if not storage.is_object_store(folder) and (folder / name).is_symlink():
+        self._store = store_of(folder)
+        for name in FOLDERS:
+            if is_link(folder / name):
                 raise CheckpointError(f"checkpoint {folder.name}: {name}/: expected a folder, found a link")
         self._pieces: list[dict[str, int]] = [{} for _ in manifest.files]  # file -> key -> number of its piece
         for key, tensor in manifest.tensors.items():
@@ -249,7 +252,7 @@ class Reader:
         file = self.manifest.files[number]
         require_regular(self.folder / file.name, self.folder.name)
         try:
-            source = FileReader(self.folder / file.name)
+            source = self._store.open(self.folder / file.name)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.folder.name}: {file.name}: {error}") from None
         self._open[number] = source

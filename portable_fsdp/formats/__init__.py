@@ -1,7 +1,8 @@
 """Checkpoints in the formats of other tools: a module and a row of `FORMATS` for each.
 
 May import `checkpoint` and what that may. `checkpoint import|export` loads the format that a user names; a training run
-loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`, then `importing.py`, and any format.
+loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`, `importing.py`, `exporting.py`, then
+any format.
 """
 
 from pathlib import Path

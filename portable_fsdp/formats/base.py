@@ -7,20 +7,19 @@ export hold one tensor at a time, in the order of our files.
 """
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from portable_fsdp.checkpoint.format import TensorEntry, folder_of
+from portable_fsdp.checkpoint.format import TensorEntry, folder_of, is_too_large
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
-from portable_fsdp.formats import EXPORTS, MODULES, OF_TRANSFORMERS, SINGLE_FILE
-from portable_fsdp.formats.model_card import write_card
-from portable_fsdp.formats.target import new_file, new_folder, require_new, require_replaceable
+from portable_fsdp.formats import MODULES
 from portable_fsdp.runtime.errors import CheckpointError
 
 SaveTokenizer = Callable[[Path], None]
@@ -61,25 +60,6 @@ def load_format(name: str) -> Any:
     return import_module(f"portable_fsdp.formats.{MODULES.get(name, name)}")
 
 
-def export_checkpoint(checkpoint: Path, name: str, target: Path, options: ExportOptions) -> None:
-    """Write the checkpoint in a folder as `target`, in a format of `EXPORTS`. For one process.
-
-    Hashes the files that it needs first. Replaces an older export in `target` once the new one is complete. Raises
-    `CheckpointError`: a damaged checkpoint, something else in `target`.
-    """
-    is_file = name in SINGLE_FILE
-    (require_new if is_file else require_replaceable)(target)
-    with Reader(checkpoint) as reader:
-        write = load_format(name).export(reader, options)
-        reader.verify(folder=EXPORTS[name], advance=options.advance)
-        with new_file(target) if is_file else new_folder(target, reader.manifest) as unfinished:
-            write(unfinished)
-            if options.save_tokenizer is not None and not is_file:
-                options.save_tokenizer(unfinished)
-            if name in OF_TRANSFORMERS:
-                write_card(unfinished, reader.manifest, OF_TRANSFORMERS[name])
-
-
 def weights_of(reader: Reader, dtype: str | None = None) -> dict[str, TensorEntry]:
     """The tensors of the model, in another `dtype`."""
     tensors = reader.manifest.tensors.items()
@@ -104,3 +84,29 @@ def file_inside(folder: Path, name: object) -> Path:
         )
     require_regular(folder / name, folder.name)
     return folder / name
+
+
+def check_numbers(where: str, value: object, what: str = "a shape (at most 16 sizes)") -> tuple[int, ...]:
+    """`value` as a tuple, if it is a list of at most 16 integers, none negative. Raises `CheckpointError`."""
+    numbers: tuple[Any, ...] = tuple(cast(Any, value)) if isinstance(value, list | tuple) else (None,)
+    if len(numbers) > 16 or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise CheckpointError(f"{where}: expected {what}, found {reprlib.repr(value)}")
+    return numbers
+
+
+def check_shape(where: str, shape: object) -> tuple[int, ...]:
+    """`shape` as a tuple, if it is a list of sizes whose strides and bytes fit 64 bits. Raises `CheckpointError`."""
+    sizes = check_numbers(where, shape)
+    if is_too_large(sizes):  # for a manifest too: what we read we can write
+        raise CheckpointError(f"{where}: expected at most 2**59 elements, found shape {list(sizes)}")
+    return sizes
+
+
+@contextmanager
+def torch_saving(path: Path) -> Generator[None]:
+    """Turns the RuntimeError that torch.save's zip writer raises for a failed write into an OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__context__ or error  # the first failure; closing the writer raises a second one
+        raise OSError(f"{path.name}: {(str(cause).splitlines() or [''])[0]}") from error

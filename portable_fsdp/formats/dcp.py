@@ -29,13 +29,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
+from portable_fsdp.checkpoint.safetensors import converted, groups
+from portable_fsdp.checkpoint.storage import store_of
 from portable_fsdp.checkpoint.store import Advance, Reader
-from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, as_dtype, file_inside
+from portable_fsdp.formats.base import (
+    ExportOptions,
+    ForeignCheckpoint,
+    as_dtype,
+    check_numbers,
+    check_shape,
+    file_inside,
+    torch_saving,
+)
 from portable_fsdp.formats.names import names_of
-from portable_fsdp.formats.safetensors_file import check_numbers, check_shape, converted, groups
-from portable_fsdp.formats.target import torch_saving
 from portable_fsdp.formats.torch_file import check_members
 from portable_fsdp.formats.unpickle import Record, read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
@@ -126,7 +133,7 @@ def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
         last = folder / f"__0_{len(files)}.distcp"
         places = _write_file(last, {"step": entry}, lambda _: step, options.advance)
         written.append(DcpEntry(_STEP_PATH, entry, places["step"]))
-        storage.write(folder / METADATA, [pickle.dumps(_metadata(written))])
+        store_of(folder).write(folder / METADATA, [pickle.dumps(_metadata(written))])
 
     return write
 

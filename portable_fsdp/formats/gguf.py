@@ -6,8 +6,7 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
-from portable_fsdp.formats.base import ForeignCheckpoint
-from portable_fsdp.formats.safetensors_file import check_shape
+from portable_fsdp.formats.base import ForeignCheckpoint, check_shape
 from portable_fsdp.models.architecture import config_to_json
 from portable_fsdp.models.gguf import GgufFile, is_gguf
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError

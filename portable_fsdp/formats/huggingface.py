@@ -9,12 +9,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors
-from portable_fsdp.checkpoint.safetensors import Stored
+from portable_fsdp.checkpoint.safetensors import Stored, groups, header_of, read_tensor, write_tensors
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.base import FLOAT_DTYPES, ExportOptions, ForeignCheckpoint, as_dtype, file_inside
 from portable_fsdp.formats.names import config_object, config_of
 from portable_fsdp.formats.peft import merged, opened_folder
-from portable_fsdp.formats.safetensors_file import groups, read_header, read_tensor, write_file
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.safetensors_folder import INDEX, SINGLE
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -63,7 +62,7 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     weight_map = _weight_map(path) if (path / INDEX).exists() else None
     for name in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
         file = file_inside(path, name)
-        for key, tensor in read_header(file).items():
+        for key, tensor in header_of(file).items():
             if weight_map is None or weight_map.get(key) == name:
                 stored[key] = file, tensor
     for key, name in sorted((weight_map or {}).items()):
@@ -132,7 +131,7 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for number, keys in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
-        write_file(folder / file, {key: tensors[key] for key in keys}, read, {}, options.advance)
+        write_tensors(folder / file, {key: tensors[key] for key in keys}, read, {}, options.advance)
         weight_map.update(dict.fromkeys(keys, file))
     if len(shards) > 1:
         metadata = {"total_size": bytes_of_tensors(tensors)}

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from portable_fsdp.checkpoint import commit, format, storage
+from portable_fsdp.checkpoint import commit, format
+from portable_fsdp.checkpoint.safetensors import groups, write_tensors
+from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
 from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
 from portable_fsdp.formats.base import ForeignCheckpoint, as_dtype, load_format
 from portable_fsdp.formats.names import choose_tensors, config_of, names_of
-from portable_fsdp.formats.safetensors_file import groups, write_file
 from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
@@ -86,17 +87,18 @@ def import_checkpoint(
 @contextmanager
 def _new_checkpoint(final: Path) -> Generator[tuple[str, Path]]:
     """The id and the folder of an attempt by a single process, which an error removes."""
-    if format.is_committed(final):
+    store = store_of(final)
+    if store.is_committed(final):
         raise CheckpointError(
             f"import to {final}: expected no such step, found it committed. Name another run's folder."
         )
     attempt = commit.begin(final, format.IMPORTED)
-    temporary = commit.temporary_of(final, attempt)
+    temporary = store.temporary_of(final, attempt)
     try:
         yield attempt, temporary
     except BaseException:
         with suppress(Exception):  # a storage that doesn't answer: the first error says so
-            if temporary != final or not format.is_committed(final):
+            if temporary != final or not store.is_committed(final):
                 commit.discard(temporary)
         raise
 
@@ -130,7 +132,7 @@ def _write(
     """The files, and each tensor with its one piece; an empty one has none."""
     entries: dict[str, format.TensorEntry] = {}
     files: list[format.FileEntry] = []
-    for part in format.FOLDERS:
+    for part in FOLDERS:
         below = {key: tensor for key, tensor in tensors.items() if format.folder_of(key) == part}
         for ordinal, keys in enumerate(groups(below, max_file_bytes)):
             name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # `commit.py` says why
@@ -141,6 +143,6 @@ def _write(
                 entries[key] = entries[key].model_copy(update=piece)
             if written:
                 metadata = dcp_metadata({key: entries[key].offsets for key in written})
-                files.append(write_file(folder / name, written, read, metadata, advance, name))
-        storage.sync(folder / part)
+                files.append(write_tensors(folder / name, written, read, metadata, advance, name))
+        store_of(folder).sync(folder / part)
     return tuple(files), entries

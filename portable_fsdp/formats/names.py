@@ -12,8 +12,8 @@ import xxhash
 
 from portable_fsdp.backends.base import persistent_buffers
 from portable_fsdp.checkpoint.format import folder_of
+from portable_fsdp.checkpoint.safetensors import byte_chunks
 from portable_fsdp.formats.base import ForeignCheckpoint
-from portable_fsdp.formats.safetensors_file import byte_chunks
 from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import read_regular

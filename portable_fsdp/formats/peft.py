@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry
+from portable_fsdp.checkpoint.safetensors import write_tensors
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
 from portable_fsdp.formats.base import ExportOptions, as_dtype, weights_of
 from portable_fsdp.formats.names import model_on_meta
-from portable_fsdp.formats.safetensors_file import write_file
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.exported import require_as_exported
@@ -53,7 +53,7 @@ def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         settings.save_pretrained(str(folder))
-        write_file(folder / lora.WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {}, options.advance)
+        write_tensors(folder / lora.WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {}, options.advance)
 
     return write
 

@@ -4,12 +4,12 @@ import logging
 from pathlib import Path
 
 from portable_fsdp.backends.base import Backend
+from portable_fsdp.checkpoint.commit import with_cause
 from portable_fsdp.checkpoint.format import Evaluated, best_checkpoint
-from portable_fsdp.checkpoint.write_errors import with_cause
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.tokenize import Tokenizer
-from portable_fsdp.formats.base import ExportOptions, export_checkpoint
-from portable_fsdp.formats.target import require_replaceable
+from portable_fsdp.formats.base import ExportOptions
+from portable_fsdp.formats.exporting import export_checkpoint, require_replaceable
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.errors import TrainingError
 

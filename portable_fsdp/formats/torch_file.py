@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.checkpoint.safetensors import byte_chunks
 from portable_fsdp.checkpoint.storage import part_of, require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader
-from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, weights_of
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, check_shape, torch_saving, weights_of
 from portable_fsdp.formats.names import names_of
-from portable_fsdp.formats.safetensors_file import byte_chunks, check_shape
-from portable_fsdp.formats.target import torch_saving
 from portable_fsdp.runtime.errors import CheckpointError
 
 _NESTED = ("model", "state_dict", "model_state_dict")

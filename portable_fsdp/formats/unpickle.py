@@ -66,17 +66,9 @@ class _Table(dict[Any, Any]):
         super().__setitem__(key, value)
 
 
-def _size(sizes: object = ()) -> object:
-    return sizes
-
-
-def _ordered_dict() -> _Table:
-    return _Table()
-
-
 _PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): _size,
-    ("collections", "OrderedDict"): _ordered_dict,
+    ("torch", "Size"): lambda sizes=(): sizes,
+    ("collections", "OrderedDict"): lambda: _Table(),  # takes no items, which would go past `__setitem__`
 }
 
 

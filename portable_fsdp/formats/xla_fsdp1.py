@@ -16,8 +16,7 @@ from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.formats import torch_file
-from portable_fsdp.formats.base import ForeignCheckpoint
-from portable_fsdp.formats.safetensors_file import check_numbers, check_shape
+from portable_fsdp.formats.base import ForeignCheckpoint, check_numbers, check_shape
 from portable_fsdp.formats.torch_file import entry_of, load_mapped
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import names_in

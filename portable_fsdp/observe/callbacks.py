@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from portable_fsdp.checkpoint.write_errors import with_cause
+from portable_fsdp.checkpoint.commit import with_cause
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.stragglers import Straggler
 from portable_fsdp.runtime.errors import TrainingError

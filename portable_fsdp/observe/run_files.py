@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import psutil
 
-from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.format import NamedSave
 from portable_fsdp.config.load import config_text
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
@@ -282,8 +281,7 @@ class RunFiles(Callback):
         self._events.write("samples", step=samples.step, seconds=samples.seconds)
 
     def on_save(self, save: "Saved") -> None:
-        is_local = not storage.is_object_store(save.path)
-        self._events.write("save", **save._asdict() | {"path": save.path.absolute() if is_local else save.path})
+        self._events.write("save", **save._asdict() | {"path": save.path.absolute()})
 
     def on_profile(self, profile: ProfileEnd) -> None:
         figures = profile.summary._asdict()

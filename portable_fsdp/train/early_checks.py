@@ -18,7 +18,7 @@ from portable_fsdp.checkpoint.format import (
     step_of,
     verify_file,
 )
-from portable_fsdp.checkpoint.storage import is_object_store, locate
+from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
@@ -45,7 +45,7 @@ def check_paths(config: Config) -> None:
     if config.checkpoint.resume not in ("auto", "none"):
         own, other = checkpoint_folder(config), locate(config.checkpoint.resume)
         # A run with checkpoints of its own resumes from those: checkpoint.resume says where it began.
-        if not (is_object_store(own) or is_object_store(other) or committed_steps(own)):
+        if store_of(own).is_local and store_of(other).is_local and not committed_steps(own):
             require_checkpoint(other)
 
 
@@ -61,7 +61,7 @@ def nothing_left(config: Config) -> str | None:
     there is something to export.
     """
     folder, checkpoint = checkpoint_folder(config), config.checkpoint
-    if checkpoint.resume != "auto" or checkpoint.export or config.train.steps is None or is_object_store(folder):
+    if checkpoint.resume != "auto" or checkpoint.export or config.train.steps is None or not store_of(folder).is_local:
         return None
     last = min(config.train.steps, config.train.stop_at or config.train.steps)
     newest = next(iter(committed_steps(folder)), None)

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from workers import Group, Workers, marked
 
-from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+from portable_fsdp.formats.base import ExportOptions
+from portable_fsdp.formats.exporting import export_checkpoint
 
 SAVED_AT, STEPS = 19, 20
 

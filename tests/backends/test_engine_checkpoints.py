@@ -110,7 +110,7 @@ def test_every_instant_of_a_save_resumes_elsewhere(
 ) -> None:
     """The files of every instant of a save are kept; another engine resumes from each, on other devices.
 
-    tests/checkpoint/test_crashes.py kills at each of the same operations, with another backend.
+    tests/checkpoint/test_faults.py kills at each of the same operations, with another backend.
     """
     (kept := tmp_path / "kept").mkdir()
     case = Case(model="llama_tied", steps=3)

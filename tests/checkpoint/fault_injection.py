@@ -1,7 +1,7 @@
-"""Processes that die at a chosen operation on the file system or the object store. Patched below the store.
+"""Processes that die, or meet an error, at a chosen operation on the file system or the object store.
 
-A process is a thread with a number, and the threads that it starts. A dead one does nothing more: whatever it would
-do to a file raises `Killed`, which no code of ours catches.
+Patched below the store. A process is a thread with a number, and the threads that it starts. A dead one does nothing
+more: whatever it would do to a file raises `Killed`, which no code of ours catches.
 """
 
 import fcntl
@@ -11,10 +11,10 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
@@ -51,66 +51,98 @@ def current_process() -> int | None:
     return cast(int | None, getattr(threading.current_thread(), "process", None))
 
 
-class Operation:
+class Operation(NamedTuple):
     """What one process did to one name."""
 
-    def __init__(self, process: int, name: str, arguments: tuple[Any, ...]) -> None:
-        self.process, self.name, self.arguments = process, name, arguments
-
-    def __repr__(self) -> str:
-        return f"process {self.process}: {self.name} {self.arguments}"
+    process: int
+    name: str
+    arguments: tuple[Any, ...]
 
 
-class Death:
-    """Kills at the `point`-th operation of `process`, before it or (`torn`) in the middle of a write.
+class Flaw(NamedTuple):
+    """What an operation of these names does instead of its work."""
 
-    `alone`: the others live on, and learn of it as they do from a process group: their next collective fails.
+    operations: Collection[str]
+    instead: Callable[..., Any]
+
+
+def dies(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    raise Killed
+
+
+IN_FOLDERS = ("open", "write", "mkdir", "replace", "rename", "unlink", "remove", "rmdir", "fsync")
+IN_STORES = ("upload", "rm_file", "cp_file")
+EVERYWHERE = Flaw((*IN_FOLDERS, *IN_STORES), dies)
+"""The death of a process, at any operation."""
+
+
+class Injection:
+    """The `point`-th operation of `process` goes wrong by `flaw`, or (`lasting`) each that fits from there on.
+
+    A flaw that kills ends all processes. `alone`: the others live on, and learn of it as they do from a process group:
+    their next collective fails.
     """
 
-    def __init__(self, process: int = 0, point: int = 0, *, torn: bool = False, alone: bool = False) -> None:
-        self.process, self.point, self.torn, self.alone = process, point, torn, alone
+    def __init__(
+        self, flaw: Flaw | None = None, process: int = 0, point: int = 0, *, lasting: bool = False, alone: bool = False
+    ) -> None:
+        self.flaw, self.process, self.point, self.lasting, self.alone = flaw, process, point, lasting, alone
         self.tried: list[Operation] = []
         self.done: list[Operation] = []  # without those that failed: a folder to make that is there
-        self.counts = Counter[int]()
-        self.struck: Operation | None = None
+        self.hits, self.has_killed = 0, False
+        self._counts = Counter[int]()
         self._backends: list[PlainBackend] = []
-        self._opened: list[Checkpoints] = []
+        self.opened: list[Checkpoints] = []  # whose background saves end with their process
         self._lock = threading.RLock()
 
-    def join(self, backend: PlainBackend, opened: Checkpoints) -> None:
-        """This thread is from now on the process of `backend`."""
-        cast(ProcessThread, threading.current_thread()).process = backend.process.index
-        self._backends.append(backend)
-        self._opened.append(opened)
+    def joined(self, work: Callable[[PlainBackend], Any]) -> Callable[[PlainBackend], Any]:
+        """`work` of a process, as which its thread counts from then on."""
+
+        def run(backend: PlainBackend) -> Any:
+            cast(ProcessThread, threading.current_thread()).process = backend.process.index
+            self._backends.append(backend)
+            return work(backend)
+
+        return run
 
     def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         process = current_process()
         if process is None:
             return real(*arguments, **named)
         with self._lock:
-            if self.struck is not None and (process == self.process or not self.alone):
+            if self.has_killed and (process == self.process or not self.alone):
                 raise Killed
-            self.counts[process] += 1
-            operation = Operation(process, name, arguments)
+            self._counts[process] += 1
+            operation, past = Operation(process, name, arguments), self._counts[process] - self.point
             self.tried.append(operation)
-            if (process, self.counts[process]) == (self.process, self.point):
-                if self.torn and name == "write":
-                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
-                self._strike(operation)
+            is_here = process == self.process and (past == 0 or (self.lasting and past > 0))
+            if is_here and self.flaw is not None and name in self.flaw.operations:
+                self.hits += 1
+                try:
+                    return self.flaw.instead(real, *arguments, **named)
+                except Killed:
+                    self._kill()
+                    raise
             result = real(*arguments, **named)
             self.done.append(operation)
             return result
 
-    def _strike(self, operation: Operation) -> None:
-        self.struck = operation
+    def _kill(self) -> None:
+        self.has_killed = True
         for backend in self._backends:
             backend.meeting.barrier.abort()
-        for opened in self._opened:
+        for opened in self.opened:
             opened._background.cancelled.set()  # pyright: ignore[reportPrivateUsage]
-        raise Killed
+
+    def numbered(self) -> Iterator[tuple[int, Operation]]:
+        """Each operation that was tried, and its number in its process."""
+        counts = Counter[int]()
+        for operation in self.tried:
+            counts[operation.process] += 1
+            yield counts[operation.process], operation
 
 
-class Instants(Death):
+class Instants(Injection):
     """Nobody dies: keeps what a SIGKILL of all processes would leave, before each operation and in each write.
 
     `folder` is what they change; the copies go to `kept`, which all processes name alike. Equal ones are kept once.
@@ -151,32 +183,32 @@ class Instants(Death):
 
 
 @contextmanager
-def patched(death: Death) -> Generator[None]:
-    """Every operation that changes something on the file system, or in `memory://`, goes through `death`."""
+def patched(injection: Injection) -> Generator[None]:
+    """Every operation that changes something on the file system, or in `memory://`, goes through `injection`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "Thread", ProcessThread)
-        for name in ("write", "fsync", "replace", "rename", "mkdir", "unlink", "remove", "rmdir"):
-            patch.setattr(os, name, _through(death, name, getattr(os, name)))
-        patch.setattr(os, "open", _creating(death, os.open))
+        for name in IN_FOLDERS[1:]:
+            patch.setattr(os, name, _through(injection, name, getattr(os, name)))
+        patch.setattr(os, "open", _creating(injection, os.open))
         patch.setattr(MemoryFileSystem, "_open", _opened_as_by_a_store)
-        patch.setattr(MemoryFile, "commit", _through(death, "upload", MemoryFile.commit))
-        for name in ("rm_file", "cp_file"):
-            patch.setattr(MemoryFileSystem, name, _through(death, name, getattr(MemoryFileSystem, name)))
+        patch.setattr(MemoryFile, "commit", _through(injection, "upload", MemoryFile.commit))
+        for name in IN_STORES[1:]:
+            patch.setattr(MemoryFileSystem, name, _through(injection, name, getattr(MemoryFileSystem, name)))
         yield
 
 
-def _through(death: Death, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+def _through(injection: Injection, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def call(*arguments: Any, **named: Any) -> Any:
-        return death.call(name, real, arguments, named)
+        return injection.call(name, real, arguments, named)
 
     return call
 
 
-def _creating(death: Death, real: Callable[..., int]) -> Callable[..., int]:
+def _creating(injection: Injection, real: Callable[..., int]) -> Callable[..., int]:
     def call(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
         if flags & os.O_CREAT:
-            return cast(int, death.call("open", real, (path, flags, *arguments), named))
+            return cast(int, injection.call("open", real, (path, flags, *arguments), named))
         return real(path, flags, *arguments, **named)
 
     return call
@@ -188,12 +220,3 @@ _open_in_memory = MemoryFileSystem._open
 def _opened_as_by_a_store(store: MemoryFileSystem, path: str, mode: str = "rb", **named: Any) -> Any:
     """What is uploaded shows when its upload ends: `memory://` shows it from the start."""
     return _open_in_memory(store, path, mode, **named) if mode != "wb" else MemoryFile(store, path)
-
-
-def points(run: Death, torn: bool = False) -> Iterable[tuple[int, int]]:
-    """(process, number) of each operation that `run` tried; `torn`: of each write."""
-    numbers = Counter[int]()
-    for operation in run.tried:
-        numbers[operation.process] += 1
-        if not torn or operation.name == "write":
-            yield operation.process, numbers[operation.process]

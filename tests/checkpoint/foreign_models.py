@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.base import Rank
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+from portable_fsdp.formats.base import ExportOptions
+from portable_fsdp.formats.exporting import export_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from plain_backend import PlainBackend, checkpoints, in_processes, load, small_model, snapshot
 
-from portable_fsdp.checkpoint import storage
 from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.storage import locate
 
 OURS = {"run": {"name": "ours"}}
 
@@ -19,7 +19,7 @@ def opened(url: str, backend: PlainBackend, config: dict[str, Any] = OURS, **set
 @cache
 def at(url: str) -> Path:
     """fsspec keeps a client for each thread that asks for one: here all processes take the same."""
-    return storage.locate(url)
+    return locate(url)
 
 
 def save(url: str, step: int, count: int = 1, config: dict[str, Any] = OURS, **settings: Any) -> Path:

@@ -12,8 +12,6 @@ import pytest
 import torch
 from foreign_models import MODELS, TIED, build, save
 from plain_backend import PlainBackend, checkpoints, save_once, small_model
-from s3_server import BUCKET, Fault, s3_server
-from s3fs import S3FileSystem
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -206,25 +204,6 @@ def test_a_store_that_fails_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatc
         assert "found NoCredentialsError: Unable to locate credentials\n" in capsys.readouterr().err
     with pytest.raises(NoCredentialsError):  # with no store in sight it is a bug
         main(["list", "run"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["403", "500", "no credentials", "endpoint down"])
-def test_an_s3_that_refuses_is_told_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, trouble: str
-) -> None:
-    with s3_server() as faults, monkeypatch.context() as patched:
-        if trouble.isdecimal():
-            faults.rules = [Fault("GET", "", int(trouble))]
-        elif trouble == "no credentials":
-            patched.delenv("AWS_ACCESS_KEY_ID")
-            patched.delenv("AWS_SECRET_ACCESS_KEY")
-        else:
-            patched.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-        S3FileSystem.clear_instance_cache()
-        for command in ("list", "verify"):
-            assert main([command, f"s3://{BUCKET}/run"]) == 2
-            assert f"s3://{BUCKET}/run" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:

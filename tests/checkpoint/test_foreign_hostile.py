@@ -17,9 +17,9 @@ from foreign_models import MODELS, build, dcp_save
 from safetensors.torch import save_file
 from test_xla_shards import shards
 
+from portable_fsdp.checkpoint.safetensors import header_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.importing import import_checkpoint
-from portable_fsdp.formats.safetensors_file import read_header
 from portable_fsdp.formats.unpickle import read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -99,7 +99,7 @@ def test_a_file_of_many_gigabytes_is_not_taken_for_hostile(tmp_path: Path) -> No
     (tmp_path / "m.safetensors").write_bytes(safetensors(header))
     start = (tmp_path / "m.safetensors").stat().st_size
     os.truncate(tmp_path / "m.safetensors", start + 2 * size)  # sparse
-    stored = read_header(tmp_path / "m.safetensors")
+    stored = header_of(tmp_path / "m.safetensors")
     assert [(key, tensor.start) for key, tensor in stored.items()] == [("a", start), ("b", start + size)]
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from memory import Peak
 from torch.distributed import checkpoint as dcp
-from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+from portable_fsdp.formats.base import ExportOptions
+from portable_fsdp.formats.exporting import export_checkpoint
 from portable_fsdp.formats.importing import import_checkpoint
 
 COUNT, ROWS, source, format, folder = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.checkpoint import commit, format, storage
+from portable_fsdp.checkpoint import commit, format
 from portable_fsdp.checkpoint.commit import Index
 from portable_fsdp.checkpoint.format import FileEntry, Manifest, TensorEntry
+from portable_fsdp.checkpoint.storage import FolderStore, store_of
 from portable_fsdp.runtime.errors import CheckpointError
 
 HASH = "0" * 32
@@ -182,10 +183,10 @@ def test_the_index_files_that_end_the_wait(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CheckpointError, match="expected the index that a process of this run writes"):
         commit.collect(tmp_path, "new", 1, wait_s=600)
 
-    def away(path: Path) -> bytes:
+    def away(_: FolderStore, path: Path) -> bytes:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(storage, "read", away)
+    monkeypatch.setattr(FolderStore, "read", away)
     with pytest.raises(CheckpointError, match=r"found none of process 0 after.*\n.*last error: .*Stale file handle"):
         commit.collect(tmp_path, "new", 1, wait_s=0.01)
 
@@ -196,7 +197,7 @@ def test_announcing_is_the_last_thing_a_process_does_in_the_folder(tmp_path: Pat
         final = format.step_folder(tmp_path, step)
         index = Index(attempt=commit.begin(final, "run"), process=0)
         with ThreadPoolExecutor(1) as announcer:
-            folder = commit.temporary_of(final, index.attempt)
+            folder = store_of(final).temporary_of(final, index.attempt)
             announced = announcer.submit(commit.write_index, folder, index)
             while not (folder / f"index-00000-{index.attempt[:8]}.json").exists():
                 pass
@@ -214,9 +215,9 @@ def test_processes_with_different_models_are_refused() -> None:
 def test_a_commit_leaves_one_name_and_no_index(tmp_path: Path) -> None:
     final = format.step_folder(tmp_path, 7)
     first = commit.begin(final, "run")
-    commit.write_index(commit.temporary_of(final, first), Index(attempt=first, process=0))
+    commit.write_index(store_of(final).temporary_of(final, first), Index(attempt=first, process=0))
     attempt = commit.begin(final, "run")  # starts from an empty folder
-    folder = commit.temporary_of(final, attempt)
+    folder = store_of(final).temporary_of(final, attempt)
     assert [path.name for path in tmp_path.iterdir()] == [f"step-00000007.tmp-{attempt[:8]}"] == [folder.name]
     assert sorted(path.name for path in folder.iterdir()) == ["attempt.json", "model", "optimizer"]
     index = Index(attempt=attempt, process=0)

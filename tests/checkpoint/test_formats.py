@@ -1,6 +1,7 @@
 """Other formats, out and in: other tools' own libraries write what we read, and read what we write."""
 
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_injection import EVERYWHERE, Injection, patched
 from foreign_models import (
     MODELS,
     TIED,
@@ -23,7 +25,7 @@ from foreign_models import (
     trained,
     weights,
 )
-from plain_backend import PlainBackend, checkpoints, named_tensors, small_model
+from plain_backend import PlainBackend, checkpoints, in_processes, named_tensors, small_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -34,9 +36,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_torch_load
 
-from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint import commit
+from portable_fsdp.checkpoint.__main__ import main, prune
 from portable_fsdp.checkpoint.format import IMPORTED, Manifest
-from portable_fsdp.checkpoint.prune import prune
+from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.formats.importing import detect, import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -276,7 +279,7 @@ def hub(tmp_path: Path) -> Path:
 def test_an_import_that_fails_leaves_nothing(
     tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    run = tmp_path / "run" if place == "folder" else storage.locate(f"memory://{uuid.uuid4().hex}")
+    run = tmp_path / "run" if place == "folder" else locate(f"memory://{uuid.uuid4().hex}")
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
@@ -285,7 +288,7 @@ def test_an_import_that_fails_leaves_nothing(
         patched.setattr(commit, "commit", fail)
         with pytest.raises(CheckpointError, match=r"import to .*: can't be written: disk full"):
             import_checkpoint(hub, run)
-    assert storage.names(run / "checkpoints") == []
+    assert store_of(run).names(run / "checkpoints") == []
     import_checkpoint(hub, run)
 
 
@@ -295,39 +298,25 @@ def test_an_import_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Pat
     another = commit.begin(checkpoints / "step-00000012", IMPORTED)  # may be at work
     import_checkpoint(hub, tmp_path)
     left = [f"step-00000000.tmp-{others[:8]}", f"step-00000012.tmp-{another[:8]}"]
-    assert storage.names(checkpoints) == ["step-00000000", *left]
-    assert storage.names(checkpoints / left[0]) == [commit.MARK, "model", "optimizer"]
-
-
-KILLED_EARLY = """
-import os, signal, sys
-from pathlib import Path
-from portable_fsdp.checkpoint.commit import begin
-from portable_fsdp.checkpoint.format import IMPORTED
-calls = []
-def kill(event, arguments):
-    if event in ("os.mkdir", "open") and ".tmp-" in str(arguments[0]):
-        calls.append(event)
-        if len(calls) > allowed:
-            os.kill(os.getpid(), signal.SIGKILL)
-for allowed in range(4):
-    os.mkdir(f"{sys.argv[1]}/{allowed}")
-    if os.fork() == 0:
-        sys.addaudithook(kill)
-        begin(Path(sys.argv[1]) / str(allowed) / "step-00000000", IMPORTED)
-    assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
-"""
+    assert store_of(checkpoints).names(checkpoints) == ["step-00000000", *left]
+    assert store_of(checkpoints).names(checkpoints / left[0]) == [commit.MARK, "model", "optimizer"]
 
 
 def test_an_import_removes_what_ones_killed_at_their_beginning_left(tmp_path: Path, hub: Path) -> None:
-    """Protects a run's folder from leftovers without a mark: real kills before the folder, the mark, and `model/`."""
-    subprocess.run([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], check=True)
-    for allowed in range(4):
-        checkpoints = (tmp_path / str(allowed)).rename(tmp_path / "checkpoints")
-        assert len(storage.names(checkpoints)) == min(allowed, 1)
+    """Protects a run's folder from leftovers without a mark."""
+    folder, final = tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000000"
+    deaths, hits = 0, 1
+    while hits:
+        injection = Injection(EVERYWHERE, point=deaths + 1)
+        with patched(injection):
+            in_processes(1, injection.joined(lambda _: commit.begin(final, IMPORTED)))
+        assert len(store_of(folder).names(folder)) <= 1
         import_checkpoint(hub, tmp_path)
-        assert storage.names(checkpoints) == ["step-00000000"]
-        shutil.rmtree(checkpoints)
+        assert store_of(folder).names(folder) == ["step-00000000"]
+        shutil.rmtree(folder)
+        hits = injection.hits
+        deaths += hits
+    assert deaths > 6
 
 
 def test_two_imports_at_once_into_a_store(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,30 +328,30 @@ def test_two_imports_at_once_into_a_store(hub: Path, monkeypatch: pytest.MonkeyP
         real(final, *rest)
 
     monkeypatch.setattr(commit, "commit", second_begins)
-    path = import_checkpoint(hub, storage.locate(url))
-    assert path == storage.locate(f"{url}/checkpoints/step-00000000")
+    path = import_checkpoint(hub, locate(url))
+    assert path == locate(f"{url}/checkpoints/step-00000000")
     assert_same(tensors_in(path), weights(build(TIED)))
-    assert commit.MARK not in storage.names(path)
+    assert commit.MARK not in store_of(path).names(path)
 
 
 @pytest.mark.parametrize(("kept", "actual"), [(None, "no such file"), (b"only this", "9.")])
 def test_a_file_that_a_store_lost_or_cut_is_noticed_before_the_commit(
     hub: Path, monkeypatch: pytest.MonkeyPatch, kept: bytes | None, actual: str
 ) -> None:
-    run = storage.locate(f"memory://{uuid.uuid4().hex}/run")
+    run = locate(f"memory://{uuid.uuid4().hex}/run")
     real = commit.commit
 
     def damages_one(final: Path, attempt: str, manifest: Manifest, *rest: Any) -> None:
         path = final / manifest.files[0].name
-        storage.remove(path)
+        store_of(path).remove(path)
         if kept is not None:
-            storage.write(path, [kept])
+            store_of(path).write(path, [kept])
         real(final, attempt, manifest, *rest)
 
     monkeypatch.setattr(commit, "commit", damages_one)
     with pytest.raises(CheckpointError, match=f"bytes after it was written, found {actual}"):
         import_checkpoint(hub, run)
-    assert storage.names(run / "checkpoints") == []
+    assert store_of(run).names(run / "checkpoints") == []
 
 
 def test_a_target_that_cant_be_written_is_named(tmp_path: Path, hub: Path) -> None:
@@ -379,7 +368,85 @@ def test_no_run_deletes_an_import(tmp_path: Path, hub: Path) -> None:
     ours = checkpoints(tmp_path / "checkpoints", PlainBackend(), {"keep": 1}, config={"run": {"name": None}})
     for step in (5, 6):
         ours.save(step, *small_model(seed=step), (0, 0))
-    assert storage.names(tmp_path / "checkpoints") == [imported.name, "step-00000006"]
+    assert store_of(tmp_path).names(tmp_path / "checkpoints") == [imported.name, "step-00000006"]
     ours.save(7, *small_model(seed=7), (0, 0))
     assert prune(tmp_path / "checkpoints", 1).deleted == {}
-    assert storage.names(tmp_path / "checkpoints") == [imported.name, "step-00000007"]
+    assert store_of(tmp_path).names(tmp_path / "checkpoints") == [imported.name, "step-00000007"]
+
+
+# ------------------------------------------------------ the table `Checkpoints that open` of docs/migrating.md
+
+
+PAGE = (Path(__file__).parents[2] / "docs/migrating.md").read_text()
+OTHER_NAMES = "are these another library's names?"
+TITAN = {
+    "model.embed_tokens.": "tok_embeddings.",
+    "model.layers.": "layers.",
+    "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.norm.": "norm.",
+}
+"""The names of torchtitan 0.3.0's Llama, models/llama3/state_dict_adapter.py."""
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Llama, whose config.json is in the folder `hub` of an empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    model = build(MODELS["llama"])
+    model.config.save_pretrained("hub")
+    return model
+
+
+def titan(name: str) -> str:
+    for ours, theirs in TITAN.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def test_torchtitans_folder_opens_under_its_names_alone(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {titan(name): tensor for name, tensor in llama.state_dict().items()}
+    dcp_save({**tensors, "train_state": {"step": torch.tensor(7)}}, Path("step-7"))
+    assert main(["import", "step-7", "run", "--config", "hub", "--trust-metadata"]) == 2
+    assert OTHER_NAMES in capsys.readouterr().err
+    assert main(["import", "step-7", "run", "--trust-metadata"]) == 0
+    assert_same(tensors_in(Path("run/checkpoints/step-00000007")), tensors)
+
+
+def test_fabrics_checkpoints_of_a_transformers_model_open(llama: Any) -> None:
+    state = {name: {"exp_avg": tensor + 1} for name, tensor in llama.state_dict().items()}
+    dcp_save({"model": llama.state_dict(), "optimizer": {"state": state}}, Path("sharded"))
+    assert main(["import", "sharded", "run", "--config", "hub", "--trust-metadata"]) == 0
+    optimizer = {f"exp_avg/{name}": tensors["exp_avg"] for name, tensors in state.items()}
+    assert_same(tensors_in(Path("run/checkpoints/step-00000000")), {**weights(llama), **optimizer})
+    torch.save({"model": llama.state_dict(), "optimizer": {"state": state}, "step": 3}, "full.ckpt")
+    assert main(["import", "full.ckpt", "full", "--config", "hub"]) == 0
+    assert_same(tensors_in(Path("full/checkpoints/step-00000000")), weights(llama))
+
+
+def test_lightning_trainers_file_opens_once_its_names_are_the_models(
+    llama: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefixed = {f"model.{name}": tensor for name, tensor in llama.state_dict().items()}
+    torch.save({"state_dict": prefixed, "optimizer_states": [], "epoch": 1, "global_step": 3}, "last.ckpt")
+    assert main(["import", "last.ckpt", "run", "--config", "hub"]) == 2
+    assert OTHER_NAMES in capsys.readouterr().err
+    [lines] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    exec(lines, {})
+    assert main(["import", "weights.pt", "run", "--config", "hub"]) == 0
+    assert_same(tensors_in(Path("run/checkpoints/step-00000000")), weights(llama))
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])  # FSDPStrategy's, ModelParallelStrategy's
+def test_lightning_trainers_folders_are_refused(llama: Any, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp_save({key: {f"model.{name}": tensor for name, tensor in llama.state_dict().items()}}, Path("sharded"))
+    assert main(["import", "sharded", "run", "--config", "hub", "--trust-metadata"]) == 2
+    assert OTHER_NAMES in capsys.readouterr().err
+    assert not Path("run/checkpoints/step-00000000").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from plain_backend import PlainBackend, checkpoints, load, refused, save_once, small_model, snapshot
 
-from portable_fsdp.checkpoint import storage
+from portable_fsdp.checkpoint.storage import FolderStore
 
 FILL = """
 import sys
@@ -75,12 +75,12 @@ def test_each_error_of_a_write_says_what_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_async: bool
 ) -> None:
     saved, (file, *lines) = save_once(tmp_path, step=5, seed=1), CAUSES[number]
-    real = storage.write
+    real = FolderStore.write
 
-    def write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    def write(store: FolderStore, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         if path.name.startswith(file):
             raise OSError(number, os.strerror(number), str(path))
-        real(path, chunks)
+        real(store, path, chunks)
 
     def work(backend: PlainBackend) -> None:
         opened = checkpoints(tmp_path, backend, {"async_save": is_async})
@@ -88,7 +88,7 @@ def test_each_error_of_a_write_says_what_is_saved(
         opened.wait()
 
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "write", write)
+        patched.setattr(FolderStore, "write", write)
         message = refused(2, work)
     for line in (*lines, "\n  The last saved checkpoint is FOLDER/step-00000005.\n"):
         assert line.replace("FOLDER", str(tmp_path)) in message, message

@@ -1,10 +1,7 @@
 """Saving, finding and loading, with one and with several processes."""
 
-import errno
 import json
-import logging
 import os
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +12,6 @@ import torch
 from plain_backend import (
     PlainBackend,
     checkpoints,
-    flip_last_byte,
     in_processes,
     load,
     named_tensors,
@@ -32,7 +28,7 @@ from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
 from portable_fsdp.checkpoint.config_diff import Difference
 from portable_fsdp.checkpoint.format import step_folder
-from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed, ResumePoint, Saved
+from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed, Saved
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -185,91 +181,6 @@ def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> No
     assert names(tmp_path) == ["step-00000005"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- find
-
-
-def test_auto_takes_the_newest_or_starts_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    assert [checkpoints(folder, PlainBackend()).find(resume) for resume in ("auto", "none")] == [None, None]
-    assert not folder.exists()
-    save_once(folder, step=5)
-    newest = save_once(folder, step=10)
-    (folder / "step-00000015.tmp").mkdir()
-    points = in_processes(2, lambda backend: checkpoints(folder, backend).find("auto"))
-    assert points == [ResumePoint(newest, (), is_own=True)] * 2
-    assert [name for name in names(folder) if name.startswith(".")] == []  # the probe is gone
-
-
-def test_auto_warns_of_a_damaged_one_and_takes_an_older(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
-    flip_last_byte(newest / "model" / "shard-00001-00.safetensors")
-
-    def work(backend: PlainBackend) -> tuple[Path, Path]:
-        opened = checkpoints(tmp_path, backend)
-        point = opened.find("auto")
-        assert point is not None
-        assert "step-00000010: model/shard-00001-00.safetensors: expected content" in point.passed_over[0]
-        return point.path, save(opened, 10, seed=3)
-
-    with caplog.at_level(logging.WARNING, logger="portable_fsdp"):
-        results = in_processes(2, work)
-    assert results == [(older, newest)] * 2
-    assert "step-00000010: model/shard-00001-00.safetensors: expected content" in caplog.text
-    assert "resuming from the older step-00000005" in caplog.text
-    assert len(caplog.records) == 4  # two by each process; a run's log is that of process 0
-    assert names(tmp_path) == ["step-00000005", "step-00000010", "step-00000010.damaged-1"]
-
-
-def test_what_find_and_load_refuse_on_all_processes(tmp_path: Path) -> None:
-    older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
-
-    def find(resume: Path | str, folder: Path = tmp_path) -> str:
-        return refused(2, lambda backend: checkpoints(folder, backend).find(str(resume)))
-
-    assert "found step-00000010 and 1 older.\n  Use checkpoint.resume: auto" in find("none")
-    assert "would begin at step 5, but " in find(older)
-    assert " already\n  holds step-00000010" in find(older)
-    assert "expected auto, none, or a checkpoint's folder" in find(tmp_path / "atuo", tmp_path / "other")
-    work = lambda backend: load(checkpoints(tmp_path, backend), *small_model(seed=1, hidden=8))  # noqa: E731
-    assert "    0.weight             float32 [8, 5]  float32 [7, 5]\n" in refused(2, work)
-    elsewhere = in_processes(2, lambda backend: checkpoints(tmp_path / "other", backend).find(str(newest)))
-    assert elsewhere == [ResumePoint(newest, (), is_own=False)] * 2
-    flip_last_byte(newest / "model" / "shard-00001-00.safetensors")  # the share of one of two
-    assert "shard-00001-00.safetensors: expected content with xxh3_128" in find(newest, tmp_path / "other")
-    (newest / "model" / "shard-00000-00.safetensors").unlink()
-    assert "found none" in find(newest, tmp_path / "other")
-    (older / "manifest.json").unlink()
-    assert "found 2, all damaged" in find("auto")  # never fresh weights
-
-
-@pytest.mark.parametrize(
-    ("verify", "flipped", "cut"), [("full", True, True), ("size", False, True), ("off", False, False)]
-)
-def test_how_much_verify_checks(tmp_path: Path, verify: str, flipped: bool, cut: bool) -> None:
-    file = save_once(tmp_path) / "model" / "shard-00000-00.safetensors"
-
-    def is_refused() -> bool:
-        try:
-            return checkpoints(tmp_path, PlainBackend(), {"verify": verify}).find("auto") is None
-        except CheckpointError:
-            return True
-
-    assert not is_refused()
-    flip_last_byte(file)
-    assert is_refused() == flipped
-    file.write_bytes(file.read_bytes()[:-1])
-    assert is_refused() == cut
-
-
-def test_a_folder_that_the_processes_do_not_share_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    for index in (0, 1):
-        (tmp_path / f"host{index}").mkdir()
-    results = in_processes(2, lambda b: checkpoints(tmp_path / f"host{b.process.index}" / "run", b).find("auto"))
-    assert [type(result) for result in results] == [CheckpointError] * 2
-    assert "expected a folder that all processes share, found that process\n  1 doesn't see" in str(results[0])
-    assert [names(tmp_path / f"host{index}") for index in (0, 1)] == [[], []]
-
-
 # ---------------------------------------------------------------------------------------------------- another config
 
 
@@ -395,62 +306,6 @@ def test_other_ties_are_another_model(tmp_path: Path) -> None:
     opened = checkpoints(tmp_path, PlainBackend(), ties={"head": "1.weight"})
     with pytest.raises(CheckpointError, match=r"head  tied to 1\.weight  tied to 0\.weight"):
         load(opened, *small_model(seed=1))
-
-
-# ------------------------------------------------------------------------------------------------------- retention
-
-
-@pytest.mark.parametrize(
-    ("keep", "keep_every", "left"),
-    [(None, None, [2, 4, 6, 8]), (1, None, [8]), (2, None, [6, 8]), (1, 4, [4, 8]), (9, None, [2, 4, 6, 8])],
-)
-def test_retention(tmp_path: Path, keep: int | None, keep_every: int | None, left: list[int]) -> None:
-    opened = checkpoints(tmp_path, PlainBackend(), {"keep": keep, "keep_every": keep_every})
-    for step in (2, 4, 6, 8):
-        save(opened, step)
-    assert names(tmp_path) == [f"step-{step:08d}" for step in left]
-    removed = [step for saved in opened.finished() for step in saved.removed]
-    assert sorted([*removed, *left]) == [2, 4, 6, 8]
-
-
-def test_retention_leaves_links_damaged_ones_and_those_of_others(tmp_path: Path) -> None:
-    save(checkpoints(tmp_path, PlainBackend(), config={"run": {"name": "other"}}), 1)
-    first = checkpoints(tmp_path, PlainBackend())
-    for step in (2, 3, 4, 5, 6):
-        save(first, step)
-    archive = (tmp_path / "step-00000002").rename(tmp_path / "archive")
-    (tmp_path / "step-00000002").symlink_to(archive)
-    shard = tmp_path / "step-00000005" / "model" / "shard-00000-00.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    flip_last_byte(tmp_path / "step-00000006" / "manifest.json")
-    again = checkpoints(tmp_path, PlainBackend(), {"keep": 2})
-    point = again.find("auto")
-    assert point is not None
-    assert point.path.name == "step-00000004"
-    save(again, 7)
-    assert names(tmp_path) == ["archive", *(f"step-0000000{step}" for step in (1, 2, 4, 5, 6, 7))]
-    assert names(archive) == ["manifest.json", "model", "optimizer"]
-    assert [saved.removed for saved in again.finished()] == [(3,)]
-
-
-def test_a_checkpoint_that_retention_cannot_delete_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails_to_delete(folder: Path, run: str) -> None:
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
-
-    opened = checkpoints(tmp_path, PlainBackend(), {"keep": 1})
-    save(opened, 1)
-    shutil.rmtree(tmp_path / "step-00000001")
-    save(opened, 2)
-    with monkeypatch.context() as patched:
-        patched.setattr(commit, "delete", fails_to_delete)
-        save(opened, 3)
-    for step in (2, 3):
-        assert f"step-0000000{step} is saved; an older checkpoint could not be deleted" in caplog.text
-    save(opened, 4)
-    removed = [(saved.step, saved.removed) for saved in opened.finished()]
-    assert removed == [(1, ()), (2, ()), (3, ()), (4, (3,))]
 
 
 # ------------------------------------------------------------------------------------------------------ background

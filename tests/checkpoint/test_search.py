@@ -2,17 +2,28 @@
 
 import errno
 import json
+import logging
 import os
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plain_backend import PlainBackend, checkpoints, load, refused, save_once, small_model
+from plain_backend import (
+    PlainBackend,
+    checkpoints,
+    flip_last_byte,
+    in_processes,
+    load,
+    names,
+    refused,
+    save_once,
+    small_model,
+)
 
-from portable_fsdp.checkpoint import commit, storage
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.search import ResumePoint
+from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.runtime.errors import CheckpointError
 
 
@@ -30,6 +41,90 @@ def resume(folder: Path, name: str | None = None, **settings: Any) -> Resumed:
     return load(opened(folder, name, **settings), *small_model(seed=99), settings.get("resume", "auto"))
 
 
+def test_auto_takes_the_newest_or_starts_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert [checkpoints(folder, PlainBackend()).find(resume) for resume in ("auto", "none")] == [None, None]
+    assert not folder.exists()
+    save_once(folder, step=5)
+    newest = save_once(folder, step=10)
+    (folder / "step-00000015.tmp").mkdir()
+    points = in_processes(2, lambda backend: checkpoints(folder, backend).find("auto"))
+    assert points == [ResumePoint(newest, (), is_own=True)] * 2
+    assert [name for name in names(folder) if name.startswith(".")] == []  # the probe is gone
+
+
+def test_auto_warns_of_a_damaged_one_and_takes_an_older(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
+    flip_last_byte(newest / "model" / "shard-00001-00.safetensors")
+
+    def work(backend: PlainBackend) -> tuple[Path, Path]:
+        opened = checkpoints(tmp_path, backend)
+        point = opened.find("auto")
+        assert point is not None
+        assert "step-00000010: model/shard-00001-00.safetensors: expected content" in point.passed_over[0]
+        return point.path, opened.save(10, *small_model(seed=3), (0, 0))
+
+    with caplog.at_level(logging.WARNING, logger="portable_fsdp"):
+        results = in_processes(2, work)
+    assert results == [(older, newest)] * 2
+    assert "step-00000010: model/shard-00001-00.safetensors: expected content" in caplog.text
+    assert "resuming from the older step-00000005" in caplog.text
+    assert len(caplog.records) == 4  # two by each process; a run's log is that of process 0
+    assert names(tmp_path) == ["step-00000005", "step-00000010", "step-00000010.damaged-1"]
+
+
+def test_what_find_and_load_refuse_on_all_processes(tmp_path: Path) -> None:
+    older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
+
+    def find(resume: Path | str, folder: Path = tmp_path, how: str = "all") -> str:
+        return refused(2, lambda backend: checkpoints(folder, backend, {"load": how}).find(str(resume)))
+
+    assert "found step-00000010 and 1 older.\n  Use checkpoint.resume: auto" in find("none")
+    assert "would begin at step 5, but " in find(older)
+    for path, how in ((older, "all"), (older, "weights_only"), (newest, "weights_only")):
+        assert " already\n  holds step-00000010 of another history" in find(path, how=how)
+    assert "expected auto, none, or a checkpoint's folder" in find(tmp_path / "atuo", tmp_path / "other")
+    work = lambda backend: load(checkpoints(tmp_path, backend), *small_model(seed=1, hidden=8))  # noqa: E731
+    assert "    0.weight             float32 [8, 5]  float32 [7, 5]\n" in refused(2, work)
+    for folder, is_own in ((tmp_path, True), (tmp_path / "other", False)):
+        points = in_processes(2, lambda backend, folder=folder: checkpoints(folder, backend).find(str(newest)))
+        assert points == [ResumePoint(newest, (), is_own)] * 2
+    flip_last_byte(newest / "model" / "shard-00001-00.safetensors")  # the share of one of two
+    assert "shard-00001-00.safetensors: expected content with xxh3_128" in find(newest, tmp_path / "other")
+    (newest / "model" / "shard-00000-00.safetensors").unlink()
+    assert "found none" in find(newest, tmp_path / "other")
+    (older / "manifest.json").unlink()
+    assert "found 2, all damaged" in find("auto")  # never fresh weights
+
+
+@pytest.mark.parametrize(
+    ("verify", "flipped", "cut"), [("full", True, True), ("size", False, True), ("off", False, False)]
+)
+def test_how_much_verify_checks(tmp_path: Path, verify: str, flipped: bool, cut: bool) -> None:
+    file = save_once(tmp_path) / "model" / "shard-00000-00.safetensors"
+
+    def is_refused() -> bool:
+        try:
+            return checkpoints(tmp_path, PlainBackend(), {"verify": verify}).find("auto") is None
+        except CheckpointError:
+            return True
+
+    assert not is_refused()
+    flip_last_byte(file)
+    assert is_refused() == flipped
+    file.write_bytes(file.read_bytes()[:-1])
+    assert is_refused() == cut
+
+
+def test_a_folder_that_the_processes_do_not_share_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for index in (0, 1):
+        (tmp_path / f"host{index}").mkdir()
+    results = in_processes(2, lambda b: checkpoints(tmp_path / f"host{b.process.index}" / "run", b).find("auto"))
+    assert [type(result) for result in results] == [CheckpointError] * 2
+    assert "expected a folder that all processes share, found that process\n  1 doesn't see" in str(results[0])
+    assert [names(tmp_path / f"host{index}") for index in (0, 1)] == [[], []]
+
+
 def test_the_checkpoints_of_a_run_of_another_name_are_refused_unless_allowed_or_named(tmp_path: Path) -> None:
     [path] = save(tmp_path / "one", 5, name="one")
     with pytest.raises(CheckpointError, match=r'run\.name  "one"  "two"\n.*checkpoint\.allow=\'\[run\.name\]\''):
@@ -41,7 +136,7 @@ def test_the_checkpoints_of_a_run_of_another_name_are_refused_unless_allowed_or_
 @pytest.mark.parametrize("how", ["all", "weights_only"])
 @pytest.mark.parametrize("place", ["folder", "store"])
 def test_the_same_command_resumes_from_the_runs_own(tmp_path: Path, how: str, place: str) -> None:
-    origin = tmp_path if place == "folder" else storage.locate(f"memory://{uuid.uuid4().hex}")
+    origin = tmp_path if place == "folder" else locate(f"memory://{uuid.uuid4().hex}")
     [path] = save(origin / "one", 5)
     settings = {"resume": str(path), "load": how}
     first = resume(tmp_path / "two", **settings)
@@ -58,14 +153,6 @@ def test_a_named_checkpoint_never_brings_a_second_history_into_the_folder(tmp_pa
     save(tmp_path / "two", 5, 10)
     with pytest.raises(CheckpointError, match=r"already\n  holds step-00000010 of another history"):
         resume(tmp_path / "two", resume=str(path), load=how)
-
-
-def test_of_its_own_only_the_newest_may_be_named(tmp_path: Path) -> None:
-    older, newest = save(tmp_path, 5, 10)
-    assert resume(tmp_path, resume=str(newest)).step == 10
-    for path, how in ((older, "all"), (older, "weights_only"), (newest, "weights_only")):
-        with pytest.raises(CheckpointError, match="holds step-00000010 of another history"):
-            resume(tmp_path, resume=str(path), load=how)
 
 
 def test_weights_that_lie_in_the_runs_own_folder_as_step_0(tmp_path: Path) -> None:
@@ -141,23 +228,3 @@ def test_one_place_by_two_names(tmp_path: Path) -> None:
     for spelled in (tmp_path / "link" / path.name, tmp_path / "run" / ".." / "run" / path.name):
         assert resume(tmp_path / "run", resume=str(spelled)).step == 5
     assert os.listdir(tmp_path / "run") == [path.name]
-
-
-def test_a_store_that_doesnt_answer_is_no_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = storage.locate(f"memory://{uuid.uuid4().hex}")
-    ours = opened(store / "two")
-
-    def forbidden(path: str, *_: object, **__: object) -> list[object]:
-        raise PermissionError(errno.EACCES, "403 Forbidden", path)
-
-    monkeypatch.setattr(type(store.fs), "ls", forbidden)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(CheckpointError, match="403 Forbidden"):
-        ours._search._named(store / "one" / "step-00000005", [])
-
-
-def test_an_attempt_of_another_run_in_a_store_is_told_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
-    store = storage.locate(f"memory://{uuid.uuid4().hex}")
-    commit.begin(store / "step-00000007", "another")
-    assert opened(store, "ours").find("auto") is None
-    assert "found step-00000007 of run 'another'" in caplog.text
-    assert "A save of that step will be refused" in caplog.text

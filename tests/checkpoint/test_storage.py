@@ -1,26 +1,56 @@
-"""Addresses, and names that stay."""
+"""Addresses, names that stay, and checkpoints in object stores: `memory://`, and S3 as a proof."""
 
+import errno
+import json
 import os
+import re
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from in_stores import OURS, at, expect_loaded, opened, save
+from plain_backend import PlainBackend, checkpoints, in_processes, load, refused, small_model, what_is_written
+from s3_server import BUCKET, Fault, Faults, s3_server
+from s3fs import S3FileSystem
 
-from portable_fsdp.checkpoint import storage
+from portable_fsdp.backends.base import Rank
+from portable_fsdp.checkpoint import commit
+from portable_fsdp.checkpoint.__main__ import main
+from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.runtime.errors import CheckpointError
+
+ANOTHERS = {"run": {"name": "another"}}
 
 
 @pytest.mark.parametrize("address", ["/tmp/a/run", "file:///tmp/a/run", "local:///tmp/a/run"])
 def test_a_local_folder_by_any_name(address: str) -> None:
-    path = storage.locate(address)
+    path = locate(address)
     assert path == Path("/tmp/a/run")
-    assert not storage.is_object_store(path)
+    assert store_of(path).is_local
 
 
-@pytest.mark.parametrize("address", ["memory://runs/exp[12]", "s3://bucket/run*", "gs://bucket/what?/x"])
-def test_an_url_that_would_be_a_pattern_is_refused(address: str) -> None:
-    """fsspec deletes all that match."""
-    with pytest.raises(CheckpointError, match=r"expected an URL without \* \? \[ \]"):
-        storage.locate(address)
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        *(
+            (url, r"expected an URL without \* \? \[ \]")
+            for url in ("memory://runs/exp[12]", "s3://b/run*", "gs://b/?/x")
+        ),
+        ("gopher://bucket/run", "expected an URL that fsspec can open, found: .*gopher"),
+        ("dropbox://bucket/run", "expected an URL that fsspec can open, found: .*ropbox"),  # a package is missing
+    ],
+)
+def test_an_url_that_would_be_a_pattern_or_that_nothing_opens(
+    url: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fsspec deletes all that match a pattern."""
+    with pytest.raises(CheckpointError, match=re.escape(url) + f": {found}"):
+        locate(url)
+    assert main(["list", url]) == 2
+    assert "expected an URL" in capsys.readouterr().err
 
 
 def test_folders_made_on_the_way_have_durable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +62,196 @@ def test_folders_made_on_the_way_have_durable_names(tmp_path: Path, monkeypatch:
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    storage.make_folder(tmp_path / "a" / "b" / "c")
-    assert set(synced) == {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")}
-    storage.make_folder(tmp_path / "a" / "b" / "c")
-    assert len(synced) == 3
+    for _ in range(2):
+        store_of(tmp_path).make_folder(tmp_path / "a" / "b" / "c")
+    assert sorted(synced) == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+
+
+# ------------------------------------------------------------------------------------------------------- object stores
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Faults]:
+    with s3_server() as faults:
+        yield faults
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.proof)])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "s3":
+        request.getfixturevalue("server")
+    root = f"{request.param}://{BUCKET}/{uuid.uuid4().hex}"
+    yield f"{root}/run"
+    store_of(locate(root)).remove(locate(root))
+
+
+def names(url: str) -> list[str]:
+    return store_of(at(url)).names(at(url))
+
+
+def steps(*numbers: int) -> list[str]:
+    return [f"step-{number:08d}" for number in numbers]
+
+
+@pytest.mark.parametrize("writers", [pytest.param(1, marks=pytest.mark.proof), 2])
+def test_what_is_saved_is_found_and_loaded(url: str, writers: int) -> None:
+    assert opened(url, PlainBackend()).find("auto") is None
+    path = save(url, 5, writers)
+    files = [file.name for file in path.rglob("*") if file.is_file()]
+    assert len({name.rsplit("-", 1)[1] for name in files if name.startswith("shard")}) == 1  # of one attempt
+    assert len(files) == 1 + 4 * writers
+    for readers in (1, 2):
+        expect_loaded(url, 5, readers)
+    assert names(url) == steps(5)  # no probe is left
+
+
+def test_a_damaged_one_is_passed_over_and_set_aside(url: str) -> None:
+    save(url, 5)
+    shard = next(iter((save(url, 10) / "model").iterdir()))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    store_of(shard).write(shard, [bytes(content)])
+    ours = opened(url, PlainBackend())
+    resumed = load(ours, *small_model(seed=9))
+    assert (resumed.step, len(resumed.passed_over)) == (5, 1)
+    assert "expected content with xxh3_128" in resumed.passed_over[0]
+    ours.save(10, *small_model(seed=10), (0, 10))
+    expect_loaded(url, 10)
+    assert names(url) == [*steps(5, 10), "step-00000010.damaged-1"]
+
+
+def test_retention_deletes_what_this_run_wrote(url: str) -> None:
+    save(url, 1, config=ANOTHERS)
+    ours = opened(url, PlainBackend(), keep=2, keep_every=4)
+    for step in (2, 3, 4, 5, 6):
+        ours.save(step, *small_model(seed=step), (0, step))
+    assert names(url) == steps(1, 4, 5, 6)
+    assert [one.removed for one in ours.finished()] == [(), (), (2,), (3,), ()]
+
+
+def test_a_kill_leaves_debris_that_the_same_run_removes(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    save(url, 5, 2)
+    for step, config in ((6, OURS), (7, ANOTHERS)):
+        killed = save(url, step, config=config)
+        store_of(killed).write(killed / commit.MARK, [json.dumps({"run": config["run"]["name"]}).encode()])
+        store_of(killed).remove(killed / "manifest.json")
+    expect_loaded(url, 5)
+    assert "found step-00000007 of run 'another'" in caplog.text  # before the first step
+    assert "A save of that step will be refused" in caplog.text
+    assert names(url) == steps(5, 6, 7)  # a load changes nothing
+    save(url, 8, 2)
+    assert names(url) == steps(5, 7, 8)
+    with pytest.raises(CheckpointError, match="expected no other run at work"):
+        opened(url, PlainBackend()).save(7, *small_model(seed=7), (0, 7))
+
+
+def test_a_straggler_of_an_earlier_attempt_does_no_harm(url: str) -> None:
+    """Process 1 of a killed attempt still runs while the next one saves the same step, and after its commit."""
+    straggler = PlainBackend(Rank(1, 2))
+    final = at(url) / "step-00000005"
+    old = opened(url, straggler)
+    attempt = commit.begin(final, "ours")
+    part = what_is_written(straggler.state(*small_model(seed=4)))
+
+    def work(backend: PlainBackend) -> None:
+        ours = opened(url, backend)
+        if backend.process.index == 1:
+            old._write_part(final, attempt, *part)
+        ours.save(5, *small_model(seed=5), (0, 5))
+
+    assert in_processes(2, work) == [None, None]
+    expect_loaded(url, 5, 2)
+    old._write_part(final, attempt, *part)
+    expect_loaded(url, 5, 2)
+
+
+def test_commands_take_urls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (5, 6):
+        save(f"{url}/checkpoints", step)
+    for command in (["list"], ["show"], ["verify", "--all"]):
+        assert main([*command, url, "--json"]) == 0
+        out = capsys.readouterr().out
+        assert f"{url}/checkpoints/step-00000006" in out
+        json.loads(out)
+        assert main([*command, f"{url}/nothing"]) == 2
+        assert f"{url}/nothing" in capsys.readouterr().err
+    assert main(["prune", url, "--keep", "1"]) == 0
+    assert names(f"{url}/checkpoints") == steps(6)
+    assert "deleted 1 of 2 checkpoints" in capsys.readouterr().out
+
+
+def expect_no_answer(url: str) -> None:
+    for call in (
+        lambda: opened(url, PlainBackend()).find("auto"),
+        lambda: opened(url, PlainBackend()).save(5, *small_model(seed=6), (0, 6)),
+        lambda: opened(f"{url}-2", PlainBackend())._search._named(at(url) / "step-00000005", []),
+    ):
+        with pytest.raises(CheckpointError):
+            call()
+
+
+@pytest.mark.parametrize("method", ["ls", "info", "cat_file"])
+def test_a_store_that_does_not_answer_is_no_empty_folder(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Else a run would begin with fresh weights, or overwrite what it can't see."""
+    url = f"memory://{uuid.uuid4().hex}"
+    save(url, 5)
+
+    def forbidden(_: MemoryFileSystem, path: str, *__: Any, **___: Any) -> Any:
+        raise PermissionError(errno.EACCES, "403 Forbidden", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, method, forbidden)
+        expect_no_answer(url)
+    expect_loaded(url, 5)
+
+
+# ----------------------------------------------------------------------------------------------------------------- S3
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("status", [500, 403, 503])
+def test_an_s3_that_does_not_answer_is_no_empty_folder(server: Faults, status: int) -> None:
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    save(url, 5)
+    for method, part in (("HEAD", "manifest.json"), ("GET", "list-type"), ("GET", "manifest.json")):
+        server.rules = [Fault(method, part, status)]
+        try:
+            expect_no_answer(url)
+        finally:
+            server.rules = []
+        expect_loaded(url, 5)
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("server")
+def test_a_missing_bucket_or_credentials_end_the_run_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    message = refused(2, lambda backend: opened("s3://no-such-bucket/run", backend).find("auto"))
+    assert re.search(r"s3://no-such-bucket/run(.|\n)*bucket", message)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    S3FileSystem.clear_instance_cache()
+    with pytest.raises(CheckpointError, match=r"(?i)s3://nobodys/run: .*credentials"):
+        checkpoints(locate("s3://nobodys/run"), PlainBackend()).find("auto")
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("trouble", ["403", "500", "no credentials", "endpoint down"])
+def test_a_command_names_an_s3_that_refuses(
+    server: Faults, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trouble: str
+) -> None:
+    if trouble.isdecimal():
+        monkeypatch.setattr(server, "rules", [Fault("GET", "", int(trouble))])
+    elif trouble == "no credentials":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    else:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    S3FileSystem.clear_instance_cache()
+    for command in ("list", "verify"):
+        assert main([command, f"s3://{BUCKET}/run"]) == 2
+        assert f"s3://{BUCKET}/run" in capsys.readouterr().err
+    S3FileSystem.clear_instance_cache()

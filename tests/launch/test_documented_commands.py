@@ -19,7 +19,7 @@ from shells import play
 from portable_fsdp import explain
 from portable_fsdp.checkpoint.__main__ import main, resolve
 from portable_fsdp.checkpoint.store import Reader, value_differences
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
 """Checkpoints in object stores that are programs of their own: saved, damaged, deleted, killed and resumed there.
 
-`tests/checkpoint/test_object_store.py` has the rest, in `memory://` and with faults in front of a server.
+`tests/checkpoint/test_storage.py` has the rest, `test_faults.py` has faults in front of a server.
 """
 
 import re
@@ -19,8 +19,9 @@ from torch import nn
 from torch.optim import SGD
 
 from portable_fsdp.backends.base import Rank
-from portable_fsdp.checkpoint import commit, storage
+from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
+from portable_fsdp.checkpoint.storage import ObjectStore, store_of
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ def test_commands_and_a_damaged_object_that_is_noticed_and_saved_anew(
     shard = next(iter((save(url, 10) / "model").iterdir()))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
-    storage.write(shard, [bytes(content)])
+    store_of(shard).write(shard, [bytes(content)])
     assert main(["verify", "--all", url]) == 2
     assert "expected content with xxh3_128" in capsys.readouterr().err
     ours = opened(url, PlainBackend())
@@ -91,7 +92,7 @@ def test_commands_and_a_damaged_object_that_is_noticed_and_saved_anew(
 
 def test_a_tensor_larger_than_a_part_of_an_upload(url: str) -> None:
     saved, fresh = nn.Linear(1200, 4000), nn.Linear(1200, 4000)
-    assert saved.weight.nbytes > storage._UPLOAD_BYTES
+    assert saved.weight.nbytes > ObjectStore.chunk_bytes
     opened(url, PlainBackend()).save(1, saved, SGD(saved.parameters()), (0, 1))
     load(opened(url, PlainBackend()), fresh, SGD(fresh.parameters()))
     assert torch.equal(fresh.weight, saved.weight)

@@ -14,7 +14,8 @@ from portable_fsdp.backends.base import Backend, Batch, Metrics
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
-from portable_fsdp.formats.base import ExportOptions, export_checkpoint
+from portable_fsdp.formats.base import ExportOptions
+from portable_fsdp.formats.exporting import export_checkpoint
 from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss

@@ -1,4 +1,4 @@
-"""The target of an export: a new name, an empty folder, or an earlier export, which the complete new one replaces.
+"""An export: our checkpoint in another format, under a new name or in place of an earlier export.
 
 An unfinished export has a hidden name of its own beside the target, so that two exports at once never share a folder. A
 killed one leaves it. We can't tell it from one that is still at work, so we warn and leave it.
@@ -13,17 +13,43 @@ import uuid
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from portable_fsdp.checkpoint import storage
-from portable_fsdp.checkpoint.format import Manifest
+import yaml
+
+from portable_fsdp.checkpoint.format import Manifest, run_name
+from portable_fsdp.checkpoint.storage import part_of
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats import EXPORTS, OF_TRANSFORMERS, SINGLE_FILE
+from portable_fsdp.formats.base import ExportOptions, load_format
 from portable_fsdp.models.exported import MARK, hashes_of
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, printable
 from portable_fsdp.runtime.files import read_regular, sync_folder, write_text_atomically
+from portable_fsdp.runtime.hub import is_hub_id
 from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
 
 _UNIQUE = 8  # letters in the name of an unfinished export
+
+
+def export_checkpoint(checkpoint: Path, name: str, target: Path, options: ExportOptions) -> None:
+    """Write the checkpoint in a folder as `target`, in a format of `EXPORTS`. For one process.
+
+    Hashes the files that it needs first. Replaces an older export in `target` once the new one is complete. Raises
+    `CheckpointError`: a damaged checkpoint, something else in `target`.
+    """
+    is_file = name in SINGLE_FILE
+    (require_new if is_file else require_replaceable)(target)
+    with Reader(checkpoint) as reader:
+        write = load_format(name).export(reader, options)
+        reader.verify(folder=EXPORTS[name], advance=options.advance)
+        with new_file(target) if is_file else new_folder(target, reader.manifest) as unfinished:
+            write(unfinished)
+            if options.save_tokenizer is not None and not is_file:
+                options.save_tokenizer(unfinished)
+            if name in OF_TRANSFORMERS:
+                _write_card(unfinished, reader.manifest, OF_TRANSFORMERS[name])
 
 
 def require_replaceable(folder: Path) -> None:
@@ -85,7 +111,7 @@ def new_file(file: Path) -> Generator[Path]:
             require_new(file)
             unfinished.rename(file)
     finally:
-        for path in (unfinished, storage.part_of(unfinished)):
+        for path in (unfinished, part_of(unfinished)):
             path.unlink(missing_ok=True)
     sync_folder(file.parent)
 
@@ -107,16 +133,6 @@ def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
         _replace(folder, unfinished)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def torch_saving(path: Path) -> Generator[None]:
-    """Turns the RuntimeError that torch.save's zip writer raises for a failed write into an OSError."""
-    try:
-        yield
-    except RuntimeError as error:
-        cause = error.__context__ or error  # the first failure; closing the writer raises a second one
-        raise OSError(f"{path.name}: {(str(cause).splitlines() or [''])[0]}") from error
 
 
 def _exported(folder: Path) -> set[str] | None:
@@ -156,3 +172,40 @@ def _replace(folder: Path, new: Path) -> None:
         raise
     sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_card(folder: Path, manifest: Manifest, library: str) -> None:
+    """Write README.md, for the `library` that opens the folder: its base, and what was trained on what.
+
+    Names no local folder and no host. Names in a checkpoint are untrusted: each value stands in a code span.
+    """
+    front: dict[str, Any] = {"library_name": library if manifest.architecture else "pytorch", "tags": ["portable_fsdp"]}
+    data, evaluation, by = manifest.config.get("data", {}), manifest.evaluation, manifest.written_by
+    pretrained = str(manifest.config.get("model", {}).get("pretrained") or "")
+    if is_hub_id(pretrained):
+        front["base_model"] = pretrained.partition("@")[0]
+    sources = [
+        f"{source.get('source') or ''} {_public(str(source.get('path') or ''))}".strip()
+        for source in data.get("mixture") or [data]
+    ]
+    rows = {
+        "model": str((manifest.architecture or {}).get("model_type", "")),
+        "fine-tuned from": _public(pretrained),
+        "data": data.get("factory") or ", ".join(sources),
+        "checkpoint": f"step {manifest.step:,}",
+        "eval loss at its save": f"{evaluation.loss:.4f} (step {evaluation.step})" if evaluation else "",
+        "saved by": f"{by.backend} on {by.device}, torch {by.torch}, portable_fsdp {by.portable_fsdp}",
+    }
+    lines = [f"- {name}: {_code(value)}" for name, value in rows.items() if value]
+    title = f"# {_code(run_name(manifest.config) or 'model')}"
+    text = "\n".join([f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n{title}\n", *lines])
+    (folder / "README.md").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _public(name: str) -> str:
+    return name if is_hub_id(name) else Path(name).name
+
+
+def _code(text: str) -> str:
+    """A code span, in which nothing is Markdown or HTML."""
+    return "`" + " ".join(printable(text).split()).replace("`", "'") + "`"
