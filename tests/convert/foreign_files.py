@@ -15,16 +15,19 @@ FILES = sorted((HERE / "samples").iterdir())
 REST = ("model.pretrained=folder", "train.steps=100", "train.global_batch=64")
 """What no file of another tool has to set."""
 
-LAUNCHED = dict(
-    pair.split("=")
-    for pair in """
+
+def environ_of(text: str) -> dict[str, str]:
+    """`A=1 B=2` as variables."""
+    return {name: value for name, _, value in (pair.partition("=") for pair in text.split())}
+
+
+LAUNCHED = environ_of("""
     ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=False ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_DYNAMO_MODE=default
     ACCELERATE_DYNAMO_USE_FULLGRAPH=False ACCELERATE_USE_FSDP=true FSDP_VERSION=1 FSDP_SHARDING_STRATEGY=FULL_SHARD
     FSDP_RESHARD_AFTER_FORWARD=true FSDP_MIN_NUM_PARAMS=100000000 FSDP_OFFLOAD_PARAMS=false FSDP_FORWARD_PREFETCH=false
     FSDP_USE_ORIG_PARAMS=true FSDP_CPU_RAM_EFFICIENT_LOADING=true FSDP_SYNC_MODULE_STATES=true
     FSDP_ACTIVATION_CHECKPOINTING=false FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=false
-    """.split()  # noqa: SIM905
-)
+    """)
 """What `accelerate launch --use_fsdp` of 1.15 sets by itself; a block of environment.txt adds to it."""
 
 
