@@ -436,6 +436,11 @@ def rules_of(engine: str) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+@cache
+def _rules_about(engine: str, option: str) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rules_of(engine) if rule.option == option)
+
+
 # ----------------------------------------------------------------------------------------------------- of one config
 
 
@@ -492,7 +497,7 @@ def _leads_out(fix: str, rule: Rule, config: Config, place: Deployment) -> bool:
     place = place._replace(engine=settings.pop("--backend", place.engine))
     for key, value in settings.items():
         config = with_value(config, key, value)
-    others = [other for other in rules_of(place.engine) if other.option in (rule.option, *settings)]
+    others = (other for option in {rule.option, *settings} for other in _rules_about(place.engine, option))
     return not any(other.when is not None and other.when(config, place) for other in others)
 
 
@@ -533,7 +538,7 @@ def _taken(config: Config, engine: str, option: str) -> Verdict:
     value = value_of(config, option)
     taken = {line.case: line for line in lines_of(engine, option) if line.kind != "refused"}
     line = (taken.get(yaml_value(value) if len(taken) > 1 else "") or taken[""])._replace(case="")
-    later = [rule.case for rule in rules_of(engine) if rule.option == option and rule.when is None]
+    later = [rule.case for rule in _rules_about(engine, option) if rule.when is None]
     if value == default_of(option) or not later:
         return line
     cases = "; ".join(f"refused {case}" for case in later)
@@ -543,7 +548,7 @@ def _taken(config: Config, engine: str, option: str) -> Verdict:
 @cache
 def lines_of(engine: str, option: str) -> tuple[Verdict, ...]:
     """What an engine does with any value of an option, with some values, and in the cases in which it refuses it."""
-    spec, rules = spec_of(engine), [rule for rule in rules_of(engine) if rule.option == option]
+    spec, rules = spec_of(engine), _rules_about(engine, option)
     text = spec.delegated.get(option) or spec.notes.get(option) or description_of(option)
     if option not in {**spec.delegated, **spec.notes} and any(rule.takes_default_alone for rule in rules):
         text = f"{yaml_value(default_of(option))} is the only value"

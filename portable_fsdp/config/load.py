@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from portable_fsdp.convert.facts import Import
 
 _MAX_BYTES = 1 << 20
-_MAX_PROBLEMS = 20
+MAX_PROBLEMS = 20
 """In one message; a hostile file has thousands."""
 
 
@@ -265,13 +265,13 @@ class LayeredValues:
         try:
             config = Config.model_validate(self.values)
         except ValidationError as error:
-            for detail in itertools.islice(error.errors(include_url=False), _MAX_PROBLEMS + 1):
+            for detail in itertools.islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
                 self._add_schema_problem(detail, hint)
         if config is not None and not self.problems:
             return config
         messages = [_bounded(text) for text in sorted(self.problems, key=lambda text: self.problems[text][:2])]
-        more = len(messages) - _MAX_PROBLEMS
-        messages[_MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
+        more = len(messages) - MAX_PROBLEMS
+        messages[MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
         raise ConfigError("\n".join(messages))
 
     def add_problem(self, origin: Origin, key: Key, text: str) -> None:

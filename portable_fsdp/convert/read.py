@@ -12,7 +12,7 @@ from typing import Any, cast
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.describe import Key, nearest, yaml_value
-from portable_fsdp.config.load import LayeredValues, Loaded, Origin, loaded, parse_file
+from portable_fsdp.config.load import MAX_PROBLEMS, LayeredValues, Loaded, Origin, loaded, parse_file
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG
 from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry, check_launcher_facts
@@ -377,7 +377,7 @@ def _read_unknown(entry: KeyEntry, result: Import) -> None:
     if entry.key.startswith(("_", "#", "//", "$")) or entry.key.lower() in ("comment", "comments", "notes"):
         result.ignore(entry, "a comment")
         return
-    near = nearest_key(entry.place, entry.key)
+    near = nearest_key(entry.place, entry.key) if len(result.problems) < MAX_PROBLEMS else ""  # a hostile file is long
     kind = "variable" if entry.place == ENVIRONMENT else f"key of {entry.place}"
     hint = f"nearest: {near}." if near else "No known name is similar; leave it out."
     result.add_problem(entry, f"unknown {kind}.\n  {hint}")

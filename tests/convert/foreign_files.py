@@ -16,6 +16,21 @@ REST = ("model.pretrained=folder", "train.steps=100", "train.global_batch=64")
 """What no file of another tool has to set."""
 
 
+def environ_of(text: str) -> dict[str, str]:
+    """`A=1 B=2` as variables."""
+    return {name: value for name, _, value in (pair.partition("=") for pair in text.split())}
+
+
+LAUNCHED = environ_of("""
+    ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=False ACCELERATE_DYNAMO_BACKEND=NO ACCELERATE_DYNAMO_MODE=default
+    ACCELERATE_DYNAMO_USE_FULLGRAPH=False ACCELERATE_USE_FSDP=true FSDP_VERSION=1 FSDP_SHARDING_STRATEGY=FULL_SHARD
+    FSDP_RESHARD_AFTER_FORWARD=true FSDP_MIN_NUM_PARAMS=100000000 FSDP_OFFLOAD_PARAMS=false FSDP_FORWARD_PREFETCH=false
+    FSDP_USE_ORIG_PARAMS=true FSDP_CPU_RAM_EFFICIENT_LOADING=true FSDP_SYNC_MODULE_STATES=true
+    FSDP_ACTIVATION_CHECKPOINTING=false FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=false
+    """)
+"""What `accelerate launch --use_fsdp` of 1.15 sets by itself; a block of environment.txt adds to it."""
+
+
 def read(path: Path, *overrides: str) -> Loaded:
     options = {text.partition("=")[0] for text in overrides}
     return read_config(path, [*(text for text in REST if text.partition("=")[0] not in options), *overrides])

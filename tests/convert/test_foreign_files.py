@@ -1,15 +1,26 @@
-"""Each key of the example files has its answer, each misspelt twin its nearest key, and each translation reads back."""
+"""Each key of the example files has its answer, each misspelt twin its nearest key, and each translation reads back.
+
+Golden files hold what becomes of whole files and of single keys: samples/ in golden/, small inputs in transcripts/. A
+block of a transcript is an input, `---`, and what follows from it: settings of ours with the key that set them, keys
+that set nothing, or the message. Its first line may be `$ overrides`, besides those that every run needs, or
+`$$ overrides` alone. `--rewrite-goldens` writes what follows anew: review the diff.
+"""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from foreign_files import FILES, REST, named, problems, read
+from foreign_files import FILES, HERE, LAUNCHED, REST, named, plain, problems, read, rendered
 
 from portable_fsdp import explain
-from portable_fsdp.convert.read import load_config
+from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.convert.table import find_anywhere, key_table
 from portable_fsdp.explain import translation
+from portable_fsdp.runtime.errors import ConfigError
+
+TRANSCRIPTS = sorted((HERE / "transcripts").iterdir())
+Compare = Callable[[Path, str], None]
 
 
 def keys_of(path: Path) -> list[str]:
@@ -62,3 +73,40 @@ def test_explain_writes_and_names_the_origin_of_a_key(tmp_path: Path, capsys: py
     assert load_config(ours).memory.cpu_offload
     assert explain.main(arguments) == 2
     assert "expected a new file, found one" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ golden files
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_sample(path: Path, assert_golden: Compare) -> None:
+    assert_golden(HERE / "golden" / f"{path.name}.txt", plain("\n".join(rendered(read(path))) + "\n", path.parent))
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_transcript(path: Path, tmp_path: Path, assert_golden: Compare) -> None:
+    blocks = path.read_text().removeprefix("===\n").split("\n===\n")
+    inputs = [block.partition("\n---\n")[0].removesuffix("\n---") for block in blocks]
+    results = [f"===\n{text}\n---\n{outcome(path.stem, text, tmp_path)}\n" for text in inputs]
+    assert_golden(path, "".join(results))
+
+
+def outcome(topic: str, text: str, folder: Path) -> str:
+    overrides, lines = list(REST), text
+    if text.startswith("$"):
+        line, _, lines = text.partition("\n")
+        sign, *more = line.split()
+        options = {override.partition("=")[0] for override in more}
+        rest = [override for override in REST if override.partition("=")[0] not in options]
+        overrides = [*rest, *more] if sign == "$" else more
+    path, environ = folder / "theirs.yaml", dict[str, str]()
+    path.write_text(lines)
+    if topic == "environment":
+        path = folder / "ours.yaml"
+        path.write_text("model: {pretrained: folder}\ntrain: {steps: 100}\n")
+        environ = LAUNCHED | dict(line.split("=", 1) for line in lines.splitlines() if "=" in line)
+    try:
+        loaded = read_config(path, overrides, environ=environ)
+    except ConfigError as error:
+        return plain(str(error), folder)
+    return plain("\n".join(rendered(loaded, lines if topic == "environment" else None)), folder)

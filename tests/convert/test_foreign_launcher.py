@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from foreign_files import REST
+from foreign_files import REST, environ_of
 
 from portable_fsdp import launch
 from portable_fsdp.convert.facts import check_launcher_facts
@@ -13,10 +13,6 @@ from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.runtime.errors import ConfigError
 
 OURS = Path(__file__).parents[2] / "configs/quickstart.yaml"
-
-
-def environ_of(text: str) -> dict[str, str]:
-    return dict(pair.split("=") for pair in text.split())
 
 
 TORCHRUN = "GROUP_WORLD_SIZE=2 GROUP_RANK=1"

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_files import problems
-from test_foreign_transcripts import LAUNCHED
+from foreign_files import LAUNCHED, problems
 
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.load import Loaded
