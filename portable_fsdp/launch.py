@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stderr
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, ConfigError
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.logs import KeptOutput
 from portable_fsdp.runtime.process import (
     Hosts,
@@ -65,8 +65,8 @@ def main(argv: list[str]) -> int:
 
 def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
     from portable_fsdp.backends.open import local_processes, resolve, spec_of
-    from portable_fsdp.backends.refusals import Deployment, require_supported
-    from portable_fsdp.train.early_checks import check_paths, nothing_left
+    from portable_fsdp.backends.refusals import Deployment
+    from portable_fsdp.train.preflight import check_config, check_values
 
     end_with_agent(os.environ)
     loaded = _read(options)
@@ -95,11 +95,9 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     if launch.is_alone and (device != "tpu" or is_counted):  # else PJRT counts the hosts of a slice
         hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
         devices = processes * hosts if is_counted else num_devices
-        require_supported(loaded.config, Deployment(backend, device, devices, hosts))
-        check_paths(loaded.config)
-        if message := nothing_left(loaded.config):
-            to_stderr(message)
-            return EXIT_FINISHED
+        check_config(loaded.config, Deployment(backend, device, devices, hosts))
+    else:
+        check_values(loaded.config)
     meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
         return _start(processes, argv, Path(loaded.config.run.dir), meeting)
@@ -127,9 +125,6 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
 
 def _read(options: argparse.Namespace) -> "Loaded":
     """The config that the flags name, after the checks that need no device."""
-    from portable_fsdp.optim.schedule import check_schedule
-    from portable_fsdp.train.early_checks import check_profile
-
     if options.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
     loaded = _ours(options)
@@ -137,9 +132,6 @@ def _read(options: argparse.Namespace) -> "Loaded":
         from portable_fsdp.convert.read import read_config
 
         loaded = read_config(options.config, options.overrides, options.imports, os.environ)
-    if loaded.config.train.steps is not None:  # else the steps follow from the data
-        check_schedule(loaded.config.optim, loaded.config.train.steps)
-        check_profile(loaded.config, loaded.config.train.steps)
     return loaded
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from portable_fsdp.backends.open import count_devices, resolve
-from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.backends.refusals import Deployment
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.parity.culprit import find_culprit
@@ -30,7 +30,7 @@ from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_l
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, TrainingError, UsageError
 from portable_fsdp.runtime.files import read_regular, write_text_atomically
 from portable_fsdp.runtime.process import detect_launch
-from portable_fsdp.train.early_checks import check_paths
+from portable_fsdp.train.preflight import check_config
 
 DESCRIPTION = """Run the first steps of a config on several engines or numbers of devices; compare them step by step.
 
@@ -89,7 +89,6 @@ def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
     places = _places(options.on, options.device, config)
     if options.steps > bounds(config).steps:
         raise UsageError(f"--steps: expected at most {bounds(config).steps} (docs/parity.md), found {options.steps}.")
-    check_paths(config)
     folder = _folder(options.out or Path(f"{Path(config.run.dir)}-parity"))
     return certify(config, places, options.steps, worker), folder
 
@@ -109,7 +108,7 @@ def _places(text: str, device: str, config: Config) -> list[Place]:
         where, engine = resolve(device, engine)
         if where != "cpu" and int(number) > (count := count_devices(where)):
             raise UsageError(f"--on={text}: expected at most the {count} devices of this host, found {name!r}.")
-        require_supported(config, Deployment(engine, where, int(number), 1))
+        check_config(config, Deployment(engine, where, int(number), 1))
         places.append(Place(device=where, engine=engine, devices=int(number)))
     return places
 

@@ -53,7 +53,7 @@ def run(place: Place, task: RunTask, prepare: Callable[["Training"], None]) -> P
     from portable_fsdp.optim.schedule import learning_rate
     from portable_fsdp.parity.recorder import StepRecorder, state_statistics
     from portable_fsdp.train.build import build_training, open_batches, total_steps
-    from portable_fsdp.train.consistency import open_data
+    from portable_fsdp.train.preflight import open_data
     from portable_fsdp.train.step import train_step
 
     config = Config.model_validate_json(task.config)

@@ -3,13 +3,14 @@
 The trainer, the planner, the tests and your own loop (examples/own_loop.py) build through these.
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.layout import check_batch, weight_spec
+from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
@@ -31,11 +33,11 @@ from portable_fsdp.models.tasks import SINGLE_LABEL, Task, find_task, is_decoder
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.optim.schedule import check_schedule
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.factory import call_user
-from portable_fsdp.train.early_checks import checkpoint_folder, saved_config
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.memory_need import memory_need, require_memory
+from portable_fsdp.train.preflight import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 
 if TYPE_CHECKING:  # text without samples loads neither
@@ -302,3 +304,23 @@ def open_batches(
         count_losses=of_labels if training.task.counts_labels else None,
         data=config.data,
     )
+
+
+def saved_config(config: Config) -> dict[str, Any]:
+    """The config as a checkpoint holds it: JSON, with what the file holds that `model.architecture` names, since that
+    may have changed when the run is resumed. It holds no passwords: checkpoints travel."""
+    values = config.model_dump(mode="json")
+    if config.model.architecture is not None:
+        values["model"]["architecture"] = _as_json(architecture_mapping(config.model.architecture))
+    return json.loads(without_passwords(json.dumps(values)))
+
+
+def _as_json(value: Any) -> Any:
+    """Infinities as transformers writes them: JSON has none."""
+    if isinstance(value, dict):
+        return {key: _as_json(inside) for key, inside in cast(dict[str, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(inside) for inside in cast(list[Any], value)]
+    if isinstance(value, float) and math.isinf(value):
+        return {"__float__": "Infinity" if value > 0 else "-Infinity"}
+    return value

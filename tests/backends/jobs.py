@@ -35,8 +35,8 @@ from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.train.build import build_evaluator, build_training, open_batches, open_checkpoints, shard
-from portable_fsdp.train.consistency import require_same
 from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.preflight import require_same
 from portable_fsdp.train.sampling import Sampler
 from portable_fsdp.train.step import train_step
 

@@ -15,8 +15,8 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.load import load_config
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.train.build import build_training, open_checkpoints
-from portable_fsdp.train.consistency import open_data
 from portable_fsdp.train.loop import train
+from portable_fsdp.train.preflight import open_data
 
 LOSSES = [5.386707305908203, 5.345849990844727]
 """Steps 3 and 4 of the same run without a stop, by the release that wrote the files."""

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +19,9 @@ from cli import PYTHON, TORCHRUN, Started, committed, events, launch, losses, st
 from documented import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from portable_fsdp.checkpoint.format import MANIFEST, manifest_text, read_manifest
+from portable_fsdp.checkpoint.format import read_manifest
 from portable_fsdp.config.load import load_config
-from portable_fsdp.observe.run_files import EventsFile, read_jsonl
-from portable_fsdp.train.early_checks import nothing_left
+from portable_fsdp.observe.run_files import read_jsonl
 
 STARTS: dict[str, list[str]] = {
     "plain": [*PYTHON, "--device=cpu"],
@@ -149,56 +147,6 @@ def test_the_same_command_again_finds_nothing_to_do(
     after = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert changed <= {finished / "events.jsonl"}
-
-
-FINISHED_OR_NOT = {
-    "": True,
-    "train.log_every=3 run.dir=copy": True,
-    "train.stop_at=4": True,
-    "train.steps=7": False,
-    "optim.lr=0.5": False,
-    "checkpoint.export=true": False,
-    "checkpoint.resume=copy/checkpoints/step-00000006": False,
-    "run.dir=damaged": False,
-    "run.dir=damaged checkpoint.verify=size": True,
-    "run.dir=cut checkpoint.verify=size": False,
-    "run.dir=new": False,
-}
-
-
-def test_a_finished_run_is_told_by_its_newest_checkpoint(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("copy", "damaged", "cut"):
-        shutil.copytree(finished, name)
-        shutil.rmtree(f"{name}/export")
-        file = next(Path(name).glob("checkpoints/step-00000006/model/*.safetensors"))
-        content = file.read_bytes()
-        file.write_bytes({"copy": content, "damaged": content[:-1] + b"\x7f", "cut": content[:-1]}[name])
-    for words, is_finished in FINISHED_OR_NOT.items():
-        config = load_config(finished.parent / "tiny.yaml", ["run.dir=copy", *words.split()])
-        assert (nothing_left(config) is not None) == is_finished, words
-
-
-def test_a_finished_run_whose_files_changed_looks_for_itself(folder: Path) -> None:
-    text = folder / "a.txt"
-    text.write_text("a line of some words\n" * 200)
-    (folder / "config.json").write_text(json.dumps(load_config("tiny.yaml").model.architecture))
-    files = ["data.source=text", f"data.path={text}", "model.architecture=config.json"]
-    files += ["data.eval_split=config.json", "train.eval_every=6"]
-    assert launch("--device=cpu", "--config=tiny.yaml", *files) == 0
-    config = load_config("tiny.yaml", files)
-    assert nothing_left(config) is not None
-    checkpoint, history = Path("run/checkpoints/step-00000006"), EventsFile(Path("run/events.jsonl"))
-    without = read_manifest(checkpoint).model_copy(update={"evaluation": None})  # nothing counts in the validation set
-    (checkpoint / MANIFEST).write_text(manifest_text(without))
-    assert nothing_left(config) is not None
-    history.write("stop", step=6)  # before the evaluation
-    assert nothing_left(config) is None
-    history.write("finish", step=6)
-    text.write_text(text.read_text() + "and one more\n")
-    assert nothing_left(config) is None
 
 
 def test_export_of_a_run_that_was_finished_elsewhere(

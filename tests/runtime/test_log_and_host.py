@@ -12,7 +12,7 @@ from portable_fsdp.config.load import load_config
 from portable_fsdp.runtime.command import LogLines
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes
-from portable_fsdp.train.early_checks import saved_config
+from portable_fsdp.train.build import saved_config
 
 LOG = """
 import logging

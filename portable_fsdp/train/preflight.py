@@ -1,0 +1,199 @@
+"""What a start checks, each thing once: without torch, then with the engine, then with the model.
+
+Problems of one stage come in one answer. `launch` runs the first stage before torch and transformers are imported,
+which takes seconds. Each process opens files and hub repositories by itself, without a collective: a file may differ
+from host to host, and a branch of the hub may move in between.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.checkpoint.format import committed_steps, require_checkpoint
+from portable_fsdp.checkpoint.storage import locate, store_of
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.sources import EXAMPLES, files_of
+from portable_fsdp.data.tokenize import require_tokenizer_folder
+from portable_fsdp.models.architecture import architecture_mapping
+from portable_fsdp.optim.schedule import check_schedule
+from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
+from portable_fsdp.runtime.hub import before_transformers, is_hub_id, require_folder_or_hub_id
+
+if TYPE_CHECKING:
+    from portable_fsdp.backends.base import Backend
+    from portable_fsdp.data.build import Corpus
+
+
+# ---------------------------------------------------------------------------------------------------- without torch
+
+
+def check_config(config: Config, deployment: Deployment) -> None:
+    """What a config says of a deployment, and the files that it names on this host; asks no hub and no object store.
+
+    Raises one error with all problems.
+    """
+    _together(
+        lambda: require_supported(config, deployment),
+        *_values(config),
+        *_folders(config),
+        lambda: _require_model(config),
+        lambda: _require_data(config),
+    )
+
+
+def check_values(config: Config) -> None:
+    """What a config alone tells. Raises one error with all problems."""
+    _together(*_values(config))
+
+
+def _values(config: Config) -> list[Callable[[], None]]:
+    if (steps := config.train.steps) is None:  # they follow from the data
+        return []
+    return [lambda: check_schedule(config.optim, steps), lambda: check_profile(config, steps)]
+
+
+def _together(*checks: Callable[[], object]) -> None:
+    """Raises the error of the first check that fails, with the messages of all."""
+    errors: list[PortableFSDPError] = []
+    for check in checks:
+        try:
+            check()
+        except PortableFSDPError as error:
+            errors.append(error)
+    if errors:
+        errors[0].args = ("\n".join(map(str, errors)),)
+        raise errors[0]
+
+
+def _folders(config: Config) -> tuple[Callable[[], None], ...]:
+    return (
+        lambda: require_writable(Path(config.run.dir)),
+        lambda: _require_trackers(config),
+        lambda: _require_resume(config),
+    )
+
+
+def _require_model(config: Config) -> None:
+    if config.model.architecture is not None:
+        architecture_mapping(config.model.architecture)
+    if config.model.pretrained is not None:
+        require_folder_or_hub_id("model.pretrained", config.model.pretrained)
+
+
+def _require_data(config: Config) -> None:
+    if config.data.tokenizer not in ("auto", "bytes") and not is_hub_id(config.data.tokenizer):
+        require_tokenizer_folder(Path(config.data.tokenizer), "data.tokenizer")
+    for source in config.data.mixture or (config.data,):
+        if source.source in EXAMPLES:
+            files_of(source)
+
+
+def _require_resume(config: Config) -> None:
+    """A run with checkpoints of its own resumes from those: checkpoint.resume says where it began."""
+    if config.checkpoint.resume not in ("auto", "none"):
+        own, other = checkpoint_folder(config), locate(config.checkpoint.resume)
+        if store_of(own).is_local and store_of(other).is_local and not committed_steps(own):
+            require_checkpoint(other)
+
+
+def _require_trackers(config: Config) -> None:
+    """Raises ConfigError for trackers that aren't installed."""
+    if config.observe.trackers:
+        from portable_fsdp.observe.trackers import require_installed
+
+        later = "leave it out; `python -m portable_fsdp.report RUN --track=NAME` sends a run's metrics later"
+        require_installed(config.observe.trackers, "observe.trackers", later)
+
+
+def require_writable(folder: Path) -> None:
+    """Raises ConfigError for a run.dir that can't be made or written to."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        problem = "a folder that this user may not write to" if nearest.is_dir() else "a file"
+        raise ConfigError(
+            f"run.dir: expected a folder that can be written to, or a new one: {folder}\n  found {problem}: {nearest}\n"
+            "  Set run.dir to another folder."
+        )
+
+
+def check_profile(config: Config, steps: int, resumed_step: int = 0, *, is_new: bool = True) -> None:
+    """Raises ConfigError for an observe.profile past the last of `steps`, or before the step that a run resumes from
+    unless the run had it before (`is_new`): then the same command resumes it all the same."""
+    if config.observe.profile is None:
+        return
+    (begin, end), last = config.observe.profile.steps, min(steps, config.train.stop_at or steps)
+    if end > last or (is_new and begin <= resumed_step):
+        raise ConfigError(
+            f"observe.profile.steps: expected steps from {resumed_step + 1} to {last}, found [{begin}, {end}].\n"
+            "  Choose among those, or profile the next steps of a run under way: touch RUN/PROFILE."
+        )
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """The folder of the run's checkpoints. Raises CheckpointError for an URL of no store."""
+    return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
+
+
+# ---------------------------------------------------------------------------------------------------- with the engine
+
+
+def check_with_engine(config: Config, backend: "Backend") -> None:
+    """Raises, on all processes, for folders that can't be written and for a wrong architecture, before minutes of
+    tokenizing. *collective*"""
+    from portable_fsdp.models.architecture import check_architecture
+    from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
+
+    on_process_0(backend, lambda: _together(*_folders(config)))
+    if (architecture := config.model.architecture) is not None:
+        before_transformers()
+        on_each_process(backend, lambda: check_architecture(architecture, config.train.task))
+
+
+def open_data(config: Config, backend: "Backend") -> "Corpus":
+    """The corpus, which is the same on all processes. *collective*
+
+    Raises DataError or ConfigError: on all of them, with the number of the one that found it where others didn't.
+    """
+    from portable_fsdp.data.build import build_data
+    from portable_fsdp.runtime.collective_errors import on_each_process
+
+    corpus = on_each_process(backend, lambda: build_data(config.data, config.model))
+    rows, tokenizer = corpus.fingerprint
+    held_out = corpus.eval_rows.fingerprint() if corpus.eval_rows is not None else "none"
+    require_same(backend, {"data.tokenizer": tokenizer, "data": rows, "data.eval_split": held_out})
+    return corpus
+
+
+# ----------------------------------------------------------------------------------------------------- with the model
+
+
+def require_same_model(backend: "Backend", config: Mapping[str, Any]) -> None:
+    """Raises ConfigError on all processes where one has another commit of `model.pretrained`, or another config.json.
+    *collective*
+
+    `config`: transformers', of the model as it was opened; empty where it is none of transformers.
+    """
+    opened = Path(str(config.get("_name_or_path", "")))
+    rest = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    facts = {
+        "model.pretrained": opened.name if opened.parent.name == "snapshots" else "no hub's commit",
+        "the model's config.json": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16],
+    }
+    require_same(backend, facts)
+
+
+def require_same(backend: "Backend", facts: Mapping[str, str]) -> None:
+    """Raises ConfigError, the same on all processes, for the first key whose fact isn't process 0's. *collective*"""
+    by_process = backend.gather(dict(facts))
+    for key, first in by_process[0].items():
+        for index, others in enumerate(by_process):
+            if others[key] != first:
+                raise ConfigError(
+                    f"{key}: expected the same on all processes, found {first} on process 0 and {others[key]} on "
+                    f"process {index}.\n  Use the same files on all hosts; of the hub name a commit "
+                    "(org/name@commit), since a branch may move."
+                )

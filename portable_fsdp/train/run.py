@@ -1,0 +1,263 @@
+"""A run: what the loop works with, how it is opened, and what is recorded of its end.
+
+`open_run` reads top to bottom: what is checked with the engine, data, model, what is checked with the model, then the
+checkpoint that it resumes from and who watches it.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from portable_fsdp.backends.base import Backend
+from portable_fsdp.checkpoint.format import Evaluated, committed_steps
+from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.build import Corpus
+from portable_fsdp.data.tokenize import Tokenizer
+from portable_fsdp.observe.callbacks import Callback, Callbacks, Outcome, RunEnd, RunStart
+from portable_fsdp.observe.console import Console
+from portable_fsdp.observe.profiles import Profiles
+from portable_fsdp.observe.run_files import EventsFile, RunFiles, last_save
+from portable_fsdp.runtime.collective_errors import on_process_0
+from portable_fsdp.runtime.command import configure_log
+from portable_fsdp.runtime.errors import EXIT_FAILED, CheckpointError, DataError, PortableFSDPError
+from portable_fsdp.runtime.factory import UserExit, described, user_code
+from portable_fsdp.runtime.lock import sole_run
+from portable_fsdp.runtime.logs import RunLog, run_log
+from portable_fsdp.runtime.process import Stopped, StopRequest
+from portable_fsdp.train.build import (
+    Training,
+    build_evaluator,
+    build_sampler,
+    build_training,
+    open_checkpoints,
+    total_steps,
+)
+from portable_fsdp.train.decision import Limits
+from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.measures import Measures, NotFiniteError, run_start
+from portable_fsdp.train.preflight import check_profile, check_with_engine, open_data, require_same_model
+from portable_fsdp.train.save_triggers import SaveTriggers
+
+if TYPE_CHECKING:  # a run without samples doesn't load it
+    from portable_fsdp.train.sampling import Sampler
+
+log = logging.getLogger("portable_fsdp")
+
+
+class Exporter(Protocol):
+    """Writes a finished run in another format."""
+
+    def require_room(self, config: Config) -> None:
+        """Raises, before the run, where something else than an earlier export lies in its place."""
+
+    def export_run(
+        self, config: Config, backend: Backend, tokenizer: Tokenizer | None, newest: Path, history: Evaluated | None
+    ) -> None:
+        """Export the best checkpoint by its evaluation, the newest where there was none. *collective*"""
+
+
+@dataclass
+class Run:
+    """What the loop works with, and how far it is."""
+
+    start: RunStart
+    engine: Backend
+    corpus: Corpus
+    training: Training
+    evaluator: Evaluator | None
+    sampler: "Sampler | None"
+    checkpoints: Checkpoints
+    limits: Limits
+    measures: Measures
+    triggers: SaveTriggers
+    stop: StopRequest
+    callbacks: Callbacks
+    profiles: Profiles
+    step: int  # the last one that is done
+    history: Evaluated | None  # of the evaluations so far
+    last_checkpoint: Path | None
+    misses_evaluation: bool = False  # of the checkpoint that it resumes from: a stop came first
+    outcome: Outcome = "finished"
+
+
+def open_run(
+    config: Config,
+    engine: Backend,
+    held: ExitStack,
+    stop: StopRequest,
+    callbacks: Sequence[Callback],
+    keep_output: Callable[[Path, int], None],
+    exporter: Exporter | None,
+) -> Run:
+    """Check, build, and resume what `checkpoint.resume` finds; for the arguments see `loop.train`. *collective*
+
+    `held` closes what the run holds.
+    """
+    process = engine.process.index
+    configure_log(process)
+    run_file = held.enter_context(run_log(process))
+    held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
+    check_with_engine(config, engine)
+    if config.checkpoint.export and exporter is not None:
+        on_process_0(engine, partial(exporter.require_room, config))
+    corpus = open_data(config, engine)
+    steps = total_steps(config, len(corpus.rows))
+    # Against other runs, from before the search for a checkpoint.
+    on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
+    training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
+    require_same_model(engine, training.built.config)
+    evaluator = build_evaluator(config, engine, training, corpus)
+    sampler = build_sampler(config, engine, training, corpus.tokenizer)
+
+    checkpoints = held.enter_context(open_checkpoints(config, engine, training, corpus))
+    named = on_process_0(engine, lambda: last_save(Path(config.run.dir) / "events.jsonl"))
+    point = checkpoints.find(config.checkpoint.resume, named)
+    resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
+    start = run_start(
+        config, engine, training.built.size, steps, resumed, training.trial.cost if training.trial else None
+    )
+    is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
+    check_profile(config, steps, start.step, is_new=is_new)
+
+    last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
+    limits = Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every)
+    evaluated = resumed.evaluation.step if resumed and resumed.evaluation else 0
+    observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
+    run = Run(
+        start,
+        engine,
+        corpus,
+        training,
+        evaluator,
+        sampler,
+        checkpoints,
+        limits,
+        Measures(engine, start),
+        SaveTriggers(start.folder, config.checkpoint.every_minutes),
+        stop,
+        observers,
+        Profiles(engine, start, observers, stop),
+        step=start.step,
+        history=_earlier_history(resumed, evaluator),
+        last_checkpoint=resumed.path if resumed else None,
+        misses_evaluation=point is not None
+        and point.is_own
+        and evaluated < start.step
+        and limits.evaluates(start.step),
+    )
+    try:
+        on_process_0(engine, lambda: run.callbacks.call(Callback.on_start, start))
+    except UserExit as error:
+        _record_failure(run, error)
+        raise
+    if process == 0:
+        run_file.open(start.folder)
+    keep_output(start.folder, process)
+    return run
+
+
+def _record_early(config: Config, engine: Backend, run_file: RunLog, error: BaseException | None) -> None:
+    """The event `fail` of user code that failed while the run was built; it makes the run's folder."""
+    is_recorded = run_file.path is not None or getattr(error, "run_has_started", False)
+    # The error names a line of the user's code.
+    is_of_user = isinstance(error, Exception) and "\n  in " in f"{error}\n{described(error)}"
+    if engine.process.index == 0 and is_of_user and not is_recorded:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with suppress(PortableFSDPError, OSError), sole_run(Path(config.run.dir)):
+            EventsFile(Path(config.run.dir, "events.jsonl")).write("fail", step=0, reason=reason, is_early=True)
+
+
+def _displays(config: Config) -> Iterator[Callback]:
+    """Optional built-in callbacks. One that raises is removed and the run continues, as for user callbacks."""
+    if sys.stderr.isatty():
+        from portable_fsdp.observe.live_display import LiveDisplay
+
+        yield LiveDisplay()
+    if config.observe.trackers:
+        from portable_fsdp.observe.trackers import Trackers
+
+        yield Trackers()
+
+
+def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:
+    """The checkpoint's, if it evaluated the same rows."""
+    history = resumed.evaluation if resumed else None
+    if history is None or evaluator is None:
+        return None
+    if history.rows != evaluator.fingerprint:
+        log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
+        return None
+    return history
+
+
+@contextmanager
+def recorded(run: Run) -> Generator[None]:
+    """Around the steps: callbacks see every commit, and then the end, also that of a failed run."""
+    try:
+        with user_code():
+            try:
+                yield
+            finally:  # an error may come between a commit and its event, and a save be under way by then
+                run.profiles.after_step(run.step, is_last=True)
+                run.checkpoints.close()
+                note_commits(run)
+        end = _end_of(run, run.outcome, {})
+        on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
+    except (Exception, Stopped) as error:  # Stopped: before the first step has ended
+        _record_failure(run, error)
+        raise
+
+
+def note_commits(run: Run) -> None:
+    """Tell the callbacks of checkpoints that were committed since."""
+    finished = run.checkpoints.finished()
+    run.triggers.committed(saved.step for saved in finished)
+    for saved in finished:
+        run.last_checkpoint = saved.path
+        run.callbacks.call(Callback.on_save, saved)
+
+
+def _record_failure(run: Run, error: BaseException) -> None:
+    """Tell the callbacks, and add the last step and checkpoint to the message of an error that lost work."""
+    values = error.values if isinstance(error, NotFiniteError) else {}
+    end = _end_of(run, "not finite" if values else "failed", values, error)
+    with suppress(Exception), user_code():  # the disk may be full: the run's own error goes first
+        run.callbacks.call(Callback.on_end, end)
+    if not isinstance(error, PortableFSDPError):
+        return
+    error.run_has_started = True
+    if isinstance(error, DataError) or run.step > run.start.step:
+        error.exit_code = EXIT_FAILED  # 2 means that nothing was lost
+    # CheckpointError and NotFiniteError name the checkpoint themselves.
+    if error.exit_code == EXIT_FAILED and not isinstance(error.__cause__ or error, CheckpointError | NotFiniteError):
+        ended, newest = f"after step {run.step}" if run.step else "before its first step", newest_checkpoint(run)
+        error.args = (f"{error}\n  The run ended {ended}. {newest} Fix the cause, then rerun the same command.",)
+
+
+def newest_checkpoint(run: Run) -> str:
+    """A sentence that names the newest checkpoint. Reads the folder: only process 0 gets the commits."""
+    try:
+        saved = committed_steps(run.checkpoints.folder)
+    except Exception as error:  # of a store, of many classes
+        return f"{run.checkpoints.folder} doesn't answer ({type(error).__name__}): look there for checkpoints."
+    return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
+
+
+def _end_of(run: Run, outcome: Outcome, values: Mapping[str, float], error: BaseException | None = None) -> RunEnd:
+    reasons = {"stopped": run.stop.reason or "a signal to another process", "no improvement": patience_of(run)}
+    if error is not None and not values:
+        reasons["failed"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    reason = reasons.get(outcome, outcome)
+    best = (run.history.best_step, run.history.best_loss) if run.history else (None, None)
+    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, *best, values)
+
+
+def patience_of(run: Run) -> str:
+    """Why early stopping ended the run."""
+    return f"no improvement in {run.history.without_improvement if run.history else 0} evaluations"
