@@ -1,4 +1,4 @@
-"""Addresses, names that stay, and checkpoints in object stores: `memory://`, and S3 as a proof."""
+"""Addresses, names that stay, and checkpoints in an object store: `memory://`, and S3's refusals as proofs."""
 
 import errno
 import json
@@ -70,19 +70,11 @@ def test_folders_made_on_the_way_have_durable_names(tmp_path: Path, monkeypatch:
 # ------------------------------------------------------------------------------------------------------- object stores
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Faults]:
-    with s3_server() as faults:
-        yield faults
-
-
-@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.proof)])
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "s3":
-        request.getfixturevalue("server")
-    root = f"{request.param}://{BUCKET}/{uuid.uuid4().hex}"
-    yield f"{root}/run"
-    store_of(locate(root)).remove(locate(root))
+@pytest.fixture
+def url() -> Iterator[str]:
+    """tests/launch/test_stores.py has servers of their own."""
+    yield f"memory://{uuid.uuid4().hex}/run"
+    MemoryFileSystem.store.clear()
 
 
 def names(url: str) -> list[str]:
@@ -206,6 +198,12 @@ def test_a_store_that_does_not_answer_is_no_empty_folder(monkeypatch: pytest.Mon
 
 
 # ----------------------------------------------------------------------------------------------------------------- S3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Faults]:
+    with s3_server() as faults:
+        yield faults
 
 
 @pytest.mark.proof

@@ -23,13 +23,13 @@ from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.storage import ObjectStore, store_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 STEPS = 20
 SERVERS = {"seaweedfs": seaweedfs, "fake_gcs": fake_gcs}
 
 
-@pytest.fixture(scope="module", params=["seaweedfs", pytest.param("fake_gcs", marks=pytest.mark.proof)])
+@pytest.fixture(scope="module", params=SERVERS)
 def bucket(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as bucket:
         yield bucket
@@ -98,7 +98,6 @@ def test_a_tensor_larger_than_a_part_of_an_upload(url: str) -> None:
     assert torch.equal(fresh.weight, saved.weight)
 
 
-@pytest.mark.proof
 def test_a_killed_run_goes_on(url: str, folder: Path) -> None:
     """Two processes save every step in the background, and get a SIGKILL after the first commit."""
     settings = ["--device=cpu", "--config=tiny.yaml", f"train.steps={STEPS}", *SAVES]
