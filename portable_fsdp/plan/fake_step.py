@@ -50,7 +50,7 @@ from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import (
     Compute,
     Drain,
-    Operation,
+    ScheduleEntry,
     Send,
     Wait,
     expected_time,
@@ -394,7 +394,7 @@ def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float
 
 def operations_of(
     programs: Iterable[Timeline], sent: Mapping[Collective, Mapping[str, float]], *, is_compiled: bool
-) -> Iterator[Operation]:
+) -> Iterator[ScheduleEntry]:
     """What a GPU runs for the programs of a step, one after the other.
 
     FSDP2 asks for the next gather when compute has taken over the last one's weights, and compute waits where it reads

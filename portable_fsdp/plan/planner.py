@@ -94,8 +94,11 @@ def _settings(config: Config, without: tuple[str, ...]) -> dict[str, Any]:
 
 def _no_shorter(expected: Expected, time: Time) -> Expected:
     """Than the bound: copies into on-chip memory, that the time of a TPU's program counts as free, bind small steps."""
-    missing = max(0.0, (time.seconds or 0.0) - expected.seconds)
-    return expected + Expected(seconds=missing, parts={"copies": missing} if missing else {}, synchronous_bytes={})
+    missing = (time.seconds or 0.0) - expected.seconds
+    if missing <= 0:
+        return expected
+    parts = {**expected.parts, "copies": expected.parts.get("copies", 0.0) + missing}
+    return expected.model_copy(update={"seconds": expected.seconds + missing, "parts": parts})
 
 
 def _compiled_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
