@@ -106,37 +106,22 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     process of its own where possible: FSDP2 and DTensor keep caches.
     """
     if dist.is_initialized():
+        ranks = dist.get_world_size()
         raise BackendError(
-            "plan: expected a process without a process group, found one of "
-            f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
+            f"plan: expected a process without a process group, found one of {ranks} ranks.\n"
+            "  Plan in a process of its own."
         )
     recorder, training, activations = _record(config, target)
+    is_compiled, rates = config.compile.enabled, rates_of(target)
     programs = _programs(recorder, config, target)
     collectives = {
         entry.collective for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)
     }
     sent = {collective: _sent_by(collective, target) for collective in collectives}
     blocks = peak(recorder.events)
-    live_bytes = sum(block.bytes for block in blocks)
-    parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
-    for block in blocks:
-        parts[block.part] += block.bytes
+    memory = _memory(recorder, blocks, sent, target, is_compiled=is_compiled)
     if recorder.is_gpu:
-        communicators = len({collective.communicator for collective in sent})
-        buffers = communicators * COMMUNICATOR_BYTES
-        capacity = None if target.limit_bytes is None else target.limit_bytes - buffers
-        reserved = peak_reserved(recorder.events, capacity)
-        parts |= {"allocator": reserved - live_bytes, "communication buffers": buffers}
-    biggest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
-    is_compiled, rates = config.compile.enabled, rates_of(target)
-    memory = DeviceMemory(
-        parts=parts,
-        limit_bytes=target.limit_bytes,
-        at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
-        biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
-        host_bytes=_host_bytes(training) + activations if recorder.is_gpu else 0,
-        is_least=recorder.is_tpu,
-    )
+        memory = memory.model_copy(update={"host_bytes": _host_bytes(training) + activations})
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
     operations = operations_of(programs, sent, is_compiled=is_compiled)
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
@@ -151,6 +136,29 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
         f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
         (*notes, TPU_NOTE) if recorder.is_tpu else notes,
         expected=expected_time(operations, rates) if rates and recorder.is_gpu else None,
+    )
+
+
+def _memory(
+    recorder: Recorder, blocks: list[Block], sent: Collection[Collective], target: Target, *, is_compiled: bool
+) -> DeviceMemory:
+    """What a device holds while `blocks` live, the peak."""
+    parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
+    for block in blocks:
+        parts[block.part] += block.bytes
+    if recorder.is_gpu:
+        live_bytes = sum(parts.values())
+        buffers = len({collective.communicator for collective in sent}) * COMMUNICATOR_BYTES
+        capacity = None if target.limit_bytes is None else target.limit_bytes - buffers
+        reserved = peak_reserved(recorder.events, capacity)
+        parts |= {"allocator": reserved - live_bytes, "communication buffers": buffers}
+    biggest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
+    return DeviceMemory(
+        parts=parts,
+        limit_bytes=target.limit_bytes,
+        at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
+        biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
+        is_least=recorder.is_tpu,
     )
 
 

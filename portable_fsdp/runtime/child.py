@@ -172,9 +172,13 @@ class Worker:
             self._child.stdin.write(pickle.dumps((work, arguments)))
             self._child.stdin.flush()
         answer = Path(folder, "answer")
-        if self._child.until(self._limit_s, answer.exists) != "enough":
-            child, self._child = self._child, None
-            raise WorkerFailedError(child.wait(self._limit_s))
+        try:
+            if self._child.until(self._limit_s, answer.exists) != "enough":
+                raise WorkerFailedError(self._child.wait(self._limit_s))
+        except BaseException:  # nobody reads its answer any more
+            self._child.close()
+            self._child = None
+            raise
         result, error = pickle.loads(answer.read_bytes())
         answer.unlink()
         if error is not None:
