@@ -32,7 +32,22 @@ ON_DEMAND = {("config", "convert"), ("train", "formats")}
 """Imports that a function may hold: `config` reads another tool's file where there is one, and a run may export."""
 
 PURE_CALLS = {
-    *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
+    *(
+        "dict",
+        "field",
+        "float",
+        "fromkeys",
+        "frozenset",
+        "int",
+        "len",
+        "list",
+        "max",
+        "min",
+        "range",
+        "set",
+        "sorted",
+        "tuple",
+    ),
     *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
     *("field_validator", "model_validator", "field_serializer"),
 }

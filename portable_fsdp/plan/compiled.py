@@ -94,7 +94,7 @@ def _limit(limit_bytes: int | None) -> int | None:
 
 
 def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> DeviceMemory:
-    """Of the fuller program, and the arguments of the other one, which stay on the device all the same."""
+    """The memory of the fuller program, with the arguments of the other one, which stay on the device all the same."""
     arguments: dict[str, int] = {}
     for compiled in programs.values():
         arguments |= compiled.named_bytes
@@ -116,7 +116,7 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Devi
 
 
 def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
-    """Of a step: with accumulation `micro_batch` runs several times, `update` once."""
+    """The work of a step: with accumulation `micro_batch` runs several times, `update` once."""
     flops: defaultdict[str, float] = defaultdict(float)
     collectives: defaultdict[str, hlo.Moved] = defaultdict(hlo.Moved)
     sent: Counter[str] = Counter()
@@ -148,7 +148,7 @@ def _times(program: str, accumulation: int) -> int:
 
 
 def _dtype_of(factors: str) -> str:
-    """Of a product `bf16 x f32` the wider: the narrower factor is cast first."""
+    """The wider dtype of a product `bf16 x f32`: the narrower factor is cast first."""
     names = [DTYPES.get(name, name) for name in factors.split(" x ")]
     return "float32" if "float32" in names else names[0]
 

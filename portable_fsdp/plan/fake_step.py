@@ -68,10 +68,10 @@ from portable_fsdp.train.step import train_step
 COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
 
 L2_BYTES = 126 * 10**6
-"""Of B200, the most that a GPU here keeps on its chip (jax-ml.github.io/scaling-book/gpus)."""
+"""The L2 cache of B200, the largest of the GPUs here (jax-ml.github.io/scaling-book/gpus)."""
 
 VMEM_BYTES = 170 * 2**20
-"""Of v4 with CMEM and spMEM, the most that a TPU here keeps on its chip (arXiv 2304.01433, table 4)."""
+"""The on-chip memory of v4 with CMEM and spMEM, the largest of the TPUs here (arXiv 2304.01433, table 4)."""
 
 TPU_NOTE = (
     "memory is a lower bound: what operations read and leave, one at a time, as TorchTPU runs them. Not known: scratch "
@@ -288,7 +288,7 @@ def _name(recorder: Recorder, training: Training) -> None:
 
 
 def _host_bytes(training: Training) -> int:
-    """Of this rank's weights, gradients and optimizer state that are offloaded to the host."""
+    """Bytes of this rank's weights, gradients and optimizer state that are offloaded to the host."""
     weights = list(training.model.parameters())
     gradients = [parameter for parameter in weights if parameter.requires_grad]
     state = [value for states in training.optimizer.state.values() for value in states.values()]
@@ -371,7 +371,7 @@ def least_traffic(
 
 
 def _programs(record: Recorder, config: Config, target: Target) -> list[Timeline]:
-    """Of a whole step; micro batches that were left out are like the second."""
+    """The programs of a whole step; micro batches that were left out are like the second."""
     calls = list(record.calls)
     return [*calls[:2], *calls[1:2] * max(0, check_batch(config, target.devices) - MICRO_BATCHES), *calls[2:]]
 
@@ -427,7 +427,7 @@ def operations_of(
 
 
 def fused(program: Timeline) -> Timeline:
-    """As a compiler runs it: kernels without products in one, between the products and collectives."""
+    """The program as a compiler runs it: kernels without products become one, between products and collectives."""
     entries: Timeline = []
     group: list[KernelRun] = []
     for number, entry in enumerate(program):

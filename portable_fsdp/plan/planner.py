@@ -33,7 +33,7 @@ SETTINGS = (
 """Keys on which memory and time depend most: a plan always shows them."""
 
 SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
-"""Of these a plan also shows each key that isn't at its default."""
+"""A plan also shows each key of these sections that isn't at its default."""
 
 SHARED_LINKS = "two devices share a chip's links: what crosses ici isn't bounded."  # counted by device, some in a chip
 
@@ -140,7 +140,7 @@ PLANNERS: dict[str, Callable[[Config, Target, Worker, Progress], EnginePlan]] = 
     "fake step": _fake_step,
     "compiled step": _compiled_step,
 }
-"""By the words of `EngineOptions.planned_by`."""
+"""Keys: the words of `EngineOptions.planned_by`."""
 
 
 def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:

@@ -224,7 +224,7 @@ def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
 
 
 def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
-    """As many as a plan shows, the largest first."""
+    """The largest buffers, as many as a plan shows."""
     return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))[:SHOWN])
 
 

@@ -93,7 +93,7 @@ class _Schedule:
         return [name for name in hlo.callees_of(instruction) if name in self._computations]
 
     def _collectives(self, computation: str, instruction: Instruction, callees: list[str]) -> list[CollectiveCall]:
-        """Those that an instruction is, or that stand in what it calls."""
+        """The collectives that an instruction is, or that stand in what it calls."""
         own = hlo.collective_of(computation, instruction, self._devices)
         calls = [own] if own else []
         for name in callees if instruction.operation in ("fusion", "async-start", "call") else ():
@@ -126,7 +126,7 @@ class _Schedule:
         return [Instruction(name, kind, "parameter", "", "") for name, kind in zip(names, types, strict=True)]
 
     def _flops(self, computation: str) -> int:
-        """Of all products in a computation and in what it calls."""
+        """Operations of all products in a computation and in what it calls."""
         if computation not in self._flops_in:
             inner = self._computations[computation]
             called = sum(self._flops(name) for instruction in inner for name in self._callees(instruction))
@@ -172,7 +172,7 @@ class _Schedule:
 
 
 def _bytes(type_text: str) -> int:
-    """Of a type's arrays in main memory; `S(1)` in a layout names another one."""
+    """Bytes of a type's arrays in main memory; `S(1)` in a layout names another memory."""
     return sum(
         hlo.ITEM_BYTES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
         for dtype, sizes, layout in _ARRAY.findall(type_text)
