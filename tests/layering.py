@@ -29,7 +29,22 @@ SIDEWAYS = {("checkpoint", "backends"), ("plan", "train"), ("parity", "train")}
 """Imports on one floor: a checkpoint knows the contract's types; plan plans the trainer's own step, parity runs it."""
 
 PURE_CALLS = {
-    *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
+    *(
+        "dict",
+        "field",
+        "float",
+        "fromkeys",
+        "frozenset",
+        "int",
+        "len",
+        "list",
+        "max",
+        "min",
+        "range",
+        "set",
+        "sorted",
+        "tuple",
+    ),
     *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
     *("field_validator", "model_validator", "field_serializer"),
     *("refused", "refused_each", "without", "_only_for", "torch_xla_spec"),  # rules and specs of engines, of constants

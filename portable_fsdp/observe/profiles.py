@@ -102,7 +102,7 @@ class Profiles:
 
 
 class Total(NamedTuple):
-    """Of all operations of one name, or of one module."""
+    """The sum over all operations of one name, or of one module."""
 
     name: str
     calls: int

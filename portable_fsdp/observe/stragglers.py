@@ -15,7 +15,7 @@ WINDOW, ENOUGH, RATIO = 10, 9, 1.3
 """A straggler takes `RATIO` times the median or more in `ENOUGH` of the last `WINDOW` steps."""
 
 SHARE = 0.03
-"""Of a step. Less time than that above the median delays nobody, whatever its ratio."""
+"""Share of a step. Less time than that above the median delays nobody, whatever its ratio."""
 
 
 class Straggler(NamedTuple):

@@ -29,7 +29,7 @@ Values = Mapping[str, Any]
 """Key -> array of elements, sum of squares, projections."""
 
 Pair = Sequence[Values]
-"""Of the first place and another."""
+"""Values of the first place and of another."""
 
 
 class Jump(NamedTuple):

@@ -67,7 +67,7 @@ class StepRecorder:
         return getattr(self._engine, name)
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        """As the engine's; adds to `total`."""
+        """The engine's `compile`; the program also adds to `total`."""
         keys: list[str] = []
 
         def recorded(*args: Any) -> Metrics:

@@ -16,8 +16,9 @@ from portable_fsdp.backends.pjrt_options import compiler_options
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import hlo
-from portable_fsdp.plan.result import NO_TIME, Buffer, DeviceMemory, EnginePlan, Expected, Progress, Work
+from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Progress, Work
 from portable_fsdp.plan.target import Shape, Target
+from portable_fsdp.plan.time import Loop, expected_time, rates_of
 from portable_fsdp.plan.tpu_compiler import (
     COMPILER_PACKAGES,
     LIMIT_S,
@@ -63,7 +64,9 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
         notes.append(f"products of {config.precision.products} are expected to take bfloat16's time")
     method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
     memory = memory_of(compiled, _limit(target.limit_bytes))
-    return EnginePlan(traced.model, memory, work, method, tuple(notes), expected_of(compiled, accumulation))
+    step = [Loop(_times(name, accumulation), [program.operations]) for name, program in compiled.items()]
+    expected = expected_time(step, rates) if (rates := rates_of(target)) else None
+    return EnginePlan(traced.model, memory, work, method, tuple(notes), expected)
 
 
 def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = ()) -> Traced:
@@ -91,7 +94,7 @@ def _limit(limit_bytes: int | None) -> int | None:
 
 
 def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> DeviceMemory:
-    """Of the fuller program, and the arguments of the other one, which stay on the device all the same."""
+    """The memory of the fuller program, with the arguments of the other one, which stay on the device all the same."""
     arguments: dict[str, int] = {}
     for compiled in programs.values():
         arguments |= compiled.named_bytes
@@ -113,13 +116,13 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Devi
 
 
 def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
-    """Of a step: with accumulation `micro_batch` runs several times, `update` once."""
+    """The work of a step: with accumulation `micro_batch` runs several times, `update` once."""
     flops: defaultdict[str, float] = defaultdict(float)
     collectives: defaultdict[str, hlo.Moved] = defaultdict(hlo.Moved)
     sent: Counter[str] = Counter()
     memory_bytes = 0.0
     for name, compiled in programs.items():
-        times = accumulation if name == "micro_batch" else 1
+        times = _times(name, accumulation)
         for factors, count in (*compiled.matmul_flops.items(), *compiled.kernel_flops.items()):
             if (dtype := _dtype_of(factors)) != "bool":  # of masks (T5's); no vendor gives their speed
                 flops[dtype] += times * count
@@ -139,18 +142,13 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
     )
 
 
-def expected_of(programs: Mapping[str, Compiled], accumulation: int) -> Expected | None:
-    """Of a step, as `work_of`; None where it isn't known."""
-    total = NO_TIME
-    for name, compiled in programs.items():
-        if compiled.expected is None:
-            return None
-        total += compiled.expected * (accumulation if name == "micro_batch" else 1)
-    return total
+def _times(program: str, accumulation: int) -> int:
+    """How often a step runs one of its programs."""
+    return accumulation if program == "micro_batch" else 1
 
 
 def _dtype_of(factors: str) -> str:
-    """Of a product `bf16 x f32` the wider: the narrower factor is cast first."""
+    """The wider dtype of a product `bf16 x f32`: the narrower factor is cast first."""
     names = [DTYPES.get(name, name) for name in factors.split(" x ")]
     return "float32" if "float32" in names else names[0]
 

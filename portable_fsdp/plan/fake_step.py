@@ -49,7 +49,7 @@ from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import (
     Compute,
     Drain,
-    Operation,
+    ScheduleEntry,
     Send,
     Wait,
     expected_time,
@@ -67,10 +67,10 @@ from portable_fsdp.train.step import train_step
 COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
 
 L2_BYTES = 126 * 10**6
-"""Of B200, the most that a GPU here keeps on its chip (jax-ml.github.io/scaling-book/gpus)."""
+"""The L2 cache of B200, the largest of the GPUs here (jax-ml.github.io/scaling-book/gpus)."""
 
 VMEM_BYTES = 170 * 2**20
-"""Of v4 with CMEM and spMEM, the most that a TPU here keeps on its chip (arXiv 2304.01433, table 4)."""
+"""The on-chip memory of v4 with CMEM and spMEM, the largest of the TPUs here (arXiv 2304.01433, table 4)."""
 
 TPU_NOTE = (
     "memory is a lower bound: what operations read and leave, one at a time, as TorchTPU runs them. Not known: scratch "
@@ -105,37 +105,22 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     process of its own where possible: FSDP2 and DTensor keep caches.
     """
     if dist.is_initialized():
+        ranks = dist.get_world_size()
         raise BackendError(
-            "plan: expected a process without a process group, found one of "
-            f"{dist.get_world_size()} ranks.\n  Plan in a process of its own."
+            f"plan: expected a process without a process group, found one of {ranks} ranks.\n"
+            "  Plan in a process of its own."
         )
     recorder, training, activations = _record(config, target)
+    is_compiled, rates = config.compile.enabled, rates_of(target)
     programs = _programs(recorder, config, target)
     collectives = {
         entry.collective for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)
     }
     sent = {collective: _sent_by(collective, target) for collective in collectives}
     blocks = peak(recorder.events)
-    live_bytes = sum(block.bytes for block in blocks)
-    parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
-    for block in blocks:
-        parts[block.part] += block.bytes
+    memory = _memory(recorder, blocks, sent, target, is_compiled=is_compiled)
     if recorder.is_gpu:
-        communicators = len({collective.communicator for collective in sent})
-        buffers = communicators * COMMUNICATOR_BYTES
-        capacity = None if target.limit_bytes is None else target.limit_bytes - buffers
-        reserved = peak_reserved(recorder.events, capacity)
-        parts |= {"allocator": reserved - live_bytes, "communication buffers": buffers}
-    biggest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
-    is_compiled, rates = config.compile.enabled, rates_of(target)
-    memory = DeviceMemory(
-        parts=parts,
-        limit_bytes=target.limit_bytes,
-        at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
-        biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
-        host_bytes=_host_bytes(training) + activations if recorder.is_gpu else 0,
-        is_least=recorder.is_tpu,
-    )
+        memory = memory.model_copy(update={"host_bytes": _host_bytes(training) + activations})
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
     operations = operations_of(programs, sent, is_compiled=is_compiled)
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
@@ -150,6 +135,29 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
         f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
         (*notes, TPU_NOTE) if recorder.is_tpu else notes,
         expected=expected_time(operations, rates) if rates and recorder.is_gpu else None,
+    )
+
+
+def _memory(
+    recorder: Recorder, blocks: list[Block], sent: Collection[Collective], target: Target, *, is_compiled: bool
+) -> DeviceMemory:
+    """What a device holds while `blocks` live, the peak."""
+    parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
+    for block in blocks:
+        parts[block.part] += block.bytes
+    if recorder.is_gpu:
+        live_bytes = sum(parts.values())
+        buffers = len({collective.communicator for collective in sent}) * COMMUNICATOR_BYTES
+        capacity = None if target.limit_bytes is None else target.limit_bytes - buffers
+        reserved = peak_reserved(recorder.events, capacity)
+        parts |= {"allocator": reserved - live_bytes, "communication buffers": buffers}
+    biggest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
+    return DeviceMemory(
+        parts=parts,
+        limit_bytes=target.limit_bytes,
+        at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
+        biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
+        is_least=recorder.is_tpu,
     )
 
 
@@ -278,7 +286,7 @@ def _name(recorder: Recorder, training: Training) -> None:
 
 
 def _host_bytes(training: Training) -> int:
-    """Of this rank's weights, gradients and optimizer state that are offloaded to the host."""
+    """Bytes of this rank's weights, gradients and optimizer state that are offloaded to the host."""
     weights = list(training.model.parameters())
     gradients = [parameter for parameter in weights if parameter.requires_grad]
     state = [value for states in training.optimizer.state.values() for value in states.values()]
@@ -361,7 +369,7 @@ def least_traffic(
 
 
 def _programs(record: Recorder, config: Config, target: Target) -> list[Timeline]:
-    """Of a whole step; micro batches that were left out are like the second."""
+    """The programs of a whole step; micro batches that were left out are like the second."""
     calls = list(record.calls)
     return [*calls[:2], *calls[1:2] * max(0, check_batch(config, target.devices) - MICRO_BATCHES), *calls[2:]]
 
@@ -392,7 +400,7 @@ def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float
 
 def operations_of(
     programs: Iterable[Timeline], sent: Mapping[Collective, Mapping[str, float]], *, is_compiled: bool
-) -> Iterator[Operation]:
+) -> Iterator[ScheduleEntry]:
     """What a GPU runs for the programs of a step, one after the other.
 
     FSDP2 asks for the next gather when compute has taken over the last one's weights, and compute waits where it reads
@@ -417,7 +425,7 @@ def operations_of(
 
 
 def fused(program: Timeline) -> Timeline:
-    """As a compiler runs it: kernels without products in one, between the products and collectives."""
+    """The program as a compiler runs it: kernels without products become one, between products and collectives."""
     entries: Timeline = []
     group: list[KernelRun] = []
     for number, entry in enumerate(program):

@@ -129,7 +129,7 @@ def _is_with_host(instruction: Instruction) -> bool:
 
 
 def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
-    """As `collectives_by_dtype`, of what devices of several TPU slices exchange over the network.
+    """What devices of several TPU slices exchange over the network, as `collectives_by_dtype` gives it.
 
     The compiler splits such a collective: a collective of the program within the slice, and a `send` to the runtime,
     which does the rest over the network. `sent_bytes` is that of a ring of `slices`.
@@ -208,7 +208,7 @@ def times_run(computations: Computations) -> Counter[str]:
 
 
 def callees_of(instruction: Instruction) -> Iterator[str]:
-    """Of `calls=%name`, or `calls={%name, %other}`."""
+    """The names in `calls=%name`, or `calls={%name, %other}`."""
     for names in _CALLEES.findall(instruction.rest):
         yield from (name.strip().lstrip("%") for name in names.strip("{}").split(","))
 

@@ -392,7 +392,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _running_node() -> Any:
-    """Of autograd, in backward; else None."""
+    """Autograd's running node, in backward; else None."""
     return cast(Any, torch._C)._current_autograd_node()
 
 

@@ -21,7 +21,8 @@ def rows_of(config: Config) -> Rows | None:
 
 
 def facts_of(training: Training, seq_len: int) -> ModelFacts:
-    """Of the whole model, on meta; `seq_len`: tokens in a row of text. As a run counts them (measures.run_start)."""
+    """The facts of the whole model, on meta, as a run counts them (measures.run_start). `seq_len`: tokens in a row of
+    text."""
     elements: Counter[int] = Counter()
     for parameter in training.built.model.parameters():
         elements[parameter.shape[0] if parameter.dim() else 1] += parameter.numel()

@@ -32,7 +32,7 @@ SETTINGS = (
 """Keys on which memory and time depend most: a plan always shows them."""
 
 SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
-"""Of these a plan also shows each key that isn't at its default."""
+"""A plan also shows each key of these sections that isn't at its default."""
 
 SHARED_LINKS = "two devices share a chip's links: what crosses ici isn't bounded."  # counted by device, some in a chip
 
@@ -93,8 +93,11 @@ def _settings(config: Config, without: tuple[str, ...]) -> dict[str, Any]:
 
 def _no_shorter(expected: Expected, time: Time) -> Expected:
     """Than the bound: copies into on-chip memory, that the time of a TPU's program counts as free, bind small steps."""
-    missing = max(0.0, (time.seconds or 0.0) - expected.seconds)
-    return expected + Expected(seconds=missing, parts={"copies": missing} if missing else {}, synchronous_bytes={})
+    missing = (time.seconds or 0.0) - expected.seconds
+    if missing <= 0:
+        return expected
+    parts = {**expected.parts, "copies": expected.parts.get("copies", 0.0) + missing}
+    return expected.model_copy(update={"seconds": expected.seconds + missing, "parts": parts})
 
 
 def _compiled_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
@@ -136,7 +139,7 @@ PLANNERS: dict[str, Callable[[Config, Target, Worker, Progress], EnginePlan]] = 
     "fake step": _fake_step,
     "compiled step": _compiled_step,
 }
-"""By the words of `EngineOptions.planned_by`."""
+"""Keys: the words of `EngineOptions.planned_by`."""
 
 
 def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:

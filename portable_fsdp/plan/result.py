@@ -84,28 +84,6 @@ class Expected(_Result):
     # Kind of collective -> bytes that one device sends while compute waits, because the program's schedule stops there.
     synchronous_bytes: dict[str, float]
 
-    def __add__(self, other: "Expected") -> "Expected":
-        """One after the other."""
-
-        def total(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:
-            return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in dict.fromkeys([*left, *right])}
-
-        return Expected(
-            seconds=self.seconds + other.seconds,
-            parts=total(self.parts, other.parts),
-            synchronous_bytes=total(self.synchronous_bytes, other.synchronous_bytes),
-        )
-
-    def __mul__(self, times: int) -> "Expected":
-        return Expected(
-            seconds=self.seconds * times,
-            parts={name: seconds * times for name, seconds in self.parts.items()},
-            synchronous_bytes={kind: size * times for kind, size in self.synchronous_bytes.items()},
-        )
-
-
-NO_TIME = Expected(seconds=0.0, parts={}, synchronous_bytes={})
-
 
 class EnginePlan(NamedTuple):
     """What an engine's planner says of a step; the bounds of its time follow from `work`."""

@@ -108,7 +108,7 @@ def _hardware(name: str, row: dict[str, Any]) -> Hardware:
 
 
 def _figure(text: str, source: str, *remarks: str) -> Figure:
-    """Of `80 GiB` and its source."""
+    """The figure of `80 GiB` and its source."""
     number, unit = text.split()
     return Figure(float(number) * UNITS[unit], source, "reduces in switches" in remarks)
 
@@ -116,7 +116,7 @@ def _figure(text: str, source: str, *remarks: str) -> Figure:
 # ---------------------------------------------------------------------------------------------------- what --on names
 
 CONTEXT_BYTES = 2**29
-"""Of a CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
+"""A CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Len
@@ -133,8 +132,8 @@ class Wait(NamedTuple):
     """Compute waits for the end of a collective; not where none of this key has begun."""
 
     key: Hashable
-    # Kind of collective -> bytes that a device sends while compute waits, because the program's schedule stops there.
-    synchronous: Mapping[str, float] = MappingProxyType({})
+    # Kinds of collectives, and bytes that a device sends while compute waits: the schedule itself stops there.
+    synchronous: tuple[tuple[str, float], ...] = ()
 
 
 class Drain(NamedTuple):
@@ -145,13 +144,13 @@ class Loop(NamedTuple):
     """All turns of a loop, or the longest branch of a condition; no collective outlives a turn."""
 
     turns: int
-    branches: "Sequence[Sequence[Operation]]"
+    branches: "Sequence[Sequence[ScheduleEntry]]"
 
 
-Operation = Compute | Send | Wait | Drain | Loop
+ScheduleEntry = Compute | Send | Wait | Drain | Loop
 
 
-def expected_time(operations: Iterable[Operation], rates: Rates) -> Expected:
+def expected_time(operations: Iterable[ScheduleEntry], rates: Rates) -> Expected:
     """How long `operations` take, in their order: one stream computes, and each other stream carries one collective
     after the other beside it. Parts that take no time are left out."""
     parts: defaultdict[str, float] = defaultdict(float)
@@ -173,7 +172,7 @@ def expected_time(operations: Iterable[Operation], rates: Rates) -> Expected:
                 ends[key] = free[stream] = begin + max(seconds, default=0.0)
             case Wait(key, waits):
                 now = last_wait = max(now, ends.get(key, 0.0))
-                for kind, size in waits.items():
+                for kind, size in waits:
                     synchronous[kind] += size
             case Drain():
                 now = max([now, *free.values()])

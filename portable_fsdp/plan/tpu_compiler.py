@@ -239,7 +239,7 @@ def _main(folder: Path) -> None:
 
 
 def devices_of(topology: str, slices: int = 1) -> list[Any]:
-    """By their ids, as torch_xla's runtime numbers them (pjrt_computation_client.cpp sorts them): x runs fastest."""
+    """The devices, sorted by id as torch_xla's runtime does (pjrt_computation_client.cpp): x runs fastest."""
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}

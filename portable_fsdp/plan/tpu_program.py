@@ -6,15 +6,14 @@ them lives. `read_compiled` reads from them where memory goes, and what moves an
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from portable_fsdp.plan import hlo
-from portable_fsdp.plan.result import Buffer, Expected, ModelFacts
-from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.time import expected_time, rates_of
+from portable_fsdp.plan.result import Buffer, ModelFacts
+from portable_fsdp.plan.time import ScheduleEntry
 from portable_fsdp.plan.tpu_schedule import operations_of
 
 SHOWN = 12  # buffers of a plan
@@ -79,7 +78,7 @@ class Compiled:
     host_transfers: tuple[str, ...]  # instructions that communicate with the host
     between_slices: dict[str, hlo.Moved]  # as `collectives`, over the network
     kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
-    expected: Expected | None  # None: no measured run tells what this slice reaches
+    operations: Sequence[ScheduleEntry]  # what a device does, by the program's schedule
 
     @property
     def bytes(self) -> int:
@@ -107,7 +106,6 @@ def read_compiled(
     origins = [described[instruction] for instruction in before if described.get(instruction, ("", ""))[1]]
     arguments = [Buffer(name=name, bytes=size, where="") for name, size in named.items()]
     aliased = hlo.aliased_parameters(text)
-    rates = rates_of(parse_target(f"{slices}*{topology}"))
     return Compiled(
         topology,
         argument_bytes=sum(sizes.values()),
@@ -131,7 +129,7 @@ def read_compiled(
         host_transfers=tuple(hlo.host_transfers(text)),
         between_slices=hlo.between_slices(text, slices),
         kernel_flops=hlo.flash_attention_flops(text),
-        expected=expected_time(operations_of(text, program.devices), rates) if rates else None,
+        operations=operations_of(text, program.devices),
     )
 
 
@@ -226,7 +224,7 @@ def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
 
 
 def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
-    """As many as a plan shows, the largest first."""
+    """The largest buffers, as many as a plan shows."""
     return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))[:SHOWN])
 
 

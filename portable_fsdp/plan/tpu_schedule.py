@@ -7,12 +7,11 @@ for too early. Copies between main and on-chip memory that run beside compute ar
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from portable_fsdp.plan import hlo
 from portable_fsdp.plan.hlo import CollectiveCall, Computations, Instruction
-from portable_fsdp.plan.time import Compute, Drain, Loop, Operation, Send, Wait
+from portable_fsdp.plan.time import Compute, Drain, Loop, ScheduleEntry, Send, Wait
 
 _MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "gather", "concatenate", "pad"}
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id", "custom-call"}
@@ -20,7 +19,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
-def operations_of(hlo_text: str, devices: int) -> list[Operation]:
+def operations_of(hlo_text: str, devices: int) -> list[ScheduleEntry]:
     """One run on one device, of a program that the TPU compiler has scheduled for `devices`.
 
     Raises ValueError for a text that is no program.
@@ -34,9 +33,9 @@ class _Schedule:
         self._computations, self._devices = computations, devices
         self._flops_in: dict[str, int] = {}
 
-    def of(self, computation: str) -> list[Operation]:
+    def of(self, computation: str) -> list[ScheduleEntry]:
         """A computation from beginning to end; all links are free when it begins."""
-        operations: list[Operation] = []
+        operations: list[ScheduleEntry] = []
         under_way: dict[str, tuple[str, ...]] = {}  # instruction, or what parts share -> keys of its collectives
         types: dict[str, str] = {}
         for instruction in self._computations[computation]:
@@ -69,7 +68,7 @@ class _Schedule:
         collectives: list[CollectiveCall],
         kernel: Compute,
         under_way: dict[str, tuple[str, ...]],
-    ) -> Iterator[Operation]:
+    ) -> Iterator[ScheduleEntry]:
         """A collective that begins, or a part of one that is under way, with what is computed beside it."""
         key, inside = collectives[0].part_of or instruction.name, self._attributes_in(callees)
         is_beside = key in under_way or kernel.part == "products" or "AsyncCollective" in inside
@@ -82,10 +81,7 @@ class _Schedule:
             if "AsyncCollectiveDone" in inside:
                 yield Wait(key)
             return
-        synchronous: Counter[str] = Counter()
-        for each in collectives:
-            synchronous[each.kind] += each.moved.sent_bytes
-        yield Wait(key, synchronous)
+        yield Wait(key, tuple((each.kind, each.moved.sent_bytes) for each in collectives))
 
     def _loop(self, instruction: Instruction, callees: list[str]) -> Loop:
         if instruction.operation == "while":
@@ -97,7 +93,7 @@ class _Schedule:
         return [name for name in hlo.callees_of(instruction) if name in self._computations]
 
     def _collectives(self, computation: str, instruction: Instruction, callees: list[str]) -> list[CollectiveCall]:
-        """Those that an instruction is, or that stand in what it calls."""
+        """The collectives that an instruction is, or that stand in what it calls."""
         own = hlo.collective_of(computation, instruction, self._devices)
         calls = [own] if own else []
         for name in callees if instruction.operation in ("fusion", "async-start", "call") else ():
@@ -130,7 +126,7 @@ class _Schedule:
         return [Instruction(name, kind, "parameter", "", "") for name, kind in zip(names, types, strict=True)]
 
     def _flops(self, computation: str) -> int:
-        """Of all products in a computation and in what it calls."""
+        """Operations of all products in a computation and in what it calls."""
         if computation not in self._flops_in:
             inner = self._computations[computation]
             called = sum(self._flops(name) for instruction in inner for name in self._callees(instruction))
@@ -176,7 +172,7 @@ class _Schedule:
 
 
 def _bytes(type_text: str) -> int:
-    """Of a type's arrays in main memory; `S(1)` in a layout names another one."""
+    """Bytes of a type's arrays in main memory; `S(1)` in a layout names another memory."""
     return sum(
         hlo.ITEM_BYTES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
         for dtype, sizes, layout in _ARRAY.findall(type_text)

@@ -228,27 +228,15 @@ def _is_object(value: object) -> bool:
 
 
 _NEEDED = {
-    "start": ("step",),
-    "save": ("step",),
+    **dict.fromkeys(("start", "save", "finish", "stop", "fail"), ("step",)),
     "evaluation": ("step", "loss"),
     "straggler": ("step", "process", "ratio"),
-    "finish": ("step",),
-    "stop": ("step",),
-    "fail": ("step",),
 }
 _CHECKS = {
-    "step": _is_step,
-    "process": _is_step,
-    "seconds": _is_number,
-    "data_seconds": _is_number,
-    "blocked_seconds": _is_number,
-    "ratio": _is_number,
-    "loss": _is_number,
-    "time": _is_time,
-    "began": _is_time,
-    "until": _is_time,
-    "lost": _is_object,
-    "environment": _is_object,
+    **dict.fromkeys(("step", "process"), _is_step),
+    **dict.fromkeys(("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"), _is_number),
+    **dict.fromkeys(("time", "began", "until"), _is_time),
+    **dict.fromkeys(("lost", "environment"), _is_object),
 }
 
 

@@ -76,12 +76,12 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """As in subprocess; None while it runs, or where the kernel doesn't let it go."""
+        """The exit code, as in subprocess; None while it runs, or where the kernel doesn't let it go."""
         return self._process.returncode
 
     @property
     def stdin(self) -> IO[bytes]:
-        """Of a child that was started with `stdin=subprocess.PIPE`."""
+        """The pipe to a child that was started with `stdin=subprocess.PIPE`."""
         return cast(IO[bytes], self._process.stdin)
 
     def wait(self, limit_s: float, has_enough: Callable[[], bool] = lambda: False) -> Ended:
@@ -94,7 +94,7 @@ class Child:
         return Ended("failed" if how == "finished" and code else how, code, self._cpu_s, output, log)
 
     def until(self, limit_s: float, has_enough: Callable[[], bool]) -> Literal["finished", "enough", "late"]:
-        """As `wait`, but it lets the child run."""
+        """Wait as `wait` does, but let the child run."""
         # WNOWAIT: not reaped yet, so that its number stays its own until the kill.
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if has_enough():
@@ -172,9 +172,13 @@ class Worker:
             self._child.stdin.write(pickle.dumps((work, arguments)))
             self._child.stdin.flush()
         answer = Path(folder, "answer")
-        if self._child.until(self._limit_s, answer.exists) != "enough":
-            child, self._child = self._child, None
-            raise WorkerFailedError(child.wait(self._limit_s))
+        try:
+            if self._child.until(self._limit_s, answer.exists) != "enough":
+                raise WorkerFailedError(self._child.wait(self._limit_s))
+        except BaseException:  # nobody reads its answer any more
+            self._child.close()
+            self._child = None
+            raise
         result, error = pickle.loads(answer.read_bytes())
         answer.unlink()
         if error is not None:

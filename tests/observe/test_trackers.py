@@ -131,52 +131,39 @@ def test_trackers_that_cannot_start_are_left_out(tmp_path: Path, capsys: pytest.
     assert "Traceback" not in err
 
 
+def hang(tracker: psutil.Process) -> None:
+    tracker.suspend()
+
+
+def fill_disk(tracker: psutil.Process) -> None:
+    tracker.rlimit(psutil.RLIMIT_FSIZE, (100, 100))
+
+
 @of_each_tracker
-def test_a_tracker_that_hangs_is_left_behind(
+@pytest.mark.parametrize("trouble", ["hangs", "fails", "its disk is full"])
+def test_a_tracker_in_trouble_is_dropped_and_leaves_the_run_as_it_was(
     name: str,
+    trouble: str,
     tmp_path: Path,
     undisturbed: list[float],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 0.5)
-    hang = ToTheTracker(lambda tracker: tracker.suspend())
-    assert train(config(tmp_path, trackers=[name]), device="cpu", callbacks=[hang]) == 0
+    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 0.5 if trouble == "hangs" else 120.0)
+    acts = {"hangs": hang, "its disk is full": fill_disk}
+    expected = f"tracker {name}"
+    if trouble == "hangs":
+        later = f"python -m portable_fsdp.report {tmp_path} --track={name} sends what is missing"
+        expected = f"tracker {name}: not done after 0 s; {later}"
+    if trouble == "fails":
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_API_KEY", "too short")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://host")
+        (tmp_path / "trackers").mkdir()
+        (tmp_path / "trackers/tensorboard").write_text("a file where it wants a folder")
+        errors = {"tensorboard": "tracker tensorboard: FileExistsError", "wandb": "tracker wandb: AuthenticationError"}
+        expected = f"tracker {name} dropped: {errors.get(name, '')}"  # mlflow's has several lines
+    callbacks = [ToTheTracker(acts[trouble])] if trouble in acts else []
+    assert train(config(tmp_path, trackers=[name]), device="cpu", callbacks=callbacks) == 0
     assert losses(tmp_path) == undisturbed
-    later = f"python -m portable_fsdp.report {tmp_path} --track={name} sends what is missing"
-    assert f"tracker {name}: not done after 0 s; {later}" in capsys.readouterr().err
-
-
-@of_each_tracker
-def test_a_tracker_that_fails_is_dropped(
-    name: str,
-    tmp_path: Path,
-    undisturbed: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 120.0)
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("WANDB_API_KEY", "too short")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://host")
-    (tmp_path / "trackers").mkdir()
-    (tmp_path / "trackers/tensorboard").write_text("a file where it wants a folder")
-    assert train(config(tmp_path, trackers=[name]), device="cpu") == 0
-    assert losses(tmp_path) == undisturbed
-    reasons = {"tensorboard": "tracker tensorboard: FileExistsError", "wandb": "tracker wandb: AuthenticationError"}
-    assert f"tracker {name} dropped: {reasons.get(name, '')}" in capsys.readouterr().err  # mlflow's has several lines
-
-
-@of_each_tracker
-def test_a_tracker_whose_disk_is_full_leaves_the_run_as_it_was(
-    name: str,
-    tmp_path: Path,
-    undisturbed: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 60.0)
-    full = ToTheTracker(lambda tracker: tracker.rlimit(psutil.RLIMIT_FSIZE, (100, 100)))
-    assert train(config(tmp_path, trackers=[name]), device="cpu", callbacks=[full]) == 0
-    assert losses(tmp_path) == undisturbed
-    assert f"tracker {name}" in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

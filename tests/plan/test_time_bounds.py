@@ -100,26 +100,6 @@ def test_what_is_not_computed_is_not_counted() -> None:
     assert whole - flops(active_parameters=half) == pytest.approx(tokens * 6 * (LLAMA_8B.parameters - half))
 
 
-def test_small_steps_stay_on_the_chip_and_replicas_divide_the_devices() -> None:
-    small = Step(1_000_000, 0, 900_000, layers=2, hidden=128, seq_len=64, sequences=8)
-    assert work_of(small, parse_target("h100")).memory_bytes == 0
-    with pytest.raises(ValueError, match="3 replicas"):
-        work_of(replace(LLAMA_8B, strategy="HYBRID_SHARD", replicas=3), parse_target("h100:8"))
-
-
-def test_more_work_never_takes_less() -> None:
-    base = replace(LLAMA_8B, sequences=1024)
-    changes: list[dict[str, Any]] = [
-        *[{"sequences": 2048}, {"gradient_checkpointing": "full"}, {"accumulation": 2}, {"reduce": "float32"}],
-        *[{"keys_per_token": 8192.0}, {"state_bytes": 16.0}],
-    ]
-    for text in ("h100:8", "h100:64", "v5p:2x2x4", "v6e-256", "2*v5e-256", "tpu7x:4x4x4", "l4:8"):
-        seconds = bound_of(base, text).bounds
-        for change in changes:
-            more = bound_of(replace(base, **change), text).bounds
-            assert all(more[name] >= seconds[name] for name in seconds), (text, change)
-
-
 # ----------------------------------------------------------------------------------------- the compiler's counts
 
 
