@@ -81,11 +81,14 @@ class DeviceTensors(Programs):
 def _partition(spec: Spec, axes: Mapping[str, int]) -> tuple[Any, ...]:
     """In torch_xla's words: for each dimension an axis, several, or None. It can't place rows over some axes of a mesh
     if the others have size 1."""
-    cuts = [tuple(axis for axis in part if axis in axes) for part in spec]
-    whole = [all(axes[axis] == 1 for axis in part) for part in cuts]
-    return tuple(
-        None if all_of_it else part if len(part) > 1 else part[0] for part, all_of_it in zip(cuts, whole, strict=True)
-    )
+
+    def words(part: tuple[str, ...]) -> Any:
+        names = [axis for axis in part if axis in axes]
+        if all(axes[axis] == 1 for axis in names):
+            return None
+        return names[0] if len(names) == 1 else tuple(names)
+
+    return tuple(map(words, spec))
 
 
 class Layouts:
