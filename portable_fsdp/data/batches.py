@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from portable_fsdp.config.data import Data
-from portable_fsdp.data.packing import Rows, count_labels
+from portable_fsdp.data.packing import Rows, StepRows, count_labels
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -30,16 +30,6 @@ Check = Callable[[Mapping[str, Tensor], Callable[[int], str]], None]
 """(batch, the name of each of its rows for messages); raises DataError for rows that a step can't take."""
 
 Count = Callable[[Mapping[str, Tensor]], int]
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """What one data shard feeds in a step."""
-
-    micro_batches: list[dict[str, Tensor]]
-    count: int
-    """Losses of all its rows; their sum over the data shards is the count of the global batch. 0 where only the task
-    itself can count."""
 
 
 @dataclass(frozen=True)

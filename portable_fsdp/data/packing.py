@@ -9,6 +9,7 @@ Labels are shifted here, once; models, losses and engines take `labels[r, t]` as
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -36,6 +37,16 @@ class MicroBatch(NamedTuple):
     numbers: Int64s
     """The numbers of its rows."""
     tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What one data shard feeds in a step."""
+
+    micro_batches: list[dict[str, Tensor]]
+    count: int
+    """Losses of all its rows; their sum over the data shards is the count of the global batch. 0 where only the task
+    itself can count."""
 
 
 class Rows(Protocol):

@@ -17,8 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from portable_fsdp.config.data import Data
-from portable_fsdp.data.batches import StepRows
-from portable_fsdp.data.packing import Rows
+from portable_fsdp.data.packing import Rows, StepRows
 from portable_fsdp.runtime.closing import Closing
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, cast
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.format import Evaluated, step_folder
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
-from portable_fsdp.data.batches import Batches, StepRows
+from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.packing import StepRows
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, Outcome, SamplesEnd, StepEnd
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import (
@@ -36,7 +37,7 @@ from portable_fsdp.train.build import open_batches
 from portable_fsdp.train.decision import Votes, decide, is_patience_over
 from portable_fsdp.train.evaluate import Evaluator, updated_history
 from portable_fsdp.train.measures import InFlight, NotFiniteError
-from portable_fsdp.train.run import Exporter, Run, newest_checkpoint, note_commits, open_run, patience_of, recorded
+from portable_fsdp.train.run import Exporter, OpenRun, newest_checkpoint, note_commits, open_run, patience_of, recorded
 
 if TYPE_CHECKING:  # a run without samples doesn't load it
     from portable_fsdp.train.sampling import Sampler
@@ -92,7 +93,7 @@ def train(
             return EXIT_FAILED
 
 
-def _train_steps(run: Run) -> Outcome:
+def _train_steps(run: OpenRun) -> Outcome:
     """Train until the last step, a stop request, or the end of patience; the last step is saved before it returns."""
     config, in_flight = run.start.config, None
     if (ended := _evaluate_before(run)) is not None:
@@ -141,7 +142,7 @@ def _train_steps(run: Run) -> Outcome:
     raise AssertionError("the last step ends the loop")
 
 
-def _evaluate_before(run: Run) -> Outcome | None:
+def _evaluate_before(run: OpenRun) -> Outcome | None:
     """The evaluation of the initial weights, or the one that a stop kept from the checkpoint; then how the run ends, if
     nothing is left to train."""
     if run.start.resumed is None and run.start.config.train.eval_on_start:
@@ -177,7 +178,7 @@ def _no_collections() -> Generator[None]:
         gc.unfreeze()
 
 
-def _next_rows(run: Run, batches: Batches, in_flight: InFlight | None) -> StepRows:
+def _next_rows(run: OpenRun, batches: Batches, in_flight: InFlight | None) -> StepRows:
     """The rows of the next step. Where they can't be read, the step in flight still gets its row of metrics."""
     try:
         with user_code():
@@ -190,7 +191,7 @@ def _next_rows(run: Run, batches: Batches, in_flight: InFlight | None) -> StepRo
         raise
 
 
-def _read(run: Run, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
+def _read(run: OpenRun, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
     """Wait for a step that must be finite, or that float16 skipped."""
     end, votes = run.measures.read(late, until)
     run.step = end.step
@@ -201,7 +202,7 @@ def _read(run: Run, late: InFlight, until: float | None = None) -> tuple[StepEnd
     return replace(end, last_checkpoint=run.last_checkpoint), votes
 
 
-def _evaluate(run: Run, step: int) -> tuple[bool, EvaluationEnd | None]:
+def _evaluate(run: OpenRun, step: int) -> tuple[bool, EvaluationEnd | None]:
     """(whether a stop request came before its end, its figures); None also where nothing counts in the validation
     set."""
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
@@ -223,7 +224,7 @@ def _evaluate(run: Run, step: int) -> tuple[bool, EvaluationEnd | None]:
     return False, end
 
 
-def _sample(run: Run, step: int) -> bool:
+def _sample(run: OpenRun, step: int) -> bool:
     """Whether a stop request came before its end."""
     began = time.perf_counter()
     with run.measures.timed("wait"):
@@ -235,7 +236,7 @@ def _sample(run: Run, step: int) -> bool:
     return False
 
 
-def _save(run: Run, position: tuple[int, int], *, wait: bool) -> None:
+def _save(run: OpenRun, position: tuple[int, int], *, wait: bool) -> None:
     """`position`: of the data. `wait`: until the commit."""
     run.triggers.began(run.step)
     try:
@@ -247,11 +248,11 @@ def _save(run: Run, position: tuple[int, int], *, wait: bool) -> None:
         raise TrainingError(str(error)) from error
 
 
-def _wants_stop(run: Run) -> bool:
+def _wants_stop(run: OpenRun) -> bool:
     return run.stop.requested or run.checkpoints.failed
 
 
-def _require_finite(run: Run, step: int, values: dict[str, float], loss_scale: float | None = None) -> None:
+def _require_finite(run: OpenRun, step: int, values: dict[str, float], loss_scale: float | None = None) -> None:
     """Raises NotFiniteError, on all processes alike."""
     if all(map(math.isfinite, values.values())):
         return

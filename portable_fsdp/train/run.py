@@ -63,7 +63,7 @@ class Exporter(Protocol):
 
 
 @dataclass
-class Run:
+class OpenRun:
     """What the loop works with, and how far it is."""
 
     start: RunStart
@@ -94,7 +94,7 @@ def open_run(
     callbacks: Sequence[Callback],
     keep_output: Callable[[Path, int], None],
     exporter: Exporter | None,
-) -> Run:
+) -> OpenRun:
     """Check, build, and resume what `checkpoint.resume` finds; for the arguments see `loop.train`. *collective*
 
     `held` closes what the run holds.
@@ -129,7 +129,7 @@ def open_run(
     limits = Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every)
     evaluated = resumed.evaluation.step if resumed and resumed.evaluation else 0
     observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
-    run = Run(
+    run = OpenRun(
         start,
         engine,
         corpus,
@@ -197,7 +197,7 @@ def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Ev
 
 
 @contextmanager
-def recorded(run: Run) -> Generator[None]:
+def recorded(run: OpenRun) -> Generator[None]:
     """Around the steps: callbacks see every commit, and then the end, also that of a failed run."""
     try:
         with user_code():
@@ -214,7 +214,7 @@ def recorded(run: Run) -> Generator[None]:
         raise
 
 
-def note_commits(run: Run) -> None:
+def note_commits(run: OpenRun) -> None:
     """Tell the callbacks of checkpoints that were committed since."""
     finished = run.checkpoints.finished()
     run.triggers.committed(saved.step for saved in finished)
@@ -223,7 +223,7 @@ def note_commits(run: Run) -> None:
         run.callbacks.call(Callback.on_save, saved)
 
 
-def _record_failure(run: Run, error: BaseException) -> None:
+def _record_failure(run: OpenRun, error: BaseException) -> None:
     """Tell the callbacks, and add the last step and checkpoint to the message of an error that lost work."""
     values = error.values if isinstance(error, NotFiniteError) else {}
     end = _end_of(run, "not finite" if values else "failed", values, error)
@@ -240,7 +240,7 @@ def _record_failure(run: Run, error: BaseException) -> None:
         error.args = (f"{error}\n  The run ended {ended}. {newest} Fix the cause, then rerun the same command.",)
 
 
-def newest_checkpoint(run: Run) -> str:
+def newest_checkpoint(run: OpenRun) -> str:
     """A sentence that names the newest checkpoint. Reads the folder: only process 0 gets the commits."""
     try:
         saved = committed_steps(run.checkpoints.folder)
@@ -249,7 +249,7 @@ def newest_checkpoint(run: Run) -> str:
     return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
 
 
-def _end_of(run: Run, outcome: Outcome, values: Mapping[str, float], error: BaseException | None = None) -> RunEnd:
+def _end_of(run: OpenRun, outcome: Outcome, values: Mapping[str, float], error: BaseException | None = None) -> RunEnd:
     reasons = {"stopped": run.stop.reason or "a signal to another process", "no improvement": patience_of(run)}
     if error is not None and not values:
         reasons["failed"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
@@ -258,6 +258,6 @@ def _end_of(run: Run, outcome: Outcome, values: Mapping[str, float], error: Base
     return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, *best, values)
 
 
-def patience_of(run: Run) -> str:
+def patience_of(run: OpenRun) -> str:
     """Why early stopping ended the run."""
     return f"no improvement in {run.history.without_improvement if run.history else 0} evaluations"

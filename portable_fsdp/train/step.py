@@ -8,6 +8,7 @@ number of rows stands for it in backward, and gradients are corrected once all c
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +78,6 @@ def adapt_loss_scale(scaler: LossScaler | None, grad_norm: Tensor, is_empty: Ten
     return scaler.update(overflows, is_empty), is_empty | overflows
 
 
-def update_weights(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """One step of the optimizer, which changes nothing if `skipped` (0-dim bool on the device)."""
-    with nothing_changed_if(skipped, optimizer):
-        optimizer.step()
-
-
 def train_step(
     backend: Backend,
     model: nn.Module,
@@ -122,21 +117,23 @@ def train_step(
         expected = expected_count(backend, task, batch, totals[0], accumulation)
         return add_gradients(backend, model, task, batch, expected, sums, last=last) | {"votes": totals[1:]}
 
-    def update(sums: Metrics) -> Metrics:
+    def update(sums: Metrics, *only: Any) -> Metrics:
+        """After the last micro batch; `only`: the arguments of the step's only one, in the same program."""
+        if only:
+            batch, control, keeps = only
+            sums = micro_batch(batch, control, sums, keeps, last=True)
         loss, is_empty = mean_loss(backend, model, task, sums)
         grad_norm = clip(backend, model, max_grad_norm, is_empty)
         metrics, skipped = adapt_loss_scale(backend.loss_scaler, grad_norm, is_empty)
-        update_weights(optimizer, skipped)
+        with nothing_changed_if(skipped, optimizer):
+            optimizer.step()
         if accumulation == 1 or drops_in_program:
             backend.zero_gradients(optimizer, keep=accumulation > 1)
         metrics |= {"loss": loss, "grad_norm": grad_norm, "is_empty": is_empty.float()}
         return metrics | ({"votes": sums["votes"]} if len(sums["votes"]) else {})
 
-    def whole_step(batch: Batch, control: Batch, sums: Sums, keeps: Tensor) -> Metrics:
-        return update(micro_batch(batch, control, sums, keeps, last=True))
-
-    run_micro_batch, run_update = backend.compile(micro_batch, "micro_batch"), backend.compile(update, "update")
-    run_whole_step = backend.compile(whole_step, "train_step")
+    run_micro_batch = backend.compile(micro_batch, "micro_batch")
+    run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")
 
     def step(batches: Sequence[Batch], lr: float | Tensor, control: Sequence[float] = ()) -> Metrics:
         if len(batches) != accumulation:
@@ -154,7 +151,7 @@ def train_step(
             backend.zero_gradients(optimizer, keep=accumulation > 1)
         sums = {name: placed[name] for name in ("loss", "share")}
         if accumulation == 1:
-            metrics = run_whole_step(batches[0], placed_control, sums, placed["first"])
+            metrics = run_update(sums, batches[0], placed_control, placed["first"])
         else:
             results = sums
             for number, batch in enumerate(batches, start=1):

@@ -113,7 +113,7 @@ def test_a_run_as_its_callbacks_see_it() -> None:
 def test_callbacks_that_raise_are_dropped_and_harm_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portable_fsdp.train.loop.configure_log", lambda index: None)  # pytest listens at the root
+    monkeypatch.setattr("portable_fsdp.train.run.configure_log", lambda index: None)  # pytest listens at the root
     hooks = {"on_start": "RunStart", "on_step": "StepEnd", "on_evaluate": "EvaluationEnd", "on_save": "Saved"}
     hooks["on_end"] = "RunEnd"
     broken, after = [Recorder(hook) for hook in hooks], Recorder()
