@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from portable_fsdp.backends.base import Backend, Rank
+from portable_fsdp.backends.contract import Backend, Rank
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.commit import Index, merge
 from portable_fsdp.checkpoint.format import (

@@ -21,7 +21,7 @@ from gpu_flex import flex_checks
 from torch import Tensor
 from torch.nn import functional as F
 
-from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.base import Batch
+from portable_fsdp.backends.contract import Batch
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.train.build import build_training

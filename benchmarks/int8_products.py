@@ -4,7 +4,7 @@
 
 Compiles the products of a layer of Llama 3 8B for 8,192 tokens, forward and for the gradients of activations, with code
 generation, and adds up `estimated_cycles` of the program. int8 scales each row of both factors in each product, as
-portable_fsdp/backends/xla/reduce.py does. No chip is needed; none has run it.
+portable_fsdp/backends/torch_xla/spmd/sums.py does. No chip is needed; none has run it.
 """
 
 import os

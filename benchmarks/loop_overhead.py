@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches

@@ -1,6 +1,6 @@
 """portable_fsdp: train PyTorch models on GPUs and TPUs with one config and one checkpoint.
 
-Read first: `train/loop.py` (a run, top to bottom), `backends/base.py` (what an engine must do), `config/schema.py`.
+Read first: `train/loop.py` (a run, top to bottom), `backends/contract.py` (what an engine must do), `config/schema.py`.
 The names below are for people with a loop of their own; each is imported when it is first used.
 """
 

@@ -14,15 +14,15 @@ from portable_fsdp.runtime.host import keep_torch_tpu_out, tpu_chips
 from portable_fsdp.runtime.process import Hosts
 
 if TYPE_CHECKING:
-    from portable_fsdp.backends.base import Backend
+    from portable_fsdp.backends.contract import Backend
     from portable_fsdp.backends.refusals import Rule
 
 DEVICES = ("cpu", "cuda", "tpu")
 
 ENGINES = {
     "native": "portable_fsdp.backends.native.options",
-    "xla": "portable_fsdp.backends.xla.options",
-    "xla_fsdp1": "portable_fsdp.backends.xla_fsdp1.options",
+    "xla": "portable_fsdp.backends.torch_xla.spmd.options",
+    "xla_fsdp1": "portable_fsdp.backends.torch_xla.fsdp1.options",
 }
 """Name -> the module of its `SPEC`. On a device, --backend=auto is the first whose package is installed."""
 

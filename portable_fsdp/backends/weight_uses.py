@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Forward, ShardPolicy, parameter_slots
+from portable_fsdp.backends.contract import Forward, ShardPolicy, parameter_slots
 from portable_fsdp.backends.nested import floats_in
 from portable_fsdp.runtime.errors import BackendError
 

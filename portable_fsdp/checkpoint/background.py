@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.base import Piece
+from portable_fsdp.backends.contract import Piece
 from portable_fsdp.runtime.factory import user_code
 
 log = logging.getLogger("portable_fsdp")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, Piece, Read, TensorState
+from portable_fsdp.backends.contract import Backend, Piece, Read, TensorState
 from portable_fsdp.checkpoint import commit, format, replicas
 from portable_fsdp.checkpoint.background import Background, Snapshot
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest, way_out

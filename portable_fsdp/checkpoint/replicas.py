@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.backends.base import Piece
+from portable_fsdp.backends.contract import Piece
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.format import TensorEntry, committed_steps, first_rows
 from portable_fsdp.checkpoint.safetensors import chunks_of

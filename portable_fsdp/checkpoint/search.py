@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.format import NamedSave, committed_steps, read_manifest, require_checkpoint, step_of
 from portable_fsdp.checkpoint.storage import exists, locate, store_of

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.backends.base import Piece, Rank, TensorState
+from portable_fsdp.backends.contract import Piece, Rank, TensorState
 from portable_fsdp.checkpoint import format, safetensors
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.replicas import digest_of

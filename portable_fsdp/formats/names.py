@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import xxhash
 
-from portable_fsdp.backends.base import persistent_buffers
+from portable_fsdp.backends.contract import persistent_buffers
 from portable_fsdp.checkpoint.format import folder_of
 from portable_fsdp.checkpoint.safetensors import byte_chunks
 from portable_fsdp.formats.base import ForeignCheckpoint

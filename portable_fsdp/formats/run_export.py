@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint.commit import with_cause
 from portable_fsdp.checkpoint.format import Evaluated, best_checkpoint
 from portable_fsdp.config.schema import Config

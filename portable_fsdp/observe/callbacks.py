@@ -18,7 +18,7 @@ from portable_fsdp.observe.stragglers import Straggler
 from portable_fsdp.runtime.errors import TrainingError
 
 if TYPE_CHECKING:  # torch isn't needed to read a run's files
-    from portable_fsdp.backends.base import Backend, Traffic
+    from portable_fsdp.backends.contract import Backend, Traffic
     from portable_fsdp.checkpoint.manager import Resumed, Saved
     from portable_fsdp.observe.profiles import ProfileSummary
 

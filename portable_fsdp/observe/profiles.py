@@ -18,7 +18,7 @@ from portable_fsdp.runtime.logs import stderr_file, stderr_into
 from portable_fsdp.runtime.process import StopRequest
 
 if TYPE_CHECKING:
-    from portable_fsdp.backends.base import Backend, Operation, Pending
+    from portable_fsdp.backends.contract import Backend, Operation, Pending
 
 log = logging.getLogger("portable_fsdp")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from portable_fsdp.backends.base import Backend, Metrics
+from portable_fsdp.backends.contract import Backend, Metrics
 from portable_fsdp.train.build import Training
 
 PROJECTIONS = 8

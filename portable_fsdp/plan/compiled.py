@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from portable_fsdp.backends.pjrt_options import compiler_options
+from portable_fsdp.backends.torch_xla.options import compiler_options
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import hlo

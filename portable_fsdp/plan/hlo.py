@@ -96,8 +96,9 @@ def flash_attention_flops(hlo_text: str) -> dict[str, int]:
 def kernel_flops_of(instruction: Instruction) -> tuple[str, int] | None:
     """Dtype and floating point operations of the products inside one call of an attention kernel; None: it is none.
 
-    The call itself says how many (`backends/xla/splash.py`), half of the scores counted where attention is causal. The
-    blocks on the diagonal, computed whole, count half. The dtype is that of the first operand that is no integer.
+    The call itself says how many (`backends/torch_xla/spmd/splash.py`), half of the scores counted where attention is
+    causal. The blocks on the diagonal, computed whole, count half. The dtype is that of the first operand that is no
+    integer.
     """
     if 'custom_call_target="tpu_custom_call"' not in instruction.rest:
         return None

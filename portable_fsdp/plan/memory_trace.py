@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.native.engine import COLLECTIVES, collective_of
-from portable_fsdp.backends.native.whole import CASTS, SUMS
+from portable_fsdp.backends.native.unsharded import CASTS, SUMS
 from portable_fsdp.plan.device_rules import CUBLAS_WORKSPACE_BYTES, matrix_products, tiled_bytes, workspace_bytes
 
 MemoryPart = Literal[

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from portable_fsdp.backends.base import Batch
+from portable_fsdp.backends.contract import Batch
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows

@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.backends.pjrt_options import libtpu_arguments
+from portable_fsdp.backends.torch_xla.options import libtpu_arguments
 from portable_fsdp.plan.tpu_program import Compiled, Program, read_compiled
 from portable_fsdp.runtime.child import Child, Ended
 from portable_fsdp.runtime.errors import BackendError

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Batch, Metrics, optimizer_tensors, state_key
-from portable_fsdp.backends.xla.engine import XlaBackend
-from portable_fsdp.backends.xla.tensors import Initializer
+from portable_fsdp.backends.contract import Batch, Metrics, optimizer_tensors, state_key
+from portable_fsdp.backends.torch_xla.spmd.engine import XlaBackend
+from portable_fsdp.backends.torch_xla.spmd.tensors import Initializer
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Spec
 from portable_fsdp.plan.model import control_numbers, empty_batch, facts_of, rows_of

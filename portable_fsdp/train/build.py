@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, Fill, ShardPolicy, dropouts
+from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy, dropouts
 from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.schema import Config

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from portable_fsdp.backends.base import Backend, Batch, Metrics, Pending
+from portable_fsdp.backends.contract import Backend, Batch, Metrics, Pending
 from portable_fsdp.checkpoint.format import Evaluated
 from portable_fsdp.config import schema
 from portable_fsdp.data.packing import IGNORED, Rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from portable_fsdp.backends.base import Backend, Pending
+from portable_fsdp.backends.contract import Backend, Pending
 from portable_fsdp.checkpoint.manager import Resumed
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.flops import model_flops_per_token, peak_flops

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from portable_fsdp.backends.base import Backend, MakeOptimizer, name_groups, optimizer_state_twins
+from portable_fsdp.backends.contract import Backend, MakeOptimizer, name_groups, optimizer_state_twins
 from portable_fsdp.config.schema import Config
 from portable_fsdp.optim.counting import skips_on_device
 from portable_fsdp.runtime.errors import ConfigError

@@ -24,7 +24,7 @@ from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 from portable_fsdp.runtime.hub import before_transformers, is_hub_id, require_folder_or_hub_id
 
 if TYPE_CHECKING:
-    from portable_fsdp.backends.base import Backend
+    from portable_fsdp.backends.contract import Backend
     from portable_fsdp.data.build import Corpus
 
 

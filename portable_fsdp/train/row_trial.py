@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from portable_fsdp.backends.base import ShardPolicy, output_head
+from portable_fsdp.backends.contract import ShardPolicy, output_head
 from portable_fsdp.backends.weight_uses import cast_weight, dtype_of, in_own_dtype, weight_uses
 from portable_fsdp.data.batches import Check
 from portable_fsdp.data.packing import IGNORED

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from portable_fsdp.backends.base import Backend, Batch, Metrics
+from portable_fsdp.backends.contract import Backend, Batch, Metrics
 from portable_fsdp.config import schema
 from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.runtime.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Backend, Batch, Metrics
+from portable_fsdp.backends.contract import Backend, Batch, Metrics
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction
 from portable_fsdp.optim.loss_scale import LossScaler
 from portable_fsdp.optim.optimizer import nothing_changed_if, set_step_numbers, step_numbers

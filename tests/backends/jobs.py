@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends.base import Backend, Pending, TensorState, parameter_slots
+from portable_fsdp.backends.contract import Backend, Pending, TensorState, parameter_slots
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.backends.refusals import Deployment, verdicts
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed

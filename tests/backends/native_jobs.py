@@ -17,7 +17,7 @@ from cases import Case, CaseRows
 from jobs import Operators, open_case, running
 from live_storages import Measured, measure
 
-from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.load import make_config
@@ -116,7 +116,7 @@ def gradients_of_branches() -> dict[str, Any]:
     """Of a model whose ranks take different branches, on replicas: of one micro batch, of two, and by hand."""
     from torch import nn
 
-    from portable_fsdp.backends.native import whole
+    from portable_fsdp.backends.native import unsharded as whole
 
     class Branches(nn.Module):
         def __init__(self) -> None:

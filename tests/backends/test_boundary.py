@@ -10,7 +10,7 @@ from torch import nn
 from unit_models import MODELS, plain_run
 from workers import Group, JobFailed, Workers
 
-from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.scalars import cast_scalars
 
 GetWorkers = Callable[[Group], Workers]

@@ -1,4 +1,4 @@
-"""C1 to C7 of the backend contract (portable_fsdp/backends/base.py), each on every engine and device count."""
+"""C1 to C7 of the backend contract (portable_fsdp/backends/contract.py), each on every engine and device count."""
 
 import math
 import re

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import portable_fsdp as pf
-from portable_fsdp.backends.base import dropouts
+from portable_fsdp.backends.contract import dropouts
 from portable_fsdp.backends.native.units import local_part
-from portable_fsdp.backends.pjrt import require_no_dropout
+from portable_fsdp.backends.torch_xla.runtime import require_no_dropout
 from portable_fsdp.config.schema import Train
 from portable_fsdp.data.packing import Rows
 from portable_fsdp.models.factory import open_factory

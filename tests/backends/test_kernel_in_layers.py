@@ -10,7 +10,7 @@ from test_curves import SGD
 from torch._subclasses.fake_tensor import FakeTensorMode
 from workers import Group, Workers
 
-from portable_fsdp.backends.xla.attention import _operations
+from portable_fsdp.backends.torch_xla.spmd.attention import _operations
 
 pytestmark = pytest.mark.xla
 

@@ -16,7 +16,7 @@ from test_contract import assert_evaluation_changes_nothing, evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import Group, Workers
 
-from portable_fsdp.backends.base import Traffic
+from portable_fsdp.backends.contract import Traffic
 
 GetWorkers = Callable[[Group], Workers]
 Run = Callable[[Group, Case], list[dict[str, Any]]]

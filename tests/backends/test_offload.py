@@ -12,11 +12,11 @@ from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.offload import ActivationOffload
 from portable_fsdp.backends.native.units import recompute
-from portable_fsdp.backends.xla.attention import _Attention, _Options
-from portable_fsdp.backends.xla.scan import _recompute
+from portable_fsdp.backends.torch_xla.spmd.attention import _Attention, _Options
+from portable_fsdp.backends.torch_xla.spmd.scan import _recompute
 
 WIDTH, ROWS = 8, 5
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import portable_fsdp as pf
-from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.runtime.errors import BackendError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.backends.base import Rank
+from portable_fsdp.backends.contract import Rank
 from portable_fsdp.backends.native.peers import Heartbeat, Peers, furthest_behind
 from portable_fsdp.runtime.process import open_store
 
@@ -29,7 +29,7 @@ LIMIT_S = 90.0  # most of it for imports
 PROCESS = f"""
 import os, sys
 from datetime import timedelta
-from portable_fsdp.backends.base import Rank
+from portable_fsdp.backends.contract import Rank
 from portable_fsdp.backends.native.peers import Peers
 index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 peers = Peers(Rank(index, count), {TIMEOUT_S}, timedelta(seconds=60))

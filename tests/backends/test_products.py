@@ -18,7 +18,7 @@ from cases import ARCHITECTURES, Case
 from torch import nn
 from workers import Group, JobFailed, Workers
 
-from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.float8 import use_float8
 from portable_fsdp.backends.weight_uses import eight_bit_layers
 from portable_fsdp.runtime.errors import ConfigError

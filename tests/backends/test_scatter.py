@@ -14,7 +14,7 @@ import torch
 from cases import ARCHITECTURES, Case
 from workers import Group, Workers
 
-from portable_fsdp.backends.xla.scatter import Scatter, scatter_over
+from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, scatter_over
 
 STEPS = 6
 LLAMA = {"model.architecture": ARCHITECTURES["llama"] | {"vocab_size": 1024}}

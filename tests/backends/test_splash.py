@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.xla import splash
-from portable_fsdp.backends.xla.splash import Kernel, splash_backward, splash_forward
+from portable_fsdp.backends.torch_xla.spmd import splash
+from portable_fsdp.backends.torch_xla.spmd.splash import Kernel, splash_backward, splash_forward
 from portable_fsdp.models.attention import attend
 
 pytestmark = pytest.mark.xla

@@ -7,7 +7,7 @@ import pytest
 from test_contract import ADAMW, GetWorkers, Run
 from workers import GROUPS, Group, marked
 
-from portable_fsdp.backends.base import Operation
+from portable_fsdp.backends.contract import Operation
 from portable_fsdp.backends.native.engine import COLLECTIVES
 from portable_fsdp.backends.native.profile import operations
 from portable_fsdp.observe.profiles import summarize

@@ -259,8 +259,8 @@ def test_a_backward_before_the_first_device_is_refused_in_one_sentence() -> None
     program = (
         "import torch\n"
         "torch.ones(1, requires_grad=True).sum().backward()\n"
-        "from portable_fsdp.backends.pjrt import set_environment\n"
-        "from portable_fsdp.backends.pjrt_program import run_program\n"
+        "from portable_fsdp.backends.torch_xla.runtime import set_environment\n"
+        "from portable_fsdp.backends.torch_xla.program import run_program\n"
         "set_environment('cpu')\n"
         "import torch_xla\n"
         "rows = torch.ones(1, device='xla', requires_grad=True)\n"

@@ -11,10 +11,10 @@ from reference import reference
 from test_curves import assert_equal_curves
 from workers import Group, JobFailed, Workers
 
-from portable_fsdp.backends.base import parameter_slots
+from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.backends.open import local_processes, resolve
-from portable_fsdp.backends.pjrt import require_devices
-from portable_fsdp.backends.xla_fsdp1.shards import boxes, check_rows
+from portable_fsdp.backends.torch_xla.fsdp1.shards import boxes, check_rows
+from portable_fsdp.backends.torch_xla.runtime import require_devices
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.xla

@@ -21,9 +21,9 @@ import torch
 from cases import GLOBAL_BATCH, VOCABULARY, Case, CaseRows
 from jobs import open_case, running
 
-from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.xla import engine, head, scatter, splash
-from portable_fsdp.backends.xla.reduce import int8_product
+from portable_fsdp.backends.contract import ShardPolicy
+from portable_fsdp.backends.torch_xla.spmd import engine, head, scatter, splash
+from portable_fsdp.backends.torch_xla.spmd.sums import int8_product
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.hlo import collectives_by_dtype
 from portable_fsdp.runtime.errors import BackendError

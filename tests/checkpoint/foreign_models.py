@@ -9,7 +9,7 @@ from plain_backend import PlainBackend, checkpoints, named_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as torch_dcp_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.backends.base import Rank
+from portable_fsdp.backends.contract import Rank
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.base import ExportOptions
 from portable_fsdp.formats.exporting import export_checkpoint

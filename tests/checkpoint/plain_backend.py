@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from toy.engine import ToyBackend
 
-from portable_fsdp.backends.base import Backend, Piece, Rank, Read, TensorState
+from portable_fsdp.backends.contract import Backend, Piece, Rank, Read, TensorState
 from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.store import entries_without_pieces

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from plain_backend import save_once
 
-from portable_fsdp.backends.base import Rank
+from portable_fsdp.backends.contract import Rank
 from portable_fsdp.checkpoint.format import hash_file, seal
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError

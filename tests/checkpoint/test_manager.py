@@ -23,7 +23,7 @@ from plain_backend import (
     what_is_written,
 )
 
-from portable_fsdp.backends.base import Piece, Rank, TensorState
+from portable_fsdp.backends.contract import Piece, Rank, TensorState
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
 from portable_fsdp.checkpoint.config_diff import Difference

@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain_backend import PlainBackend, checkpoints, in_processes, load, named_tensors, save_once, small_model, snapshot
 
-from portable_fsdp.backends.base import Piece, TensorState
+from portable_fsdp.backends.contract import Piece, TensorState
 from portable_fsdp.checkpoint.replicas import sum_of_bits
 from portable_fsdp.runtime.errors import CheckpointError
 

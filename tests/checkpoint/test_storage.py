@@ -16,7 +16,7 @@ from plain_backend import PlainBackend, checkpoints, in_processes, load, refused
 from s3_server import BUCKET, Fault, Faults, s3_server
 from s3fs import S3FileSystem
 
-from portable_fsdp.backends.base import Rank
+from portable_fsdp.backends.contract import Rank
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.storage import locate, store_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from portable_fsdp.backends.base import Piece, Rank, TensorState
+from portable_fsdp.backends.contract import Piece, Rank, TensorState
 from portable_fsdp.checkpoint.commit import merge
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, DataPosition, manifest_text, step_folder
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, write_pieces

@@ -13,7 +13,7 @@ from typing import Any
 
 from plain_backend import save_once
 
-from portable_fsdp.backends.base import Rank
+from portable_fsdp.backends.contract import Rank
 from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.format import MANIFEST, read_manifest, seal
 from portable_fsdp.checkpoint.store import Reader

@@ -18,7 +18,7 @@ from servers import fake_gcs, seaweedfs
 from torch import nn
 from torch.optim import SGD
 
-from portable_fsdp.backends.base import Rank
+from portable_fsdp.backends.contract import Rank
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.storage import ObjectStore, store_of

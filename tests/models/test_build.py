@@ -24,7 +24,7 @@ from small_models import (
 )
 from transformers import AutoConfig
 
-from portable_fsdp.backends.base import parameter_slots
+from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.models.architecture import config_from_json
 from portable_fsdp.runtime.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from portable_fsdp.backends.base import Operation
+from portable_fsdp.backends.contract import Operation
 from portable_fsdp.observe.profiles import summarize, summary_text
 
 OPERATIONS = [

@@ -19,7 +19,7 @@ from test_options import case_of, taken_by
 from torch.nn import functional as F
 from workers import Group, Workers
 
-from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
 from portable_fsdp.plan.fake_step import COMMUNICATOR_BYTES, L2_BYTES, least_traffic, plan_memory

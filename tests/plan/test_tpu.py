@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from programs import RESULTS, Program, table, traced
 
-from portable_fsdp.backends.pjrt_options import (
+from portable_fsdp.backends.torch_xla.options import (
     COMPILER_OPTIONS,
     COMPILER_OPTIONS_OF,
     compiler_options,
@@ -184,7 +184,7 @@ import json, os, sys
 os.environ["PJRT_DEVICE"] = "CPU"
 import torch_xla
 from torch_xla._internal import tpu
-from portable_fsdp.backends.pjrt import _generation, set_environment
+from portable_fsdp.backends.torch_xla.runtime import _generation, set_environment
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 tpu.num_available_chips = lambda: 4
 settings = {}

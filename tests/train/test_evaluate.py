@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from test_step import ARCHITECTURE, SEQ_LEN, VOCABULARY
 from torch import Tensor
 
-from portable_fsdp.backends.base import Backend
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.packing import Rows

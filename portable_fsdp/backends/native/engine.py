@@ -26,7 +26,7 @@ from torch.distributed.tensor import zeros as distributed_zeros
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends import base
+from portable_fsdp.backends import contract
 from portable_fsdp.backends.native.boundary import explained_errors
 from portable_fsdp.backends.native.peers import Peers
 from portable_fsdp.backends.native.prefetch import Prefetch
@@ -38,7 +38,7 @@ from portable_fsdp.backends.native.units import (
     reshard_all,
     shard_units,
 )
-from portable_fsdp.backends.native.whole import GradientSums, use_in_place
+from portable_fsdp.backends.native.unsharded import GradientSums, use_in_place
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
@@ -77,7 +77,7 @@ COLLECTIVES = {  # in the words of torch -> of the contract
 }
 
 
-class NativeBackend(base.Backend):
+class NativeBackend(contract.Backend):
     """FSDP2 on the process group that torchrun (or a plain start) describes."""
 
     name = "native"
@@ -104,10 +104,10 @@ class NativeBackend(base.Backend):
             self.device_name = torch.cuda.get_device_name(self.device)
         self._peers: Peers | None = None
         if self._owns_group:
-            rank = base.Rank(launch.rank, launch.world_size)
+            rank = contract.Rank(launch.rank, launch.world_size)
             self._peers = None if launch.is_alone else Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
             _init_process_group(device, self.device, rank, self._peers)
-        self.process = self.data_shard = base.Rank(dist.get_rank(), dist.get_world_size())
+        self.process = self.data_shard = contract.Rank(dist.get_rank(), dist.get_world_size())
         self.devices = self.process.count
         self.expected_compilations = 0
         self.axes = mesh_axes(config, count, hosts)
@@ -163,7 +163,7 @@ class NativeBackend(base.Backend):
     def close(self) -> None:
         self.__exit__(None, None, None)
 
-    def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
         if policy.products != "auto":
@@ -193,7 +193,7 @@ class NativeBackend(base.Backend):
                     local_part(parameter).copy_(fill(fqn, part))
         return model
 
-    def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def zeros(fqn: str, twin: Tensor, group: dict[str, Any]) -> Tensor:
             parameter = parameters[fqn]
             if twin.shape == parameter.shape:
@@ -215,7 +215,7 @@ class NativeBackend(base.Backend):
             for kind in (True, False)
             if (names := [fqn for fqn in group["params"] if isinstance(parameters[fqn], DTensor) is kind])
         ]
-        optimizer = base.zero_optimizer(make, kinds, parameters, zeros, compiled=False)
+        optimizer = contract.zero_optimizer(make, kinds, parameters, zeros, compiled=False)
         optimizer.register_step_post_hook(self._note_step)
         return optimizer
 
@@ -228,13 +228,13 @@ class NativeBackend(base.Backend):
         if self._programs:
             self._programs.note_step()
 
-    def place(self, batch: base.Batch, axes: Sequence[str] = ROW_AXES) -> base.Batch:
+    def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         if self.device.type == "cuda":
             pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
             return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
-    def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
+    def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
         is_counted = self._counts_collectives and name not in ("evaluate", "sample")
         return self._counting_once()(fn) if is_counted else fn
 
@@ -360,23 +360,23 @@ class NativeBackend(base.Backend):
         mesh = self._mesh[names]
         return (mesh if len(names) == 1 else cast(Any, mesh)._flatten()).get_group()
 
-    def fetch(self, metrics: base.Metrics) -> base.Pending:
+    def fetch(self, metrics: contract.Metrics) -> contract.Pending:
         if self.device.type == "cpu":
             return super().fetch({name: value.clone() for name, value in metrics.items()})
         from portable_fsdp.backends.native.packed import fetch_packed
 
         return fetch_packed(metrics)
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
-        buffers = base.persistent_buffers(model)  # statistics of the rows that a process sees may differ
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
+        buffers = contract.persistent_buffers(model)  # statistics of the rows that a process sees may differ
         return {
             key: self._tensor_state(tensor, spec, is_compared=key not in buffers)
-            for key, (tensor, spec) in base.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
+            for key, (tensor, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
         }
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
         with torch.no_grad():
-            for key, (tensor, spec) in base.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
+            for key, (tensor, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
                 part = self._region(tensor, spec)
                 if _is_empty(part):
                     continue
@@ -389,7 +389,7 @@ class NativeBackend(base.Backend):
                 update()
 
     @property
-    def collectives(self) -> dict[str, base.Traffic] | None:
+    def collectives(self) -> dict[str, contract.Traffic] | None:
         if not self._first_step_is_over or not self._counts_collectives:
             return None
         return dict(self._counter.traffic)
@@ -397,19 +397,19 @@ class NativeBackend(base.Backend):
     def compute_seconds(self) -> float | None:
         return self._compute_time.take() if self._compute_time else None
 
-    def memory(self) -> base.MemoryStats | None:
+    def memory(self) -> contract.MemoryStats | None:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            return base.MemoryStats(
+            return contract.MemoryStats(
                 torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
             )
         if self.device.type == "tpu":
             from portable_fsdp.backends.native import torchtpu
 
             return torchtpu.memory(self.device)
-        return base.process_memory()
+        return contract.process_memory()
 
-    def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[base.Operation]]]:
+    def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[contract.Operation]]]:
         from portable_fsdp.backends.native.profile import start_trace
 
         if self.device.type == "tpu":  # asked for in a run under way; observe.profile is refused
@@ -420,16 +420,16 @@ class NativeBackend(base.Backend):
         """What this process holds of a tensor."""
         return region(tensor.shape, spec, self.axes, self._place)
 
-    def _tensor_state(self, tensor: Tensor, spec: Spec, *, is_compared: bool) -> base.TensorState:
+    def _tensor_state(self, tensor: Tensor, spec: Spec, *, is_compared: bool) -> contract.TensorState:
         """The first of several equal copies is written."""
         part, (copy, copies) = self._region(tensor, spec), replica(spec, self.axes, self._place)
         holds = (is_compared or copy == 0) and not _is_empty(part)
         number = copy if is_compared and copies > 1 else None
-        pieces = [base.Piece(tuple(cut.start for cut in part), local_part(tensor), number)] if holds else []
-        return base.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
+        pieces = [contract.Piece(tuple(cut.start for cut in part), local_part(tensor), number)] if holds else []
+        return contract.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
-def _init_process_group(device: str, where: torch.device, process: base.Rank, peers: Peers | None) -> None:
+def _init_process_group(device: str, where: torch.device, process: contract.Rank, peers: Peers | None) -> None:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}[device]
     try:
         dist.init_process_group(
@@ -546,15 +546,15 @@ class _CollectiveCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.traffic: dict[str, base.Traffic] = {}
+        self.traffic: dict[str, contract.Traffic] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if (collective := collective_of(func, args)) is not None:
             kind, full, _ = collective
-            before = self.traffic.get(kind, base.Traffic(0, 0))
-            self.traffic[kind] = base.Traffic(before.calls + 1, before.bytes + full.nbytes)
+            before = self.traffic.get(kind, contract.Traffic(0, 0))
+            self.traffic[kind] = contract.Traffic(before.calls + 1, before.bytes + full.nbytes)
         return func(*args, **(kwargs or {}))
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.weight_uses import eight_bit_layers, uses_by_block, weight_uses
 from portable_fsdp.runtime.errors import ConfigError
 

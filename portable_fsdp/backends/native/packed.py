@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends import base
+from portable_fsdp.backends import contract
 
 
-def fetch_packed(metrics: base.Metrics) -> base.Pending:
+def fetch_packed(metrics: contract.Metrics) -> contract.Pending:
     """`Backend.fetch` of metrics on one device; what it returns is float32."""
     sizes = {name: value.shape for name, value in metrics.items()}
     values = torch.cat([value.float().flatten() for value in metrics.values()])
@@ -18,7 +18,7 @@ def fetch_packed(metrics: base.Metrics) -> base.Pending:
         parts = read().split([size.numel() for size in sizes.values()])
         return {name: part.view(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
 
-    return base.Pending(result)
+    return contract.Pending(result)
 
 
 def _copy_beside(values: Tensor) -> Callable[[], Tensor]:

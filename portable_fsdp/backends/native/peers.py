@@ -24,7 +24,7 @@ from typing import Any, cast
 import psutil
 import torch.distributed as dist
 
-from portable_fsdp.backends.base import Rank
+from portable_fsdp.backends.contract import Rank
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
 from portable_fsdp.runtime.process import open_store

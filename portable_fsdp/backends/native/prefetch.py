@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.units import UnitGroup
 from portable_fsdp.backends.nested import grad_tensors
 

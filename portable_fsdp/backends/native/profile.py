@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from portable_fsdp.backends.base import Operation
+from portable_fsdp.backends.contract import Operation
 
 TraceEvent = Mapping[str, Any]
 """Of a Chrome trace; `ts` and `dur` are in microseconds."""

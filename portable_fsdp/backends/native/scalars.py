@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from portable_fsdp.backends.base import ShardPolicy
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.weight_uses import dtype_of
 
 

@@ -20,7 +20,7 @@ from portable_fsdp.runtime.process import Hosts, detect_launch, problem_of_tpu_w
 if TYPE_CHECKING:
     import torch
 
-    from portable_fsdp.backends.base import MemoryStats
+    from portable_fsdp.backends.contract import MemoryStats
 
 PACKAGE = "torch_tpu"
 WARM_UP_STEPS = 3  # operations compile when they first run, and a step is read and logged one step later
@@ -162,7 +162,7 @@ def memory(device: "torch.device") -> "MemoryStats | None":
     """As `Backend.memory`."""
     import torch
 
-    from portable_fsdp.backends.base import MemoryStats
+    from portable_fsdp.backends.contract import MemoryStats
 
     accelerator = cast(Any, torch.accelerator)  # of torch 2.11 and newer
     _, total = accelerator.get_memory_info(device)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.base import ShardPolicy, dropouts, output_head, parameter_slots
+from portable_fsdp.backends.contract import ShardPolicy, dropouts, output_head, parameter_slots
 from portable_fsdp.backends.native.boundary import Boundary
 from portable_fsdp.backends.native.scalars import cast_scalars
 from portable_fsdp.backends.nested import Replacement, flatten, floats_in

@@ -1,4 +1,4 @@
-"""The contract of `backends/base.py` with nothing clever in it, over a mesh with an axis that no other engine has.
+"""The contract of `backends/contract.py` with nothing clever in it, over a mesh with an axis that no other engine has.
 
 A process is a device. Two of them along `tensor` get the same rows; each weight is cut along its last dimension over
 `tensor`, where that divides, beside its rows over `shard`. Weights are gathered before a micro batch, and gradients
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from portable_fsdp.backends import base
-from portable_fsdp.backends.base import Operation
+from portable_fsdp.backends import contract
+from portable_fsdp.backends.contract import Operation
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
@@ -36,18 +36,18 @@ from portable_fsdp.layout import (
 )
 
 
-class ToyBackend(base.Backend):
+class ToyBackend(contract.Backend):
     name = "toy"
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         count = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_initialized() else 1
         require_supported(config, Deployment("toy", device, count, 1))
         self.device, self.device_name = torch.device(device), device
-        self.process, self.devices = base.Rank(dist.get_rank() if count > 1 else 0, count), count
+        self.process, self.devices = contract.Rank(dist.get_rank() if count > 1 else 0, count), count
         tensor = 2 if count % 2 == 0 else 1
         self.axes = {**mesh_axes(config, count // tensor, 1), "tensor": tensor}
         self.row_shards = count_row_shards(self.axes)
-        self.data_shard = base.Rank(self.process.index // tensor, self.row_shards)
+        self.data_shard = contract.Rank(self.process.index // tensor, self.row_shards)
         self.expected_compilations = 0
         self._place = coordinates(self.axes, self.process.index)
         self._compute = torch.float32
@@ -56,11 +56,11 @@ class ToyBackend(base.Backend):
     def close(self) -> None:
         """The groups end with their process."""
 
-    def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         assert fill is not None
         self._model, self._compute, self._shapes = model, policy.compute, dict[str, torch.Size]()
         self._layouts = {fqn: self._spec(spec, model.get_parameter(fqn)) for fqn, spec in policy.layouts.items()}
-        self._slots = base.parameter_slots(model)
+        self._slots = contract.parameter_slots(model)
         parts: dict[str, nn.Parameter] = {}
         for fqn in self._slots:
             given = model.get_parameter(fqn)
@@ -75,16 +75,16 @@ class ToyBackend(base.Backend):
             return spec
         return (*spec[:-1], (*spec[-1], "tensor"))
 
-    def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = dict(self._model.named_parameters())
-        return base.zero_optimizer(
+        return contract.zero_optimizer(
             make, groups, parameters, lambda _, twin, __: torch.zeros_like(twin, device="cpu"), compiled=False
         )
 
-    def place(self, batch: base.Batch, axes: Sequence[str] = ROW_AXES) -> base.Batch:
+    def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         return batch
 
-    def compile(self, fn: Callable[..., base.Metrics], name: str) -> Callable[..., base.Metrics]:
+    def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
         return torch.autocast("cpu", self._compute, enabled=self._compute != torch.float32)(fn)
 
     @contextmanager
@@ -150,12 +150,12 @@ class ToyBackend(base.Backend):
         groups = [(ranks, dist.new_group(ranks)) for ranks in groups_over(self.axes, axes)] if axes else []
         return next((cast(dist.ProcessGroup, group) for ranks, group in groups if self.process.index in ranks), None)
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
-        held = base.checkpoint_tensors(model, optimizer, self._layouts)
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
+        held = contract.checkpoint_tensors(model, optimizer, self._layouts)
         return {key: self._state(self._shape(key, tensor), tensor, spec) for key, (tensor, spec) in held.items()}
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
-        for key, (tensor, spec) in base.checkpoint_tensors(model, optimizer, self._layouts).items():
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
+        for key, (tensor, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts).items():
             read(key, region(self._shape(key, tensor), spec, self.axes, self._place), tensor.detach())
 
     def _shape(self, key: str, tensor: Tensor) -> torch.Size:
@@ -163,14 +163,14 @@ class ToyBackend(base.Backend):
         is_cut = fqn in self._shapes and tensor.shape == self._model.get_parameter(fqn).shape
         return self._shapes[fqn] if is_cut else tensor.shape
 
-    def _state(self, shape: torch.Size, tensor: Tensor, spec: Spec) -> base.TensorState:
+    def _state(self, shape: torch.Size, tensor: Tensor, spec: Spec) -> contract.TensorState:
         part, copies = region(shape, spec, self.axes, self._place), count_copies(spec, self.axes)
         number = replica(spec, self.axes, self._place)[0] if copies > 1 else None
-        piece = base.Piece(tuple(cut.start for cut in part), tensor.detach(), number)
-        return base.TensorState(tuple(shape), tensor.dtype, lambda: [piece] if tensor.numel() else [])
+        piece = contract.Piece(tuple(cut.start for cut in part), tensor.detach(), number)
+        return contract.TensorState(tuple(shape), tensor.dtype, lambda: [piece] if tensor.numel() else [])
 
-    def memory(self) -> base.MemoryStats:
-        return base.process_memory()
+    def memory(self) -> contract.MemoryStats:
+        return contract.process_memory()
 
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
         return lambda: list

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends.base import Forward
-from portable_fsdp.backends.pjrt import Keep, is_float, wants_gradient
+from portable_fsdp.backends.contract import Forward
+from portable_fsdp.backends.torch_xla.runtime import Keep, is_float, wants_gradient
 from portable_fsdp.backends.weight_uses import Use, cast_weight, distinct, swapped
 
 Mark = Callable[[Tensor], None]

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.pjrt import Compiles, Programs
+from portable_fsdp.backends.torch_xla.runtime import Compiles, Programs
 from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region, weight_spec
 
 Initializer = Callable[[Region], Tensor]

@@ -1,7 +1,7 @@
 """What xla_fsdp1 (XlaFullyShardedDataParallel) refuses. No torch here."""
 
-from portable_fsdp.backends.pjrt_options import torch_xla_spec
 from portable_fsdp.backends.refusals import Rule, only_largest_bucket, refused, refused_each
+from portable_fsdp.backends.torch_xla.options import torch_xla_spec
 
 _FLOAT32_ONLY = "XlaFullyShardedDataParallel takes float32 weights only"
 
@@ -65,7 +65,7 @@ RULES = (
 )
 
 SPEC = torch_xla_spec(
-    "portable_fsdp.backends.xla_fsdp1.engine:XlaFsdp1Backend",
+    "portable_fsdp.backends.torch_xla.fsdp1.engine:XlaFsdp1Backend",
     rules=RULES,
     # One a chip. PJRT's CPU devices can't talk across processes.
     processes=lambda device, requested, count: count(device) if device == "tpu" else 1,

@@ -17,8 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends import base
-from portable_fsdp.backends.pjrt import (
+from portable_fsdp.backends import contract
+from portable_fsdp.backends.torch_xla.fsdp1.shards import Shard, check_rows, shards_of
+from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
     Programs,
     recomputed,
@@ -26,7 +27,6 @@ from portable_fsdp.backends.pjrt import (
     require_no_dropout,
     set_environment,
 )
-from portable_fsdp.backends.xla_fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, full_region, groups_over
 from portable_fsdp.optim.counting import CountingOptimizer
@@ -50,7 +50,7 @@ class XlaFsdp1Backend(PjrtBackend):
         several = f"On CPU it has one device; for several: --backend=xla --num_devices={num_devices}."
         require_devices(self.name, device, num_devices, count, on_cpu=several)
         hosts = max(1, count // int(runtime.local_device_count()))
-        self._open(device, config, base.Rank(int(runtime.global_ordinal()), count), count, hosts)
+        self._open(device, config, contract.Rank(int(runtime.global_ordinal()), count), count, hosts)
         self.device = cast(torch.device, self._xla.device())
         self._replicas, shards = self.axes["replicate"], self.axes["shard"]
         self._replica, self._index = divmod(self.process.index, shards)
@@ -67,10 +67,10 @@ class XlaFsdp1Backend(PjrtBackend):
 
     # ------------------------------------------------------------------------------------------- model, optimizer
 
-    def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         require_no_dropout(model, policy.recompute)
         assert fill is not None
-        places = base.parameter_slots(model)
+        places = contract.parameter_slots(model)
         if self._by_rows:
             check_rows(places)
         self._put_zeros(places)
@@ -86,7 +86,7 @@ class XlaFsdp1Backend(PjrtBackend):
         self._xla.sync(wait=True)
         return model
 
-    def _put_zeros(self, places: dict[str, list[base.ParameterSlot]]) -> None:
+    def _put_zeros(self, places: dict[str, list[contract.ParameterSlot]]) -> None:
         """Full parameters that nobody reads: the units cut them, `fill` replaces what they cut, nothing is computed.
 
         So no host and no device ever holds more than the shards of a model; XLA traces these zeros and drops them.
@@ -99,7 +99,7 @@ class XlaFsdp1Backend(PjrtBackend):
             for place in shared:
                 place.module._parameters[place.leaf] = full
 
-    def _wrap_forwards(self, model: nn.Module, policy: base.ShardPolicy) -> list[Any]:
+    def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> list[Any]:
         """Put units behind the forwards of modules, so that no name changes: inner ones first, the root last.
 
         A unit takes all parameters that none before it took. A layer that is a unit is gathered before it runs for the
@@ -122,7 +122,7 @@ class XlaFsdp1Backend(PjrtBackend):
                 layer.forward = recomputed(layer.forward, name in trains)
         return units
 
-    def _unit(self, body: nn.Module, policy: base.ShardPolicy) -> Any:
+    def _unit(self, body: nn.Module, policy: contract.ShardPolicy) -> Any:
         from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
         unit = cast(Any, XlaFullyShardedDataParallel)(
@@ -147,10 +147,10 @@ class XlaFsdp1Backend(PjrtBackend):
         (placed,) = self._bridge._xla_tensors_from_aten([host], [str(self.device)], None)
         return placed
 
-    def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = {name: shard.parameter for name, shard in self._shards.items()}
         groups = self._groups_of_shards(groups)
-        optimizer = base.zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
+        optimizer = contract.zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
         self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
             self._prepare_micro_batches([name for group in groups for name in group["params"]])
@@ -190,7 +190,7 @@ class XlaFsdp1Backend(PjrtBackend):
 
     # --------------------------------------------------------------------------------------------------- the step
 
-    def place(self, batch: base.Batch, axes: Sequence[str] = ROW_AXES) -> base.Batch:
+    def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         placed = self._bridge._xla_tensors_from_aten(list(batch.values()), [str(self.device)] * len(batch), None)
         return dict(zip(batch, placed, strict=True))
 
@@ -232,13 +232,13 @@ class XlaFsdp1Backend(PjrtBackend):
         groups = groups_over(self.axes, axes)
         return self._ops.all_reduce(self._ops.REDUCE_SUM, tensor, groups=groups, pin_layout=self._pin_layout)
 
-    def agree(self, value: base.T) -> base.T:
+    def agree(self, value: contract.T) -> contract.T:
         return self._broadcast(value, 0)
 
-    def gather(self, value: base.T) -> list[base.T]:
+    def gather(self, value: contract.T) -> list[contract.T]:
         return [self._broadcast(value, source) for source in range(self.process.count)]
 
-    def _broadcast(self, value: base.T, source: int) -> base.T:
+    def _broadcast(self, value: contract.T, source: int) -> contract.T:
         """The value of process `source`, on all processes."""
         if self.process.count == 1:
             return value
@@ -246,7 +246,7 @@ class XlaFsdp1Backend(PjrtBackend):
         (size,) = self._total([len(mine)])
         room = 1 << size.bit_length()  # a program for each power of two, and not for each size
         total = self._total(mine + [0] * (room - len(mine)))
-        return cast(base.T, pickle.loads(bytes(total[:size])))
+        return cast(contract.T, pickle.loads(bytes(total[:size])))
 
     def _total(self, numbers: list[int]) -> list[int]:
         """The sums over all processes, on the host."""
@@ -256,26 +256,26 @@ class XlaFsdp1Backend(PjrtBackend):
 
     # -------------------------------------------------------------------------------------------------- the state
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
         self._xla.sync(wait=True)
-        states: dict[str, base.TensorState] = {}
+        states: dict[str, contract.TensorState] = {}
         on_host = functools.lru_cache(maxsize=1)(_flat_on_host)  # the parameters of one shard come one after another
         for key_of, tensor, shard in self._cut(model, optimizer):
             flat = functools.partial(on_host, tensor)
             for span in shard.spans:
                 pieces = functools.partial(self._pieces, shard, span.fqn, flat)
-                states[key_of(span.fqn)] = base.TensorState(span.shape, tensor.dtype, pieces)
+                states[key_of(span.fqn)] = contract.TensorState(span.shape, tensor.dtype, pieces)
         for key, tensor in self._uncut(model, optimizer).items():
-            states[key] = base.TensorState(
+            states[key] = contract.TensorState(
                 tuple(tensor.shape), tensor.dtype, functools.partial(self._whole_piece, tensor)
             )
         return states
 
-    def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[base.Piece]:
+    def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[contract.Piece]:
         """The pieces of one parameter, from the flat shard that holds it."""
         number = self._replica if self._replicas > 1 else None
         return [
-            base.Piece(
+            contract.Piece(
                 tuple(part.start for part in box),
                 flat()[where].view([part.stop - part.start for part in box]),
                 number,
@@ -284,7 +284,7 @@ class XlaFsdp1Backend(PjrtBackend):
             if name == fqn
         ]
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
         for key_of, tensor, shard in self._cut(model, optimizer):
             host = shard.collect(lambda fqn, box, key_of=key_of: read(key_of(fqn), box), tensor.dtype)
             tensor.data = self._upload(host.contiguous())
@@ -304,25 +304,25 @@ class XlaFsdp1Backend(PjrtBackend):
             yield str, shard.parameter, shard
             for name, value in self._states(shard, optimizer):
                 if value.shape == shard.parameter.shape:
-                    yield functools.partial(base.state_key, name), value, shard
+                    yield functools.partial(contract.state_key, name), value, shard
 
     def _uncut(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """What each process has whole, by its key: buffers, and state that isn't laid out like its parameter."""
         if isinstance(optimizer, CountingOptimizer):
             optimizer.settle_counts()
         counts = {
-            base.state_key(name, span.fqn): value
+            contract.state_key(name, span.fqn): value
             for shard in self._shards_of[model].values()
             for name, value in self._states(shard, optimizer)
             if value.shape != shard.parameter.shape
             for span in shard.spans
         }
-        return {**base.persistent_buffers(model), **counts}
+        return {**contract.persistent_buffers(model), **counts}
 
     def _states(self, shard: Shard, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        return list(base.tensors_of(optimizer.state.get(shard.parameter, {})).items())
+        return list(contract.tensors_of(optimizer.state.get(shard.parameter, {})).items())
 
-    def memory(self) -> base.MemoryStats:
+    def memory(self) -> contract.MemoryStats:
         return self._memory_of(str(self.device))
 
 
@@ -332,7 +332,7 @@ class _Body(nn.Module):
     The root's holds all units too, since the root looks for them among its own modules.
     """
 
-    run: base.Forward
+    run: contract.Forward
 
     def __init__(self, module: nn.Module, inner: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import (
+from portable_fsdp.backends.contract import (
     Backend,
     Forward,
     MemoryStats,
@@ -31,10 +31,10 @@ from portable_fsdp.backends.base import (
     process_memory,
 )
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
-from portable_fsdp.backends.pjrt_options import libtpu_arguments
-from portable_fsdp.backends.pjrt_program import run_program
-from portable_fsdp.backends.pjrt_recurrent import loop_over_positions
 from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.backends.torch_xla.options import libtpu_arguments
+from portable_fsdp.backends.torch_xla.program import run_program
+from portable_fsdp.backends.torch_xla.recurrent import loop_over_positions
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch, count_row_shards, mesh_axes
 from portable_fsdp.runtime.errors import BackendError

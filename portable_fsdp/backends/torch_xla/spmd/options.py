@@ -1,6 +1,5 @@
 """What xla (torch_xla SPMD) refuses, and the surprises in how it takes the rest. No torch here."""
 
-from portable_fsdp.backends.pjrt_options import NO_LOSS_SCALING, torch_xla_spec
 from portable_fsdp.backends.refusals import (
     Rule,
     is_selective,
@@ -9,6 +8,7 @@ from portable_fsdp.backends.refusals import (
     recomputes_modules,
     refused,
 )
+from portable_fsdp.backends.torch_xla.options import NO_LOSS_SCALING, torch_xla_spec
 
 _ONE_PROGRAM = "all turns of the loop run one program"
 _ONE_UNIT = "the loop gathers a layer as one unit"
@@ -110,7 +110,7 @@ NOTES = {
 }
 
 SPEC = torch_xla_spec(
-    "portable_fsdp.backends.xla.engine:XlaBackend",
+    "portable_fsdp.backends.torch_xla.spmd.engine:XlaBackend",
     rules=RULES,
     notes=NOTES,
     planned_by={"tpu": "compiled step"},

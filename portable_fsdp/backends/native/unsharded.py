@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from portable_fsdp.backends.base import Forward, ShardPolicy
+from portable_fsdp.backends.contract import Forward, ShardPolicy
 from portable_fsdp.backends.native.units import (
     ROOT,
     cast_inputs,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.base import Fill, ParameterSlot
+from portable_fsdp.backends.contract import Fill, ParameterSlot
 from portable_fsdp.layout import Region, full_region
 from portable_fsdp.runtime.errors import BackendError
 

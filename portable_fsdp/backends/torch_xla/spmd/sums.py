@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from portable_fsdp.backends.base import Forward
+from portable_fsdp.backends.contract import Forward
+from portable_fsdp.backends.torch_xla.spmd.forward import Copies, Mark
+from portable_fsdp.backends.torch_xla.spmd.head import ChunkedHead, chunk_length
+from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, product_in
+from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
 from portable_fsdp.backends.weight_uses import Use
-from portable_fsdp.backends.xla.forward import Copies, Mark
-from portable_fsdp.backends.xla.head import ChunkedHead, chunk_length
-from portable_fsdp.backends.xla.scatter import Scatter, product_in
-from portable_fsdp.backends.xla.tensors import laid_out
 from portable_fsdp.runtime.errors import BackendError
 
 

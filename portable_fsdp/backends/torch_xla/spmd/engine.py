@@ -19,15 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from portable_fsdp.backends import base
-from portable_fsdp.backends.pjrt import PjrtBackend, recomputed, require_devices, require_no_dropout, set_environment
+from portable_fsdp.backends import contract
+from portable_fsdp.backends.torch_xla.runtime import (
+    PjrtBackend,
+    recomputed,
+    require_devices,
+    require_no_dropout,
+    set_environment,
+)
+from portable_fsdp.backends.torch_xla.spmd.attention import LayerAttention
+from portable_fsdp.backends.torch_xla.spmd.forward import Copies, finish_backward, keep_products, keep_rows_split
+from portable_fsdp.backends.torch_xla.spmd.scan import LayerLoop
+from portable_fsdp.backends.torch_xla.spmd.scatter import scatter_over, torus_of_run
+from portable_fsdp.backends.torch_xla.spmd.sums import replace_forwards, summed_in_float32
+from portable_fsdp.backends.torch_xla.spmd.tensors import DeviceTensors, Layouts, Tensors
 from portable_fsdp.backends.weight_uses import eight_bit_layers, in_own_dtype, is_inside, uses_by_block, weight_uses
-from portable_fsdp.backends.xla.attention import LayerAttention
-from portable_fsdp.backends.xla.forward import Copies, finish_backward, keep_products, keep_rows_split
-from portable_fsdp.backends.xla.reduce import replace_forwards, summed_in_float32
-from portable_fsdp.backends.xla.scan import LayerLoop
-from portable_fsdp.backends.xla.scatter import scatter_over, torus_of_run
-from portable_fsdp.backends.xla.tensors import DeviceTensors, Layouts, Tensors
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, batch_spec, count_copies, full_region, state_spec
 from portable_fsdp.runtime.errors import BackendError
@@ -55,7 +61,7 @@ class XlaBackend(PjrtBackend):
         same_process = "In one process the number can't change after the first use: start another one."
         require_devices(self.name, device, num_devices, count, on_cpu=same_process)
         hosts = int(cast(Any, runtime).process_count())
-        self._open(device, config, base.Rank(int(cast(Any, runtime).process_index()), hosts), count, hosts)
+        self._open(device, config, contract.Rank(int(cast(Any, runtime).process_index()), hosts), count, hosts)
         self.device = torch.device("xla:0")
         self._sum_in_float32 = config.precision.reduce == "float32"
         self._shards = self.axes["shard"]
@@ -79,10 +85,10 @@ class XlaBackend(PjrtBackend):
 
     # ------------------------------------------------------------------------------------------- model, optimizer
 
-    def shard_model(self, model: nn.Module, policy: base.ShardPolicy, fill: base.Fill | None) -> nn.Module:
+    def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         require_no_dropout(model, policy.recompute)
         self._wrap_forwards(model, policy)
-        for fqn, shared in base.parameter_slots(model).items():
+        for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
             laid_out = nn.Parameter(self._make(weight.shape, weight.dtype, spec, fetch), weight.requires_grad)
@@ -96,7 +102,7 @@ class XlaBackend(PjrtBackend):
         self._model, self._layouts[model] = model, policy.layouts
         return model
 
-    def _wrap_forwards(self, model: nn.Module, policy: base.ShardPolicy) -> None:
+    def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> None:
         """Innermost first: attention, sums of gradients, modules in another dtype, compute copies, recompute; then
         hooks on block outputs.
 
@@ -105,7 +111,7 @@ class XlaBackend(PjrtBackend):
         """
         layouts, barrier = Layouts(self.mesh, self.axes), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
-        head = base.output_head(model)
+        head = contract.output_head(model)
         attention = LayerAttention(self.mesh, tuple(axis for axis in ROW_AXES if axis in self.axes), policy.attention)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
@@ -143,14 +149,14 @@ class XlaBackend(PjrtBackend):
             finish_backward(model.get_submodule(name), barrier)
         model.forward = copies.gathered_for(list(outside.values()), model.forward)
 
-    def build_optimizer(self, make: base.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def zeros(fqn: str, twin: Tensor, _: dict[str, Any]) -> Tensor:
             if twin.device.type == "cpu":  # step counts: the program takes what follows from them
                 return torch.zeros(twin.shape, dtype=twin.dtype)
             return self._zeros(twin, state_spec(layouts[fqn], parameters[fqn].shape, twin.shape))
 
         parameters, layouts = dict(self._model.named_parameters()), self._layouts[self._model]
-        optimizer = base.zero_optimizer(make, groups, parameters, zeros, compiled=True)
+        optimizer = contract.zero_optimizer(make, groups, parameters, zeros, compiled=True)
         self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
             for fqn, parameter in parameters.items():
@@ -168,7 +174,7 @@ class XlaBackend(PjrtBackend):
 
     # --------------------------------------------------------------------------------------------------- the step
 
-    def place(self, batch: base.Batch, axes: Sequence[str] = ROW_AXES) -> base.Batch:
+    def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         return {name: self._tensors.place(tensor, batch_spec(tensor.dim(), axes)) for name, tensor in batch.items()}
 
     @contextmanager
@@ -192,18 +198,18 @@ class XlaBackend(PjrtBackend):
 
     # -------------------------------------------------------------------------------------------------- the state
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, base.TensorState]:
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
         self._tensors.wait()
         return {
-            key: base.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor, spec))
-            for key, (tensor, spec) in base.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
+            key: contract.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor, spec))
+            for key, (tensor, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
         }
 
-    def _pieces(self, tensor: Tensor, spec: Spec) -> list[base.Piece]:
+    def _pieces(self, tensor: Tensor, spec: Spec) -> list[contract.Piece]:
         """Copies on the host of what the devices of this process hold."""
         if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
             return self._whole_piece(tensor)
-        pieces: list[base.Piece] = []
+        pieces: list[contract.Piece] = []
         copies = count_copies(spec, self.axes)
         (shards,) = self._bridge._get_local_shards([tensor])
         (where,) = self._bridge._get_local_shard_replica_and_indices([tensor])
@@ -212,11 +218,11 @@ class XlaBackend(PjrtBackend):
             data = cast(Tensor, shard)[tuple(slice(0, part.stop - part.start) for part in parts)]  # without padding
             if data.numel() or not tensor.numel():
                 number = int(replica) if copies > 1 else None
-                pieces.append(base.Piece(tuple(int(part.start) for part in parts), data, number))
+                pieces.append(contract.Piece(tuple(int(part.start) for part in parts), data, number))
         return pieces
 
-    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: base.Read) -> None:
-        for key, (old, spec) in base.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
+        for key, (old, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
             if old.device.type == "cpu":
                 old.copy_(read(key, full_region(old.shape)))
                 continue
@@ -225,7 +231,7 @@ class XlaBackend(PjrtBackend):
             old.data = new
         self._tensors.wait()
 
-    def memory(self) -> base.MemoryStats | None:
+    def memory(self) -> contract.MemoryStats | None:
         try:
             return self._memory_of(self._bridge._xla_get_runtime_devices()[0])
         except RuntimeError:  # "MemoryInfo not supported for SPMD virtual device" in torch_xla 2.9

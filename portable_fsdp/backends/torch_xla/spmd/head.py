@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.xla.scatter import Scatter, off_devices, on_devices, product_in, scattered
+from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, off_devices, on_devices, product_in, scattered
 
 POSITIONS = 2048
 """Of a device, in a chunk, or up to twice as many. On v6e (918 TFLOP/s, 1.6 TB/s) the product that adds to the weight's

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from portable_fsdp.backends.base import ShardPolicy
-from portable_fsdp.backends.pjrt import is_float
+from portable_fsdp.backends.contract import ShardPolicy
+from portable_fsdp.backends.torch_xla.runtime import is_float
+from portable_fsdp.backends.torch_xla.spmd.attention import is_kept
+from portable_fsdp.backends.torch_xla.spmd.forward import is_product
+from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts
 from portable_fsdp.backends.weight_uses import Use, cast_weight, swapped
-from portable_fsdp.backends.xla.attention import is_kept
-from portable_fsdp.backends.xla.forward import is_product
-from portable_fsdp.backends.xla.tensors import Layouts
 from portable_fsdp.runtime.errors import BackendError
 
 

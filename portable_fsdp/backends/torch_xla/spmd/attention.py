@@ -21,8 +21,8 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from portable_fsdp.backends.base import Forward
-from portable_fsdp.backends.xla.splash import Kernel, block_of
+from portable_fsdp.backends.contract import Forward
+from portable_fsdp.backends.torch_xla.spmd.splash import Kernel, block_of
 
 log = logging.getLogger("portable_fsdp")
 
