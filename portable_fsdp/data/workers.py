@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import active_children, connection
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -24,7 +24,10 @@ from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
 from portable_fsdp.runtime.factory import user_code
 from portable_fsdp.runtime.process import end_with_parent
 
-ReadStep = Callable[[Rows, int], StepRows]
+if TYPE_CHECKING:
+    from portable_fsdp.data.batches import StepRows
+
+ReadStep = Callable[[Rows, int], "StepRows"]
 
 _END_S = 10.0  # on a busy host
 
@@ -39,7 +42,7 @@ class _Steps(Dataset[Any]):
         self._data, self._read = data, read
         self._rows: Rows | None = None
 
-    def __getitem__(self, first: int) -> StepRows | PortableFSDPError:
+    def __getitem__(self, first: int) -> "StepRows | PortableFSDPError":
         from portable_fsdp.data.datasets import open_training_rows
 
         try:
@@ -85,7 +88,7 @@ class StepLoader(Closing):
         self._processes: list[BaseProcess] = []
         self._shared_event: object = None  # its name must last until the last worker has opened it
 
-    def read(self) -> StepRows:
+    def read(self) -> "StepRows":
         """The next step. Raises a worker's error, and TrainingError where one has ended."""
         try:
             if self._steps is None:

@@ -182,5 +182,4 @@ def free_port() -> int:
 def two_tasks(launcher: str) -> dict[str, str]:
     """The variables for two tasks of a fake srun or mpirun on one host, which meet at a free port."""
     port = free_port()
-    meeting = {"JOB": str(port - PORTS[0])} if launcher == "srun" else {"MASTER_PORT": str(port)}
-    return {"NODES": "1", "TASKS": "2", **meeting}
+    return {"JOB": str(port - PORTS[0])} if launcher == "srun" else {"MASTER_PORT": str(port)}

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from cli import PYTHON, SAVES, committed, events, finish, launch, require_curve, started, tiny_config
 
+from portable_fsdp.observe.goodput import goodput
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.lock import LOCK_NAME
 
 NATIVE_2 = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]
@@ -76,3 +78,31 @@ def test_kills_and_resumes_on_one_process(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", [39, 40])
 def test_kills_and_resumes_on_another_engine(tmp_path: Path, seed: int) -> None:
     kill_and_go_on(tmp_path, kills=5, seed=seed, resume_by=XLA_2)
+
+
+@pytest.mark.proof
+@pytest.mark.xla
+def test_accounts_of_three_kills_and_another_engine(folder: Path) -> None:
+    """They add up to the wall time of the run."""
+    run, metrics = folder / "run", folder / "run/metrics.jsonl"
+    words = ["--device=cpu", f"--config={tiny_config(folder)}", "train.steps=400", "checkpoint.every=40"]
+
+    def has_reached(step: int) -> bool:
+        return metrics.exists() and any(row["step"] >= step for row in read_jsonl(metrics))
+
+    for step in (60, 140, 220):
+        with started([*PYTHON, *words, "--backend=native"], folder) as job:
+            job.wait_until(lambda step=step: has_reached(step))
+            job.kill()
+    with started([*PYTHON, *words, "--backend=xla", "--num_devices=2"], folder) as job:
+        assert job.wait() == 0, job.err
+    assert "goodput" in job.err
+    happened = read_jsonl(run / "events.jsonl")
+    accounts = goodput(happened, read_jsonl(metrics))
+    assert accounts is not None
+    lost = [event["lost"] for event in happened if event["event"] == "start" and "lost" in event]
+    assert accounts.parts["lost"] == pytest.approx(sum(start["seconds"] for start in lost))
+    assert sum(start["steps"] for start in lost) >= 3
+    assert abs(accounts.parts["other"]) <= 0.01 * accounts.wall_seconds
+    assert [part for part, seconds in accounts.parts.items() if seconds < 0 and part != "other"] == []
+    assert {event["backend"] for event in happened if event["event"] == "start"} == {"native", "xla"}

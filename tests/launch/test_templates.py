@@ -1,0 +1,348 @@
+"""The templates of launch/: sound scripts, manifests that fit their schema, and runs that they start, on the CPU."""
+
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import psutil
+import pytest
+import yaml
+from cli import PROGRAMS, ROOT, committed, finish, started, tiny_config
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from portable_fsdp.config.load import load_config
+
+LAUNCH, HERE = ROOT / "launch", Path(__file__).parent
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch", ROOT / ".ci/run"])
+JOBSETS = sorted(LAUNCH.glob("gke_jobset_*.yaml"))
+SKY_TASKS = sorted(LAUNCH.glob("skypilot_*.yaml"))
+DOCKERFILES = sorted(LAUNCH.glob("Dockerfile.*"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def named(path: Path) -> str:
+    return path.name
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """An executable script in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+# ---------------------------------------------------------------------------------------------------------- scripts
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=named)
+def test_script_is_sound_bash(script: Path) -> None:
+    assert os.access(script, os.X_OK) == (script.name != "tpu_workers.sh"), f"{script}: is it executable?"
+    subprocess.run(["bash", "-n", script], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    checked = subprocess.run([shellcheck, "--severity=style", "-x", script], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def play(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in the checkout with the programs of `folder` and no others that could cost money."""
+    for name in ("bash", "dirname", "env", "sleep"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(Path("/usr/bin") / name)
+    environment = {"PATH": str(folder), "FOLDER": str(folder)}
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done.stdout = done.stdout.replace(str(ROOT), "ROOT")
+    return done
+
+
+def test_dry_runs(tmp_path: Path, assert_golden: Callable[[Path, str], None]) -> None:
+    """The golden file holds its own input: after each `$ ` a command, then its exit code, its output and its errors."""
+    path = HERE / "golden/dry_runs.txt"
+    played = ((line, play(line, tmp_path)) for line in re.findall(r"^\$ (.*)$", path.read_text(), re.MULTILINE))
+    assert_golden(path, "\n".join(f"$ {line}\nexit {d.returncode}\n{d.stdout}{d.stderr}" for line, d in played))
+
+
+# $FOLDER/states: a state for each question (`!...`: the question fails); $FOLDER/answers: exit codes of ssh.
+GCLOUD = """
+echo "$4" >> $FOLDER/calls
+next() { { read -r line; mapfile -t rest; } < $FOLDER/$1; printf '%s\\n' "${rest[@]}" > $FOLDER/$1; }
+case $4 in
+describe) next states; [[ $line != !* ]] || { echo "${line#!}" >&2; exit 1; }; echo "$line" ;;
+ssh) next answers; exit "$line" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("states", "answers", "code", "calls"),
+    [
+        ("READY", "0", 0, "describe ssh"),
+        ("READY", "2", 2, "describe ssh"),
+        ("READY READY", "143", 143, "describe ssh describe"),
+        ("CREATING READY", "66 0 0", 0, "describe describe ssh scp ssh ssh"),
+        ("READY PREEMPTED READY", "1 0", 0, "describe ssh describe delete create describe ssh"),
+        ("!NOT_FOUND READY", "0", 0, "describe create describe ssh"),
+        ("!UNAVAILABLE !UNAVAILABLE", "", 1, "describe describe"),
+    ],
+    ids=["finished", "mistake", "stopped", "new checkout", "taken away", "none", "no answer"],
+)
+def test_a_run_on_a_tpu_vm_is_tried_again_and_nothing_is_deleted_on_a_guess(
+    states: str, answers: str, code: int, calls: str, tmp_path: Path
+) -> None:
+    program(tmp_path, "gcloud", GCLOUD)
+    for name in ("tar", "mkdir"):
+        program(tmp_path, name, "")
+    (tmp_path / "states").write_text(states.replace(" ", "\n") + "\n")
+    (tmp_path / "answers").write_text(answers.replace(" ", "\n") + "\n")
+    variables = "TPU_NAME=slice TPU_ZONE=z TPU_POLL_S=0 TPU_TYPE=v6e-16 TPU_TRIES=2"
+    done = play(f"{variables} launch/tpu_vm.sh run --config=c.yaml", tmp_path)
+    made = (tmp_path / "calls").read_text().split()
+    assert (done.returncode, " ".join(made)) == (code, calls), done.stderr
+
+
+# --------------------------------------------------------------------------------------------- a worker of a TPU VM
+
+
+def worker_line(script: str, folder: Path, *words: str) -> str:
+    """The command line that `script` hands to its workers, as a dry run prints it; checks the words on the way."""
+    variables = "TPU_NAME=slice TPU_ZONE=z"
+    show = 'gcloud() { printf "%s\\0" "$@"; }'
+    line = f'{show}; eval "$({variables} launch/{script} --dry-run {shlex.join(words)})"'
+    [*_, last] = play(line, folder).stdout.rstrip("\0").split("\0")
+    return last.removeprefix("--command=")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["tpu_vm.sh", pytest.param("tpu_queued_resource.sh", marks=pytest.mark.proof)])
+def test_a_worker_trains_outlives_its_connection_and_stops_on_request(script: str, tmp_path: Path) -> None:
+    home, bin_folder = tmp_path / "it's $HOME", tmp_path / "bin"
+    bin_folder.mkdir()
+    home.mkdir()
+    endless = ["train.steps=100000", "train.log_every=1", "checkpoint.every=null"]
+    words = ["--device=cpu", f"--config={tiny_config(home)}", f"run.dir={home / 'run'}", *endless]
+    command, stop = (["bash", "-c", worker_line(script, bin_folder, *w)] for w in (["run", *words], ["stop"]))
+    finish(command, home, 66)  # no checkout yet
+    checkout = home / "portable_fsdp"
+    program(checkout / ".venv/bin", "python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"')
+    (checkout / "build").mkdir()
+    (checkout / "build/installed").touch()
+    wrong = worker_line(script, bin_folder, "run", *words, 'run.name=`id` "&" *', "train.step=1")
+    assert "train.step: unknown key" in finish(["bash", "-c", wrong], home, 2).out
+    with started(command, home) as first:
+        first.wait_until(lambda: "step: 2/" in first.out)
+        pid = int((checkout / "build/run.pid").read_text())
+        run = psutil.Process(pid)
+        try:
+            os.kill(first.pid, signal.SIGKILL)
+            with started(command, home) as second:
+                second.wait_until(lambda: "step: " in second.out)
+                assert int((checkout / "build/run.pid").read_text()) == pid, "it found the run, and started no other"
+                finish(stop, home)
+                assert second.wait() == 143, second.err
+        finally:
+            for process in [*run.children(recursive=True), run] if run.is_running() else []:
+                process.kill()
+    assert json.loads((home / "run/STOPPED").read_text())["reason"] == "SIGTERM"
+    assert len(committed(home / "run")) == 1
+
+
+@pytest.mark.parametrize(
+    ("has_torchtpu", "answer", "code", "output"),
+    [
+        (True, "echo -n unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3", 0, "worker 1 of 10.0.0.2,10.0.0.3\n"),
+        (True, "exit 22", 1, ""),
+        (True, "echo -n unknown:unknown:", 1, ""),
+        (False, "exit 22", 0, "worker  of \n"),
+    ],
+    ids=["the slice", "no attribute", "no addresses", "torch_xla asks nobody"],
+)
+def test_a_worker_with_torchtpu_names_the_slice_or_fails(
+    has_torchtpu: bool, answer: str, code: int, output: str, tmp_path: Path
+) -> None:
+    metadata = f"case ${{@: -1}} in */agent-worker-number) echo -n 1 ;; */worker-network-endpoints) {answer} ;; esac"
+    program(tmp_path / "bin", "curl", metadata)
+    venv, build = tmp_path / "portable_fsdp/.venv", tmp_path / "portable_fsdp/build"
+    program(venv / "bin", "python", 'echo "worker $TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES"')
+    build.mkdir()
+    (build / "installed").touch()
+    if has_torchtpu:
+        (venv / "lib/python3.11/site-packages/torch_tpu").mkdir(parents=True)
+    line = worker_line("tpu_vm.sh", tmp_path / "bin", "run", "--config=c.yaml")
+    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, output), done.stderr
+    assert ("the metadata server names no hosts of this slice" in done.stderr) == (code == 1)
+
+
+# ------------------------------------------------------------------------------------- Slurm, containers and SkyPilot
+
+HOST = {"PATH": f"{PROGRAMS}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+
+
+# The first life saves on SIGTERM and ends as torchrun does, the second finishes.
+SRUN = """
+echo "$@" >> calls
+[[ ! -e up ]] || exit 0
+trap 'echo "{\\"step\\": 3}" > run/STOPPED; exit 1' TERM
+touch up
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["time limit", "preemption"])
+def test_a_slurm_job_that_is_to_end_saves_and_is_queued_again(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    program(tmp_path / "bin", "srun", SRUN)
+    program(tmp_path / "bin", "scontrol", '[[ $1 == show ]] && echo node0 || echo "$@" > requeued')
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "x", "NPROC_PER_NODE": "2"}
+    variables = HOST | slurm | {"PATH": f"{tmp_path / 'bin'}:{HOST['PATH']}"}
+    command = ["bash", LAUNCH / "slurm.sbatch", "--device=cpu", f"--config={tiny_config(tmp_path)}"]
+    assert "train.step: unknown key" in finish([*command, "train.step=1"], tmp_path, 2, **variables).err
+    with started(command, tmp_path, **variables) as life:
+        life.wait_until((tmp_path / "up").exists)
+        life.send_signal(number)
+        assert life.wait() == 143, life.err
+    assert 'stopped after a save: {"step": 3}' in life.out
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+    finish(command, tmp_path, **variables)
+    assert not (tmp_path / "run/STOPPED").exists()  # else a failure of the second life would pass for a stop
+    [first, second] = (tmp_path / "calls").read_text().splitlines()
+    assert first == second
+    assert "torchrun --nnodes=1 --rdzv-backend=c10d --rdzv-id=4711 --rdzv-endpoint=node0:24711 " in first
+
+
+def container_of(path: Path) -> dict[str, Any]:
+    [container] = pod(path)["containers"]
+    return container
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.proof] * (path.name != "gke_jobset_tpu.yaml"))
+        for path in [*JOBSETS, *SKY_TASKS]
+    ],
+    ids=lambda path: path.name,
+)
+def test_what_a_manifest_starts_trains(path: Path, tmp_path: Path) -> None:
+    """On one process of the CPU, with a tiny config."""
+    config, run = tiny_config(tmp_path), tmp_path / "run"
+    small = ["--device=cpu", f"--config={config}", f"run.dir={run}", "train.steps=2"]
+    (tmp_path / "launch").symlink_to(LAUNCH)
+    if path in JOBSETS:
+        container = container_of(path)
+        variables = {variable["name"]: variable["value"] for variable in container["env"]}
+        command = [*container["command"], *small]
+    else:
+        sky = {"NUM_NODES": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2", "NUM_GPUS_PER_NODE": "1", "TASK_ID": "sky-1"}
+        task = read(path)
+        variables = {f"SKYPILOT_{name}": value for name, value in sky.items()} | task["envs"]
+        variables |= {"CONFIG": str(config), "CHECKPOINTS": str(run / "checkpoints"), "HOME": str(tmp_path)}
+        (tmp_path / "portable_fsdp_env").symlink_to(PROGRAMS.parent)
+        command = ["bash", "-c", f"{task['run'].rstrip()} {shlex.join([small[0], *small[2:]])}"]
+    if "gpu" in path.name:  # one node of one device, in place of what the manifest says
+        variables |= {"NNODES": "1", "NPROC_PER_NODE": "1"}
+    finish(command, tmp_path, **HOST | variables)
+    assert committed(run) == [2]
+
+
+# -------------------------------------------------------------------------------------------------------- manifests
+
+
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", [*JOBSETS, *SKY_TASKS], ids=named)
+def test_a_manifest_is_what_its_api_takes(path: Path) -> None:
+    """The schemas forbid keys that they don't name."""
+    schema = json.loads((HERE / f"{'jobset' if path in JOBSETS else 'skypilot'}_schema.json").read_text())
+    assert [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(read(path))] == []
+    wrong = yaml.safe_load(re.sub(r"(restartPolicy|num_nodes):", r"\1s:", path.read_text()))
+    assert [*jsonschema.Draft202012Validator(schema).iter_errors(wrong)]
+
+
+def job(path: Path) -> dict[str, Any]:
+    [replicated] = read(path)["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+def pod(path: Path) -> dict[str, Any]:
+    return job(path)["template"]["spec"]
+
+
+@pytest.mark.parametrize("path", JOBSETS, ids=named)
+def test_what_the_schema_of_a_jobset_cannot_say(path: Path) -> None:
+    assert pod(path)["restartPolicy"] == "Never", "a podFailurePolicy needs it; the webhook's default is OnFailure"
+    assert job(path)["completionMode"] == "Indexed"
+    assert job(path)["parallelism"] == job(path)["completions"]
+    assert job(path)["backoffLimit"] == 0
+    # A mistake in the config (2) ends the JobSet; a disruption, or a stop on request (143), isn't counted.
+    disruption, codes = job(path)["podFailurePolicy"]["rules"]
+    assert [condition["type"] for condition in disruption["onPodConditions"]] == ["DisruptionTarget"]
+    assert codes["onExitCodes"]["values"] == ([2, 143] if "tpu" in path.name else [2])
+    mistake, rest = read(path)["spec"]["failurePolicy"]["rules"]
+    message = "Container train for pod default/x failed with exit code 2 matching FailJob rule at index 1"
+    assert mistake["action"] == "FailJobSet"
+    assert [re.search(pattern, message) is not None for pattern in mistake["onJobFailureMessagePatterns"]] == [True]
+    assert rest["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    container = container_of(path)
+    assert codes["onExitCodes"]["containerName"] == container["name"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod(path)["volumes"]}
+    assert not {"sh", "bash"} & {*container["command"]}, "a shell as process 1 keeps SIGTERM to itself"
+    config, *overrides = container["args"]
+    assert load_config(ROOT / config.removeprefix("--config="), overrides).checkpoint.dir == "gs://BUCKET/llama_1b"
+
+
+def test_hosts_chips_and_the_first_pod_fit_together() -> None:
+    tpu, gpu = LAUNCH / "gke_jobset_tpu.yaml", LAUNCH / "gke_jobset_gpu.yaml"
+    sides = pod(tpu)["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    chips = container_of(tpu)["resources"]["limits"]["google.com/tpu"]
+    assert math.prod(map(int, sides)) == job(tpu)["parallelism"] * chips
+    variables = {variable["name"]: variable["value"] for variable in container_of(gpu)["env"]}
+    name, [replicated] = read(gpu)["metadata"]["name"], read(gpu)["spec"]["replicatedJobs"]
+    assert variables["RDZV_ENDPOINT"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
+    assert int(variables["NNODES"]) == job(gpu)["completions"]
+    task = read(LAUNCH / "skypilot_tpu.yaml")
+    assert (task["num_nodes"], task["resources"]["job_recovery"]["recover_on_exit_codes"]) == (1, [143])
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=named)
+def test_a_dockerfile_fits_the_project(path: Path) -> None:
+    text = path.read_text()
+    image = re.search(r"^FROM python:(\d+\.\d+)-slim-\w+$", text, re.MULTILINE)
+    assert image
+    assert SpecifierSet(PROJECT["requires-python"]).contains(f"{image[1]}.0")
+    assert f"PYTHON ?= python{image[1]}" in (ROOT / "Makefile").read_text(), "not the Python of the tests"
+    copied = [word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert {"portable_fsdp", "configs", "launch", "pyproject.toml"} <= {*copied}
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+    [command] = re.findall(r"^CMD (.*)", text, re.MULTILINE)
+    assert json.loads(command)[:2] == ["python", "-m"]
+
+
+@pytest.mark.parametrize("path", [*DOCKERFILES, *SKY_TASKS, LAUNCH / "tpu_workers.sh"], ids=named)
+def test_the_extras_that_are_installed_exist(path: Path) -> None:
+    text = path.read_text()
+    [line] = re.findall(r"pip install (?:--[a-z-]+ )*(.*)", text)
+    if default := re.search(r"(?:ARG EXTRA=|EXTRA: |TPU_EXTRA:-)(\w+)", text):
+        assert "torchtpu" in text
+        line = re.sub(r"\$extra|\$EXTRA", default[1], line)
+    ours, *others = shlex.split(line.removesuffix('"') if line.count('"') % 2 else line)
+    extra = re.fullmatch(r"\.(?:\[(\w+)\])?", ours)
+    assert extra
+    assert extra[1] is None or extra[1] in PROJECT["optional-dependencies"]
+    tested = {Requirement(line).name for line in PROJECT["optional-dependencies"]["test"]}
+    assert {*others} <= tested, "a store that no test uses"
+    assert ("tpu" in path.name) == (extra[1] == "tpu")
