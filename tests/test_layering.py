@@ -219,7 +219,7 @@ BREAKERS: dict[Rule, list[str]] = {
 
 ALLOWED = {
     "models/build.py": "if TYPE_CHECKING:\n    import x\nlog = logging.getLogger('x')\nKEYS = frozenset({'a'})",
-    "backends/native/options.py": "def f(engine, config):\n    return engine == 'xla' and config.xla_fsdp1.buffer_dtype",
+    "backends/native/options.py": "def f(engine, c):\n    return engine == 'xla' and c.xla_fsdp1.x",
     "backends/torch_xla/runtime.py": "def f():\n    import_module('torch_xla')",
     "plan/compiled.py": "def f(value):\n    return value.device.type == 'xla'",
     "launch.py": "_DEVICE = flags.DEFINE_enum('d', 'auto', ['a'], 'x')\nif __name__ == '__main__':\n    app.run(main)",
