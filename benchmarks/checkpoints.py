@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from portable_fsdp.backends.contract import Backend, Rank
+from portable_fsdp.backends.contract import Backend, Partition
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.commit import Index, merge
 from portable_fsdp.checkpoint.format import (
@@ -294,7 +294,7 @@ def main() -> None:
             ways = Ways(folder, backend, training, configuration)
             ways.prepare()
             seconds = measure(ways, arguments.rounds)
-            if backend.process == Rank(0, dist.get_world_size()):
+            if backend.process == Partition(0, dist.get_world_size()):
                 state = backend.state(training.model, training.optimizer).values()
                 size = sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in state)
                 result = report(seconds, plan(Path(mine)), size)

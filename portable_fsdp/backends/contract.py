@@ -63,7 +63,7 @@ tensor."""
 
 
 @dataclass(frozen=True)
-class Rank:
+class Partition:
     """One of `count` equal parts: which process this is, or which rows it feeds."""
 
     index: int
@@ -164,8 +164,8 @@ class Backend(Closing):
     name: str  # of the engine, for logs and manifests; no code outside backends/ branches on it
     device: torch.device
     device_name: str  # as its driver gives it ("NVIDIA H100 80GB HBM3", "TPU v5p", "cpu")
-    process: Rank
-    data_shard: Rank  # which rows this process feeds
+    process: Partition
+    data_shard: Partition  # which rows this process feeds
     devices: int  # of all processes
     row_shards: int  # groups of devices that get different rows of a batch
     axes: Mapping[str, int]  # of the mesh, as `layout.mesh_axes` gives them: name -> devices along it

@@ -21,13 +21,13 @@ from portable_fsdp.runtime.errors import BackendError
 class Use(NamedTuple):
     """A use of a weight, `module._parameters[leaf]`, and the dtype in which it computes there.
 
-    `apart`: XLA's: the module's forward asks for the copy, and gives the master its gradient itself (xla/reduce.py).
+    `splits_gradient`: the module's forward asks for the copy, and gives the master its gradient itself (XLA's sums.py).
     """
 
     module: nn.Module
     leaf: str
     dtype: torch.dtype
-    apart: bool = False
+    splits_gradient: bool = False
 
     @property
     def weight(self) -> nn.Parameter:
@@ -76,7 +76,7 @@ def distinct(uses: Iterable[Use]) -> Iterable[Use]:
 
 def cast_weight(use: Use) -> Tensor:
     """The weight in the dtype of its use; the weight itself where it has that dtype."""
-    weight = use.weight.detach() if use.apart else use.weight
+    weight = use.weight.detach() if use.splits_gradient else use.weight
     return weight.to(use.dtype) if weight.is_floating_point() else weight
 
 

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.backends.contract import Piece, Rank, TensorState
+from portable_fsdp.backends.contract import Partition, Piece, TensorState
 from portable_fsdp.checkpoint import format, safetensors
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.replicas import digest_of
@@ -35,7 +35,7 @@ Advance = Callable[[int], object]
 def no_progress(_: int) -> None: ...
 
 
-_ALL = Rank(0, 1)
+_ALL = Partition(0, 1)
 _ELEMENTS_AT_ONCE = 1 << 22  # of a comparison
 _MAX_OPEN = 64  # files at a time: many systems allow a process 1,024, and a checkpoint may have more
 
@@ -151,7 +151,7 @@ class Reader:
         for file in self.manifest.files:
             format.verify_file(self.folder, file, content=False)
 
-    def verify(self, part: Rank = _ALL, folder: str = "", advance: Advance = no_progress) -> None:
+    def verify(self, part: Partition = _ALL, folder: str = "", advance: Advance = no_progress) -> None:
         """Sizes, hashes and headers of every `part.count`-th file below `folder`, in sorted order."""
         numbers = [n for n, file in enumerate(self.manifest.files) if file.name.startswith(folder)]
         numbers.sort(key=lambda number: self.manifest.files[number].name)

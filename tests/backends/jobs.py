@@ -31,6 +31,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.tokenize import ByteTokenizer
+from portable_fsdp.layout import weight_spec
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -329,7 +330,7 @@ def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None
 
         assert parameter is not None
         host = parameter.detach().cpu()
-        parameter.data = cast(Any, backend)._tensor(host.shape, host.dtype, piece)
+        parameter.data = cast(Any, backend)._make(host.shape, host.dtype, weight_spec(host.dim()), piece)
     elif backend.process.index == backend.process.count - 1:
         parameter = parameter if parameter is not None else list(model.parameters())[-1]  # FQNs of the wrappers
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data

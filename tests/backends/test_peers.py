@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.backends.contract import Rank
+from portable_fsdp.backends.contract import Partition
 from portable_fsdp.backends.native.peers import Heartbeat, Peers, furthest_behind
 from portable_fsdp.runtime.process import open_store
 
@@ -29,10 +29,10 @@ LIMIT_S = 90.0  # most of it for imports
 PROCESS = f"""
 import os, sys
 from datetime import timedelta
-from portable_fsdp.backends.contract import Rank
+from portable_fsdp.backends.contract import Partition
 from portable_fsdp.backends.native.peers import Peers
 index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-peers = Peers(Rank(index, count), {TIMEOUT_S}, timedelta(seconds=60))
+peers = Peers(Partition(index, count), {TIMEOUT_S}, timedelta(seconds=60))
 store = peers.meet()
 store.set(f"here{{index}}", "")
 store.wait([f"here{{other}}" for other in range(count)])
@@ -227,7 +227,7 @@ def zero(monkeypatch: pytest.MonkeyPatch) -> Generator[Zero]:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     limit = timedelta(seconds=60)
     store = open_store(os.environ, limit, serves=True)
-    peers = Peers(Rank(1, 2), TIMEOUT_S, limit)
+    peers = Peers(Partition(1, 2), TIMEOUT_S, limit)
     try:
         yield Zero(peers, store)
     finally:

@@ -9,7 +9,7 @@ from plain_backend import PlainBackend, checkpoints, named_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as torch_dcp_save
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.backends.contract import Rank
+from portable_fsdp.backends.contract import Partition
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.base import ExportOptions
 from portable_fsdp.formats.exporting import export_checkpoint
@@ -65,7 +65,7 @@ def export(checkpoint: Path, format: str, target: Path, **options: Any) -> None:
 def tensors_in(path: Path) -> Tensors:
     """All of a checkpoint, after it was verified."""
     with Reader(path) as reader:
-        reader.verify(Rank(0, 1))
+        reader.verify(Partition(0, 1))
         return {key: reader.read_whole(key) for key in reader.manifest.tensors}
 
 

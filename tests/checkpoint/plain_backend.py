@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from toy.engine import ToyBackend
 
-from portable_fsdp.backends.contract import Backend, Piece, Rank, Read, TensorState
+from portable_fsdp.backends.contract import Backend, Partition, Piece, Read, TensorState
 from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.store import entries_without_pieces
@@ -24,7 +24,7 @@ from portable_fsdp.config.schema import Checkpoint as Settings
 from portable_fsdp.runtime.errors import CheckpointError
 
 T = TypeVar("T")
-ALONE = Rank(0, 1)
+ALONE = Partition(0, 1)
 
 
 class Meeting:
@@ -40,7 +40,7 @@ class PlainBackend(ToyBackend):
 
     name = "plain"
 
-    def __init__(self, process: Rank = ALONE, devices: int = 1, meeting: Meeting | None = None) -> None:
+    def __init__(self, process: Partition = ALONE, devices: int = 1, meeting: Meeting | None = None) -> None:
         self.device, self.device_name = torch.device("cpu"), "cpu"
         self.process = self.data_shard = process
         self.own_devices = devices  # of each process
@@ -146,7 +146,7 @@ def in_processes(count: int, work: Callable[[PlainBackend], Any], devices: int =
 
     def run(index: int) -> None:
         try:
-            results[index] = work(PlainBackend(Rank(index, count), devices, meeting))
+            results[index] = work(PlainBackend(Partition(index, count), devices, meeting))
         except Exception as error:
             results[index] = error  # type: ignore[call-overload]
 

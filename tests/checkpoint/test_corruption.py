@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from plain_backend import save_once
 
-from portable_fsdp.backends.contract import Rank
+from portable_fsdp.backends.contract import Partition
 from portable_fsdp.checkpoint.format import hash_file, seal
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
@@ -34,7 +34,7 @@ def checkpoint(original: Path, tmp_path: Path) -> Path:
 
 def verify(path: Path) -> None:
     with Reader(path) as reader:
-        reader.verify(Rank(0, 1))
+        reader.verify(Partition(0, 1))
 
 
 def read_all(path: Path) -> None:

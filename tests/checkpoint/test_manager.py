@@ -23,7 +23,7 @@ from plain_backend import (
     what_is_written,
 )
 
-from portable_fsdp.backends.contract import Piece, Rank, TensorState
+from portable_fsdp.backends.contract import Partition, Piece, TensorState
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.background import Snapshot
 from portable_fsdp.checkpoint.config_diff import Difference
@@ -113,11 +113,14 @@ class Alone(PlainBackend):
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (Rank(0, 3), r"found none of process 1, 2 after 0 s"),
-        (Rank(1, 2), r"process 1 cannot see .*, which process 0 created:\n  checkpoints must lie on a file system"),
+        (Partition(0, 3), r"found none of process 1, 2 after 0 s"),
+        (
+            Partition(1, 2),
+            r"process 1 cannot see .*, which process 0 created:\n  checkpoints must lie on a file system",
+        ),
     ],
 )
-def test_a_missing_process_and_an_unshared_folder_are_named(tmp_path: Path, rank: Rank, message: str) -> None:
+def test_a_missing_process_and_an_unshared_folder_are_named(tmp_path: Path, rank: Partition, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         save(checkpoints(tmp_path, Alone(rank), wait_s=0.05), 5)
 
@@ -159,7 +162,7 @@ def test_the_first_save_removes_its_own_debris_and_nothing_else(
 
 def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> None:
     """Process 1 of a killed attempt goes on while the next one saves the same step, and after its commit."""
-    straggler = PlainBackend(Rank(1, 2))
+    straggler = PlainBackend(Partition(1, 2))
     final = step_folder(tmp_path, 5)
     old = checkpoints(tmp_path, straggler)
     attempt = commit.begin(final, "")
@@ -382,7 +385,7 @@ def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_pat
 
 @pytest.mark.slow
 def test_closing_ends_a_save_that_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
-    opened = checkpoints(tmp_path, Alone(Rank(0, 3)), {"async_save": True}, wait_s=600)
+    opened = checkpoints(tmp_path, Alone(Partition(0, 3)), {"async_save": True}, wait_s=600)
     save(opened, 5)
     began = time.monotonic()
     opened.close()

@@ -16,7 +16,7 @@ from plain_backend import PlainBackend, checkpoints, in_processes, load, refused
 from s3_server import BUCKET, Fault, Faults, s3_server
 from s3fs import S3FileSystem
 
-from portable_fsdp.backends.contract import Rank
+from portable_fsdp.backends.contract import Partition
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.storage import locate, store_of
@@ -139,7 +139,7 @@ def test_a_kill_leaves_debris_that_the_same_run_removes(url: str, caplog: pytest
 
 def test_a_straggler_of_an_earlier_attempt_does_no_harm(url: str) -> None:
     """Process 1 of a killed attempt still runs while the next one saves the same step, and after its commit."""
-    straggler = PlainBackend(Rank(1, 2))
+    straggler = PlainBackend(Partition(1, 2))
     final = at(url) / "step-00000005"
     old = opened(url, straggler)
     attempt = commit.begin(final, "ours")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from portable_fsdp.backends.contract import Piece, Rank, TensorState
+from portable_fsdp.backends.contract import Partition, Piece, TensorState
 from portable_fsdp.checkpoint.commit import merge
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, DataPosition, manifest_text, step_folder
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, write_pieces
@@ -56,7 +56,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path, dtype: str
     assert all(tensor.dtype.itemsize == DTYPE_BYTES[dtype] for tensor in tensors.values())
     state = {key: whole(tensor) for key, tensor in tensors.items()}
     with Reader(store(tmp_path / "c", [state])) as reader:
-        reader.verify(Rank(0, 1))
+        reader.verify(Partition(0, 1))
         reader.check(state, {})
         for key, tensor in tensors.items():
             actual = reader.read(key, tuple(slice(0, size) for size in tensor.shape))
@@ -117,7 +117,7 @@ def test_dcp_opens_the_model_folder(tmp_path: Path) -> None:
 
 
 def test_the_shares_of_all_processes_are_all_files(tmp_path: Path) -> None:
-    def raises(part: Rank, folder: str = "") -> bool:
+    def raises(part: Partition, folder: str = "") -> bool:
         try:
             with Reader(path) as reader:
                 reader.verify(part, folder)
@@ -133,10 +133,10 @@ def test_the_shares_of_all_processes_are_all_files(tmp_path: Path) -> None:
             assert entry.xxh3_128 == xxhash.xxh3_128((path / entry.name).read_bytes()).hexdigest()
     for file in files:
         flip_last_byte(path / file)
-        assert sum(raises(Rank(index, 3)) for index in range(3)) == 1
-        assert raises(Rank(0, 1), "model/") == (file.parts[0] == "model")
+        assert sum(raises(Partition(index, 3)) for index in range(3)) == 1
+        assert raises(Partition(0, 1), "model/") == (file.parts[0] == "model")
         flip_last_byte(path / file)
-    assert not raises(Rank(0, 1))
+    assert not raises(Partition(0, 1))
 
 
 def test_what_differs_from_this_model_is_a_table(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_few_files_are_open_at_a_time_however_many_there_are(tmp_path: Path) -> 
     )
     before = len(list(Path("/proc/self/fd").iterdir()))
     with Reader(folder) as reader:
-        reader.verify(Rank(0, 1))
+        reader.verify(Partition(0, 1))
         for _ in range(2):
             assert bits(reader.read_whole("w")) == bits(tensor)
         assert 10 < len(list(Path("/proc/self/fd").iterdir())) - before < 100

@@ -13,7 +13,7 @@ from typing import Any
 
 from plain_backend import save_once
 
-from portable_fsdp.backends.contract import Rank
+from portable_fsdp.backends.contract import Partition
 from portable_fsdp.checkpoint import report
 from portable_fsdp.checkpoint.format import MANIFEST, read_manifest, seal
 from portable_fsdp.checkpoint.store import Reader
@@ -36,7 +36,7 @@ def case(seed: int, folder: Path) -> Callable[[], object]:
     def read() -> object:
         report.summary(checkpoint, read_manifest(checkpoint))
         with Reader(checkpoint) as reader:
-            reader.verify(Rank(0, 1))
+            reader.verify(Partition(0, 1))
             return [reader.read_whole(key) for key in list(reader.manifest.tensors)[:3]]
 
     return read

@@ -18,7 +18,7 @@ from servers import fake_gcs, seaweedfs
 from torch import nn
 from torch.optim import SGD
 
-from portable_fsdp.backends.contract import Rank
+from portable_fsdp.backends.contract import Partition
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.storage import ObjectStore, store_of
@@ -48,7 +48,7 @@ def folders(url: str) -> list[str]:
 
 def test_two_processes_save_and_remove_what_an_unfinished_attempt_left(url: str) -> None:
     save(url, 1, count=2)
-    unfinished, second = at(url) / "step-00000002", PlainBackend(Rank(1, 2))
+    unfinished, second = at(url) / "step-00000002", PlainBackend(Partition(1, 2))
     attempt = commit.begin(unfinished, "ours")
     state = second.state(*small_model(seed=2))
     part = what_is_written(state)

@@ -104,10 +104,10 @@ class NativeBackend(contract.Backend):
             self.device_name = torch.cuda.get_device_name(self.device)
         self._peers: Peers | None = None
         if self._owns_group:
-            rank = contract.Rank(launch.rank, launch.world_size)
+            rank = contract.Partition(launch.rank, launch.world_size)
             self._peers = None if launch.is_alone else Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
             _init_process_group(device, self.device, rank, self._peers)
-        self.process = self.data_shard = contract.Rank(dist.get_rank(), dist.get_world_size())
+        self.process = self.data_shard = contract.Partition(dist.get_rank(), dist.get_world_size())
         self.devices = self.process.count
         self.expected_compilations = 0
         self.axes = mesh_axes(config, count, hosts)
@@ -429,7 +429,7 @@ class NativeBackend(contract.Backend):
         return contract.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
-def _init_process_group(device: str, where: torch.device, process: contract.Rank, peers: Peers | None) -> None:
+def _init_process_group(device: str, where: torch.device, process: contract.Partition, peers: Peers | None) -> None:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}[device]
     try:
         dist.init_process_group(

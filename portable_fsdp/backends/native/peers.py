@@ -24,7 +24,7 @@ from typing import Any, cast
 import psutil
 import torch.distributed as dist
 
-from portable_fsdp.backends.contract import Rank
+from portable_fsdp.backends.contract import Partition
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
 from portable_fsdp.runtime.process import open_store
@@ -107,7 +107,7 @@ class Peers:
     peers.leave(None)
     """
 
-    def __init__(self, rank: Rank, timeout_s: float, limit: timedelta) -> None:
+    def __init__(self, rank: Partition, timeout_s: float, limit: timedelta) -> None:
         """A process silent for `timeout_s` is lost; `limit`: how long to wait for one that has not joined.
 
         Reads the launcher's variables from the environment.

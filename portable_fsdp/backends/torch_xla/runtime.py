@@ -25,8 +25,8 @@ from portable_fsdp.backends.contract import (
     MemoryStats,
     Metrics,
     Operation,
+    Partition,
     Piece,
-    Rank,
     dropouts,
     process_memory,
 )
@@ -89,9 +89,9 @@ def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, u
 class PjrtBackend(Backend):
     """An engine of torch_xla. Its constructor counts devices, then calls `_open`."""
 
-    _programs: "Compiles"
+    _programs: "Compiler"
 
-    def _open(self, device: str, config: Config, rank: Rank, count: int, hosts: int) -> None:
+    def _open(self, device: str, config: Config, rank: Partition, count: int, hosts: int) -> None:
         """Check `config` on `count` devices of `hosts` hosts, and set all that both engines set alike."""
         import torch_xla
 
@@ -182,7 +182,7 @@ def require_devices(engine: str, device: str, num_devices: int | None, count: in
         )
 
 
-class Compiles(Protocol):
+class Compiler(Protocol):
     """Makes programs of functions, as `Backend.compile`, and counts them."""
 
     @property

@@ -43,11 +43,11 @@ class ToyBackend(contract.Backend):
         count = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_initialized() else 1
         require_supported(config, Deployment("toy", device, count, 1))
         self.device, self.device_name = torch.device(device), device
-        self.process, self.devices = contract.Rank(dist.get_rank() if count > 1 else 0, count), count
+        self.process, self.devices = contract.Partition(dist.get_rank() if count > 1 else 0, count), count
         tensor = 2 if count % 2 == 0 else 1
         self.axes = {**mesh_axes(config, count // tensor, 1), "tensor": tensor}
         self.row_shards = count_row_shards(self.axes)
-        self.data_shard = contract.Rank(self.process.index // tensor, self.row_shards)
+        self.data_shard = contract.Partition(self.process.index // tensor, self.row_shards)
         self.expected_compilations = 0
         self._place = coordinates(self.axes, self.process.index)
         self._compute = torch.float32

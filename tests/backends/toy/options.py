@@ -14,7 +14,10 @@ SPEC = EngineSpec(
     engine="toy.engine:ToyBackend",
     packages={"cpu": Package("torch", "pip install torch")},
     example_device="cpu",
-    rules=refused(f"{' '.join(_REFUSED)} on toy", "one process runs it eagerly"),
+    rules=(
+        *refused(f"{' '.join(_REFUSED)} on toy", "one process runs it eagerly"),
+        *refused("optim.name=adafactor|muon on toy", "it takes whole matrices, which are cut along both dimensions"),
+    ),
     processes=lambda device, requested, count: 1,
     launcher_counts_devices=True,
 )

@@ -50,7 +50,7 @@ class XlaFsdp1Backend(PjrtBackend):
         several = f"On CPU it has one device; for several: --backend=xla --num_devices={num_devices}."
         require_devices(self.name, device, num_devices, count, on_cpu=several)
         hosts = max(1, count // int(runtime.local_device_count()))
-        self._open(device, config, contract.Rank(int(runtime.global_ordinal()), count), count, hosts)
+        self._open(device, config, contract.Partition(int(runtime.global_ordinal()), count), count, hosts)
         self.device = cast(torch.device, self._xla.device())
         self._replicas, shards = self.axes["replicate"], self.axes["shard"]
         self._replica, self._index = divmod(self.process.index, shards)

@@ -61,7 +61,7 @@ class XlaBackend(PjrtBackend):
         same_process = "In one process the number can't change after the first use: start another one."
         require_devices(self.name, device, num_devices, count, on_cpu=same_process)
         hosts = int(cast(Any, runtime).process_count())
-        self._open(device, config, contract.Rank(int(cast(Any, runtime).process_index()), hosts), count, hosts)
+        self._open(device, config, contract.Partition(int(cast(Any, runtime).process_index()), hosts), count, hosts)
         self.device = torch.device("xla:0")
         self._sum_in_float32 = config.precision.reduce == "float32"
         self._shards = self.axes["shard"]

@@ -73,7 +73,7 @@ class Copies:
             copies = {key: copy * 1 for key, copy in copies.items()}
             self._barrier([*copies.values(), *self._runs_again_on])
             copies = {key: self._gather(copy) for key, copy in copies.items()}
-        replaced = [use for use in uses if not use.apart]
+        replaced = [use for use in uses if not use.splits_gradient]
         around, self._here = self._here, {**self._here, **copies}
         try:
             with swapped(replaced, [copies[use.key] for use in replaced]):
@@ -82,7 +82,7 @@ class Copies:
             self._here = around
 
     def of(self, use: Use) -> Tensor:
-        """The copy of a weight that a running block holds `apart`."""
+        """The copy of a weight that a running block holds `splits_gradient`."""
         return self._here[use.key]
 
     def run_with(self, uses: list[Use], forward: Forward) -> Forward:

@@ -28,23 +28,24 @@ from portable_fsdp.runtime.errors import BackendError
 
 
 def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
-    """The uses, those in a lower dtype that train as `apart`. Raises BackendError for one that no function is for."""
+    """The uses; those in a lower dtype that train get `splits_gradient`. Raises BackendError for one that no function is
+    for."""
     lower = {fqn: use for fqn, use in uses.items() if use.dtype != torch.float32 and use.weight.requires_grad}
     others = [fqn for fqn, use in lower.items() if _maker(use.module) is None]
     if others:
         raise _refusal(others, lower[others[0]])
     modules = {id(use.module) for use in lower.values()}
-    return {fqn: use._replace(apart=id(use.module) in modules) for fqn, use in uses.items()}
+    return {fqn: use._replace(splits_gradient=id(use.module) in modules) for fqn, use in uses.items()}
 
 
 def replace_forwards(
     uses: Mapping[str, Use], copies: Copies, shard: Mark, scatter: Scatter | None, in_int8: Collection[nn.Module]
 ) -> None:
-    """Replace the forward of each module whose weights are `apart`, whose gradients `scatter` sums, or `in_int8`."""
+    """Replace the forward of each module with a use that `splits_gradient`, whose gradients `scatter` sums, or `in_int8`."""
     ours = {
         id(use.module)
         for use in uses.values()
-        if use.apart
+        if use.splits_gradient
         or use.module in in_int8
         or (scatter is not None and use.leaf == "weight" and use.weight.requires_grad)
     }
@@ -80,7 +81,7 @@ class SummedGradients(NamedTuple):
         if self.scatter is not None and self.by_hand(left, weight):
             return self.scatter.product(left, right, weight.dtype)
         total = product_in(left, right, weight.dtype)
-        return total if total.dtype == left.dtype else laid_out(total, self.shard)  # `apart`; a scan takes no marks
+        return total if total.dtype == left.dtype else laid_out(total, self.shard)  # a scan takes no marks
 
     def rows(self, ids: Tensor, gradient: Tensor, weight: Tensor, padding: int) -> Tensor:
         """[...] and [..., hidden] -> [words, hidden], the gradient of `weight`."""
@@ -106,10 +107,12 @@ def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Summe
 
     def forward(x: Tensor) -> Tensor:
         weight, bias = uses["weight"], uses.get("bias")
-        if not (weight.apart or sums.is_int8) and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
+        if not (weight.splits_gradient or sums.is_int8) and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
             return plain(x)
-        get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if apart, else the copies
-        low = (copies.of(weight), None if bias is None else copies.of(bias)) if weight.apart else get_gradients
+        get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if split, else the copies
+        low = (
+            (copies.of(weight), None if bias is None else copies.of(bias)) if weight.splits_gradient else get_gradients
+        )
         following = vars(module).get("following")  # set by models/head_loss.py on the head, in training
         if (
             following is not None
@@ -128,9 +131,9 @@ def _embedding(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Su
 
     def forward(ids: Tensor) -> Tensor:
         use = uses["weight"]
-        if not use.apart and not sums.by_hand(ids, use.weight):
+        if not use.splits_gradient and not sums.by_hand(ids, use.weight):
             return plain(ids)
-        copy = copies.of(use) if use.apart else use.weight
+        copy = copies.of(use) if use.splits_gradient else use.weight
         return cast(Tensor, _Embedding.apply(ids, use.weight, copy, -1 if padding is None else padding, sums))
 
     return forward

@@ -14,14 +14,14 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.torch_xla.runtime import Compiles, Programs
+from portable_fsdp.backends.torch_xla.runtime import Compiler, Programs
 from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region, weight_spec
 
 Initializer = Callable[[Region], Tensor]
 """A piece of a global tensor, on the host."""
 
 
-class Tensors(Compiles, Protocol):
+class Tensors(Compiler, Protocol):
     """Makes global tensors and the programs that run on them."""
 
     for_tpu: bool
