@@ -22,6 +22,7 @@ from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.load import make_config
 from portable_fsdp.config.schema import Config, Train
+from portable_fsdp.layout import Spec, weight_spec
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.train.build import build_training, shard_policy
 
@@ -134,7 +135,7 @@ def gradients_of_branches() -> dict[str, Any]:
     with patch.object(whole, "BUCKET_BYTES", 300), open_backend(config, device="cpu", backend="native") as backend:
         with torch.device("meta"):
             model: Any = Branches()
-        backend.shard_model(model, ShardPolicy(units=()), fill)
+        backend.shard_model(model, ShardPolicy(units=(), layouts=_layouts(model)), fill)
         rank, ranks = backend.process.index, backend.process.count
         rows = [[torch.full((1, 8), 0.1 * (1 + process + 2 * number)) for number in (0, 1)] for process in range(ranks)]
 
@@ -234,7 +235,7 @@ def order_of_gathers(policy: dict[str, Any], frozen: tuple[int, ...] = ()) -> li
     with backend:
         backend.shard_model(
             model,
-            ShardPolicy(units, layers=units, **policy),
+            ShardPolicy(units, layers=units, layouts=_layouts(model), **policy),
             lambda _, part: torch.full([s.stop - s.start for s in part], 0.1),
         )
 
@@ -409,3 +410,7 @@ def programs_of_steps(case: Case, log: str) -> dict[str, Any]:
         logger.removeHandler(handler)
         handler.close()
     return {"programs": count, "new": new, "texts": texts}
+
+
+def _layouts(model: nn.Module) -> dict[str, Spec]:
+    return {fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()}

@@ -117,10 +117,10 @@ def test_collectives_are_the_textbooks(name: str, micro_batches: int, workers: G
         (micro_batches * groups, micro_batches * weights) if sharded else (0, 0)
     )
     # Without shards a bucket also says how many replicas have each gradient.
-    # Numbers: tokens in each micro batch; the gradient norm, where shards have parts of it; loss, what was counted,
-    # stop, and two of each process.
-    reduced = micro_batches + (sharded and not replicas)
-    numbers, bytes_of_numbers = reduced + 1, 4 * (reduced + 3 + 2 * FOUR.devices)
+    # Numbers: in each micro batch the count, stop, and two of each process; the gradient norm, where shards have parts
+    # of it; loss, and what was counted.
+    norms = sharded and not replicas
+    numbers, bytes_of_numbers = micro_batches + norms + 1, 4 * (micro_batches * (2 + 2 * FOUR.devices) + norms + 2)
     assert counted["all_reduce"] == (
         numbers + sums * replicas,  # replicas are reduced once a step, in the last micro batch
         bytes_of_numbers + weights // strategy.shards * replicas + 4 * len(shapes) * (not sharded),
