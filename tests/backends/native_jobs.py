@@ -412,5 +412,5 @@ def programs_of_steps(case: Case, log: str) -> dict[str, Any]:
     return {"programs": count, "new": new, "texts": texts}
 
 
-def _layouts(model: nn.Module) -> dict[str, Spec]:
+def _layouts(model: torch.nn.Module) -> dict[str, Spec]:
     return {fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()}

@@ -25,6 +25,7 @@ from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.torch_xla.spmd import engine, head, scatter, splash
 from portable_fsdp.backends.torch_xla.spmd.sums import int8_product
 from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import weight_spec
 from portable_fsdp.plan.hlo import collectives_by_dtype
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.train.build import build_training, shard
@@ -281,8 +282,9 @@ def xla_gradients(reduce: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     x, *outer = (torch.randn(*rows, size, generator=draw).bfloat16() for size in (6, 6, 7, 5))
     factors = dict(zip(("table", "linear", "conv1d"), outer, strict=True))
     with backend:
-        policy = ShardPolicy((), compute=torch.bfloat16)
         given = _Products()
+        layouts = {fqn: weight_spec(weight.dim()) for fqn, weight in given.named_parameters()}
+        policy = ShardPolicy((), compute=torch.bfloat16, layouts=layouts)
         values = {fqn: weight.detach().clone() for fqn, weight in given.named_parameters()}
         model = backend.shard_model(given, policy, lambda fqn, slices: values[fqn][slices])
         weights = dict(model.named_parameters())

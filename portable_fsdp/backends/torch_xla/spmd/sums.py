@@ -28,7 +28,7 @@ from portable_fsdp.runtime.errors import BackendError
 
 
 def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
-    """The uses; those in a lower dtype that train get `splits_gradient`. BackendError for one that no function is for."""
+    """The uses; those in a lower dtype that train get `splits_gradient`. BackendError where no function is for one."""
     lower = {fqn: use for fqn, use in uses.items() if use.dtype != torch.float32 and use.weight.requires_grad}
     others = [fqn for fqn, use in lower.items() if _maker(use.module) is None]
     if others:
@@ -40,7 +40,7 @@ def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
 def replace_forwards(
     uses: Mapping[str, Use], copies: Copies, shard: Mark, scatter: Scatter | None, in_int8: Collection[nn.Module]
 ) -> None:
-    """Replace the forward of modules with a use that `splits_gradient`, a gradient that `scatter` sums, or `in_int8`."""
+    """Replace forwards of modules with a use that `splits_gradient`, a gradient that `scatter` sums, or `in_int8`."""
     ours = {
         id(use.module)
         for use in uses.values()
