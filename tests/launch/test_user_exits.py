@@ -15,8 +15,7 @@ from plain_backend import PlainBackend, in_processes
 
 from portable_fsdp.config.data import Data
 from portable_fsdp.config.load import load_config
-from portable_fsdp.data.batches import StepRows
-from portable_fsdp.data.workers import _Steps
+from portable_fsdp.data.batches import StepRows, _Steps
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.report.read import read_run

@@ -15,8 +15,7 @@ from portable_fsdp.backends.base import zero_optimizer
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.models.wrap import table_weights
-from portable_fsdp.optim.counting import CountingOptimizer
-from portable_fsdp.optim.muon import orthogonalized
+from portable_fsdp.optim.counting import CountingOptimizer, orthogonalized
 from portable_fsdp.optim.optimizer import make_optimizer, nothing_changed_if, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError
 
