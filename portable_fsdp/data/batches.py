@@ -27,7 +27,7 @@ from portable_fsdp.data.packing import Rows, count_labels
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import Closing, ConfigError, PortableFSDPError, TrainingError
 from portable_fsdp.runtime.factory import user_code
-from portable_fsdp.runtime.process import end_with_parent
+from portable_fsdp.runtime.signals import end_with_parent
 
 STEPS_AHEAD = 3
 _CLOSE_S = 5.0  # for the step in work of processes

@@ -123,14 +123,16 @@ class _Builder:
         """Raises DataError where all parts together have none; the message names the key that leaves none."""
         if any(len(part.rows) for part in parts):
             return
-        where = ", ".join(part.source for part in parts)
-        lengths = np.concatenate([np.diff(part.documents.starts) for part in parts])
-        least = "seq_len + 1 tokens in all" if isinstance(parts[0].rows, PackedRows) else "one of 2 to seq_len tokens"
+        seq_len = self._data.seq_len
+        if isinstance(parts[0].rows, PackedRows):
+            expected = f"at least {seq_len + 1:,} tokens (data.seq_len + 1, one row)"
+            actual = ", ".join(f"{len(part.documents.tokens):,} in {part.source}" for part in parts)
+        else:
+            expected = f"at least one document of 2 to {seq_len:,} tokens (data.seq_len) with something to predict"
+            actual = ", ".join(f"none among {len(part.documents):,} in {part.source}" for part in parts)
+        share = "" if self._share is None else ", or change the share that is held out (data.eval_split)"
         raise DataError(
-            f"{name}: expected documents for at least one row ({least}, data.seq_len={self._data.seq_len}), found "
-            f"{len(lengths):,} with {lengths.sum():,} tokens, the longest {lengths.max(initial=0):,}, in {where} "
-            f"(data.eval_split={self._data.eval_split}).\n"
-            "  Give more text, change data.seq_len, or hold out another share (data.eval_split)."
+            f"{name}: expected {expected}, found {actual}.\n  Change data.seq_len, or give more text{share}."
         )
 
     def _part(

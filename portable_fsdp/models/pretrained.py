@@ -68,22 +68,13 @@ def open_pretrained(model: schema.Model, task: str = "causal_lm") -> Pretrained:
     """Open what `model.pretrained` names, downloading it first if it is on the hub. Raises ConfigError."""
     name = cast(str, model.pretrained)
     if model.gguf_file is not None:
-        folder = local_folder("model.pretrained", name, (model.gguf_file,))
-        gguf = GgufFile(_gguf_path(folder, model.gguf_file))
+        path = local_folder("model.pretrained", name, (model.gguf_file,)) / model.gguf_file
+        if not path.is_file():
+            raise ConfigError(f"model.gguf_file: expected a file of {path.parent}, found none of the name {path.name}.")
+        gguf = GgufFile(path)
         return Pretrained(gguf.config, gguf)
     folder = local_folder("model.pretrained", name, MODEL_FILES)
     return Pretrained(_config(folder, task), SafetensorsFolder(folder))
-
-
-def _gguf_path(folder: Path, name: str) -> Path:
-    path = folder / name
-    if path.is_file():
-        return path
-    others = sorted(file.name for file in folder.glob("*.gguf"))
-    raise ConfigError(
-        f"model.gguf_file: expected a file of {folder}, found none of the name {name}.\n"
-        f"  It has: {', '.join(others) or 'no GGUF file'}."
-    )
 
 
 def _config(folder: Path, task: str) -> Any:
@@ -92,14 +83,9 @@ def _config(folder: Path, task: str) -> Any:
 
     path = folder / "config.json"
     if not path.is_file():
-        adapter = (folder / "adapter_config.json").is_file()
         raise ConfigError(
             f"model.pretrained: expected a Hugging Face folder with config.json, found none in it: {folder}\n"
-            + (
-                "  It is an adapter (peft): name the model that it belongs to, or merge them first."
-                if adapter
-                else "  Name the folder of a model; for a GGUF file set model.gguf_file too."
-            )
+            "  Name the folder of a model. For a GGUF file set model.gguf_file too; for an adapter (peft) name its base."
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

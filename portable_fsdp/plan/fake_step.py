@@ -57,7 +57,7 @@ from portable_fsdp.plan.time import (
     rates_of,
 )
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.step import train_step
 

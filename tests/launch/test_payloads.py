@@ -15,7 +15,7 @@ import yaml
 from cli import PROGRAMS, TINY, committed, committed_in, events, finish, free_port, launch, losses, started, tiny_config
 from shells import ROOT, Shell
 
-from portable_fsdp.runtime.tasks import PORTS
+from portable_fsdp.runtime.launchers import PORTS
 
 pytestmark = pytest.mark.slow
 

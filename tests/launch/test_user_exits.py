@@ -21,7 +21,7 @@ from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.report.read import read_run
 from portable_fsdp.runtime.collective_errors import on_each_process
 from portable_fsdp.runtime.factory import UserExit, user_code
-from portable_fsdp.runtime.process import Interrupted, Stopped, StopRequest
+from portable_fsdp.runtime.signals import Interrupted, Stopped, StopRequest
 from portable_fsdp.train.loop import train
 
 MODULE = """

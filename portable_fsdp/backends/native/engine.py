@@ -57,7 +57,7 @@ from portable_fsdp.layout import (
 from portable_fsdp.runtime.errors import BackendError, TrainingError, close_after
 from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.host import prefer_expandable_segments
-from portable_fsdp.runtime.process import detect_launch
+from portable_fsdp.runtime.launchers import detect_launch
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
