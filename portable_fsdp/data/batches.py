@@ -206,11 +206,11 @@ class _Begin:
 
 
 class StepLoader(Closing):
-    """Steps in order, read by `data.workers` processes (torch's DataLoader). One thread calls `read`, which starts them.
+    """Steps in order, read by `data.workers` processes (DataLoader). One thread calls `read`, which starts them.
 
-    A step is one item: rows, their order and their seeds are those of a run without workers. A worker opens the dataset
-    by the factory, so that a dataset need not pickle. It is spawned, not forked: this process has threads (of CUDA, XLA,
-    gloo) that a fork would lose with their locks held.
+    A step is one item: rows, their order and their seeds are those of a run without workers. A worker opens the
+    dataset by the factory, so that a dataset need not pickle. It is spawned, not forked: this process has threads (of
+    CUDA, XLA, gloo) that a fork would lose with their locks held.
     """
 
     def __init__(self, data: Data, read: ReadStep, firsts: Iterator[int], *, process: int) -> None:

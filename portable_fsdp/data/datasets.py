@@ -159,7 +159,7 @@ class _Items:
             except Exception as error:
                 raise DataError(
                     f"data.factory: {self._name}: the rows don't make a batch: {described(error)}\n"
-                    "  Give all rows the same keys and shapes (data.buckets pads them), or return a collate function too."
+                    "  Give all rows the same keys and shapes (data.buckets pads them), or return a collate function."
                 ) from error
         if not isinstance(batch, Mapping) or not batch:
             raise DataError(

@@ -1,9 +1,10 @@
 """`model.architecture`: a mapping of the YAML file or a config.json, read as transformers' `from_pretrained` reads it.
 
 transformers accepts any key, and keeps an unknown one as an attribute that nothing reads. A class knows its fields,
-other names for them (`attribute_map`), what its default instance has, and keys of older files that it converts (`rotary_pct`,
-`torch_dtype`). The log names the unknown keys of a file, or of a mapping pasted from one (`_MARKS` recognises it). An
-unknown key that the user typed is an error, and so is a pasted one whose name is nearly that of a field.
+other names for them (`attribute_map`), what its default instance has, and keys of older files that it converts
+(`rotary_pct`, `torch_dtype`). The log names the unknown keys of a file, or of a mapping pasted from one (`_MARKS`
+recognises it). An unknown key that the user typed is an error, and so is a pasted one whose name is nearly that of a
+field.
 """
 
 import dataclasses

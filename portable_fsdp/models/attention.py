@@ -210,8 +210,8 @@ def _explicit(
 # torch's flex_attention skips the blocks of scores that no position sees. A `BlockMask` says which blocks of 128 by 128
 # scores to compute, and has a function of two positions for blocks seen in part. A forward makes its masks before the
 # first layer, one for each window, and passes them to the layers as `block_masks`. The kernel applies softcap; sinks
-# come after it, so nothing holds the scores. transformers' own `flex_attention` asks the host in every forward whether a row
-# has several documents, and computes sinks in the compute dtype.
+# come after it, so nothing holds the scores. transformers' own `flex_attention` asks the host in every forward whether
+# a row has several documents, and computes sinks in the compute dtype.
 
 LEAST_WIDTH = 16  # of a head, in inductor's kernel
 

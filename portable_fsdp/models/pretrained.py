@@ -85,7 +85,7 @@ def _config(folder: Path, task: str) -> Any:
     if not path.is_file():
         raise ConfigError(
             f"model.pretrained: expected a Hugging Face folder with config.json, found none in it: {folder}\n"
-            "  Name the folder of a model. For a GGUF file set model.gguf_file too; for an adapter (peft) name its base."
+            "  Name the folder of a model. For a GGUF file set model.gguf_file; for an adapter (peft) name its base."
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

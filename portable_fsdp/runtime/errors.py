@@ -17,7 +17,10 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
+    from typing import Self
 
 _USER_OF_URL = re.compile(r"(\b[a-z][\w+.-]*://)[^/\s\"']*@|(?<![^\s\"'(])[^\s\"'/:@]+:[^\s\"'/@]+@", re.IGNORECASE)
 _SECRET_OF_URL = re.compile(r"([?&;][\w.-]*(?:key|token|secret|passw|sig|credential)[\w.-]*=)[^&\s\"']+", re.IGNORECASE)
@@ -99,7 +102,7 @@ log = logging.getLogger("portable_fsdp")
 class Closing(ABC):
     """A context manager whose target is itself and whose exit is `close`."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:

@@ -106,7 +106,7 @@ def _snapshot(key: str, name: str, repo: str, revision: str | None, patterns: Se
         raise ConfigError(
             f"{key}: {name}: no local folder, and not downloaded from {constants.ENDPOINT}: {type(error).__name__}: "
             f"{next(iter(str(cause).strip().splitlines()), '')}\n  Check the name (org/name, org/name@revision). A "
-            f"private or gated repository needs HF_TOKEN, and access: {constants.ENDPOINT}/{repo}.\n  Without a network "
-            f"or with HF_HUB_OFFLINE=1 all files must be in the cache: {constants.HF_HUB_CACHE}."
+            f"private or gated repository needs HF_TOKEN, and access: {constants.ENDPOINT}/{repo}.\n  Without a "
+            f"network or with HF_HUB_OFFLINE=1 all files must be in the cache: {constants.HF_HUB_CACHE}."
         ) from error
     return Path(folder)

@@ -3,12 +3,9 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from portable_fsdp.runtime.errors import ConfigError
-
-if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
-    pass
 
 COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")

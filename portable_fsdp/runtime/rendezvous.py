@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -20,12 +20,8 @@ from portable_fsdp.runtime.errors import (
     ConfigError,
     TrainingError,
 )
-from portable_fsdp.runtime.limits import begin
-
-if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
-    pass
-
 from portable_fsdp.runtime.launchers import OUR_RUNS
+from portable_fsdp.runtime.limits import begin
 
 _CONNECT_S = 20  # between two looks at the store's address
 

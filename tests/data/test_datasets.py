@@ -190,7 +190,7 @@ def test_rows_are_held_out_by_share_or_split(corpus: Callable[..., Corpus]) -> N
         ("empty_stream", {}, "found a stream without any"),
         ("tuples", {}, "expected items that are dicts of tensors, found a batch of type list"),
         ("uneven", {}, "the rows don't make a batch: RuntimeError: stack expects each tensor to be equal size"),
-        ("words", {"buckets": {"input_ids": [12]}}, "(data.buckets pads them), or return a collate function too"),
+        ("words", {"buckets": {"input_ids": [12]}}, "(data.buckets pads them), or return a collate function"),
         ("words", {"buckets": {"input_ids": [3]}}, "row 1: expected at most input_ids 3, attention_mask 3"),
         ("words", {"buckets": {"input_ids": [9], "y": [2]}}, "row 0: expected the key y of data.buckets, found"),
         ("words", {"buckets": {"noise": [9]}}, "row 0: noise: expected a tensor with a dimension"),
