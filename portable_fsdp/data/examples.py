@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, OPTIONAL_COLUMNS, Column, Format
-from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 
 
@@ -50,7 +49,7 @@ class Rendered(NamedTuple):
     """A document's ids, and for each whether it counts; None: all do."""
 
     number: int
-    ids: Tokens
+    ids: NDArray[np.unsignedinteger[Any]]
     counted: NDArray[np.bool_] | None = None
     prompt_differs: bool = False
     """The prompt alone ends in other tokens than within the whole, so the model learns from another context."""
