@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING
 
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
+from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate, tpu_workers
 from portable_fsdp.runtime.logs import KeptOutput
-from portable_fsdp.runtime.process import (
-    Hosts,
-    Stopped,
-    detect_launch,
-    early_stop,
-    end_with_agent,
-    is_by_accelerate,
-    tpu_workers,
-)
+from portable_fsdp.runtime.rendezvous import Hosts
+from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
@@ -149,7 +143,7 @@ def _ours(options: argparse.Namespace) -> "Loaded | None":
 
 def _start(processes: int, argv: list[str], run_dir: Path, hosts: Hosts | None) -> int:
     """Run this very command in `processes` processes of this host; returns their exit code."""
-    from portable_fsdp.runtime.elastic import run_processes
+    from portable_fsdp.runtime.rendezvous import run_processes
 
     since = time.time()
     code = run_processes(processes, "portable_fsdp.launch", argv, hosts)

@@ -15,10 +15,9 @@ from typing import Any
 from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, DataError
-from portable_fsdp.runtime.files import read_regular
+from portable_fsdp.runtime.files import parse_json, read_regular
 from portable_fsdp.runtime.hub import MODEL_FILES, TOKENIZER_FILES, before_transformers, require_plain_files
 from portable_fsdp.runtime.limits import OPENING, Limit, limited, require_small_numbers
-from portable_fsdp.runtime.strict_json import parse_json
 
 _EXPORT = "export"  # in run.dir
 _CONFIG, _ADAPTERS = "config.json", "adapter_config.json"

@@ -23,12 +23,11 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, state_spec
 from portable_fsdp.optim.counting import CountingOptimizer
-from portable_fsdp.runtime.closing import Closing
-from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.errors import BackendError, Closing
 from portable_fsdp.runtime.host import host_memory_bytes
 
 if TYPE_CHECKING:
-    from portable_fsdp.optim.loss_scale import LossScaler
+    from portable_fsdp.optim.optimizer import LossScaler
 
 T = TypeVar("T")
 

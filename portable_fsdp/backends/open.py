@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import keep_torch_tpu_out, tpu_chips
-from portable_fsdp.runtime.process import Hosts
+from portable_fsdp.runtime.rendezvous import Hosts
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.contract import Backend

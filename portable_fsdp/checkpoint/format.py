@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from portable_fsdp.checkpoint.storage import MANIFEST, STEP_NAME, exists, require_regular, store_of
 from portable_fsdp.runtime.errors import CheckpointError, table
-from portable_fsdp.runtime.strict_json import parse_json
+from portable_fsdp.runtime.files import parse_json
 
 IMPORT = "import "
 """Prefix of `written_by.backend` in an import; the format's name follows."""

@@ -33,8 +33,7 @@ from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_m
 from portable_fsdp.config import schema
 from portable_fsdp.layout import Region
 from portable_fsdp.runtime import collective_errors
-from portable_fsdp.runtime.closing import Closing
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, Closing
 
 if TYPE_CHECKING:
     from portable_fsdp.models.pretrained import Base

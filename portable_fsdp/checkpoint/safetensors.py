@@ -22,7 +22,7 @@ from torch import Tensor
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, SAFETENSORS_DTYPES, FileEntry, TensorEntry, is_too_large
 from portable_fsdp.checkpoint.storage import FileReader, store_of
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.strict_json import parse_json
+from portable_fsdp.runtime.files import parse_json
 
 _MAX_HEADER = 1 << 25  # bytes; the library's own limit is 100 MB
 _MAX_TENSORS = 150_000  # in one file, which fit into that; Qwen3-30B-A3B has 18,900 in all its files

@@ -19,8 +19,7 @@ from portable_fsdp.convert.table import (
     key_table,
 )
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import tpu_workers
-from portable_fsdp.runtime.tasks import read_tasks
+from portable_fsdp.runtime.launchers import read_tasks, tpu_workers
 
 BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
 _AXOLOTL = ("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lr_scheduler")

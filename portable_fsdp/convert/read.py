@@ -37,7 +37,7 @@ from portable_fsdp.convert.table import (
     outcome_of,
 )
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import detect_launch, is_by_accelerate
+from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate
 
 _LAUNCHER = "accelerate launch"
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values

@@ -29,8 +29,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
-from portable_fsdp.data.examples import Broken, DocumentSource, Example, Rendered
-from portable_fsdp.data.meaning import texts_in
+from portable_fsdp.data.examples import Broken, DocumentSource, Example, Rendered, texts_in
 from portable_fsdp.data.render import Render
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
@@ -50,7 +49,6 @@ MAX_NOTES = 1000
 _THREADS = 4
 """Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _HASHED_BYTES = 1 << 22
 _HEX_DIGITS = 16  # of a hash
 
@@ -205,18 +203,9 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
 
 
 def _cannot_write(folder: Path, error: OSError) -> DataError:
-    if error.errno in _NO_SPACE:
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        return DataError(
-            f"data.cache_dir: expected room for the tokenized corpus in {folder}, found {error.strerror} "
-            f"({shutil.disk_usage(nearest).free / 2**30:.1f} GiB free).\n"
-            "  Make room, or set data.cache_dir to a folder on another disk; the unfinished entry is deleted."
-        )
-    is_passing = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
-    way_out = "Start again when the cause is gone" if is_passing else "Set data.cache_dir to another folder"
     return DataError(
-        f"data.cache_dir: expected a folder that can be written to, found that {error.filename or folder} can't: "
-        f"{error.strerror}.\n  {way_out}."
+        f"data.cache_dir: {error.filename or folder}: can't be written: {error.strerror}.\n"
+        "  Remove the cause and start again, or set data.cache_dir to a folder on another disk."
     )
 
 

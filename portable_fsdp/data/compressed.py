@@ -1,16 +1,28 @@
-"""Text files, plain or compressed by gzip or zstd: the first bytes tell, since no UTF-8 begins with them."""
+"""The files of a corpus: text, plain or compressed by gzip or zstd, and hashes that are remembered.
+
+The first bytes tell the compression, since no UTF-8 begins with them. Remembered hashes spare each process to read the
+whole corpus at every start. A memo is a small file named after the files' real path, inode, size, mtime (content
+changed) and ctime (anything changed). A change of a file changes one of these, unless it falls into the same tick of
+the clock as the hash: so a file younger than `settled_s` is not remembered, as in git's index (its "racy" entries). A
+change that leaves all five as they were goes unnoticed.
+"""
 
 import gzip
 import io
+import json
+import os
 import re
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import xxhash
+
 from portable_fsdp.data.examples import extra, name_of
-from portable_fsdp.data.hashes import hash_of_files
 from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.runtime.files import read_regular, write_text_atomically
 
 BOM = b"\xef\xbb\xbf"
 """Some editors put it before UTF-8; no part of the text."""
@@ -164,3 +176,80 @@ def _unreadable(place: str, path: Path, error: Exception) -> DataError:
         f"data.path: {place}: expected a whole {kind} file, found: {error}\n"
         f"  Copy it again; `{kind} --test {path}` checks it."
     )
+
+
+# -------------------------------------------------------------------------------------------------------------- hashes
+
+
+SETTLED_S = 10.0
+"""FAT keeps times to 2 seconds, and a file server's clock is seconds off."""
+
+Remember = Callable[[str, Callable[[], str]], str]
+"""`remember(purpose, make)`: the result of `make()`, perhaps without calling it; see `remembered`."""
+
+
+def remembered(
+    folder: Path,
+    files: Sequence[Path],
+    purpose: str,
+    make: Callable[[], str],
+    *,
+    settled_s: float = SETTLED_S,
+    clock: Callable[[], int] = time.time_ns,
+) -> str:
+    """`make()`, a hash that follows from `purpose` and the bytes of `files` alone, or its memo in `folder`.
+
+    Any number of processes may call it at once: each reads a whole memo or makes its own. It ignores a damaged memo,
+    and remembers nothing where it can't write to `folder`. Raises OSError for a missing file.
+    """
+    now = clock()
+    stats = [(os.path.realpath(path), os.stat(path)) for path in files]
+    facts = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
+    memo = folder / xxhash.xxh3_128_hexdigest(json.dumps([purpose, facts]).encode())
+    digest = _read(memo)
+    if digest is None:
+        digest = make()
+        newest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for _, stat in stats), default=0)
+        if newest < now - settled_s * 1e9:
+            _write(memo, digest)
+    return digest
+
+
+def _read(memo: Path) -> str | None:
+    try:
+        digest, _, check = read_regular(memo).decode().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return digest if check == _check(memo, digest) else None
+
+
+def _write(memo: Path, digest: str) -> None:
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(memo, f"{digest} {_check(memo, digest)}")
+    except OSError:
+        return  # the next start hashes again
+
+
+def _check(memo: Path, digest: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{memo.name} {digest}".encode())
+
+
+def hash_of_files(files: Sequence[Path], cache: Path) -> str:
+    """Of their bytes and lengths in this order, without names and times; remembered in `cache`. Raises DataError."""
+    try:
+        return remembered(cache / "hashes", files, "files", lambda: _hash_of_files(files))
+    except OSError as error:
+        raise DataError(f"data.path: {error.filename or name_of(files)}: can't be read: {error.strerror}.") from error
+
+
+def _hash_of_files(files: Sequence[Path]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in files:
+        length = 0
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                length += len(block)
+                digest.update(block)
+        digest.update(f" {length} ".encode())
+    return digest.hexdigest()

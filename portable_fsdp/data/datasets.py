@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from portable_fsdp.config import data as keys
-from portable_fsdp.data.buckets import Buckets, Row, uneven_key
 from portable_fsdp.data.order import sample_indices, seed_of, share_of_numbers
-from portable_fsdp.data.packing import ENDLESS, MicroBatch, Rows
+from portable_fsdp.data.packing import ENDLESS, IGNORED, MicroBatch, Rows
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.factory import call_factory, described, user_code
 
@@ -36,6 +35,84 @@ Collate = Callable[[list[Any]], Any]
 _END = "the end of a stream"
 _READING = Lock()
 _COMPARED = 16  # rows that a fingerprint reads
+
+
+_MASK = "attention_mask"
+
+Row = dict[str, Any]
+"""What the user's dataset gives, with tensors for the keys that are padded."""
+
+
+class Buckets:
+    """The sizes of `data.buckets`, and rows padded to them along dimension 0, each to the first size that holds it.
+
+    Engines that compile a program for each shape compile one for each bucket. Padding changes no curve: padded labels
+    are -100, and the loss of a step is a sum over its rows, in any order.
+
+    Where `input_ids` is listed and `attention_mask` is not, the mask has the sizes of `input_ids`; a row without one
+    gets one: 1 for its tokens, 0 for padding.
+    """
+
+    def __init__(self, name: str, sizes: Mapping[str, Sequence[int]]) -> None:
+        """`name`: of the factory, for messages."""
+        self._name, self._sizes = name, dict(sizes)
+        self._adds_mask = "input_ids" in sizes and _MASK not in sizes
+        if self._adds_mask:
+            self._sizes[_MASK] = sizes["input_ids"]
+
+    def __len__(self) -> int:
+        return len(next(iter(self._sizes.values())))
+
+    def opened(self, item: object, place: str) -> Row:
+        """The row's listed keys as tensors; `place` names it in messages. Raises DataError for what can't be padded."""
+        if not isinstance(item, Mapping):
+            raise self._error(place, f"expected a dict of tensors, found {type(item).__name__}")
+        row = dict(cast("Mapping[str, Any]", item))
+        if self._adds_mask and _MASK not in row and "input_ids" in row:
+            row[_MASK] = torch.ones(len(row["input_ids"]), dtype=torch.int64)
+        for key in self._sizes:
+            if key not in row:
+                raise self._error(place, f"expected the key {key} of data.buckets, found {', '.join(row)}")
+            row[key] = self._tensor(row[key], key, place)
+        if self.number(row) is None:
+            actual = ", ".join(f"{key} {len(row[key])}" for key in self._sizes)
+            largest = ", ".join(f"{key} {sizes[-1]}" for key, sizes in self._sizes.items())
+            raise self._error(place, f"expected at most {largest} (the last bucket), found {actual}")
+        return row
+
+    def _tensor(self, value: object, key: str, place: str) -> Tensor:
+        try:
+            tensor = torch.as_tensor(value)
+        except Exception:
+            tensor = torch.tensor(0)
+        if tensor.dim() == 0 or (key == "labels" and not tensor.dtype.is_signed):
+            actual = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            expected = "a tensor with a dimension to pad" + (", of a dtype that holds -100" * (key == "labels"))
+            raise self._error(place, f"{key}: expected {expected}, found {actual}")
+        return tensor
+
+    def number(self, row: Row) -> int | None:
+        """The first bucket that holds all listed tensors of an opened row; None where none does."""
+        fits = (all(len(row[key]) <= sizes[n] for key, sizes in self._sizes.items()) for n in range(len(self)))
+        return next((number for number, holds in enumerate(fits) if holds), None)
+
+    def padded(self, row: Row, number: int) -> Row:
+        """The opened row at the sizes of a bucket; what is longer is cut, which only a trial of shapes asks for."""
+        resized = {key: _resized(row[key], sizes[number], key) for key, sizes in self._sizes.items()}
+        return {**row, **resized}
+
+    def _error(self, place: str, problem: str) -> DataError:
+        sizes = ", ".join(f"{key}: {list(sizes)}" for key, sizes in self._sizes.items())
+        return DataError(
+            f"data.factory: {self._name}: {place}: {problem}.\n"
+            f"  Change the rows, or data.buckets, which is {{{sizes}}}."
+        )
+
+
+def _resized(value: Tensor, size: int, key: str) -> Tensor:
+    full = value.new_full((size, *value.shape[1:]), IGNORED if key == "labels" else 0)
+    full[: len(value)] = value[:size]
+    return full
 
 
 class _Items:
@@ -81,7 +158,8 @@ class _Items:
                 batch: object = self._collate(items)
             except Exception as error:
                 raise DataError(
-                    f"data.factory: {self._name}: the rows don't make a batch: {described(error)}{self._way_out(items)}"
+                    f"data.factory: {self._name}: the rows don't make a batch: {described(error)}\n"
+                    "  Give all rows the same keys and shapes (data.buckets pads them), or return a collate function."
                 ) from error
         if not isinstance(batch, Mapping) or not batch:
             raise DataError(
@@ -97,15 +175,6 @@ class _Items:
                     f"a batch, found {key}: {actual}."
                 )
         return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
-
-    def _way_out(self, items: list[Any]) -> str:
-        """How to fix rows that can't be stacked: data.buckets if only their lengths differ."""
-        uneven = uneven_key(items) if self._collate is default_collate else None
-        if uneven is None:
-            return "\n  Give all rows the same keys and shapes, or return a collate function beside the dataset."
-        key, longest = uneven
-        way = f"List {key} in data.buckets too" if self.buckets else f"Set data.buckets={{{key}: [{longest}]}}"
-        return f"\n  {key} differs in length from row to row. {way}: it pads rows to a few sizes."
 
 
 def _narrow(value: Tensor) -> Tensor:
@@ -343,19 +412,11 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
 
 def _made(name: str, split: str) -> tuple[Any, Collate]:
     made = call_factory("data.factory", name, split)
-    if isinstance(made, DataLoader):
-        raise DataError(
-            f"data.factory: expected {name} to return a Dataset, found a DataLoader.\n  Return its dataset: batches, "
-            "their order and workers are the run's (train.micro_batch, run.seed, data.workers)."
-        )
     parts = cast("Sequence[Any]", made) if isinstance(made, tuple) else (made, default_collate)
-    if (
-        len(parts) != 2
-        or not callable(parts[1])
-        or not (hasattr(parts[0], "__getitem__") or hasattr(parts[0], "__iter__"))
-    ):
+    is_data = not isinstance(made, DataLoader) and any(hasattr(parts[0], m) for m in ("__getitem__", "__iter__"))
+    if not is_data or len(parts) != 2 or not callable(parts[1]):
         raise DataError(
             f"data.factory: expected {name} to return a Dataset, or a Dataset and a collate function, found "
-            f"{type(made).__name__}."
+            f"{type(made).__name__}.\n  The run itself makes batches, their order and workers (data.workers)."
         )
     return parts[0], parts[1]

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from portable_fsdp.config.data import Column
-from portable_fsdp.data.meaning import WEIGHTS, contains, is_empty, kind, trains, without_nulls
-from portable_fsdp.runtime.strict_json import parse_json
+from portable_fsdp.data.examples import WEIGHTS, contains, is_empty, kind, trains, without_nulls
+from portable_fsdp.runtime.files import parse_json
 
 _SHAREGPT_ROLES = {
     **{"human": "user", "user": "user"},

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from portable_fsdp.data.hashes import Remember
+from portable_fsdp.data.compressed import Remember
 from portable_fsdp.data.order import Mixture, sample_indices
 from portable_fsdp.data.tokenize import Tokens
 

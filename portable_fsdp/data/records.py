@@ -12,12 +12,20 @@ from typing import Any, Self, cast
 import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Column
-from portable_fsdp.data.compressed import TextFileSource, is_json_array, read_array, read_lines
-from portable_fsdp.data.examples import AS_A_SHARE, Broken, Example, extra, name_of, not_utf8
-from portable_fsdp.data.hashes import hash_of_files
-from portable_fsdp.data.meaning import LEFT_OUT, format_of, meaningful_columns
+from portable_fsdp.data.compressed import TextFileSource, hash_of_files, is_json_array, read_array, read_lines
+from portable_fsdp.data.examples import (
+    AS_A_SHARE,
+    LEFT_OUT,
+    Broken,
+    Example,
+    extra,
+    format_of,
+    meaningful_columns,
+    name_of,
+    not_utf8,
+)
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.strict_json import parse_json
+from portable_fsdp.runtime.files import parse_json
 
 Columns = Mapping[Column, str]
 """The format's own name of a column -> its name in the file."""

@@ -151,11 +151,7 @@ class PythonSource(TextFiles):
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
         files = [path for path in sorted(paths) if _is_text(path)]
         if not files:
-            raise DataError(
-                f"data.source: expected the standard library's source in UTF-8 under {root}, found {len(paths)} .py "
-                "files and none that can be read.\n  This Python carries no source; set data.source=python_docs or "
-                "text."
-            )
+            raise DataError(f"data.source: this Python carries no source under {root}.\n  Set data.source=python_docs.")
         super().__init__(files)
         self.name = "python_source"
 

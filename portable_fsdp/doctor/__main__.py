@@ -17,7 +17,7 @@ from portable_fsdp.doctor.engines import start_engines
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
 from portable_fsdp.runtime.host import tpu_chips
-from portable_fsdp.runtime.process import detect_launch
+from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.version import __version__
 
 DESCRIPTION = """Check this host: what is installed, which devices and engines work, what is wrong, and how to fix it.

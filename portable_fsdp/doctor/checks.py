@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from portable_fsdp.runtime.errors import PortableFSDPError
-from portable_fsdp.runtime.process import detect_launch, problem_of_tpu_worker
+from portable_fsdp.runtime.launchers import detect_launch, problem_of_tpu_worker
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

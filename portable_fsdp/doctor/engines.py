@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from portable_fsdp.doctor.checks import Finding, installed
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import PortableFSDPError
-from portable_fsdp.runtime.process import Launch, end_with_parent
+from portable_fsdp.runtime.launchers import Launch
+from portable_fsdp.runtime.signals import end_with_parent
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.open import Package

@@ -17,9 +17,8 @@ from portable_fsdp.formats.peft import merged, opened_folder
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.safetensors_folder import INDEX, SINGLE
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
-from portable_fsdp.runtime.files import read_regular, write_text_atomically
+from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, local_folder
-from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
 

@@ -1,26 +1,23 @@
 """`model.architecture`: a mapping of the YAML file or a config.json, read as transformers' `from_pretrained` reads it.
 
-transformers accepts any key and keeps an unknown one as an attribute that nothing reads. A class knows its fields,
-other names for them, keys of older files that it converts (`rotary_pct`, `torch_dtype`), and keys that its code asks
-for by name (`head_dim`). Another key is an error if the user typed it, with a value other than false or null. A
-config.json, or a mapping pasted from one (`_MARKS` recognises it), may carry keys of the tool that wrote it: the log
-names them. A pasted key whose name is nearly that of a field is an error too.
+transformers accepts any key, and keeps an unknown one as an attribute that nothing reads. A class knows its fields,
+other names for them (`attribute_map`), what its default instance has, and keys of older files that it converts
+(`rotary_pct`, `torch_dtype`). The log names the unknown keys of a file, or of a mapping pasted from one (`_MARKS`
+recognises it). An unknown key that the user typed is an error, and so is a pasted one whose name is nearly that of a
+field.
 """
 
 import dataclasses
 import difflib
-import inspect
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.files import read_regular
-from portable_fsdp.runtime.strict_json import parse_json
+from portable_fsdp.runtime.files import parse_json, read_regular
 
 log = logging.getLogger("portable_fsdp")
 
@@ -41,6 +38,9 @@ _MAPPINGS = {
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
 """Transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
+
+_READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim"}
+"""Keys that models read whether their class declares them or not."""
 
 _MAX_BYTES = 16 * 2**20
 
@@ -86,25 +86,12 @@ def models_of(task: str) -> str:
     return f"a model for train.task={task}" if task in _MAPPINGS and task != "causal_lm" else "a causal language model"
 
 
-def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal_lm") -> Any:
+def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal_lm", *, logs: bool = True) -> Any:
     """The transformers config of a model for `task`, with all values as `from_pretrained` would have them.
 
-    Logs the keys that have no effect. Raises ConfigError for keys that nothing reads (see above), for missing sizes,
-    and for what transformers refuses.
+    `logs`: name the keys without effect. Raises ConfigError for unknown keys (see above), for missing sizes, and for
+    what transformers refuses.
     """
-    config, remarks = _checked(architecture, task)
-    for remark in remarks:
-        log.warning("model.architecture: %s", remark)
-    return config
-
-
-def check_architecture(architecture: Mapping[str, Any] | str, task: str = "causal_lm") -> None:
-    """Raises what `read_architecture` raises, and logs nothing."""
-    _checked(architecture, task)
-
-
-def _checked(architecture: Mapping[str, Any] | str, task: str) -> tuple[Any, list[str]]:
-    """The config, and remarks on keys without effect."""
     values = architecture_mapping(architecture)
     is_file = isinstance(architecture, str)
     where = f"model.architecture: {architecture}: " if is_file else "model.architecture."
@@ -124,27 +111,17 @@ def _checked(architecture: Mapping[str, Any] | str, task: str) -> tuple[Any, lis
     unknown = list(unknown_keys(config, values))
     for name, value, its_kind in () if is_file else unknown:
         _refuse_unknown_key(name, value, its_kind, where, is_published)
-    for part, inside in (("", values), *((f"{key}.", values.get(key)) for key in kind.sub_configs)):
-        for name in ("rope_parameters", "rope_scaling") if isinstance(inside, dict) else ():
-            _refuse_misspelt_rope(cast(dict[str, Any], inside).get(name), f"{where}{part}{name}")
     _refuse_sizes(kind, config, values, where)
     if failure is not None:
         raise ConfigError(
             f"{where.rstrip('.: ')}: transformers refuses it: {last_line(failure)}\n  Change the key that it names."
         ) from failure
-    dropped = dict(_dropped_rotary(config, values))
-    if dropped and not is_published:
-        name, value = next(iter(dropped.items()))
-        raise ConfigError(
-            f"{where}{name}: expected a value that the model takes, found {value}, which {kind.__name__} drops: its "
-            f"rope_parameters are {config.rope_parameters}.\n  Leave it out."
-        )
-    remarks = {
-        f"{kind.__name__} knows no {', '.join(name for name, _, _ in unknown)}: without effect": unknown,
-        f"{', '.join(dropout)}: taken as 0, since dropout is not built yet": dropout,
-        f"{kind.__name__} drops {', '.join(dropped)}, as from_pretrained does": dropped,
-    }
-    return config, [remark for remark, keys in remarks.items() if keys]
+    if unknown and logs:
+        names = ", ".join(name for name, _, _ in unknown)
+        log.warning("model.architecture: %s declares no %s: probably without effect", kind.__name__, names)
+    if dropout and logs:
+        log.warning("model.architecture: %s: taken as 0, since dropout is not built yet", ", ".join(dropout))
+    return config
 
 
 def last_line(error: Exception) -> str:
@@ -210,29 +187,13 @@ def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iter
     """Name, value and config class of each key that the class doesn't know, in parts (`text_config.`) too."""
     if not hasattr(config, "sub_configs"):  # no config: transformers refused the values, or the part is a plain dict
         return
+    known = _names(type(config))
     for name, value in values.items():
         if name in config.sub_configs and isinstance(value, dict):
             yield from unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
         # A converted key is no attribute. A key that begins with _ is transformers' own; nobody types it.
-        elif (
-            name in vars(config).keys() - {"model_type"} and not name.startswith("_") and not _knows(type(config), name)
-        ):
+        elif name in vars(config) and name not in known and not name.startswith("_"):
             yield f"{part}{name}", value, type(config)
-
-
-def _knows(kind: Any, name: str) -> bool:
-    if name in _names(kind) or name == "tie_word_embeddings":  # for which the base of all models asks
-        return True
-    own = (f"self.{name} = ", f'kwargs.get("{name}"')
-    if any(text in _code(kind, "configuration") for text in own):
-        return True
-    return re.search(rf'config, "{name}"|\bconfig\.{name}\b', _code(kind, "modeling")) is not None
-
-
-def _code(kind: Any, part: str) -> str:
-    """The text of the model's files: importing them takes a second."""
-    files = Path(inspect.getfile(kind)).parent.glob(f"{part}_*.py")
-    return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def _refuse_unknown_key(name: str, value: Any, kind: Any, where: str, is_published: bool) -> None:
@@ -246,41 +207,18 @@ def _refuse_unknown_key(name: str, value: Any, kind: Any, where: str, is_publish
         raise ConfigError(f"{where}{name}: unknown key of {kind.__name__}.\n  {hint}.")
 
 
-def _refuse_misspelt_rope(rope: Any, where: str) -> None:
-    """transformers only warns of other keys, since some models' code reads them."""
-    from transformers.modeling_rope_utils import RopeParameters
-
-    known = {"type", *RopeParameters.__annotations__}
-    for name, value in cast(dict[str, Any], rope).items() if isinstance(rope, dict) else ():
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if near and name not in known:
-            raise ConfigError(f"{where}.{name}: unknown key.\n  nearest: {near[0]}.")
-        _refuse_misspelt_rope(value, f"{where}.{name}")  # for each kind of layer
-
-
 def _names(kind: Any) -> set[str]:
-    return {*_fields(kind), *kind.attribute_map, *kind.attribute_map.values()}
+    try:
+        default = vars(kind())
+    except Exception:  # some classes have no default that they accept
+        default = {}
+    names = {*_fields(kind), *default, *kind.attribute_map, *kind.attribute_map.values()}
+    return {name.lstrip("_") for name in names} | _READ_BY_NAME
 
 
 def _fields(kind: Any) -> dict[str, Any]:
     """Name -> default."""
     return {field.name: field.default for field in dataclasses.fields(kind)}
-
-
-def _dropped_rotary(config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys and values of rotary embeddings that don't reach the model: `rope_parameters` holds another value, or the
-    model's code rotates whole heads in any case."""
-    rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    each = [rotary, *(inside for inside in rotary.values() if isinstance(inside, dict))]
-    taken = [value for inside in each for value in inside.values()]
-    for name, value in values.items() if rotary else ():
-        is_rotary = type(value) in (int, float) and ("rope" in name or "rotary" in name)
-        if is_rotary and value not in taken and getattr(config, name, None) != value:
-            yield name, value
-    name = "partial_rotary_factor"
-    factor = next((inside[name] for inside in each if inside.get(name, 1) != 1), None)
-    if factor is not None and name not in _code(type(config), "modeling"):
-        yield name, factor
 
 
 # ------------------------------------------------------------------------------------------------------------- sizes

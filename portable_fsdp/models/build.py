@@ -21,8 +21,15 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture
-from portable_fsdp.models.attention import FLEX, STATIC, register_masked_attention, register_static_attention
-from portable_fsdp.models.documents import DocumentArguments, document_arguments, require_documents_apart
+from portable_fsdp.models.attention import (
+    FLEX,
+    STATIC,
+    block_attention,
+    register_masked_attention,
+    register_static_attention,
+    windows_of,
+)
+from portable_fsdp.models.documents import document_arguments, require_documents_apart
 from portable_fsdp.models.head_loss import LogitSteps, attach_loss, trace_logits
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
@@ -118,11 +125,11 @@ def build_model(
     documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
-    built = with_experts(built, model.experts, compute)
+    experts.choose(bare, model.experts, compute.itemsize)
     built = with_values(built, twin, master, pretrained, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
     if is_causal_lm:
-        built = with_loss(built, DTYPES.get(precision.output), eager, loss, documents, steps, compiler)
+        attach_loss(bare, DTYPES.get(precision.output), eager, loss, documents, steps, compiler)
     built.model.train()
     if model.lora is not None:
         built = with_adapters(built, model.lora, seed, master, pretrained, rows_before is not None)
@@ -143,11 +150,6 @@ def _of_factory(model: schema.Model, precision: schema.Precision, seed: int) -> 
 
 
 # ---------------------------------------------------------------------------------------------- the transformations
-
-
-def with_experts(built: BuiltModel, implementation: str, compute: torch.dtype) -> BuiltModel:
-    experts.choose(built.model, implementation, compute.itemsize)
-    return built
 
 
 def with_values(
@@ -177,19 +179,6 @@ def with_values(
             f"{sorted(unset)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
             "(model.pretrained), or take another model."
         )
-    return built
-
-
-def with_loss(
-    built: BuiltModel,
-    output: torch.dtype | None,
-    eager: bool,
-    loss: Loss | None,
-    documents: DocumentArguments | None,
-    steps: LogitSteps | None,
-    compiler: str | None,
-) -> BuiltModel:
-    attach_loss(built.model, output, eager, loss, documents, steps, compiler)
     return built
 
 
@@ -310,8 +299,6 @@ def _made(config: Any, attention: str, task: Task) -> Any:
     if attention == "flex":
         from transformers import AttentionInterface
 
-        from portable_fsdp.models.flex import block_attention
-
         AttentionInterface.register(FLEX, block_attention)
     kind: Any = getattr(modeling_auto, mapping_of(task.name))[type(config)]
     kind = kind[0] if isinstance(kind, tuple) else kind
@@ -378,8 +365,6 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
 
 def _windows(model: nn.Module, seq_len: int) -> tuple[int | None, ...]:
     """Of the layers of a model on meta, for attention over blocks."""
-    from portable_fsdp.models.flex import windows_of
-
     windows = windows_of(model, seq_len)
     if not windows:
         raise ConfigError(

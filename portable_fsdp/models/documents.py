@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.models.attention import FLEX, STATIC, document_bias
+from portable_fsdp.models.attention import FLEX, STATIC, document_bias, make_masks
 from portable_fsdp.models.loss import DocumentArguments
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -39,8 +39,6 @@ def document_arguments(
     """
 
     def blocks(input_ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
-        from portable_fsdp.models.flex import make_masks
-
         apart = segments if packs else None
         arguments: dict[str, Any] = {} if apart is None else {"position_ids": positions}
         return {"block_masks": make_masks(windows, input_ids.shape[-1], input_ids.device, apart), **arguments}

@@ -10,9 +10,8 @@ import xxhash
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.collective_errors import Processes, on_each_process
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.files import names_in, open_regular, read_regular
-from portable_fsdp.runtime.process import detect_launch
-from portable_fsdp.runtime.strict_json import parse_json
+from portable_fsdp.runtime.files import names_in, open_regular, parse_json, read_regular
+from portable_fsdp.runtime.launchers import detect_launch
 
 MARK = "portable_fsdp.json"
 """In every exported folder: its source, its files, and their hashes. A folder without it isn't ours."""

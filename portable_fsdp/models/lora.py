@@ -24,9 +24,8 @@ from portable_fsdp.config.patterns import matches, matching
 from portable_fsdp.models.safetensors_folder import open_safetensors
 from portable_fsdp.models.weights import FLOATS, TensorSlices, WeightFill, seeded
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.files import read_regular
+from portable_fsdp.runtime.files import parse_json, read_regular
 from portable_fsdp.runtime.hub import local_folder
-from portable_fsdp.runtime.strict_json import parse_json
 
 log = logging.getLogger("portable_fsdp")
 

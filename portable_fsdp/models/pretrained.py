@@ -4,10 +4,11 @@ The files must hold the whole model and nothing else, save what `model.allow` na
 out.
 """
 
+import copy
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matches
 from portable_fsdp.models.architecture import last_line, mapping_of, models_of, unknown_keys
-from portable_fsdp.models.conversion import ConvertedTensors
 from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.safetensors_folder import SafetensorsFolder
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill
@@ -68,22 +68,13 @@ def open_pretrained(model: schema.Model, task: str = "causal_lm") -> Pretrained:
     """Open what `model.pretrained` names, downloading it first if it is on the hub. Raises ConfigError."""
     name = cast(str, model.pretrained)
     if model.gguf_file is not None:
-        folder = local_folder("model.pretrained", name, (model.gguf_file,))
-        gguf = GgufFile(_gguf_path(folder, model.gguf_file))
+        path = local_folder("model.pretrained", name, (model.gguf_file,)) / model.gguf_file
+        if not path.is_file():
+            raise ConfigError(f"model.gguf_file: expected a file of {path.parent}, found none of the name {path.name}.")
+        gguf = GgufFile(path)
         return Pretrained(gguf.config, gguf)
     folder = local_folder("model.pretrained", name, MODEL_FILES)
     return Pretrained(_config(folder, task), SafetensorsFolder(folder))
-
-
-def _gguf_path(folder: Path, name: str) -> Path:
-    path = folder / name
-    if path.is_file():
-        return path
-    others = sorted(file.name for file in folder.glob("*.gguf"))
-    raise ConfigError(
-        f"model.gguf_file: expected a file of {folder}, found none of the name {name}.\n"
-        f"  It has: {', '.join(others) or 'no GGUF file'}."
-    )
 
 
 def _config(folder: Path, task: str) -> Any:
@@ -92,14 +83,9 @@ def _config(folder: Path, task: str) -> Any:
 
     path = folder / "config.json"
     if not path.is_file():
-        adapter = (folder / "adapter_config.json").is_file()
         raise ConfigError(
             f"model.pretrained: expected a Hugging Face folder with config.json, found none in it: {folder}\n"
-            + (
-                "  It is an adapter (peft): name the model that it belongs to, or merge them first."
-                if adapter
-                else "  Name the folder of a model; for a GGUF file set model.gguf_file too."
-            )
+            "  Name the folder of a model. For a GGUF file set model.gguf_file; for an adapter (peft) name its base."
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -119,7 +105,9 @@ def _config(folder: Path, task: str) -> Any:
         )
     values, _ = config.get_config_dict(folder, local_files_only=True)
     if names := [name for name, _, _ in unknown_keys(config, values)]:
-        log.warning("model.pretrained: %s knows no %s: without effect", type(config).__name__, ", ".join(names))
+        log.warning(
+            "model.pretrained: %s declares no %s: probably without effect", type(config).__name__, ", ".join(names)
+        )
     return config
 
 
@@ -295,3 +283,103 @@ def _vocabulary_tables(model: Any, aliases: Mapping[str, list[str]]) -> list[str
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     tables = {id(parameter) for module in modules for parameter in module.parameters()}
     return [first for first in aliases if id(dict(model.named_parameters()).get(first)) in tables]
+
+
+# --------------------------------------------------------------------------------------------- names of older releases
+
+
+@dataclass
+class _Group:
+    """Tensors of the model that one of transformers' converters makes of several keys."""
+
+    converter: Any
+    first: str  # of the model's names, as transformers calls the group
+    sources: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (the converter's pattern, key)
+
+
+class ConvertedTensors:
+    """A folder's tensors under the model's own names: transformers renames, joins and splits what older releases saved.
+
+    Experts lie on the hub one by one, and are one tensor in the model; GPT-2's own folder lacks a prefix. This follows
+    transformers' private tables (`conversion_mapping`) as `from_pretrained` does (tried with 5.23), but lazily: it
+    reads a renamed tensor by the slice, makes a joined one on demand, and keeps that until the next.
+
+    `shapes` by the model's names; `keys`: those that each comes from; `unexpected`: the other keys."""
+
+    def __init__(self, file: TensorFile, model: Any) -> None:
+        self._file, self._model = file, model
+        self._groups: dict[str, _Group] = {}
+        self._last: tuple[_Group, dict[str, Tensor]] | None = None
+        self.keys: dict[str, list[str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.unexpected: list[str] = []
+        self._sort(file.shapes)
+
+    def read(self, name: str, slices: TensorSlices) -> Tensor:
+        group = self._groups.get(name)
+        if group is None:
+            return self._file.read(self.keys[name][0], slices)
+        if self._last is None or self._last[0] is not group:
+            self._last = None  # first, so that two are never in memory
+            self._last = (group, self._make(group, lambda key: self._file.read(key, ())))
+        return self._last[1][name][slices].clone()
+
+    def _sort(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        from transformers.core_model_loading import dot_natural_key
+
+        named = self._model.state_dict()
+        rename, converters = self._tables(named)
+        groups: dict[str, _Group] = {}
+        for key in sorted(shapes, key=dot_natural_key):
+            name, pattern = rename(key)
+            if name not in named:
+                self.unexpected.append(key)
+            elif pattern is None:
+                self._add(name, [key], shapes[key])
+            else:
+                groups.setdefault(name, _Group(converters[pattern], name)).sources.append((pattern, key))
+        for group in groups.values():
+            tensors = self._make(group, lambda key: torch.empty(shapes[key], device="meta"))
+            for name, tensor in tensors.items():
+                self._add(name, [key for _, key in group.sources], tuple(tensor.shape))
+                self._groups[name] = group
+
+    def _tables(self, named: Mapping[str, Tensor]) -> tuple[Any, dict[str, Any]]:
+        """Key -> (name, the converter's pattern or None), and pattern -> converter."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        tables = get_model_conversion_mapping(self._model)
+        renamings: Any = [table for table in tables if isinstance(table, WeightRenaming)]
+        converters: Any = [table for table in tables if isinstance(table, WeightConverter)]
+        base, names = self._model.base_model_prefix, dict(named)
+
+        def rename(key: str) -> tuple[str, str | None]:
+            name, pattern = rename_source_key(key, renamings, converters, base, names)
+            if name not in names and key in names:
+                return rename_source_key(key, [], [], base, names)
+            return name, pattern
+
+        return rename, {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    def _add(self, name: str, keys: list[str], shape: tuple[int, ...]) -> None:
+        if name in self.keys:
+            raise ConfigError(
+                f"model.pretrained: {self._file.where}: expected one tensor for {name}, found two: "
+                f"{self.keys[name][0]} and {keys[0]}.\n  Remove one of them from the folder."
+            )
+        self.keys[name], self.shapes[name] = keys, shape
+
+    def _make(self, group: _Group, read: Any) -> dict[str, Tensor]:
+        converter = copy.deepcopy(group.converter)  # which keeps the tensors that it gets
+        for pattern, key in group.sources:
+            converter.add_tensor(group.first, key, pattern, lambda key=key: read(key))
+        try:
+            tensors = converter.convert(group.first, model=self._model, config=self._model.config)
+        except Exception as error:  # of shapes that don't fit each other, or an expert that is missing
+            raise ConfigError(
+                f"model.pretrained: {self._file.where}: transformers can't make {group.first} of "
+                f"{', '.join(key for _, key in group.sources[:3])}, ...: {type(error).__name__}: {error}\n"
+                "  Compare config.json with the weights."
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}

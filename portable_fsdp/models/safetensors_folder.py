@@ -9,8 +9,7 @@ from torch import Tensor
 
 from portable_fsdp.models.weights import TensorFile, TensorSlices
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.files import read_regular
-from portable_fsdp.runtime.strict_json import parse_json
+from portable_fsdp.runtime.files import parse_json, read_regular
 
 _KEY = "model.pretrained"
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -74,20 +73,11 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _refuse(folder: Path) -> NoReturn:
-    expected = f"{_KEY}: expected {SINGLE} or {INDEX} in {folder}"
-    pickle = next((path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
-    gguf = next((path.name for path in sorted(folder.glob("*.gguf"))), None)
-    if gguf is not None:
-        raise ConfigError(f"{expected}, found {gguf}.\n  Set model.gguf_file={gguf}.")
-    if pickle is not None:
-        raise ConfigError(
-            f"{expected}, found {pickle}: a pickle, which may run any code when it is opened.\n"
-            "  If you trust it, rewrite it once: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER)."
-        )
+    others = [path.name for pattern in ("*.gguf", *_PICKLES) for path in sorted(folder.glob(pattern))]
     raise ConfigError(
-        f"{expected}, found neither.\n  Other formats (pickles of a hub repository aren't even downloaded): open the "
-        "model with transformers and save_pretrained it to a new folder."
+        f"{_KEY}: expected {SINGLE} or {INDEX} in {folder}, found {others[0] if others else 'neither'}.\n"
+        "  For a GGUF file set model.gguf_file. A pickle may run any code when it is opened, and is never downloaded:\n"
+        "  if you trust it, rewrite it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER)."
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from portable_fsdp.observe.callbacks import Callback, Callbacks, ProfileEnd, RunStart
 from portable_fsdp.runtime.logs import stderr_file, stderr_into
-from portable_fsdp.runtime.process import StopRequest
+from portable_fsdp.runtime.signals import StopRequest
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.contract import Backend, Operation, Pending

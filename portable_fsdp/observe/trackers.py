@@ -16,7 +16,7 @@ from typing import IO, NamedTuple, cast
 
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 
 log = logging.getLogger("portable_fsdp")
 

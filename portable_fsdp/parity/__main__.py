@@ -29,7 +29,7 @@ from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, TrainingError, UsageError
 from portable_fsdp.runtime.files import read_regular, write_text_atomically
-from portable_fsdp.runtime.process import detect_launch
+from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.train.preflight import check_config
 
 DESCRIPTION = """Run the first steps of a config on several engines or numbers of devices; compare them step by step.

@@ -13,10 +13,11 @@ from portable_fsdp.backends.open import local_processes, open_backend, spec_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.parity.record import Place, PlaceRecord, PlaceTask, RunTask
 from portable_fsdp.runtime.command import configure_log
-from portable_fsdp.runtime.elastic import run_processes
 from portable_fsdp.runtime.errors import EXIT_FINISHED, PortableFSDPError
 from portable_fsdp.runtime.files import write_text_atomically
-from portable_fsdp.runtime.process import detect_launch, end_with_agent, end_with_parent
+from portable_fsdp.runtime.launchers import detect_launch
+from portable_fsdp.runtime.rendezvous import run_processes
+from portable_fsdp.runtime.signals import end_with_agent, end_with_parent
 
 if TYPE_CHECKING:
     from portable_fsdp.train.build import Training

@@ -31,7 +31,7 @@ from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, Once, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
-from portable_fsdp.runtime.process import end_with_parent
+from portable_fsdp.runtime.signals import end_with_parent
 
 DESCRIPTION = """Does it fit, how many bytes on a device, how long at best: on hardware that you don't have."""
 EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, each plan of a sweep is

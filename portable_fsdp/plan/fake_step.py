@@ -29,7 +29,7 @@ from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch
-from portable_fsdp.models import flex
+from portable_fsdp.models import attention
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.hlo import Moved
 from portable_fsdp.plan.memory_trace import (
@@ -57,7 +57,7 @@ from portable_fsdp.plan.time import (
     rates_of,
 )
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.step import train_step
 
@@ -194,7 +194,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", tpu_attention))
         if recorder.is_gpu:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", gpu_attention))
-            held.enter_context(patch.object(flex, "flex_attention", gpu_flex))
+            held.enter_context(patch.object(attention, "flex_attention", gpu_flex))
         held.enter_context(fake)
         held.enter_context(recorder.watching(training.model))
         # A first step, of one micro batch, sets what a step gathers ahead.

@@ -33,7 +33,7 @@ from portable_fsdp.plan.tpu_program import Compiled, Program, read_compiled
 from portable_fsdp.runtime.child import Child, Ended
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.files import cache_folder
-from portable_fsdp.runtime.process import end_with_parent
+from portable_fsdp.runtime.signals import end_with_parent
 
 COMPILER_PACKAGES = ("jax", "libtpu")
 LIMIT_S = 900  # for the trace, and for each program

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self, cast
 
 from portable_fsdp.runtime.errors import PortableFSDPError
-from portable_fsdp.runtime.process import end_with_parent
+from portable_fsdp.runtime.signals import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ended:
 class Child:
     """`python -m MODULE PARENT ARGUMENTS`, started at once, in a process group of its own.
 
-    MODULE calls `runtime.process.end_with_parent(PARENT)` first, so that no kill of this process leaves it behind.
+    MODULE calls `runtime.signals.end_with_parent(PARENT)` first, so that no kill of this process leaves it behind.
     `close`, or leaving the `with` block, kills it and all that it started. `environment` is added to this process's.
     """
 

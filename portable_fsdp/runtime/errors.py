@@ -13,8 +13,14 @@ A message says what was expected, what was found, where, and what to do. Any oth
 traceback.
 """
 
+import logging
 import re
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
+    from typing import Self
 
 _USER_OF_URL = re.compile(r"(\b[a-z][\w+.-]*://)[^/\s\"']*@|(?<![^\s\"'(])[^\s\"'/:@]+:[^\s\"'/@]+@", re.IGNORECASE)
 _SECRET_OF_URL = re.compile(r"([?&;][\w.-]*(?:key|token|secret|passw|sig|credential)[\w.-]*=)[^&\s\"']+", re.IGNORECASE)
@@ -88,3 +94,29 @@ class StoreError(CheckpointError):
 
 class TrainingError(PortableFSDPError):
     """The run failed after it had started."""
+
+
+log = logging.getLogger("portable_fsdp")
+
+
+class Closing(ABC):
+    """A context manager whose target is itself and whose exit is `close`."""
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
+        close_after(error, self.close)
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
+    """Close at the end of a `with` block. What fails then is a warning if the block itself ended with an `error`."""
+    try:
+        close()
+    except Exception as failure:
+        if error is None:
+            raise
+        log.warning("after the error below, closing failed too: %s", (str(failure).splitlines() or [repr(failure)])[0])

@@ -5,13 +5,12 @@ import sys
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from portable_fsdp.runtime.errors import ConfigError, TrainingError
 from portable_fsdp.runtime.hub import before_transformers
-from portable_fsdp.runtime.process import is_signal
+from portable_fsdp.runtime.signals import is_signal
 
 FACTORY_PATTERN = r"^[^\s:]+:[^\s:]+$"
 
@@ -47,29 +46,16 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
     """
     before_transformers()  # which the module may import
     module_name, _, attribute = name.partition(":")
-    try:
-        is_there = module_name in sys.modules or find_spec(module_name) is not None  # __main__ has no spec
-    except ModuleNotFoundError:  # of the package around it
-        is_there = False
-    if not is_there:
-        raise ConfigError(
-            f"{key}: expected a module in the config's folder or on PYTHONPATH, found none named {module_name}.\n"
-            f"  Put {module_name.replace('.', '/')}.py beside the config, or its folder on PYTHONPATH."
-        )
     with user_code(f"{key}: the import of {module_name}"):
         try:
-            module = importlib.import_module(module_name)
+            function = getattr(importlib.import_module(module_name), attribute)
         except Exception as error:
-            raise ConfigError(f"{key}: {module_name} can't be imported: {described(error)}") from error
-    try:
-        function = getattr(module, attribute)
-    except AttributeError:
-        names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
-        raise ConfigError(
-            f"{key}: expected a function in {module.__file__}, found none named {attribute}.\n  It has: {names}."
-        ) from None
+            raise ConfigError(
+                f"{key}: {name} can't be imported: {described(error)}\n"
+                "  Modules are found in the config's folder and on PYTHONPATH."
+            ) from error
     if not callable(function):
-        raise ConfigError(f"{key}: expected a function, found {attribute} = {function!r} in {module.__file__}.")
+        raise ConfigError(f"{key}: expected a function, found {name} = {function!r}.")
     return function
 
 

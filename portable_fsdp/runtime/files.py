@@ -1,13 +1,16 @@
-"""Files that are either complete or absent, files that somebody else wrote, and the user's cache folder."""
+"""Files that are either complete or absent, files that somebody else wrote (strict JSON too), the cache folder."""
 
 import errno
+import json
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MAX_TEXT_BYTES = 1 << 27
 """For a JSON file; the largest tokenizers have 60 MB."""
@@ -97,3 +100,47 @@ def names_in(folder: Path) -> list[str]:
     if len(names) > _MAX_NAMES:
         raise OSError(errno.E2BIG, f"expected at most {_MAX_NAMES:,} files in this folder, found more", str(folder))
     return sorted(names)
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+MAX_NESTED = 1_000_000
+"""Lists in one text, an object counting as four. Each takes two bytes of the text, and up to 72 bytes of memory."""
+
+# An unterminated string takes the rest of the text, so that each character is looked at once.
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"expected numbers as JSON has them, found {name}")
+
+
+def parse_json(
+    text: str | bytes, constant: Callable[[str], Any] = _refuse_constant, max_nested: int = MAX_NESTED
+) -> Any:
+    """Parse one value. Raises ValueError for text that is no JSON in UTF-8, for a key that an object has twice, and for
+    more objects and lists than `max_nested`.
+
+    `constant`: gives the value of `NaN`, `Infinity` and `-Infinity`; by default they raise ValueError too.
+    """
+    text = text.decode() if isinstance(text, bytes) else text
+    if _nested(text) > max_nested and _nested(outside := _STRING.sub("", text)) > max_nested:
+        objects, lists = outside.count("{"), outside.count("[")
+        raise ValueError(f"expected fewer objects and lists, found {objects:,} and {lists:,}")
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=constant)
+    except RecursionError:
+        raise ValueError("expected fewer levels of objects and lists") from None
+
+
+def _nested(text: str) -> int:
+    return 4 * text.count("{") + text.count("[")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        key, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {key[:80]!r} stands twice")
+    return result

@@ -101,45 +101,12 @@ def _snapshot(key: str, name: str, repo: str, revision: str | None, patterns: Se
             repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_NEVER)
         )
     except Exception as error:  # of its HTTP library too, which changes with its version: all about this download
-        raise ConfigError(f"{key}: {_refusal(name, repo, error)}") from error
+        cause = error.__cause__ or error
+        constants = huggingface_hub.constants
+        raise ConfigError(
+            f"{key}: {name}: no local folder, and not downloaded from {constants.ENDPOINT}: {type(error).__name__}: "
+            f"{next(iter(str(cause).strip().splitlines()), '')}\n  Check the name (org/name, org/name@revision). A "
+            f"private or gated repository needs HF_TOKEN, and access: {constants.ENDPOINT}/{repo}.\n  Without a "
+            f"network or with HF_HUB_OFFLINE=1 all files must be in the cache: {constants.HF_HUB_CACHE}."
+        ) from error
     return Path(folder)
-
-
-def _refusal(name: str, repo: str, error: Any) -> str:
-    from huggingface_hub import constants, errors
-
-    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-    match error:
-        case errors.GatedRepoError():
-            return (
-                f"expected permission to download {name}, found that it is gated on {hub}.\n"
-                f"  Ask for access at {hub}/{repo}, then set HF_TOKEN to a token of that account."
-            )
-        case errors.RepositoryNotFoundError():
-            return (
-                f"expected a local folder or a repository of {hub}, found neither of the name {name}.\n"
-                "  A private one needs HF_TOKEN; a path is relative to the folder that the run starts in."
-            )
-        case errors.RevisionNotFoundError():
-            return (
-                f"expected a branch, tag or commit of {repo} behind the @, found none on {hub}: {name}\n  Name another."
-            )
-        case errors.LocalEntryNotFoundError() if constants.is_offline_mode():
-            return (
-                f"expected {name} as a local folder or whole in the hub's cache ({cache}), found neither, and "
-                "HF_HUB_OFFLINE is set.\n"
-                f"  Run `hf download {repo}` where there is a network, or unset HF_HUB_OFFLINE."
-            )
-        case errors.HFValidationError():
-            return f"expected a hub id (org/name), found {name}: {error}\n  Name another."
-        case _:
-            cause = error.__cause__ or error
-            return (
-                f"expected to download {name} from {hub}, found: {type(cause).__name__}: {_first_line(cause)}\n"
-                f"  It isn't whole in the cache either ({cache}). Check the network (HF_ENDPOINT, HTTPS_PROXY), or "
-                "bring a cache along and set HF_HUB_OFFLINE=1."
-            )
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")

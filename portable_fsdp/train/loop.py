@@ -32,7 +32,7 @@ from portable_fsdp.runtime.errors import (
     TrainingError,
 )
 from portable_fsdp.runtime.factory import UserExit, user_code
-from portable_fsdp.runtime.process import Stopped, StopRequest
+from portable_fsdp.runtime.signals import Stopped, StopRequest
 from portable_fsdp.train.build import open_batches
 from portable_fsdp.train.decision import Votes, decide, is_patience_over
 from portable_fsdp.train.evaluate import Evaluator, updated_history

@@ -144,13 +144,13 @@ def checkpoint_folder(config: Config) -> Path:
 def check_with_engine(config: Config, backend: "Backend") -> None:
     """Raises, on all processes, for folders that can't be written and for a wrong architecture, before minutes of
     tokenizing. *collective*"""
-    from portable_fsdp.models.architecture import check_architecture
+    from portable_fsdp.models.architecture import read_architecture
     from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 
     on_process_0(backend, lambda: _together(*_folders(config)))
     if (architecture := config.model.architecture) is not None:
         before_transformers()
-        on_each_process(backend, lambda: check_architecture(architecture, config.train.task))
+        on_each_process(backend, lambda: read_architecture(architecture, config.train.task, logs=False))
 
 
 def open_data(config: Config, backend: "Backend") -> "Corpus":

@@ -29,7 +29,7 @@ from portable_fsdp.runtime.errors import EXIT_FAILED, CheckpointError, DataError
 from portable_fsdp.runtime.factory import UserExit, described, user_code
 from portable_fsdp.runtime.lock import sole_run
 from portable_fsdp.runtime.logs import RunLog, run_log
-from portable_fsdp.runtime.process import Stopped, StopRequest
+from portable_fsdp.runtime.signals import Stopped, StopRequest
 from portable_fsdp.train.build import (
     Training,
     build_evaluator,

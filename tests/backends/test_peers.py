@@ -19,7 +19,7 @@ import pytest
 
 from portable_fsdp.backends.contract import Partition
 from portable_fsdp.backends.native.peers import Heartbeat, Peers, furthest_behind
-from portable_fsdp.runtime.process import open_store
+from portable_fsdp.runtime.rendezvous import open_store
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ import yaml
 from portable_fsdp.backends.native.torchtpu import check_launch
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import EXIT_STOPPED, EXIT_USAGE, BackendError
-from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 
 ROOT = Path(__file__).parents[2]
 TINY = {

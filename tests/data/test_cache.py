@@ -195,7 +195,7 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
             while True:
                 taken.append(os.dup(0))
         for key in ("k", "new"):
-            with pytest.raises(DataError, match=r"Too many open files\.\n  .*tart again when the cause is gone"):
+            with pytest.raises(DataError, match=r"Too many open files\.\n  .*tart again"):
                 tokenized(tmp_path, recipe(Texts("abc"), key=key))
     finally:
         for descriptor in taken:
@@ -206,7 +206,7 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data\.cache_dir: expected a folder that can be written to, .*\n  Set data"):
+    with pytest.raises(DataError, match=r"data\.cache_dir: .*: can't be written: Not a directory\.\n .* set data"):
         tokenized(tmp_path / "file" / "cache", recipe(Texts("a")))
 
 
@@ -274,6 +274,5 @@ def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(tmp_path: Path) -
         text=True,
         check=False,
     )
-    assert "DataError: data.cache_dir: expected room for the tokenized corpus in" in ended.stderr
-    assert "GiB free)" in ended.stderr
+    assert ": can't be written: File too large.\n  Remove the cause and start again" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["k.lock"]

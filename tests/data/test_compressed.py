@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from portable_fsdp.config.schema import Data
+from portable_fsdp.data.compressed import hash_of_files
 from portable_fsdp.data.examples import Broken, Example
-from portable_fsdp.data.hashes import hash_of_files
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 

@@ -97,7 +97,7 @@ def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: 
         corpus = build_data(data(path, packing="documents"))
     assert numbers(corpus.rows) == [0, 2]
     assert any("1 document of" in line and "nothing to predict" in line for line in caplog.messages)
-    with pytest.raises(DataError, match=r"data: expected at least one document of two tokens, found none"):
+    with pytest.raises(DataError, match=r"data: expected at least one document of 2 to .*, found none"):
         build_data(data(write(tmp_path / "none.jsonl", ["", ""]), packing="none"))
 
 
@@ -355,5 +355,5 @@ def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer,
 
 
 def test_a_tokenizer_of_the_hub_that_is_not_in_the_cache_is_refused(lines: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer: expected org/name as a local folder .* HF_HUB_OFFLINE"):
+    with pytest.raises(DataError, match=r"data\.tokenizer: org/name: no local folder, (?s:.*) HF_HUB_OFFLINE=1"):
         build_data(data(lines, tokenizer="org/name"))

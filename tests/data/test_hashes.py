@@ -12,7 +12,7 @@ import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.build import build_data
-from portable_fsdp.data.hashes import SETTLED_S, hash_of_files, remembered
+from portable_fsdp.data.compressed import SETTLED_S, hash_of_files, remembered
 from portable_fsdp.data.packing import DocumentRows, PackedRows, Pieces, whole
 from portable_fsdp.data.tokenize import Tokens
 

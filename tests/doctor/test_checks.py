@@ -15,7 +15,7 @@ from portable_fsdp.doctor.checks import Finding, checked
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import tpu_chips
-from portable_fsdp.runtime.process import Launch
+from portable_fsdp.runtime.launchers import Launch
 
 CHIPS = [Path("/dev/accel0"), Path("/dev/accel1")]
 WORKERS = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}

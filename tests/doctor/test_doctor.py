@@ -15,7 +15,7 @@ import packaging
 import pytest
 
 from portable_fsdp.doctor import __main__ as doctor
-from portable_fsdp.runtime.process import LAUNCH_VARIABLES
+from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-S", "-m", "portable_fsdp.doctor"]  # -S: what is installed is what a test puts there

@@ -20,8 +20,7 @@ import yaml
 from portable_fsdp.checkpoint.format import committed_steps, step_of
 from portable_fsdp.launch import main
 from portable_fsdp.observe.run_files import read_jsonl
-from portable_fsdp.runtime.process import LAUNCH_VARIABLES
-from portable_fsdp.runtime.tasks import PORTS
+from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES, PORTS
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent  # torchrun lies beside python

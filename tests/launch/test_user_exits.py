@@ -15,14 +15,14 @@ from plain_backend import PlainBackend, in_processes
 
 from portable_fsdp.config.data import Data
 from portable_fsdp.config.load import load_config
+from portable_fsdp.data.batches import _Steps
 from portable_fsdp.data.packing import StepRows
-from portable_fsdp.data.workers import _Steps
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.report.read import read_run
 from portable_fsdp.runtime.collective_errors import on_each_process
 from portable_fsdp.runtime.factory import UserExit, user_code
-from portable_fsdp.runtime.process import Interrupted, Stopped, StopRequest
+from portable_fsdp.runtime.signals import Interrupted, Stopped, StopRequest
 from portable_fsdp.train.loop import train
 
 MODULE = """

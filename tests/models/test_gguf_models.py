@@ -72,9 +72,7 @@ def test_it_grows_with_its_tokenizer(tmp_path: Path) -> None:
 
 def test_what_is_not_there_or_not_done_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", build(ARCHITECTURES["llama"]))
-    with pytest.raises(
-        ConfigError, match=r"model\.gguf_file: expected a file of .* the name other\.gguf\.\n  It has: m\.gg"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.gguf_file: expected a file of .* the name other\.gguf\."):
         open_file(tmp_path, "other.gguf")
     with pytest.raises(ConfigError, match=r"config\.json, found none in it: .*\n.*model\.gguf_file"):
         build_model(Model(pretrained=str(tmp_path)), seed=0, seq_len=SEQ_LEN, vocabulary=4)

@@ -168,7 +168,7 @@ def test_missing_weights_that_are_allowed_are_drawn_as_in_a_new_model(
         open_folder(tmp_path, "lm_head")
     built = open_folder(tmp_path, "lm_head", "*norm.weight")
     assert f"missing, and drawn from run.seed: {NORM}, {HEAD}" in caplog.text
-    assert "model.pretrained: LlamaConfig knows no vendor: without effect" in caplog.text
+    assert "model.pretrained: LlamaConfig declares no vendor: probably without effect" in caplog.text
     assert torch.equal(whole_weight(built, HEAD), whole_weight(build("llama", seed=3), HEAD))
     assert torch.equal(whole_weight(built, NORM), torch.ones(48))
     assert torch.equal(whole_weight(built, TABLE), stock.get_parameter(TABLE))
@@ -243,7 +243,7 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: edit(f, HEAD), r"found none for lm_head\.weight\."),
     (lambda f: edit(f, model__norm__weight=torch.ones(47)), r"norm\.weight: expected \[48\] \(config.*found \[47\] in"),
     (lambda f: _set(f, intermediate_size=96), r"0\.mlp\.gate_proj\.weight: expected \[96, 48\].*found \[80, 48\]"),
-    (_only_pickle, r"expected model\.safetensors or .*found pytorch_model\.bin: a pickle.*\n.*save_pretrained"),
+    (_only_pickle, r"expected model\.safetensors or .*found pytorch_model\.bin\.\n.*A pickle may.*\n.*save_pretrained"),
     (_write(WEIGHTS, None), r"expected model\.safetensors or .*found neither\."),
     (_write(WEIGHTS, "\0" * 5), r"model\.safetensors: .*found 5 bytes that are not one"),
     (lambda f: _index(f, x="model-2.safetensors"), r"expected model-2\.safetensors .*found no such file"),
@@ -253,7 +253,7 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (_write("config.json", "{"), r"config\.json: .*JSON"),
     (_write("config.json", "{}"), r"config\.json: .*model"),
     (lambda f: _set(f, model_type="t5"), r"config\.json: expected a causal language model.*found model_type 't5'"),
-    (_only_adapter, r"config\.json, found none in it: .*\n  It is an adapter"),
+    (_only_adapter, r"config\.json, found none in it: .*\n.*for an adapter"),
     (lambda f: edit(f, **TABLE_IN_FLOAT8), r"tokens\.weight: expected F32, .* found F8_E4M3 .*: a quantised model"),
     (
         lambda f: _set(f, quantization_config={"quant_method": "fp8"}),

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from portable_fsdp.runtime.process import end_with_parent
+from portable_fsdp.runtime.signals import end_with_parent
 
 
 def main(folder: Path, parent: int) -> int:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from portable_fsdp.runtime.closing import Closing
+from portable_fsdp.runtime.errors import Closing
 
 
 class BrokenClose(Closing):

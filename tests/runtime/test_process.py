@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from portable_fsdp.runtime import process as module
+from portable_fsdp.runtime import rendezvous as module
 from portable_fsdp.runtime.errors import ConfigError, TrainingError
-from portable_fsdp.runtime.process import OUR_RUNS, Stopped, StopRequest, open_store
+from portable_fsdp.runtime.launchers import OUR_RUNS
+from portable_fsdp.runtime.rendezvous import open_store
+from portable_fsdp.runtime.signals import Stopped, StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -46,7 +48,7 @@ def test_a_request_ends_at_once_what_comes_before_the_first_step() -> None:
 def test_a_request_ends_a_main_thread_that_python_cannot_interrupt() -> None:
     """As a compiler that has let go of Python's lock."""
     code = (
-        "import hashlib\nfrom portable_fsdp.runtime.process import StopRequest\n"
+        "import hashlib\nfrom portable_fsdp.runtime.signals import StopRequest\n"
         "with StopRequest(grace_s=0.2):\n"
         "    print('ready', flush=True)\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)\n"
@@ -78,7 +80,7 @@ def test_the_second_request_interrupts(number: signal.Signals) -> None:
 
 def test_a_process_finishes_its_step() -> None:
     code = (
-        "import time\nfrom portable_fsdp.runtime.process import StopRequest\n"
+        "import time\nfrom portable_fsdp.runtime.signals import StopRequest\n"
         "with StopRequest() as stop:\n"
         "    stop.begin_steps()\n"
         "    print('ready', flush=True)\n"
@@ -98,7 +100,7 @@ def test_a_process_finishes_its_step() -> None:
 
 ASK_THE_KERNEL = """
 import ctypes, os
-from portable_fsdp.runtime.process import end_with_agent
+from portable_fsdp.runtime.signals import end_with_agent
 end_with_agent(os.environ)
 number = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.process import OUR_RUNS, Launch, detect_launch
-from portable_fsdp.runtime.tasks import first_host
+from portable_fsdp.runtime.launchers import OUR_RUNS, Launch, detect_launch, first_host
 
 Environ = dict[str, str]
 

@@ -54,11 +54,10 @@ from portable_fsdp.layout import (
     replica,
     state_spec,
 )
-from portable_fsdp.runtime.closing import close_after
-from portable_fsdp.runtime.errors import BackendError, TrainingError
+from portable_fsdp.runtime.errors import BackendError, TrainingError, close_after
 from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.host import prefer_expandable_segments
-from portable_fsdp.runtime.process import detect_launch
+from portable_fsdp.runtime.launchers import detect_launch
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
@@ -130,7 +129,7 @@ class NativeBackend(contract.Backend):
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
         self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
         if "float16" in config.precision.dtypes:
-            from portable_fsdp.optim.loss_scale import LossScaler
+            from portable_fsdp.optim.optimizer import LossScaler
 
             self.loss_scaler = LossScaler(config.precision.loss_scale, config.precision.loss_scale_window, self.device)
 

@@ -15,7 +15,7 @@ from portable_fsdp.backends.refusals import (
     shards_of_a_replica,
 )
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.process import Hosts
+from portable_fsdp.runtime.rendezvous import Hosts
 
 
 def _compiler(config: Config, place: Deployment) -> str | None:

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from portable_fsdp.backends.contract import Partition
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
-from portable_fsdp.runtime.process import open_store
-from portable_fsdp.runtime.strict_json import parse_json
+from portable_fsdp.runtime.files import parse_json
+from portable_fsdp.runtime.rendezvous import open_store
 
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0

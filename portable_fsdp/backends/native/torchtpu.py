@@ -15,7 +15,8 @@ from packaging.requirements import Requirement
 
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import tpu_chips
-from portable_fsdp.runtime.process import Hosts, detect_launch, problem_of_tpu_worker, tpu_workers
+from portable_fsdp.runtime.launchers import detect_launch, problem_of_tpu_worker, tpu_workers
+from portable_fsdp.runtime.rendezvous import Hosts
 
 if TYPE_CHECKING:
     import torch

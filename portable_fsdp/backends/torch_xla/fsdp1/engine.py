@@ -31,7 +31,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, full_region, groups_over
 from portable_fsdp.optim.counting import CountingOptimizer
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.process import detect_launch
+from portable_fsdp.runtime.launchers import detect_launch
 
 
 class XlaFsdp1Backend(PjrtBackend):

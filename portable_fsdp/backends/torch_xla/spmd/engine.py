@@ -37,7 +37,7 @@ from portable_fsdp.backends.weight_uses import eight_bit_layers, in_own_dtype, i
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, batch_spec, count_copies, full_region, state_spec
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.process import detect_launch
+from portable_fsdp.runtime.launchers import detect_launch
 
 log = logging.getLogger("portable_fsdp")
 

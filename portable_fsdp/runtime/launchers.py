@@ -1,0 +1,302 @@
+"""Who launched this process. Device counts come from the engine, never from here."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from portable_fsdp.runtime.errors import ConfigError
+
+COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+OUR_RUNS = "portable_fsdp.launch-"
+"""Begins the elastic run's id in a start of our own; the agent's PID follows."""
+
+NOT_A_STEP = (2**32 - 6, 2**32 - 5)  # slurm.h: the steps of an interactive shell and of the batch script itself
+PORTS = range(20000, 30000)  # below those that Linux gives to clients
+MPI_PORT = 29500  # torch's own; mpirun gives no number of a job that all its hosts know
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks that one launcher started, and which of them this process is."""
+
+    launcher: Literal["srun", "mpirun"]
+    rank: int
+    count: int
+    local_rank: int
+    local_count: int  # of this host
+    rank_variable: str  # where `rank` was read, for messages
+    count_variable: str
+    first_host: str  # empty where the launcher doesn't name it
+    port: int
+
+
+def read_tasks(environ: Mapping[str, str]) -> Tasks | None:
+    """None where neither started this process. Raises ConfigError for variables that are no numbers.
+
+    mpirun in a Slurm allocation starts its own daemons with srun, one a host, whose variables its tasks inherit: then
+    MPI's count. srun itself sets PMI's variables too, to the same numbers.
+    """
+    slurm, mpi = _slurm(environ), _mpi(environ)
+    if slurm is None or mpi is None:
+        return slurm or mpi
+    is_pmi_of_srun = mpi.rank_variable == "PMI_RANK" and (mpi.rank, mpi.count) == (slurm.rank, slurm.count)
+    return slurm if is_pmi_of_srun else mpi
+
+
+def _slurm(environ: Mapping[str, str]) -> Tasks | None:
+    """None for the batch script and for shells, which have such variables too."""
+    if not environ.get("SLURM_PROCID") or not environ.get("SLURM_STEP_ID"):
+        return None
+    if integer(environ, "SLURM_STEP_ID") in NOT_A_STEP:
+        return None
+    count_variable = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    _require(environ, "srun", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID")
+    names = ("SLURM_PROCID", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    rank, count, local_rank, job, step = (integer(environ, name) for name in names)
+    host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+    port = PORTS[(job + step) % len(PORTS)]  # two jobs that share a host, or two steps of one, don't collide
+    local_count = _tasks_of_this_node(environ, count)
+    return Tasks("srun", rank, count, local_rank, local_count, "SLURM_PROCID", count_variable, host, port)
+
+
+def _tasks_of_this_node(environ: Mapping[str, str], count: int) -> int:
+    """From `4(x2),3`: four tasks on each of the first two nodes, three on the third."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    per_node: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        per_node += [int(tasks)] * int(times or 1)
+    node = integer(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
+    if node < len(per_node):
+        return per_node[node]
+    nodes = integer(environ, "SLURM_NNODES") if environ.get("SLURM_NNODES") else 1
+    return max(1, count // max(1, nodes))
+
+
+def first_host(nodes: str) -> str:
+    """`rack2n07` of Slurm's `rack2n[07-09,12],login1`; empty for an empty list."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def _mpi(environ: Mapping[str, str]) -> Tasks | None:
+    """Open MPI's variables, or those of MPICH and Intel MPI."""
+    names = (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        if environ.get("OMPI_COMM_WORLD_RANK")
+        else ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    )
+    if not environ.get(names[0]):
+        return None
+    if names[0] == "PMI_RANK" and environ.get("SLURM_PROCID") == environ["PMI_RANK"] and not environ.get(names[2]):
+        return None  # srun --mpi=pmi2, which knows no other name of these
+    _require(environ, "mpirun", *names)
+    rank, count, local_rank, local_count = (integer(environ, name) for name in names)
+    host = "127.0.0.1" if local_count == count else ""
+    return Tasks("mpirun", rank, count, local_rank, local_count, names[0], names[1], host, MPI_PORT)
+
+
+def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"environment: expected all variables that {launcher} sets, found none of {', '.join(missing)}.\n"
+            f"  Start it with {launcher} itself, or unset its other variables."
+        )
+
+
+def integer(environ: Mapping[str, str], name: str) -> int:
+    """Raises ConfigError for what is no integer."""
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"environment: {name}: expected an integer, found {environ[name]!r}.") from None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started, in torchrun's words."""
+
+    kind: Literal["plain", "torchrun", "srun", "mpirun", "variables", "tpu_vm"]
+    rank: int = 0  # among all processes
+    local_rank: int = 0  # among the processes of this host
+    world_size: int = 1  # processes
+    description: str = field(default="", compare=False)  # who started it, for the first line of a run
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What torch reads from the environment, where the launcher has other names for it."""
+    by_accelerate: bool = False  # `accelerate launch`, which sets the number of processes
+
+    @property
+    def is_alone(self) -> bool:
+        """No launcher counts this host's processes, and there is no address where they could meet."""
+        return self.kind in ("plain", "tpu_vm")
+
+
+def detect_launch(environ: Mapping[str, str]) -> Launch:
+    """Who started this process: torchrun, srun, mpirun, something that sets torchrun's five variables, or nobody.
+
+    Raises ConfigError, naming the variables, where only some are set and where two launchers contradict each other.
+    """
+    tasks = read_tasks(environ)
+    # A script may export an address for its tasks, though this time it has only one, which needs none.
+    telling = LAUNCH_VARIABLES if tasks is None else COUNTING_VARIABLES
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        launch = _torchrun(environ, tasks)
+    elif tasks is not None and tasks.count > 1:
+        launch = _of_tasks(environ, tasks)
+    elif any(environ.get(name) for name in telling):
+        launch = _of_variables(environ, "variables", f"{', '.join(LAUNCH_VARIABLES)} of its environment")
+        _require_all_tpu_workers(environ, launch)
+    elif tpu_workers(environ):
+        launch = _tpu_vm(environ)
+    else:
+        launcher = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
+        launch = Launch("plain", description=launcher)
+    by_accelerate = is_by_accelerate(environ)
+    return replace(launch, by_accelerate=by_accelerate, description=_describe(launch, by_accelerate, environ))
+
+
+def is_by_accelerate(environ: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` started this process: it always sets this variable."""
+    return bool(environ.get("ACCELERATE_MIXED_PRECISION"))
+
+
+def _describe(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
+    if by_accelerate and launch.kind == "plain":
+        return "accelerate launch: 1 process(es)"  # it starts no others, and has counted this one
+    description = launch.description + (", of accelerate launch" if by_accelerate else "")
+    if launch.is_alone:
+        return description
+    here = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
+    return f"{description}: {launch.world_size} process(es)" + (f", {here} of them on this host" if here else "")
+
+
+# ------------------------------------------------------------------------------------------------------------- TPU VMs
+
+
+def tpu_workers(environ: Mapping[str, str]) -> list[str]:
+    """The hosts of a TPU slice; none where the environment doesn't name them."""
+    return [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
+
+
+def problem_of_tpu_worker(environ: Mapping[str, str]) -> str:
+    """What is wrong with the worker's number; empty where the environment shows nothing wrong."""
+    number, count = environ.get("TPU_WORKER_ID", ""), len(tpu_workers(environ))
+    if number and not number.isdecimal():
+        return f"TPU_WORKER_ID={number} is no number"
+    if number and count and int(number) >= count:
+        return f"TPU_WORKER_ID={number}, but TPU_WORKER_HOSTNAMES names {count} worker(s)"
+    return ""
+
+
+def _tpu_vm(environ: Mapping[str, str]) -> Launch:
+    """One process a host: PJRT itself finds out how many there are, and which one this is."""
+    if problem := problem_of_tpu_worker(environ):
+        raise ConfigError(f"environment: {problem}.\n  Set the TPU_* variables as the TPU VM does, or unset them.")
+    slices = environ.get("MEGASCALE_NUM_SLICES")
+    of_slice = f", slice {environ.get('MEGASCALE_SLICE_ID', '?')} of {slices}" if slices else ""
+    worker = f"TPU worker {environ.get('TPU_WORKER_ID', '?')} of {len(tpu_workers(environ))}"
+    return Launch("tpu_vm", description=worker + of_slice)
+
+
+def _require_all_tpu_workers(environ: Mapping[str, str], launch: Launch) -> None:
+    """Who sets the variables counts the processes of all hosts; torchrun may run on each host by itself."""
+    workers = len(tpu_workers(environ))
+    if workers > 1 and launch.world_size % workers:
+        raise ConfigError(
+            f"environment: two launchers: WORLD_SIZE={launch.world_size} (by {launch.description}), but "
+            f"TPU_WORKER_HOSTNAMES names {workers} workers, on each of which the run has as many processes.\n"
+            f"  Unset {', '.join(LAUNCH_VARIABLES)}: on a TPU slice a plain start on each host is enough."
+        )
+
+
+# ------------------------------------------------------------------------------------------------ torchrun's variables
+
+
+def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variables"], description: str) -> Launch:
+    missing = [name for name in LAUNCH_VARIABLES if not environ.get(name)]
+    if missing:
+        present = [f"{name}={environ[name]}" for name in LAUNCH_VARIABLES if name not in missing]
+        raise ConfigError(
+            f"environment: expected all or none of {', '.join(LAUNCH_VARIABLES)}, found {', '.join(present) or 'none'} "
+            f"without {', '.join(missing)}.\n  Start with torchrun, which sets all five, or unset them."
+        )
+    rank, local_rank, world_size = (integer(environ, name) for name in COUNTING_VARIABLES)
+    _require_port(environ)
+    here = integer(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else world_size
+    if not (0 <= local_rank <= rank < world_size and local_rank < here <= world_size):
+        raise ConfigError(
+            "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= "
+            f"WORLD_SIZE, found LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={here}."
+            "\n  Start with torchrun, which sets them, or unset them."
+        )
+    return Launch(kind, rank, local_rank, world_size, description)
+
+
+def _require_port(environ: Mapping[str, str]) -> None:
+    if not 1 <= integer(environ, "MASTER_PORT") <= 65535:
+        port = environ["MASTER_PORT"]
+        raise ConfigError(f"environment: MASTER_PORT: expected a port from 1 to 65535, found {port}.")
+
+
+def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
+    """In a task of srun or mpirun, torchrun is one agent: its group has one host for each task.
+
+    So 4 tasks and a WORLD_SIZE of 8 are two processes a host.
+    """
+    is_ours = environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS)
+    description = "portable_fsdp.launch" if is_ours else "torchrun"
+    if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        count, most = environ.get("TORCHELASTIC_RESTART_COUNT"), environ["TORCHELASTIC_MAX_RESTARTS"]
+        description += f" (restart {count} of {most})"
+    launch = _of_variables(environ, "torchrun", description)
+    if tasks is None or tasks.count == 1:
+        return launch
+    of_tasks = f"{tasks.count_variable}={tasks.count}"
+    if tasks.local_count > 1:
+        raise ConfigError(
+            f"environment: two launchers: expected one task of {tasks.launcher} a host where the task is torchrun, "
+            f"found {tasks.local_count} on this host ({of_tasks}) and torchrun's WORLD_SIZE={launch.world_size}.\n"
+            "  Start torchrun with --ntasks-per-node=1 (mpirun: one task a host), or leave torchrun out."
+        )
+    if environ.get("GROUP_WORLD_SIZE") == "1":
+        raise ConfigError(
+            f"environment: two launchers: {of_tasks}, but torchrun's GROUP_WORLD_SIZE=1: each of the {tasks.count} "
+            "hosts would train a run of its own.\n  Give torchrun --nnodes and --rdzv-endpoint instead of --standalone."
+        )
+    return launch
+
+
+def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
+    """srun and mpirun in torchrun's words; a variable of torchrun's that is set already must agree."""
+    counts = {
+        "RANK": tasks.rank,
+        "WORLD_SIZE": tasks.count,
+        "LOCAL_RANK": tasks.local_rank,
+        "LOCAL_WORLD_SIZE": tasks.local_count,
+    }
+    for name, value in counts.items():
+        if environ.get(name) and integer(environ, name) != value:
+            raise ConfigError(
+                f"environment: two launchers: {name}={environ[name]}, but by {tasks.launcher}'s variables it is "
+                f"{value} ({tasks.rank_variable}={tasks.rank}, {tasks.count_variable}={tasks.count}).\n"
+                f"  Unset {name}, or start it without {tasks.launcher}."
+            )
+    if not 0 <= tasks.local_rank < tasks.local_count <= tasks.count or not 0 <= tasks.rank < tasks.count:
+        raise ConfigError(
+            f"environment: {tasks.launcher}: expected a task among those of its host and of its job, found task "
+            f"{tasks.rank} of {tasks.count} ({tasks.rank_variable}, {tasks.count_variable}), and {tasks.local_rank} of "
+            f"{tasks.local_count} on this host."
+        )
+    address = environ.get("MASTER_ADDR") or tasks.first_host
+    if not address:
+        raise ConfigError(
+            f"environment: {tasks.launcher} doesn't say which host is the first, where all processes meet.\n"
+            "  Set it for all of them: export MASTER_ADDR=HOST before srun, mpirun -x MASTER_ADDR=HOST (Open MPI), "
+            "mpirun -genv MASTER_ADDR HOST (MPICH, Intel MPI)."
+        )
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": environ.get("MASTER_PORT") or str(tasks.port)}
+    _require_port(meeting)
+    variables = {name: str(value) for name, value in counts.items()} | meeting
+    return Launch(tasks.launcher, tasks.rank, tasks.local_rank, tasks.count, tasks.launcher, variables)
