@@ -40,9 +40,8 @@ from portable_fsdp.observe.run_files import RunFiles
 from portable_fsdp.optim.schedule import learning_rate
 from portable_fsdp.runtime.signals import StopRequest
 from portable_fsdp.train.build import Training, build_training
-from portable_fsdp.train.decision import Votes
+from portable_fsdp.train.control import SaveTriggers, Votes
 from portable_fsdp.train.measures import InFlight, Measures, run_start
-from portable_fsdp.train.save_triggers import SaveTriggers
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama",

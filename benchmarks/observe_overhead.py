@@ -24,7 +24,7 @@ from portable_fsdp.observe.callbacks import Callback, Callbacks
 from portable_fsdp.observe.console import Console
 from portable_fsdp.observe.run_files import RunFiles
 from portable_fsdp.observe.trackers import Trackers
-from portable_fsdp.runtime.logs import RunLog
+from portable_fsdp.runtime.command import RunLog
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.measures import run_start
 

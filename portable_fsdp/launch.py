@@ -12,10 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stderr
+from portable_fsdp.runtime.command import (
+    IMPORT_HELP,
+    CommandParser,
+    KeptOutput,
+    Once,
+    number_of,
+    run_command,
+    to_stderr,
+)
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate, tpu_workers
-from portable_fsdp.runtime.logs import KeptOutput
 from portable_fsdp.runtime.rendezvous import Hosts
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 

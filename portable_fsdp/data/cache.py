@@ -33,9 +33,8 @@ from portable_fsdp.data.examples import Broken, DocumentSource, Example, Rendere
 from portable_fsdp.data.render import Render
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.files import read_regular, sync_folder
+from portable_fsdp.runtime.files import read_regular, sync_folder, try_lock
 from portable_fsdp.runtime.limits import Limit, begin, memory_limit
-from portable_fsdp.runtime.lock import try_lock
 
 log = logging.getLogger("portable_fsdp")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from portable_fsdp.checkpoint.commit import with_cause
 from portable_fsdp.config.schema import Config
-from portable_fsdp.observe.stragglers import Straggler
+from portable_fsdp.observe.goodput import Straggler
 from portable_fsdp.runtime.errors import TrainingError
 
 if TYPE_CHECKING:  # torch isn't needed to read a run's files

@@ -1,16 +1,18 @@
-"""Goodput: the share of a run's wall time, over all its starts, that went into steps that count.
+"""Goodput and pace: the share of wall time, over all starts of a run, that went into steps that count; stragglers.
 
 Everything comes from the run's own files. A start's events say when its process began and which steps it repeats;
 the rows of metrics.jsonl say how long each step took that still counts.
 """
 
+import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 PARTS = {
     "steps": "steps that count",
@@ -162,3 +164,56 @@ class Pace:
             self._began = now
             return None
         return (now - self._began) / self._count * steps
+
+
+WINDOW, ENOUGH, RATIO = 10, 9, 1.3
+"""A straggler takes `RATIO` times the median or more in `ENOUGH` of the last `WINDOW` steps."""
+
+SHARE = 0.03
+"""Share of a step. Less time than that above the median delays nobody, whatever its ratio."""
+
+
+class Straggler(NamedTuple):
+    """A process that was slow in `slow` of the last `steps` steps."""
+
+    process: int
+    host: str
+    ratio: float  # of its own time to the median; the median over the slow steps
+    slow: int
+    steps: int
+
+    def __str__(self) -> str:
+        slower = f"{self.ratio:.1f}x slower than the median in {self.slow} of the last {self.steps} steps"
+        return f"process {self.process} on {self.host} is {slower}"
+
+
+class StragglerWatch:
+    """Names each straggler once."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        """`hosts`: of each process."""
+        self._hosts = hosts
+        self._ratios = [deque[float](maxlen=WINDOW) for _ in hosts]
+        self._named = set[int]()
+
+    def add(self, own: Sequence[float], seconds: float) -> tuple[Straggler, ...]:
+        """A step: each process's own time, and the whole step's. Returns the stragglers that nobody has named yet."""
+        if imbalance(own) is None:
+            return ()
+        median, new = statistics.median_low(own), list[Straggler]()
+        for process, (value, ratios) in enumerate(zip(own, self._ratios, strict=True)):
+            ratios.append(value / median if value - median >= SHARE * seconds else 1.0)
+            slow = [ratio for ratio in ratios if ratio >= RATIO]
+            if len(slow) >= ENOUGH and process not in self._named:
+                self._named.add(process)
+                new.append(Straggler(process, self._hosts[process], statistics.median(slow), len(slow), len(ratios)))
+        return tuple(new)
+
+
+def imbalance(
+    values: Sequence[float], median: Callable[[Sequence[float]], float] = statistics.median_low
+) -> float | None:
+    """The greatest value over the `median` (of two values: over the smaller); 1 is even. None: some are unknown."""
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        return None
+    return max(values) / median(values)

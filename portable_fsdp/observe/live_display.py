@@ -15,7 +15,7 @@ from rich.table import Column
 from portable_fsdp.checkpoint.format import step_of
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.observe.goodput import duration
-from portable_fsdp.runtime.logs import stderr_file
+from portable_fsdp.runtime.command import stderr_file
 
 log = logging.getLogger("portable_fsdp")
 

@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable_fsdp.observe.callbacks import Callback, Callbacks, ProfileEnd, RunStart
-from portable_fsdp.runtime.logs import stderr_file, stderr_into
+from portable_fsdp.runtime.command import stderr_file, stderr_into
 from portable_fsdp.runtime.signals import StopRequest
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import psutil
 from portable_fsdp.checkpoint.format import NamedSave
 from portable_fsdp.config.load import config_text
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
-from portable_fsdp.observe.stragglers import imbalance
+from portable_fsdp.observe.goodput import imbalance
 from portable_fsdp.runtime.errors import UsageError, without_passwords
 from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, open_regular, write_text_atomically
 
@@ -308,7 +308,7 @@ def _evaluation_row(evaluation: EvaluationEnd) -> dict[str, object]:
 def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
     """How evenly the processes are loaded, by process index, as each saw it at the start of this step.
 
-    Own seconds leave out waiting for others, which makes wall times even (observe/stragglers.py). An imbalance is the
+    Own seconds leave out waiting for others, which makes wall times even (observe/goodput.py). An imbalance is the
     greatest value over the median; of `hosts`: of their mean own times, None for one host.
     """
     by_host = defaultdict[str, list[float]](list)

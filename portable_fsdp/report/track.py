@@ -20,8 +20,7 @@ import psutil
 
 from portable_fsdp.report.read import JsonObject, name_of, read_config, read_records
 from portable_fsdp.runtime.errors import PortableFSDPError, UsageError
-from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically
-from portable_fsdp.runtime.lock import try_lock
+from portable_fsdp.runtime.files import parse_json, read_regular, try_lock, write_text_atomically
 
 FOLDER = "trackers"
 _PROJECT = "portable_fsdp"

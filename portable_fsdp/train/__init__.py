@@ -1,6 +1,4 @@
-"""A run: `loop.py` builds it, steps it and saves it, top to bottom; `step.py` is the step, `records.py` what a run says
-of itself, `save_triggers.py` when it saves besides every n steps.
-
-May import everything below: checkpoint, backends, models, data, optim, metrics, config, runtime. Never asks a backend
-for its type. Read `loop.py` first.
+"""A training run. Read `loop.py` first: it is the run from top to bottom. `run.py` opens what the loop uses,
+`preflight.py` checks before the first step, `build.py` makes the model and its step, `step.py` is the step, and
+`control.py` decides what follows it.
 """

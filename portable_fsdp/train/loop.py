@@ -34,7 +34,7 @@ from portable_fsdp.runtime.errors import (
 from portable_fsdp.runtime.factory import UserExit, user_code
 from portable_fsdp.runtime.signals import Stopped, StopRequest
 from portable_fsdp.train.build import open_batches
-from portable_fsdp.train.decision import Votes, decide, is_patience_over
+from portable_fsdp.train.control import Votes, decide, is_patience_over
 from portable_fsdp.train.evaluate import Evaluator, updated_history
 from portable_fsdp.train.measures import InFlight, NotFiniteError
 from portable_fsdp.train.run import Exporter, OpenRun, newest_checkpoint, note_commits, open_run, patience_of, recorded

@@ -15,10 +15,9 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.models.flops import model_flops_per_token, peak_flops
 from portable_fsdp.models.weights import ModelSize
 from portable_fsdp.observe.callbacks import RunStart, StepEnd
-from portable_fsdp.observe.goodput import Pace
-from portable_fsdp.observe.stragglers import StragglerWatch, imbalance
+from portable_fsdp.observe.goodput import Pace, StragglerWatch, imbalance
 from portable_fsdp.runtime.errors import TrainingError
-from portable_fsdp.train.decision import Votes
+from portable_fsdp.train.control import Votes
 
 if TYPE_CHECKING:  # text doesn't load it
     from portable_fsdp.train.row_trial import RowCost

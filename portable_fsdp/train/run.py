@@ -24,11 +24,10 @@ from portable_fsdp.observe.console import Console
 from portable_fsdp.observe.profiles import Profiles
 from portable_fsdp.observe.run_files import EventsFile, RunFiles, last_save
 from portable_fsdp.runtime.collective_errors import on_process_0
-from portable_fsdp.runtime.command import configure_log
+from portable_fsdp.runtime.command import RunLog, configure_log, run_log
 from portable_fsdp.runtime.errors import EXIT_FAILED, CheckpointError, DataError, PortableFSDPError
 from portable_fsdp.runtime.factory import UserExit, described, user_code
-from portable_fsdp.runtime.lock import sole_run
-from portable_fsdp.runtime.logs import RunLog, run_log
+from portable_fsdp.runtime.files import sole_run
 from portable_fsdp.runtime.signals import Stopped, StopRequest
 from portable_fsdp.train.build import (
     Training,
@@ -38,11 +37,10 @@ from portable_fsdp.train.build import (
     open_checkpoints,
     total_steps,
 )
-from portable_fsdp.train.decision import Limits
+from portable_fsdp.train.control import Limits, SaveTriggers
 from portable_fsdp.train.evaluate import Evaluator
 from portable_fsdp.train.measures import Measures, NotFiniteError, run_start
 from portable_fsdp.train.preflight import check_profile, check_with_engine, open_data, require_same_model
-from portable_fsdp.train.save_triggers import SaveTriggers
 
 if TYPE_CHECKING:  # a run without samples doesn't load it
     from portable_fsdp.train.sampling import Sampler

@@ -11,7 +11,7 @@ from unit_models import MODELS, plain_run
 from workers import Group, JobFailed, Workers
 
 from portable_fsdp.backends.contract import ShardPolicy
-from portable_fsdp.backends.native.scalars import cast_scalars
+from portable_fsdp.backends.native.units import cast_scalars
 
 GetWorkers = Callable[[Group], Workers]
 Settings = dict[str, dict[str, Any]]

@@ -14,7 +14,7 @@ from cli import PYTHON, SAVES, committed, events, finish, launch, require_curve,
 
 from portable_fsdp.observe.goodput import goodput
 from portable_fsdp.observe.run_files import read_jsonl
-from portable_fsdp.runtime.lock import LOCK_NAME
+from portable_fsdp.runtime.files import LOCK_NAME
 
 NATIVE_2 = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]
 XLA_2 = [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2"]

@@ -12,7 +12,7 @@ import pytest
 from cli import PYTHON, TORCHRUN, Started, committed, finish, launch, losses, started, tiny_config
 
 from portable_fsdp.observe.run_files import read_jsonl
-from portable_fsdp.runtime.lock import LOCK_NAME
+from portable_fsdp.runtime.files import LOCK_NAME
 
 LONG = ["train.steps=100000", "checkpoint.every=1", "checkpoint.keep=2", "train.log_every=100"]
 SEVERAL = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"]

@@ -14,7 +14,7 @@ from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.observe.callbacks import StepEnd
 from portable_fsdp.runtime.errors import TrainingError
-from portable_fsdp.train.decision import Votes
+from portable_fsdp.train.control import Votes
 from portable_fsdp.train.measures import InFlight, Measures
 
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")

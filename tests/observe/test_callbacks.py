@@ -25,8 +25,8 @@ from portable_fsdp.config.data import Data
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, RunEnd, RunStart, StepEnd
 from portable_fsdp.observe.run_files import read_jsonl
+from portable_fsdp.runtime.command import run_log
 from portable_fsdp.runtime.errors import DataError, TrainingError
-from portable_fsdp.runtime.logs import run_log
 from portable_fsdp.train.loop import train
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from portable_fsdp.observe.stragglers import StragglerWatch, imbalance
+from portable_fsdp.observe.goodput import StragglerWatch, imbalance
 
 EVEN = (1.0, 1.1, 1.0, 0.9)
 SLOW = (1.0, 1.1, 1.8, 0.9)

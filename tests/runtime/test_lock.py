@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.lock import LOCK_NAME, sole_run
+from portable_fsdp.runtime.files import LOCK_NAME, sole_run
 
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from portable_fsdp.runtime.lock import sole_run
+from portable_fsdp.runtime.files import sole_run
 with sole_run(Path(sys.argv[1])):
     child = subprocess.Popen(["sleep", "1000"], close_fds=False)
     print(child.pid, flush=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.runtime.logs import RunLog
+from portable_fsdp.runtime.command import RunLog
 
 PROGRAM = """
 import ctypes, os, sys
 from pathlib import Path
-from portable_fsdp.runtime.logs import KeptOutput
+from portable_fsdp.runtime.command import KeptOutput
 
 libc = ctypes.CDLL(None)
 with KeptOutput() as output:

@@ -6,7 +6,7 @@ from portable_fsdp.checkpoint.format import Evaluated
 from portable_fsdp.config.schema import Config, Model, Optim, Train
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.build import total_steps
-from portable_fsdp.train.decision import Decision, Limits, Votes, decide
+from portable_fsdp.train.control import Decision, Limits, Votes, decide
 
 LIMITS = Limits(last=10, save_every=4, eval_every=3, patience=2)
 SELDOM = Limits(last=10, save_every=None, eval_every=None, patience=None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.train.save_triggers import SaveTriggers
+from portable_fsdp.train.control import SaveTriggers
 
 
 class Clock:
