@@ -69,8 +69,6 @@ def engine_options_outside_backends(modules: Modules) -> list[str]:
         f"{at}: {ast.unparse(node)} is an option of an engine"
         for at, node in nodes(modules, but="backends")
         if isinstance(node, ast.Attribute) and node.attr in ENGINES
-        # Open: the buffers of a model are built before the engine sees them.
-        if not (at.startswith("train/build.py:") and ast.unparse(node) == "config.xla_fsdp1")
     ]
 
 

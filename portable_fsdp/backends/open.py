@@ -75,8 +75,11 @@ def engines_on(device: str) -> tuple[str, ...]:
 
 def usual_engine(device: str) -> str:
     """What --backend=auto is on a device."""
-    installed = (engine for engine in engines_on(device) if _is_installed(spec_of(engine).packages[device].name))
-    return next(installed, None) or engine_made_for(device)
+    for engine in ENGINES:  # the first one ends it: a run loads the description of no other engine
+        package = spec_of(engine).packages.get(device)
+        if package is not None and _is_installed(package.name):
+            return engine
+    return engine_made_for(device)
 
 
 def engine_made_for(device: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Forward, ShardPolicy, parameter_slots
 from portable_fsdp.backends.nested import floats_in
-from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
 class Use(NamedTuple):
@@ -53,6 +53,21 @@ def dtype_of(name: str, policy: ShardPolicy) -> torch.dtype:
     while name and name not in policy.modules:
         name = name.rpartition(".")[0]
     return policy.modules[name] if name else policy.compute
+
+
+def check_statistics(model: nn.Module, policy: ShardPolicy) -> None:
+    """Raises ConfigError for running statistics in another dtype than their module computes in: torch's batch norm
+    refuses them in its first forward."""
+    for name, module in model.named_modules():
+        statistics = getattr(module, "running_mean", None)
+        if isinstance(statistics, Tensor) and statistics.dtype != (computes := dtype_of(name, policy)):
+            dtype = str(computes).removeprefix("torch.")
+            own = f"precision.modules={{{name}: float32}} and precision.buffers=auto"
+            raise ConfigError(
+                f"precision.buffers: expected running statistics of {name} in {dtype}, in which it computes, found "
+                f"{str(statistics.dtype).removeprefix('torch.')}.\n"
+                f"  Set {own if dtype == 'float16' else f'precision.buffers={dtype}, or {own}'}."
+            )
 
 
 def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, list[Use]]:

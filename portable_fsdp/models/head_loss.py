@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
@@ -127,8 +128,8 @@ def _changed(steps: LogitSteps, output: torch.dtype | None, logits: Tensor) -> T
     return logits if output is None else logits.to(output)
 
 
-class Following(NamedTuple):
-    """What follows the head in training. An engine whose own forward of the head finds it there may return the loss."""
+class LossInput(NamedTuple):
+    """What the loss takes beside hidden states: a head that has a parameter `loss_input` may return the loss."""
 
     labels: Tensor
     change: Callable[[Tensor], Tensor]
@@ -199,31 +200,29 @@ def _loss_in_head(
     losses: list[Tensor] = []
     # After the engine's own hooks, which backward needs.
     hook = head.register_forward_hook(lambda _, __, out: None if out.dim() else losses.append(out))
-    if loss is None or not _takes_chunks(head):
-        head.following = Following(labels, partial(_changed, steps, output))
-        try:
-            yield losses
-        finally:
-            del head.following
-            hook.remove()
-        return
-    plain = head.forward
+    plain, has_own = head.forward, "forward" in vars(head)
 
-    def forward(hidden: Tensor) -> Tensor:
+    def by_chunks(hidden: Tensor) -> Tensor:
         # Gradients of float16 logits need a scale, with which their sums for a weight would overflow.
         is_float16 = torch.float16 in (hidden.dtype, head.weight.dtype, output)
         if is_float16 or hidden.shape[:-1].numel() != labels.numel() or _is_autocast(hidden.device.type):
             return plain(hidden)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad, loss)
+        chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad, cast(Any, loss))
         vocabulary = getattr(head, "base_layer", head).weight.shape[0]
         return cast(Tensor, _HeadLoss.apply(chunk, vocabulary, labels, hidden, *trained))
 
-    head.forward = forward
+    if loss is not None and _takes_chunks(head):
+        head.forward = by_chunks
+    elif has_own and "loss_input" in signature(plain).parameters:  # an engine's
+        head.forward = partial(plain, loss_input=LossInput(labels, partial(_changed, steps, output)))
     try:
         yield losses
     finally:
-        del head.forward
+        if has_own:
+            head.forward = plain
+        else:
+            vars(head).pop("forward", None)
         hook.remove()
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy, dropouts
-from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
@@ -163,8 +162,6 @@ def _laid_out(
     groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(model))
     _cast_buffers(model, config.precision.buffers)
     policy, make = shard_policy(config, model), make_optimizer(config.optim, DTYPES[config.precision.compute])
-    if config.xla_fsdp1.buffer_dtype == "float32":
-        _check_statistics(model, policy)
     if fill is not None:  # the planner has other hardware
         eager = backend.expected_compilations == 0
         own = config.optim.factory is not None
@@ -178,20 +175,6 @@ def _cast_buffers(model: nn.Module, word: str) -> None:
         if word != "auto" and buffer.is_floating_point():
             owner, _, leaf = fqn.rpartition(".")
             setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(DTYPES[word])))
-
-
-def _check_statistics(model: nn.Module, policy: ShardPolicy) -> None:
-    """torch's batch norm takes running statistics in the dtype of its weights alone."""
-    for name, module in model.named_modules():
-        statistics = getattr(module, "running_mean", None)
-        if isinstance(statistics, Tensor) and statistics.dtype != (computes := dtype_of(name, policy)):
-            dtype = str(computes).removeprefix("torch.")
-            own = f"precision.modules={{{name}: float32}} and precision.buffers=auto"
-            raise ConfigError(
-                f"precision.buffers: expected running statistics of {name} in {dtype}, in which it computes, found "
-                f"{str(statistics.dtype).removeprefix('torch.')}.\n"
-                f"  Set {own if dtype == 'float16' else f'precision.buffers={dtype}, or {own}'}."
-            )
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

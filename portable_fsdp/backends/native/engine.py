@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import contract
 from portable_fsdp.backends.native.boundary import explained_errors
-from portable_fsdp.backends.native.peers import Peers
-from portable_fsdp.backends.native.prefetch import Prefetch
 from portable_fsdp.backends.native.units import (
     ComputeTime,
     local_part,
@@ -40,6 +38,7 @@ from portable_fsdp.backends.native.units import (
 )
 from portable_fsdp.backends.native.unsharded import GradientSums, use_in_place
 from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
     LOSS_AXES,
@@ -61,6 +60,8 @@ from portable_fsdp.runtime.launchers import detect_launch
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
+    from portable_fsdp.backends.native.peers import Peers
+    from portable_fsdp.backends.native.prefetch import Prefetch
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
@@ -104,7 +105,10 @@ class NativeBackend(contract.Backend):
         self._peers: Peers | None = None
         if self._owns_group:
             rank = contract.Partition(launch.rank, launch.world_size)
-            self._peers = None if launch.is_alone else Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
+            if not launch.is_alone:
+                from portable_fsdp.backends.native.peers import Peers
+
+                self._peers = Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
             _init_process_group(device, self.device, rank, self._peers)
         self.process = self.data_shard = contract.Partition(dist.get_rank(), dist.get_world_size())
         self.devices = self.process.count
@@ -163,6 +167,7 @@ class NativeBackend(contract.Backend):
         self.__exit__(None, None, None)
 
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
+        check_statistics(model, policy)
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
         if policy.products != "auto":
@@ -173,6 +178,8 @@ class NativeBackend(contract.Backend):
             use_in_place(model, policy)
             self._models[model] = None, policy.reduce
         else:
+            from portable_fsdp.backends.native.prefetch import Prefetch
+
             mesh = self._shard if self.axes["replicate"] == 1 else self._mesh
             self._models[model] = Prefetch(shard_units(model, policy, mesh, self.device), policy), policy.reduce
         if policy.offload_activations:

@@ -27,6 +27,7 @@ from portable_fsdp.backends.torch_xla.runtime import (
     require_no_dropout,
     set_environment,
 )
+from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, full_region, groups_over
 from portable_fsdp.optim.counting import CountingOptimizer
@@ -68,6 +69,8 @@ class XlaFsdp1Backend(PjrtBackend):
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
+        if self._settings.buffer_dtype == "float32":
+            check_statistics(model, policy)
         require_no_dropout(model, policy.recompute)
         assert fill is not None
         places = contract.parameter_slots(model)

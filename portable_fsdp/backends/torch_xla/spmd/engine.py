@@ -33,7 +33,14 @@ from portable_fsdp.backends.torch_xla.spmd.scan import LayerLoop
 from portable_fsdp.backends.torch_xla.spmd.scatter import scatter_over, torus_of_run
 from portable_fsdp.backends.torch_xla.spmd.sums import replace_forwards, summed_in_float32
 from portable_fsdp.backends.torch_xla.spmd.tensors import DeviceTensors, Layouts, Tensors
-from portable_fsdp.backends.weight_uses import eight_bit_layers, in_own_dtype, is_inside, uses_by_block, weight_uses
+from portable_fsdp.backends.weight_uses import (
+    check_statistics,
+    eight_bit_layers,
+    in_own_dtype,
+    is_inside,
+    uses_by_block,
+    weight_uses,
+)
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, batch_spec, count_copies, full_region, state_spec
 from portable_fsdp.runtime.errors import BackendError
@@ -86,6 +93,7 @@ class XlaBackend(PjrtBackend):
     # ------------------------------------------------------------------------------------------- model, optimizer
 
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
+        check_statistics(model, policy)
         require_no_dropout(model, policy.recompute)
         self._wrap_forwards(model, policy)
         for fqn, shared in contract.parameter_slots(model).items():

@@ -28,18 +28,19 @@ def chunk_length(rows: int, length: int) -> int:
 class ChunkedHead(torch.autograd.Function):
     """hidden [batch, seq, width] -> the loss of a linear head without a bias, by a copy of its weight [words, width].
 
-    `following`: what the model does with logits, `models.head_loss.Following`. Gradients as of `reduce._Linear`.
+    `loss_input`: labels, and what the model does with logits: `models.head_loss.LossInput`. Gradients as in
+    `sums._Linear`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, weight_copy: Tensor, following: Any, scatter: Scatter
+        ctx: Any, hidden: Tensor, weight: Tensor, weight_copy: Tensor, loss_input: Any, scatter: Scatter
     ) -> Tensor:
         import torch_xla
 
         barrier = cast(Any, torch_xla)._XLAC._xla_optimization_barrier_
         devices = scatter.replicas * scatter.parts
-        own, labels = on_devices(hidden, scatter), on_devices(following.labels, scatter)
+        own, labels = on_devices(hidden, scatter), on_devices(loss_input.labels, scatter)
         copy = on_devices(weight_copy, scatter, whole=True)
         loss, of_weight, of_hidden = own.new_zeros(1, dtype=torch.float32), cast(Any, None), list[Tensor]()
         length = chunk_length(len(hidden) // devices, hidden.shape[1])
@@ -47,7 +48,7 @@ class ChunkedHead(torch.autograd.Function):
             part = own[:, start : start + length] * 1
             if start:  # one chunk after the other
                 barrier([part, loss, of_weight, of_hidden[-1]])
-            addend, gradient = following.gradient(part @ copy.t(), labels[:, start : start + length])
+            addend, gradient = loss_input.gradient(part @ copy.t(), labels[:, start : start + length])
             product = product_in(gradient, part, weight.dtype)
             loss, of_weight = loss + addend, product if of_weight is None else of_weight + product
             of_hidden.append(gradient @ copy)

@@ -104,7 +104,7 @@ def _maker(module: nn.Module) -> Callable[..., Forward] | None:
 def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: SummedGradients) -> Forward:
     inputs_first, plain = type(module) is not nn.Linear, module.forward
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, loss_input: Any = None) -> Tensor:  # a head's, in training: models/head_loss.py
         weight, bias = uses["weight"], uses.get("bias")
         if not (weight.splits_gradient or sums.is_int8) and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
             return plain(x)
@@ -112,14 +112,9 @@ def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Summe
         low = (
             (copies.of(weight), None if bias is None else copies.of(bias)) if weight.splits_gradient else get_gradients
         )
-        following = vars(module).get("following")  # set by models/head_loss.py on the head, in training
-        if (
-            following is not None
-            and bias is None
-            and not inputs_first
-            and sums.by_chunks(x, weight.weight, following.labels)
-        ):
-            return cast(Tensor, ChunkedHead.apply(x, get_gradients[0], low[0], following, sums.scatter))
+        is_head = loss_input is not None and bias is None and not inputs_first
+        if is_head and sums.by_chunks(x, weight.weight, loss_input.labels):
+            return cast(Tensor, ChunkedHead.apply(x, get_gradients[0], low[0], loss_input, sums.scatter))
         return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums))
 
     return forward
