@@ -105,10 +105,7 @@ class NativeBackend(contract.Backend):
         self._peers: Peers | None = None
         if self._owns_group:
             rank = contract.Partition(launch.rank, launch.world_size)
-            if not launch.is_alone:
-                from portable_fsdp.backends.native.peers import Peers
-
-                self._peers = Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
+            self._peers = None if launch.is_alone else _watch_peers(rank, config.run.peer_timeout_s)
             _init_process_group(device, self.device, rank, self._peers)
         self.process = self.data_shard = contract.Partition(dist.get_rank(), dist.get_world_size())
         self.devices = self.process.count
@@ -435,7 +432,13 @@ class NativeBackend(contract.Backend):
         return contract.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
 
 
-def _init_process_group(device: str, where: torch.device, process: contract.Partition, peers: Peers | None) -> None:
+def _watch_peers(process: contract.Partition, timeout_s: float) -> "Peers":
+    from portable_fsdp.backends.native.peers import Peers
+
+    return Peers(process, timeout_s, COLLECTIVE_TIMEOUT)
+
+
+def _init_process_group(device: str, where: torch.device, process: contract.Partition, peers: "Peers | None") -> None:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}[device]
     try:
         dist.init_process_group(
