@@ -31,8 +31,7 @@ with pf.errors_as_sentences():
             with pf.open_batches(config, engine, training, corpus, resumed) as batches:
                 for step in range(resumed.step + 1 if resumed else 1, steps + 1):
                     rows, lr = next(batches), pf.learning_rate(config.optim, step, steps)
-                    placed = [engine.place(batch) for batch in rows.micro_batches]
-                    metrics = training.step(placed, lr, [rows.count])
+                    metrics = training.step([engine.place(batch) for batch in rows.micro_batches], lr, [rows.count])
                     if engine.process.index == 0 and step % config.train.log_every == 0:  # then it waits
                         print(f"step: {step}  loss: {engine.fetch(metrics).result()['loss'].item():.4f}")
                     if step % (config.checkpoint.every or steps) == 0 or step == steps:
