@@ -4,19 +4,14 @@
 (`tpu_compiler.py`), each in a process of its own. Imports no torch.
 """
 
-import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from portable_fsdp.backends.torch_xla.options import compiler_options
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan import hlo
-from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Progress, Work
+from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Moved, Progress, Work
 from portable_fsdp.plan.target import Shape, Target
 from portable_fsdp.plan.time import Loop, expected_time, rates_of
 from portable_fsdp.plan.tpu_compiler import (
@@ -40,7 +35,7 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
 
     Calls `progress` at once with `tracing`, later with what is compiled. Raises what opening the backend and building
     the model raise; BackendError where the extra is missing, and where the compiler refuses the slice, an option or the
-    program, fails, or takes longer than LIMIT_S. Runs in any thread.
+    program, fails, or takes longer than LIMIT_S.
     """
     assert target.topology is not None
     progress("tracing")
@@ -63,7 +58,7 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
     if config.precision.products != "auto":
         notes.append(f"products of {config.precision.products} are expected to take bfloat16's time")
     method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
-    memory = memory_of(compiled, _limit(target.limit_bytes))
+    memory = memory_of(compiled, target.limit_bytes)
     step = [Loop(_times(name, accumulation), [program.operations]) for name, program in compiled.items()]
     expected = expected_time(step, rates) if (rates := rates_of(target)) else None
     return EnginePlan(traced.model, memory, work, method, tuple(notes), expected)
@@ -74,20 +69,11 @@ def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = 
     require_installed("torch_xla")
     if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
         config = with_value(config, "sharding.replicas", hosts)
-    with Worker(LIMIT_S) as worker, TemporaryDirectory() as folder:
+    with Worker(LIMIT_S) as worker:
         try:
             return worker("portable_fsdp.plan.tpu_trace:trace", config, devices, torus)
         except WorkerFailedError as failed:
-            Path(folder, "config.json").write_text(config.model_dump_json())
-            message = failure_message("the train step could not be traced", Path(folder), failed.ended)
-            raise BackendError(message) from None
-
-
-def _limit(limit_bytes: int | None) -> int | None:
-    """Lower where LIBTPU_INIT_ARGS gives the compiler a lower one."""
-    option = compiler_options(os.environ.get("LIBTPU_INIT_ARGS", "")).get("xla_tpu_max_hbm_size_mib", "")
-    limits = [limit_bytes, int(option) * 2**20 if option.isdigit() else None]
-    return min((limit for limit in limits if limit is not None), default=None)
+            raise BackendError(failure_message("the train step could not be traced", failed.ended)) from None
 
 
 # ------------------------------------------------------------------------------------------------- the whole step
@@ -118,13 +104,15 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Devi
 def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
     """The work of a step: with accumulation `micro_batch` runs several times, `update` once."""
     flops: defaultdict[str, float] = defaultdict(float)
-    collectives: defaultdict[str, hlo.Moved] = defaultdict(hlo.Moved)
+    collectives: defaultdict[str, Moved] = defaultdict(Moved)
     sent: Counter[str] = Counter()
     memory_bytes = 0.0
     for name, compiled in programs.items():
         times = _times(name, accumulation)
         for factors, count in (*compiled.matmul_flops.items(), *compiled.kernel_flops.items()):
-            if (dtype := _dtype_of(factors)) != "bool":  # of masks (T5's); no vendor gives their speed
+            names = [DTYPES.get(name, name) for name in factors.split(" x ")]
+            dtype = "float32" if "float32" in names else names[0]  # the narrower factor is cast first
+            if dtype != "bool":  # of masks (T5's); no vendor gives their speed
                 flops[dtype] += times * count
         by_link = (("ici", "", compiled.collectives), ("network", " between slices", compiled.between_slices))
         for link, suffix, moves in by_link:
@@ -133,7 +121,9 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
                 words = "+".join(DTYPES.get(dtype, dtype) for dtype in dtypes.split("+"))
                 collectives[f"{kind} {words}{suffix}"] += moved * times
                 sent[link] += moved.sent_bytes * times
-        memory_bytes += times * _least_traffic(compiled)
+        # What is updated in its place, and temporaries at the peak, are written and read, outputs written. What is
+        # only read is left out: of a table it may be a few rows.
+        memory_bytes += times * (2.0 * (compiled.updated_bytes + compiled.live_bytes) + compiled.output_bytes)
     return Work(
         matmul_flops=flops,
         memory_bytes=memory_bytes,
@@ -147,36 +137,16 @@ def _times(program: str, accumulation: int) -> int:
     return accumulation if program == "micro_batch" else 1
 
 
-def _dtype_of(factors: str) -> str:
-    """The wider dtype of a product `bf16 x f32`: the narrower factor is cast first."""
-    names = [DTYPES.get(name, name) for name in factors.split(" x ")]
-    return "float32" if "float32" in names else names[0]
-
-
-def _least_traffic(compiled: Compiled) -> float:
-    """Arguments that are updated in their place and temporaries at the peak are written and read; outputs written.
-
-    Leaves out what is only read: of a table it may be a few rows.
-    """
-    return 2.0 * (compiled.updated_bytes + compiled.live_bytes) + compiled.output_bytes
-
-
 def notes_of(programs: Mapping[str, Compiled]) -> list[str]:
     """What is wrong with a program: state that isn't updated in place, waits for the host, copies of unknown speed."""
     notes: list[str] = []
     for name, compiled in programs.items():
-        if compiled.undonated:
-            notes.append(
-                f"{name}: {len(compiled.undonated)} tensors are not updated in place, which takes their memory twice: "
-                f"{', '.join(compiled.undonated[:3])}"
-            )
-        if compiled.host_transfers:
-            notes.append(
-                f"{name}: it waits for the host {len(compiled.host_transfers)} times inside the step: "
-                f"{', '.join(compiled.host_transfers[:3])}"
-            )
+        for found, problem in (
+            (compiled.undonated, "tensors are not updated in place, which takes their memory twice"),
+            (compiled.host_transfers, "instructions inside the step wait for the host"),
+        ):
+            if found:
+                notes.append(f"{name}: {len(found)} {problem}: {', '.join(found[:3])}")
         if compiled.host_bytes:
-            notes.append(
-                f"{name}: copies to the host and back are taken to hide behind compute: their speed is unknown"
-            )
+            notes.append(f"{name}: copies to the host are taken to hide behind compute: their speed is unknown")
     return notes

@@ -31,7 +31,6 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch
 from portable_fsdp.models import attention
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
-from portable_fsdp.plan.hlo import Moved
 from portable_fsdp.plan.memory_trace import (
     Block,
     Collective,
@@ -44,7 +43,7 @@ from portable_fsdp.plan.memory_trace import (
     peak,
 )
 from portable_fsdp.plan.model import control_numbers, empty_batch, facts_of, rows_of
-from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
+from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Moved, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import (
     Compute,

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from pydantic import BaseModel
-
 from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of, with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import check_batch, mesh_axes, micro_batches
 from portable_fsdp.plan.compiled import plan_compiled
-from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
+from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Settings, Time, Tried
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
 from portable_fsdp.runtime.child import Worker, WorkerFailedError
@@ -171,24 +169,8 @@ def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> I
 MODES = ("none", "selective", "full")
 FREE = 0.05  # share of a device's memory for what a plan can't see: code, drivers, gaps
 
-Settings = dict[str, str]
-"""Key of the config -> value, as an override writes it."""
-
 PlanOf = Callable[[Settings], Plan]
 """Plans the config with these settings laid over it. Raises what planning raises."""
-
-
-class Tried(BaseModel):
-    """A setting of the grid: its plan, or why there is none."""
-
-    settings: Settings
-    plan: Plan | None = None
-    refusal: str | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Unknown is no."""
-        return self.plan is not None and self.plan.memory.verdict in ("fits", "fits by recomputing")
 
 
 def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:

@@ -69,11 +69,11 @@ def compile_for(
     request = {**asdict(program), "topology": topology, "slices": slices, "options": dict(options or {})}
     del request["hlo"]
     versions = [compiler_version(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
-    inputs = [request, arguments, os.environ.get("XLA_FLAGS", ""), versions]
-    cache = cache_folder(os.environ) / "plans"
-    key = key_of(program.hlo, json.dumps(inputs, sort_keys=True).encode())
+    digest = hashlib.sha256(program.hlo).hexdigest()
+    inputs = json.dumps([digest, request, arguments, os.environ.get("XLA_FLAGS", ""), versions], sort_keys=True)
+    cache, key = cache_folder(os.environ) / "plans", hashlib.sha256(inputs.encode()).hexdigest()
     texts = None if generate_code else load_entry(cache, key)
-    if texts is None or texts.keys() != {"program", "buffers", "seconds"}:
+    if texts is None:
         texts = _run_compiler(program, request, arguments, limit_s, stopped, generate_code=generate_code)
         save_entry(cache, key, texts)
     seconds = float(texts["seconds"])
@@ -151,73 +151,57 @@ def _refusal(topology: str, folder: Path, ended: Ended) -> str:
             "  LIBTPU_INIT_ARGS or the plan sets it; a run would refuse it too. Remove it."
         )
     if ended.how == "failed" and (unknown := re.search(_SLICE, ended.log)):
-        newer = (
-            "\n  tpu7x needs a newer libtpu: 0.0.51 knows it. --backend=native plans without."
-            if topology.startswith("tpu7x")
-            else ""
-        )
         return (
-            f"expected a slice that {compiler_version()} knows, found: {unknown[1]}{newer}\n"
-            "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4."
+            f"expected a slice that {compiler_version()} knows, found: {unknown[1]}\n"
+            "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4; "
+            "tpu7x needs a newer libtpu (0.0.51). --backend=native plans without."
         )
     if full := re.search(r"RESOURCE_EXHAUSTED[^\n]*", ended.log):
         return (
             f"the step does not fit: {full.group()[:600]}\n"
             "  Lower train.micro_batch or data.seq_len, set memory.gradient_checkpointing=full, or take more chips."
         )
-    return failure_message("the TPU compiler gave no program", folder, ended)
+    return failure_message("the TPU compiler gave no program", ended, folder)
 
 
-def failure_message(problem: str, folder: Path, ended: Ended) -> str:
-    """A message with the child's last lines; keeps its input and log in the cache folder."""
+def failure_message(problem: str, ended: Ended, folder: Path | None = None) -> str:
+    """A message with the child's last lines; keeps its log, and its input in `folder`, in the cache folder."""
     how = "the time limit stopped it" if ended.how == "late" else f"it ended with code {ended.code}"
     reports = cache_folder(os.environ) / "reports"
     try:
         reports.mkdir(parents=True, exist_ok=True)
         kept = tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports)
-        shutil.copytree(
-            folder, kept, ignore=shutil.ignore_patterns("dump"), ignore_dangling_symlinks=True, dirs_exist_ok=True
-        )
+        if folder is not None:
+            shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("dump"), symlinks=True, dirs_exist_ok=True)
         Path(kept, "log").write_text(ended.log)
     except OSError as error:
         kept = f"could not be kept ({error})"
-    return f"{problem}: {how}. Its last lines:\n{ended.last_lines}\n  Its input and its whole log: {kept}"
+    return f"{problem}: {how}. Its last lines:\n{ended.last_lines}\n  Its whole log: {kept}"
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache
-
-
-def key_of(*parts: bytes) -> str:
-    """The name of an entry: equal for equal parts, and only for those."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()
 
 
 def load_entry(folder: Path, key: str) -> dict[str, str] | None:
     """Name -> text of an entry; None where there is no undamaged one."""
     path = folder / f"{key}.gz"
     try:
-        texts = json.loads(gzip.decompress(path.read_bytes()))
         os.utime(path)  # the longest unused go first
+        return json.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
         return None
-    return texts
 
 
 def save_entry(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = LARGEST_BYTES) -> None:
     """Keep an entry, and delete the longest unused ones beyond `largest_bytes`; nothing where folder isn't writable."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            entry = Path(temporary, key)
-            entry.write_bytes(gzip.compress(json.dumps(texts).encode(), compresslevel=1))
-            entry.replace(folder / f"{key}.gz")
+        entry = folder / f"{key}.{os.getpid()}"
+        entry.write_bytes(gzip.compress(json.dumps(texts).encode(), compresslevel=1))
+        entry.replace(folder / f"{key}.gz")
         used = 0
-        entries = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
-        for stat, path in sorted(entries, key=lambda pair: -pair[0].st_mtime_ns):
-            used += stat.st_size
+        for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime_ns):
+            used += path.stat().st_size
             if used > largest_bytes:
                 path.unlink(missing_ok=True)
 

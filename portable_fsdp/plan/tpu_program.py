@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from portable_fsdp.plan import hlo
-from portable_fsdp.plan.result import Buffer, ModelFacts
+from portable_fsdp.plan.result import Buffer, ModelFacts, Moved
 from portable_fsdp.plan.time import ScheduleEntry
-from portable_fsdp.plan.tpu_schedule import operations_of
 
 SHOWN = 12  # buffers of a plan
+_VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?")
 
 
 def part_of(name: str) -> str:
@@ -65,7 +65,7 @@ class Compiled:
     temporary_bytes: int
     output_bytes: int  # that take no argument's place
     host_bytes: int  # in the host's memory, of `memory.offload`
-    collectives: dict[str, hlo.Moved]  # kind and dtype: `all_gather bf16`
+    collectives: dict[str, Moved]  # kind and dtype: `all_gather bf16`
     matmul_flops: dict[str, int]  # dtypes of the factors: `bf16 x bf16`
     rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
     compile_s: float  # of processor time, up to the assignment of buffers, or with code generation
@@ -76,7 +76,7 @@ class Compiled:
     biggest: tuple[Buffer, ...]  # the largest of arguments, and of temporaries that live then
     undonated: tuple[str, ...]  # arguments whose update is put elsewhere
     host_transfers: tuple[str, ...]  # instructions that communicate with the host
-    between_slices: dict[str, hlo.Moved]  # as `collectives`, over the network
+    between_slices: dict[str, Moved]  # as `collectives`, over the network
     kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
     operations: Sequence[ScheduleEntry]  # what a device does, by the program's schedule
 
@@ -129,7 +129,7 @@ def read_compiled(
         host_transfers=tuple(hlo.host_transfers(text)),
         between_slices=hlo.between_slices(text, slices),
         kernel_flops=hlo.flash_attention_flops(text),
-        operations=operations_of(text, program.devices),
+        operations=hlo.operations_of(text, program.devices),
     )
 
 
@@ -206,17 +206,12 @@ def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
         elif line.startswith("Total bytes used"):
             break
         elif inside:
-            value = re.match(
-                r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?", line
-            )
+            value = _VALUE.match(line)
             name = value[1].removesuffix("{}") if value else ""
             if value and name in ranges:
-                kind = value[4] or "tuple"
-                values.append(
-                    _Temporary(
-                        name.partition("{")[0], int(value[2]), int(value[3]), kind, *ranges[name], "(phi)" in line
-                    )
-                )
+                instruction, kind = name.partition("{")[0], value[4] or "tuple"
+                place = int(value[2]), int(value[3])
+                values.append(_Temporary(instruction, *place, kind, *ranges[name], "(phi)" in line))
     return schedule, values
 
 

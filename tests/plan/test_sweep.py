@@ -11,16 +11,13 @@ from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.planner import (
     FREE,
-    Settings,
-    Tried,
     grid,
     largest_that_fits,
     nearest_that_fits,
     sweep,
     usual_grid,
 )
-from portable_fsdp.plan.report import draw, sweep_text, text
-from portable_fsdp.plan.result import Plan
+from portable_fsdp.plan.result import Plan, Settings, Tried, draw, sweep_text, text
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 LIMIT = 100

@@ -7,6 +7,7 @@ import pytest
 
 from portable_fsdp.plan.fake_step import fused
 from portable_fsdp.plan.fake_step import operations_of as gpu_operations
+from portable_fsdp.plan.hlo import operations_of as tpu_operations
 from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelPart, KernelRun
 from portable_fsdp.plan.result import Expected, Time, Work
 from portable_fsdp.plan.target import parse_target
@@ -22,7 +23,6 @@ from portable_fsdp.plan.time import (
     over_links,
     rates_of,
 )
-from portable_fsdp.plan.tpu_schedule import operations_of as tpu_operations
 from portable_fsdp.runtime.errors import UsageError
 
 
