@@ -160,10 +160,6 @@ class Moments:
     def section(self) -> str:
         return self.sections[-1] if self.sections else ""
 
-    def describe(self) -> str:
-        """`backward of model.layers.7.mlp`."""
-        return _words(*self.now())
-
 
 # ---------------------------------------------------------------------------------------------------------- recorder
 
@@ -177,25 +173,17 @@ LOOKUPS = {"embedding", "index_select", "gather", "index"}
 class Recorder(TorchDispatchMode):
     """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
 
-    `is_gpu`: add the memory that a GPU's kernels take for themselves. `is_tpu`: bytes as a TPU lays out tensors.
+    `kind`: on cuda, add the memory that a GPU's kernels take for themselves; on tpu, take bytes as it lays out tensors.
     `has_tf32`: products of float32 factors round them.
     """
 
-    def __init__(
-        self,
-        fake: FakeTensorMode,
-        device: torch.device,
-        *,
-        is_gpu: bool = False,
-        is_tpu: bool = False,
-        has_tf32: bool = False,
-    ) -> None:
+    def __init__(self, fake: FakeTensorMode, device: torch.device, kind: str, *, has_tf32: bool = False) -> None:
         super().__init__()
         self.moments = Moments()
         self.events: Events = []
         self.calls: list[Timeline] = []
         self.streams: list[Any] = []  # in the order of their first use; held, so that no two have one id
-        self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, is_gpu, is_tpu
+        self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, kind == "cuda", kind == "tpu"
         self._has_tf32 = has_tf32
         self._known: tuple[MemoryPart, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
@@ -238,9 +226,8 @@ class Recorder(TorchDispatchMode):
         if block.bytes:
             block.part = "gathered weights"
             self.events.append((block, False))
-        again = Block(
-            bytes_, self._stream(), "gathered weights", block.name, self.moments.describe(), program=len(self.calls)
-        )
+        where = _words(*self.moments.now())
+        again = Block(bytes_, self._stream(), "gathered weights", block.name, where, program=len(self.calls))
         self._live[storage._cdata] = (reference, again)
         if again.bytes:
             self.events.append((again, True))
@@ -318,11 +305,9 @@ class Recorder(TorchDispatchMode):
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()  # where FSDP2 takes this device's streams from
-        for number, known in enumerate(self.streams):
-            if known is stream:
-                return number
-        self.streams.append(stream)
-        return len(self.streams) - 1
+        if not any(known is stream for known in self.streams):
+            self.streams.append(stream)
+        return next(number for number, known in enumerate(self.streams) if known is stream)
 
     def _note_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         # Only a GPU's step gets an expected time from them.
@@ -333,11 +318,9 @@ class Recorder(TorchDispatchMode):
         if products is None and not writes:
             return
         dtype, flops = products or (torch.float32, 0.0)
-        part: KernelPart = "elementwise"
+        part: KernelPart = "copies" if func.name() in COPIES else "elementwise"
         if products is not None:
             part = "attention" if "attention" in func.name() else "products"
-        elif func.name() in COPIES:
-            part = "copies"
         name = "tf32" if self._has_tf32 and dtype == torch.float32 else _name(dtype)
         self.calls[-1].append(KernelRun(part, name, flops, reads, writes))
 
@@ -372,7 +355,7 @@ class Recorder(TorchDispatchMode):
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         def workspace(size: int, kernel: str) -> Block:
-            return Block(size, self._stream(), "temporaries", f"{kernel} workspace", self.moments.describe())
+            return Block(size, self._stream(), "temporaries", f"{kernel} workspace", _words(*self.moments.now()))
 
         # Of cuBLAS: for the thread of forward and for that of backward, each kept from its first product on.
         is_backward = _running_node() is not None
@@ -397,6 +380,7 @@ def _running_node() -> Any:
 
 
 def _words(moment: str, module: str) -> str:
+    """`backward of model.layers.7.mlp`."""
     return f"{moment} of {module}" if module else moment
 
 
@@ -418,3 +402,30 @@ def peak(events: Events) -> list[Block]:
         else:
             del live[block]
     return list(live)
+
+
+def fused(program: Timeline) -> Timeline:
+    """The program as a compiler runs it: kernels without products become one, between products and collectives."""
+    entries: Timeline = []
+    group: list[KernelRun] = []
+    for number, entry in enumerate(program):
+        if isinstance(entry, KernelRun) and not entry.flops:
+            group.append(entry)
+        else:
+            entries += [*_as_one(group, number), entry]
+            group = []
+    return [*entries, *_as_one(group, len(program))]
+
+
+def _as_one(kernels: list[KernelRun], end: int) -> list[KernelRun]:
+    """One kernel: it reads each input once, and writes only what outlives it, to entry `end` of the timeline."""
+    if not kernels:
+        return []
+    made: set[int] = set()
+    reads: dict[int, tuple[Block, int]] = {}
+    writes: dict[int, tuple[Block, int]] = {}
+    for kernel in kernels:
+        reads |= {id(block): (block, size) for block, size in kernel.reads if id(block) not in made | reads.keys()}
+        writes |= {id(block): (block, size) for block, size in kernel.writes if block.freed > end}
+        made |= {id(block) for block, _ in kernel.writes}
+    return [KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()))]

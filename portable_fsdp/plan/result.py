@@ -46,7 +46,6 @@ class ModelFacts(_Result):
     tokens_per_row: int  # 1 where rows have no tokens
     rows: str  # what rows of data.factory hold: `pixel_values float32 [3, 224, 224], ...`; empty: text
     flops_per_token: float | None  # of forward and backward, as MFU counts them; None for a mixture of experts
-    elements_by_rows: dict[int, int]  # size of dimension 0, the one that is sharded -> elements of such weights
 
 
 class Buffer(_Result):

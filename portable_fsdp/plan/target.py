@@ -75,13 +75,6 @@ class Hardware:
     reached: Reached | None
 
 
-OTHER_NAMES = {
-    **{"trillium": "v6e", "v6": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "v7": "tpu7x"},
-    **{"v5lite": "v5e", "v5": "v5p"},
-}
-"""Other names that people and Google use -> the name here."""
-
-
 @cache
 def known_hardware() -> tuple[Hardware, ...]:
     """All of it: TPUs, GPUs, and the CPU last."""
@@ -294,17 +287,15 @@ def _written(shape: Shape) -> str:
 
 
 def _no_such_slice(text: str, hardware: Hardware, chip: TpuChip, rest: str) -> ConfigError:
-    counts_cores = f", where N counts {chip.cores} cores a chip" if chip.cores > 1 else ""
     chips = math.prod(int(size) for size in rest.split("x") if size) / (chip.cores if rest.isdigit() else 1)
     near = sorted(shapes_of(chip), key=lambda shape: (abs(math.log(math.prod(shape) / max(chips, 1))), sum(shape)))
     names = ", ".join(
         f"{hardware.name}:{_written(shape)} ({math.prod(shape)} chips, Google's {accelerator_type(chip, shape)})"
         for shape in near[:3]
     )
-    axes = "AxB" if chip.axes == 2 else "AxBxC"
     return ConfigError(
-        f"--on={text}: expected a {hardware.name} slice that is sold: {hardware.name}:{axes} in chips, or Google's "
-        f"{chip.google}-N{counts_cores}.\n  nearest: {names}."
+        f"--on={text}: expected a {hardware.name} slice that is sold: chips along each axis, or Google's "
+        f"{chip.google}-N (N counts {chip.cores} a chip).\n  nearest: {names}."
     )
 
 
@@ -323,10 +314,8 @@ def _host_target(text: str, hardware: Hardware, devices: int) -> Target:
 
 
 def _unknown(text: str, name: str) -> ConfigError:
-    stem = re.split(r"[:*]|-\d+$", name.removeprefix("tpu-"))[0] or name
     known = [hardware.name for hardware in known_hardware()]
-    meant = [OTHER_NAMES[stem]] if stem in OTHER_NAMES else [other for other in known if other.startswith(stem + "-")]
-    near = meant or difflib.get_close_matches(stem, known, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(re.split(r"[:*]|-\d+$", name)[0], known, n=3, cutoff=0.4)
     return ConfigError(
         f"--on={text}: expected a TPU slice (v5p:2x2x4, v6e-16, 2*v6e:16x16), GPUs (h100:8) or cpu:2, found {name!r}.\n"
         f"  nearest: {', '.join(near) or 'nothing'}; known: {', '.join(known)}."

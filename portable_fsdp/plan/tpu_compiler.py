@@ -1,9 +1,10 @@
-"""A program of a step, compiled by libtpu for a TPU slice that isn't there. Imports no torch, and needs no TPU.
+"""The train step on a TPU slice that isn't there: its memory, collectives and work, from the TPU's own compiler.
 
-`compile_for` runs `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`, which compiles FOLDER/program.hlo.pb for
-the slice that FOLDER/program.json names, through jax's client for absent devices. It stops the compiler once buffers
-are assigned: code generation, which follows, takes most of the time and can only fail. What the compiler wrote is kept
-by the content of all its inputs.
+`plan_compiled` has the trainer's own step traced (`tpu_trace.py`) and compiled by libtpu, each in a process of its own;
+it imports no torch, and needs no TPU. `compile_for` runs `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`,
+which compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names, through jax's client for absent
+devices. It stops the compiler once buffers are assigned: code generation, which follows, takes most of the time and can
+only fail. What the compiler wrote is kept by the content of all its inputs.
 """
 
 # jax has no public way from an HLO module to libtpu, and its bridge isn't typed: written for the jax 0.7.1 and
@@ -21,16 +22,32 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from portable_fsdp.backends.torch_xla.options import libtpu_arguments
-from portable_fsdp.plan.tpu_program import Compiled, Program, read_compiled
-from portable_fsdp.runtime.child import Child, Ended
+from portable_fsdp.config.describe import with_value
+from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.result import EnginePlan, Progress
+from portable_fsdp.plan.target import Shape, Target
+from portable_fsdp.plan.time import Loop, expected_time, rates_of
+from portable_fsdp.plan.tpu_program import (
+    Compiled,
+    Program,
+    Traced,
+    memory_of,
+    notes_of,
+    read_compiled,
+    times_run,
+    work_of,
+)
+from portable_fsdp.runtime.child import Child, Ended, Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.signals import end_with_parent
@@ -45,6 +62,52 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two compilations at once stop at a lock file
 }
+
+
+def plan_compiled(config: Config, target: Target, progress: Progress = lambda stage: None) -> EnginePlan:
+    """Memory and work of the config's train step on one device of `target`, one or more TPU slices.
+
+    Calls `progress` at once with `tracing`, later with what is compiled. Raises what opening the backend and building
+    the model raise; BackendError where the extra is missing, and where the compiler refuses the slice, an option or the
+    program, fails, or takes longer than LIMIT_S.
+    """
+    assert target.topology is not None
+    progress("tracing")
+    require_installed("torch_xla", *COMPILER_PACKAGES)
+    traced = trace_apart(config, target.devices, hosts=target.hosts, torus=target.torus)
+    progress(f"compiling {' and '.join(traced.programs)}")
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(traced.programs)) as pool:
+        try:
+            pending = {
+                name: pool.submit(compile_for, program, target.topology, slices=target.slices, stopped=stop.is_set)
+                for name, program in traced.programs.items()
+            }
+            compiled = {name: future.result() for name, future in pending.items()}
+        finally:
+            stop.set()  # Ctrl-C reaches this thread alone
+    accumulation = config.train.global_batch // (config.train.resolved_micro_batch * target.devices)
+    work = work_of(compiled, accumulation)
+    notes = notes_of(compiled)
+    if config.precision.products != "auto":
+        notes.append(f"products of {config.precision.products} are expected to take bfloat16's time")
+    method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
+    memory = memory_of(compiled, target.limit_bytes)
+    step = [Loop(times_run(name, accumulation), [program.operations]) for name, program in compiled.items()]
+    expected = expected_time(step, rates) if (rates := rates_of(target)) else None
+    return EnginePlan(traced.model, memory, work, method, tuple(notes), expected)
+
+
+def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = ()) -> Traced:
+    """`tpu_trace.trace` in a process of its own; raises what it raises, and BackendError where it fails or is late."""
+    require_installed("torch_xla")
+    if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
+        config = with_value(config, "sharding.replicas", hosts)
+    with Worker(LIMIT_S) as worker:
+        try:
+            return worker("portable_fsdp.plan.tpu_trace:trace", config, devices, torus)
+        except WorkerFailedError as failed:
+            raise BackendError(failure_message("the train step could not be traced", failed.ended)) from None
 
 
 def compile_for(

@@ -13,8 +13,17 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader
 
 from portable_fsdp.observe.goodput import PARTS, duration
-from portable_fsdp.report.read import Numbers, RunRecord
-from portable_fsdp.report.summary import accounts, config_differences, engine, environment, figures, saves, starts
+from portable_fsdp.report.read import (
+    Numbers,
+    RunRecord,
+    accounts,
+    config_differences,
+    engine,
+    environment,
+    figures,
+    saves,
+    starts,
+)
 from portable_fsdp.version import __version__
 
 _MOST_POINTS = 1500

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from portable_fsdp.backends.open import spec_of
-from portable_fsdp.doctor import checks, engines
+from portable_fsdp.doctor import checks
 from portable_fsdp.doctor.checks import Finding, checked
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import BackendError
@@ -115,12 +115,12 @@ def test_locked_memory() -> None:
 
 
 def native(limit_s: float, **environ: str) -> Child:
-    return Child("portable_fsdp.doctor.engines", "native", "cpu", str(limit_s), environment=environ)
+    return Child("portable_fsdp.doctor.checks", "native", "cpu", str(limit_s), environment=environ)
 
 
 def finding(child: Child, limit_s: float, count: int = 1) -> Finding:
     launch = Launch("variables", world_size=count)
-    return engines._wait(child, spec_of("native").packages["cpu"], launch, limit_s)
+    return checks._wait(child, spec_of("native").packages["cpu"], launch, limit_s)
 
 
 @pytest.mark.parametrize(

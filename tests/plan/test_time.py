@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.plan.fake_step import fused
 from portable_fsdp.plan.fake_step import operations_of as gpu_operations
 from portable_fsdp.plan.hlo import operations_of as tpu_operations
-from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelPart, KernelRun
+from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelPart, KernelRun, fused
 from portable_fsdp.plan.result import Expected, Time, Work
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.time import (

@@ -19,12 +19,10 @@ from portable_fsdp.backends.torch_xla.options import (
     compiler_options,
     libtpu_arguments,
 )
-from portable_fsdp.plan import compiled as compiled_module
 from portable_fsdp.plan import tpu_compiler
-from portable_fsdp.plan.compiled import plan_compiled, trace_apart
 from portable_fsdp.plan.result import ModelFacts
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.tpu_compiler import compile_for
+from portable_fsdp.plan.tpu_compiler import compile_for, plan_compiled, trace_apart
 from portable_fsdp.plan.tpu_program import Program as TracedProgram
 from portable_fsdp.plan.tpu_program import Traced, part_of
 from portable_fsdp.runtime.child import Child
@@ -34,7 +32,7 @@ pytestmark = pytest.mark.xla
 
 SMALL = Program("small", "v6e:2x4", seq_len=128)
 SLICE = parse_target("v6e:2x4")
-MODEL = ModelFacts(parameters=SMALL.parameters, tokens_per_row=128, rows="", flops_per_token=None, elements_by_rows={})
+MODEL = ModelFacts(parameters=SMALL.parameters, tokens_per_row=128, rows="", flops_per_token=None)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,7 @@ def test_accumulation_is_two_programs_over_the_same_gradients(monkeypatch: pytes
     assert len(gradients[0]) == 30
     assert not [a for a in programs["micro_batch"].arguments if part_of(a.name) == "optimizer"]
 
-    monkeypatch.setattr(compiled_module, "trace_apart", lambda *_args, **_kwargs: Traced(programs, MODEL))
+    monkeypatch.setattr(tpu_compiler, "trace_apart", lambda *_args, **_kwargs: Traced(programs, MODEL))
     plan = plan_compiled(accumulating.config, SLICE)
     parts, bytes_each = plan.memory.parts, 4 * accumulating.parameters / 8
     assert parts["weights"] == pytest.approx(bytes_each, rel=0.05)
@@ -110,7 +108,7 @@ def test_what_the_trainer_refuses_a_plan_refuses_in_the_same_words() -> None:
 
 def test_a_plan_says_what_a_device_holds_and_does(step: TracedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
-    monkeypatch.setattr(compiled_module, "trace_apart", lambda *_args, **_kwargs: Traced({"train_step": step}, MODEL))
+    monkeypatch.setattr(tpu_compiler, "trace_apart", lambda *_args, **_kwargs: Traced({"train_step": step}, MODEL))
     plan = plan_compiled(SMALL.config, SLICE, stages.append)
     assert stages == ["tracing", "compiling train_step"]
     memory = plan.memory
@@ -166,10 +164,10 @@ def test_the_compiler_takes_the_step_to_the_end_attention_kernel_included(step: 
 
 
 def test_a_first_word_comes_before_anything_heavy() -> None:
-    """`plan.compiled` imports no torch, and says that it traces before it starts to."""
+    """`plan.tpu_compiler` imports no torch, and says that it traces before it starts to."""
     program = (
         "import sys\nfrom portable_fsdp.plan.target import parse_target\n"
-        "from portable_fsdp.plan.compiled import plan_compiled\n"
+        "from portable_fsdp.plan.tpu_compiler import plan_compiled\n"
         "def first(stage):\n    print(stage, sorted({'torch', 'torch_xla', 'jax'} & set(sys.modules)))\n"
         "    raise SystemExit\nplan_compiled(None, parse_target('v6e:2x4'), first)"
     )
@@ -259,7 +257,7 @@ def test_a_compiler_that_fails_leaves_a_report(
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     real = tpu_compiler.importlib.util.find_spec
     monkeypatch.setattr(tpu_compiler.importlib.util, "find_spec", lambda name: None if name == missing else real(name))
-    monkeypatch.setattr(compiled_module, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
+    monkeypatch.setattr(tpu_compiler, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
     with pytest.raises(BackendError, match=rf"found no {missing}.\n.*pip install '.\[plan\]'"):
         plan_compiled(SMALL.config, SLICE)
 

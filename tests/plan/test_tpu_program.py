@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.plan.compiled import memory_of, notes_of, work_of
 from portable_fsdp.plan.result import Moved
 from portable_fsdp.plan.tpu_compiler import load_entry as load
 from portable_fsdp.plan.tpu_compiler import save_entry as save
-from portable_fsdp.plan.tpu_program import Argument, Compiled, Program, part_of, read_compiled
+from portable_fsdp.plan.tpu_program import (
+    Argument,
+    Compiled,
+    Program,
+    memory_of,
+    notes_of,
+    part_of,
+    read_compiled,
+    work_of,
+)
 from portable_fsdp.runtime.files import cache_folder
 
 TEXT = """\

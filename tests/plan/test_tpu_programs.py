@@ -29,9 +29,8 @@ from programs import (
     traced,
 )
 
-from portable_fsdp.plan.compiled import memory_of
 from portable_fsdp.plan.tpu_compiler import compile_for
-from portable_fsdp.plan.tpu_program import Compiled, part_of
+from portable_fsdp.plan.tpu_program import Compiled, memory_of, part_of
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = [pytest.mark.proof, pytest.mark.xla, pytest.mark.timeout(1800)]

@@ -13,8 +13,7 @@ from documented import ROOT, commands
 from invented_run import write_run
 
 from portable_fsdp.report.__main__ import main
-from portable_fsdp.report.read import read_run
-from portable_fsdp.report.summary import markdown
+from portable_fsdp.report.read import markdown, read_run
 
 GOLDENS = Path(__file__).parent / "goldens"
 
