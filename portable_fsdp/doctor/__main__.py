@@ -68,7 +68,7 @@ def _host_checks(run_dir: Path, gpus: int, visible: str | None) -> dict[str, Cal
         "packages": checks.check_packages,
         "extras": checks.check_extras,
         "shared memory": checks.check_shared_memory,
-        "run folder": lambda: checks.check_disk(run_dir, checks.USUAL_BYTES),
+        "run folder": lambda: checks.check_disk(run_dir),
         "temporary files": lambda: checks.check_disk(Path(tempfile.gettempdir())),
         "open files": checks.check_open_files,
         "locked memory": lambda: checks.check_locked_memory(locking),

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 OURS = "portable-fsdp"
 INSTALL = "pip install '.'"
 MIN_BYTES = GIB = 2**30  # docker gives /dev/shm 64 MiB, where NCCL ends with "no space left on device"
-USUAL_BYTES = 20 * GIB  # a checkpoint of 1 B parameters with AdamW in float32 takes 12 GB
 MIN_FILES, USUAL_FILES = 256, 1024
 NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all
 ANSWER = "engine: "  # begins the child's answer; libraries print to stdout too
@@ -143,13 +142,11 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     """NCCL's processes of one host talk through it."""
     size = shutil.disk_usage(folder)
     room = f"{folder}: {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}"
-    if size.free < MIN_BYTES:
-        mend = f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}"
-        return Finding("warning", room, mend)
-    return Finding("ok", room)
+    mend = f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}"
+    return Finding("warning", room, mend) if size.free < MIN_BYTES else Finding("ok", room)
 
 
-def check_disk(folder: Path, usual_bytes: int = 0) -> Finding:
+def check_disk(folder: Path) -> Finding:
     """Free disk and permission to write where `folder` is or would be."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     mend = f"free some of {place}, or choose another disk's folder (run.dir, TMPDIR)"
@@ -159,11 +156,7 @@ def check_disk(folder: Path, usual_bytes: int = 0) -> Finding:
     except OSError as error:
         return Finding("failed", f"{place}: can't be written to: {error.strerror}", mend)
     room = f"{free / GIB:.1f} GiB free at {place}"
-    if free < MIN_BYTES:
-        return Finding("failed", room, mend)
-    if free < usual_bytes:
-        return Finding("warning", f"{room}; a checkpoint of 1 B parameters with AdamW takes 12 GB", mend)
-    return Finding("ok", room)
+    return Finding("failed", room, mend) if free < MIN_BYTES else Finding("ok", room)
 
 
 def check_open_files() -> Finding:

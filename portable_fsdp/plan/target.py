@@ -18,7 +18,7 @@ from portable_fsdp.runtime.errors import ConfigError
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "GB/s": 1e9}
 LINKS = ("nvlink", "pcie", "network")
-FIGURES = ("memory", "program", "memory_bandwidth", "ici", *LINKS)
+FIGURES = ("program", "memory_bandwidth", "ici", *LINKS)
 
 Shape = tuple[int, ...]
 """Chips of a TPU slice along each axis of its mesh."""
@@ -66,8 +66,7 @@ class Hardware:
     name: str
     kind: Literal["tpu", "cuda", "cpu"]  # the trainer's --device
     device_name: str  # as its driver and `models.flops.peak_flops` name it
-    memory: Figure | None  # bytes of a device
-    program: Figure | None  # bytes of these that a program may have
+    program: Figure | None  # bytes of a device that a program may have
     memory_bandwidth: Figure | None  # bytes/s of a device
     devices_per_host: int | None  # of GPUs, at most
     links: dict[str, Figure]  # by name: nvlink or pcie within a host; network between GPU hosts, or TPU slices
@@ -92,7 +91,8 @@ def _hardware(name: str, row: dict[str, Any]) -> Hardware:
         name,
         "tpu" if chip else "cpu" if name == "cpu" else "cuda",
         row["device_name"],
-        *(figures.get(key) for key in ("memory", "program", "memory_bandwidth")),
+        program=figures.get("program"),
+        memory_bandwidth=figures.get("memory_bandwidth"),
         devices_per_host=row["devices_per_host"][0] if "devices_per_host" in row else None,
         links={key: figures[key] for key in LINKS if key in figures},
         chip=chip,

@@ -116,20 +116,18 @@ def compile_for(
     *,
     slices: int = 1,
     generate_code: bool = False,
-    options: Mapping[str, str] | None = None,
-    limit_s: float = LIMIT_S,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Compiled:
     """What the TPU compiler makes of `program` on `slices` of `topology`, as libtpu names it (`v6e:2x4`); needs no TPU.
 
     Takes an earlier result for the same program from the cache, but for `generate_code`: that compiles to the end,
-    where a kernel may still be refused, in minutes for a model of billions. `options` of the compiler count over those
-    of LIBTPU_INIT_ARGS; `stopped` says whether nobody waits for the result any more. Raises BackendError where the
-    compiler refuses the program, an option or the slice, fails, or takes longer than `limit_s` seconds.
+    where a kernel may still be refused, in minutes for a model of billions. `stopped` says whether nobody waits for the
+    result any more. Raises BackendError where the compiler refuses the program, an option or the slice, fails, or takes
+    longer than LIMIT_S.
     """
     require_installed(*COMPILER_PACKAGES)
     arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
-    request = {**asdict(program), "topology": topology, "slices": slices, "options": dict(options or {})}
+    request = {**asdict(program), "topology": topology, "slices": slices}
     del request["hlo"]
     versions = [compiler_version(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
     digest = hashlib.sha256(program.hlo).hexdigest()
@@ -137,7 +135,7 @@ def compile_for(
     cache, key = cache_folder(os.environ) / "plans", hashlib.sha256(inputs.encode()).hexdigest()
     texts = None if generate_code else load_entry(cache, key)
     if texts is None:
-        texts = _run_compiler(program, request, arguments, limit_s, stopped, generate_code=generate_code)
+        texts = _run_compiler(program, request, arguments, stopped, generate_code=generate_code)
         save_entry(cache, key, texts)
     seconds = float(texts["seconds"])
     return read_compiled(program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
@@ -147,7 +145,6 @@ def _run_compiler(
     program: Program,
     request: dict[str, Any],
     arguments: str,
-    limit_s: float,
     stopped: Callable[[], bool],
     *,
     generate_code: bool,
@@ -160,7 +157,7 @@ def _run_compiler(
         # libtpu writes logs into /tmp/tpu_logs otherwise, and nobody removes them.
         environment = {"LIBTPU_INIT_ARGS": arguments, "TPU_LOG_DIR": os.environ.get("TPU_LOG_DIR", name)}
         with Child("portable_fsdp.plan.tpu_compiler", name, environment=environment) as child:
-            ended = child.wait(limit_s, lambda: stopped() or (not generate_code and _is_written(dump, program.name)))
+            ended = child.wait(LIMIT_S, lambda: stopped() or (not generate_code and _is_written(dump, program.name)))
         if ended.how not in ("finished", "enough") or not _is_written(dump, program.name):
             topology = request["topology"]
             raise BackendError(f"plan for {topology}: {_refusal(topology, folder, ended)}")
@@ -211,7 +208,7 @@ def _refusal(topology: str, folder: Path, ended: Ended) -> str:
     if option := re.search(_OPTION, ended.log):
         return (
             f"expected options that {compiler_version()} knows and takes, found {option[1]}.\n"
-            "  LIBTPU_INIT_ARGS or the plan sets it; a run would refuse it too. Remove it."
+            "  LIBTPU_INIT_ARGS sets it; a run would refuse it too. Remove it."
         )
     if ended.how == "failed" and (unknown := re.search(_SLICE, ended.log)):
         return (
@@ -282,7 +279,7 @@ def _main(folder: Path) -> None:
         raise ValueError(f"it has {len(devices)} devices, the program is for {request['devices']}")
     with mlir.make_ir_context(), ir.Location.unknown():
         module = _annotated((folder / "program.hlo.pb").read_bytes(), request)
-        _compile(mlir.module_to_bytecode(module), devices, {**request["options"], "xla_dump_to": str(folder / "dump")})
+        _compile(mlir.module_to_bytecode(module), devices, folder / "dump")
 
 
 def devices_of(topology: str, slices: int = 1) -> list[Any]:
@@ -324,7 +321,7 @@ def _annotated(hlo: bytes, request: dict[str, Any]) -> Any:
     return module
 
 
-def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> None:
+def _compile(program: bytes, devices: list[Any], dump: Path) -> None:
     import numpy as np
     from jax._src import compiler
     from jax._src.lib import xla_client
@@ -333,7 +330,7 @@ def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> Non
         num_replicas=1,
         num_partitions=len(devices),
         device_assignment=np.array([[device.id for device in devices]]),
-        env_options_overrides=options,
+        env_options_overrides={"xla_dump_to": str(dump)},
     )
     compile_options.executable_build_options.use_spmd_partitioning = True
     compile_options.executable_build_options.use_shardy_partitioner = False

@@ -1,6 +1,7 @@
 """The report as one HTML file that opens offline: bokeh draws, jinja2 writes the page (`page.html`)."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,36 +72,22 @@ _CHARTS = (
 def page(runs: Sequence[RunRecord]) -> str:
     """The HTML of a report on one run, or on several side by side."""
     script, charts = components(_tabs(runs))
-    environment = Environment(loader=PackageLoader("portable_fsdp.report", "."), autoescape=True)
-    return environment.get_template("page.html").render(
+    pages = Environment(loader=PackageLoader("portable_fsdp.report", "."), autoescape=True)
+    return pages.get_template("page.html").render(
         title=", ".join(run.name for run in runs),
         bokeh="\n".join(Resources(mode="inline", components=["bokeh"]).js_raw),
         script=script,
         charts=charts,
-        runs=[_run_values(run, colour) for run, colour in zip(runs, _colours(runs), strict=True)],
+        runs=list(zip(runs, cycle(_RUN_COLOURS))),
         differences=config_differences(runs) if len(runs) > 1 else [],
         version=__version__,
+        **{"figures": figures, "accounts": accounts, "starts": starts, "saves": saves, "environment": environment},
+        **{"duration": duration, "meanings": PARTS, "part_colours": _PART_COLOURS, "yaml": _yaml},
     )
 
 
-def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
-    return {
-        "record": run,
-        "colour": colour,
-        "figures": figures(run),
-        "parts": [
-            (name, duration(seconds), 100 * share, _PART_COLOURS[name], PARTS[name])
-            for name, seconds, share in accounts(run)
-        ],
-        "starts": starts(run),
-        "saves": saves(run),
-        "environment": environment(run),
-        "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
-    }
-
-
-def _colours(runs: Sequence[RunRecord]) -> list[str]:
-    return [_RUN_COLOURS[index % len(_RUN_COLOURS)] for index in range(len(runs))]
+def _yaml(run: RunRecord) -> str:
+    return yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100)
 
 
 def _tabs(runs: Sequence[RunRecord]) -> Tabs:
@@ -141,7 +128,7 @@ def _draw(
     if chart.from_zero:
         plot.y_range.start = 0
     plot.hover.tooltips = [("run", "$name"), (label, "@x{0.[000]}"), (chart.title, "@y{0.[00000]}")]
-    for run, values, colour in zip(runs, columns, _colours(runs), strict=True):
+    for run, values, colour in zip(runs, columns, cycle(_RUN_COLOURS)):
         x = x_of(run)
         known = np.isfinite(values)
         source = ColumnDataSource(dict(zip("xy", thinned(x[known], values[known]), strict=True)))

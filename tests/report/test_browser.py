@@ -50,12 +50,3 @@ def test_a_report_is_drawn_without_a_word_on_the_console(tmp_path: Path) -> None
     console, colours = opened(page)
     assert console == []
     assert colours > 50
-
-
-def test_a_blank_page_and_an_error_are_seen(tmp_path: Path) -> None:
-    page = tmp_path / "blank.html"
-    page.write_text("<!DOCTYPE html><script>missing()</script>", encoding="utf-8")
-    console, colours = opened(page)
-    assert len(console) == 1
-    assert "missing is not defined" in console[0]
-    assert colours == 1
