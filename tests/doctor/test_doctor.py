@@ -93,44 +93,43 @@ NEEDS = (
 EXTRAS = ("xla", "plan", "torchtpu", "mac", "none")
 
 
-def test_versions_that_do_not_fit(site: Path) -> None:
-    (site / "packaging").symlink_to(Path(packaging.__file__).parent)
-    install(site, "portable-fsdp", "0.1.0", NEEDS, EXTRAS)
-    for name, version in {"torch": "2.8.1+cu128", "transformers": "6.0.0", "jax": "0.9.2"}.items():
-        install(site, name, version)
-    code, lines = examine(site=site)
-    assert code == 1
-    wrong = "numpy missing; torch 2.8.1+cu128 (needs >=2.9); transformers 6.0.0 (needs <6,>=5.23)"
-    assert lines["packages"]["found"] == wrong
-    of_xla = "jax 0.9.2 (needs ==0.7.1), torch 2.8.1+cu128 (needs ==2.9.0)"
-    states = f"xla has {of_xla}; plan has {of_xla}; torchtpu lacks torch_tpu; mac lacks tqdm; none not for this machine"
-    assert (lines["extras"]["state"], lines["extras"]["found"]) == ("warning", states)
-    assert lines["extras"]["mend"] == "pip install '.[xla]'"
+OF_XLA = "jax 0.9.2 (needs ==0.7.1), torch 2.8.1+cu128 (needs ==2.9.0)"
+LACKING = "torchtpu lacks torch_tpu; mac lacks tqdm; none not for this machine"
+VERSIONS = {
+    "wrong": (
+        {"torch": "2.8.1+cu128", "transformers": "6.0.0", "jax": "0.9.2"},
+        "numpy missing; torch 2.8.1+cu128 (needs >=2.9); transformers 6.0.0 (needs <6,>=5.23)",
+        f"xla has {OF_XLA}; plan has {OF_XLA}; {LACKING}",
+    ),
+    "pre-releases, and builds for one CUDA": (
+        {"torch": "2.9.0+cu128", "transformers": "5.24.0rc1", "numpy": "2", "jax": "0.7.1"},
+        "torch 2.9.0+cu128, transformers 5.24.0rc1, numpy 2",
+        f"xla complete; plan complete; {LACKING}",
+    ),
+    # Of an extra with torch_xla pip would replace TorchTPU's torch. jax may be there for other reasons.
+    "torch_tpu": (
+        {"torch": "2.13.0", "transformers": "5.24", "numpy": "2", "torch_tpu": "0.2.0", "jax": "0.9.2"},
+        "torch 2.13.0, transformers 5.24, numpy 2",
+        "xla lacks torch_xla; plan lacks torch_xla; torchtpu complete; mac lacks tqdm; none not for this machine",
+    ),
+}
 
 
-def test_versions_that_fit(site: Path) -> None:
-    """Among them pre-releases and builds for one CUDA."""
+@pytest.mark.parametrize("case", VERSIONS)
+def test_versions(site: Path, case: str) -> None:
+    versions, packages, extras = VERSIONS[case]
     (site / "packaging").symlink_to(Path(packaging.__file__).parent)
-    install(site, "portable-fsdp", "0.1.0", NEEDS, EXTRAS)
-    versions = {"torch": "2.9.0+cu128", "transformers": "5.24.0rc1", "numpy": "2", "jax": "0.7.1"}
+    more = ("torch_xla==2.9.0; extra == 'xla'",) * ("torch_tpu" in versions)
+    install(site, "portable-fsdp", "0.1.0", (*NEEDS, *more), EXTRAS)
     for name, version in versions.items():
         install(site, name, version)
     _, lines = examine(site=site)
-    assert lines["packages"]["found"] == "torch 2.9.0+cu128, transformers 5.24.0rc1, numpy 2"
-    assert lines["extras"]["state"] == "ok"
-    assert lines["extras"]["found"].startswith("xla complete; plan complete; torchtpu lacks torch_tpu")
-
-
-def test_beside_torch_tpu_no_extra_with_torch_xla_is_advised(site: Path) -> None:
-    """pip would replace its torch. jax, which plans need, may be there for other reasons."""
-    (site / "packaging").symlink_to(Path(packaging.__file__).parent)
-    install(site, "portable-fsdp", "0.1.0", (*NEEDS, "torch_xla==2.9.0; extra == 'xla'"), EXTRAS)
-    for name, version in {"torch": "2.13.0", "torch_tpu": "0.2.0", "jax": "0.9.2"}.items():
-        install(site, name, version)
-    _, lines = examine(site=site)
-    assert lines["extras"]["state"] == "ok"
-    assert lines["extras"]["found"].startswith("xla lacks torch_xla; plan lacks torch_xla; torchtpu complete")
-    assert "[xla]" not in json.dumps(lines)
+    assert (lines["packages"]["found"], lines["extras"]["found"]) == (packages, extras)
+    is_wrong = case == "wrong"
+    assert lines["packages"]["state"] == ("failed" if is_wrong else "ok")
+    assert (lines["extras"]["state"], lines["extras"]["mend"]) == (
+        ("warning", "pip install '.[xla]'") if is_wrong else ("ok", "")
+    )
 
 
 @pytest.mark.parametrize(("limit", "state"), [(100, "failed"), (512, "warning"), (1024, "ok")])
