@@ -14,6 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -108,15 +109,11 @@ class Moments:
     def watching(self, model: nn.Module) -> Generator[None]:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        handles = [
+        with (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),  # recomputation ends by an exception
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(id(module))
@@ -193,12 +190,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def making(self, part: MemoryPart, where: str) -> Generator[None]:
         """Everything made inside is of this part."""
-        before = self._known
-        self._known = (part, where)
-        try:
+        with patch.object(self, "_known", (part, where)):
             yield
-        finally:
-            self._known = before
 
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
@@ -212,9 +205,8 @@ class Recorder(TorchDispatchMode):
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a tensor that exists already its FQN."""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        if entry is not None:
-            entry[1].name = name
+        if (block := self._block_of(tensor)) is not None:
+            block.name = name
 
     def resized(self, storage: Any) -> None:
         """FSDP2 frees gathered weights, and makes room for them again, by `resize_`, which no dispatch mode sees."""
@@ -350,8 +342,7 @@ class Recorder(TorchDispatchMode):
         return reads, writes
 
     def _block_of(self, tensor: Tensor) -> Block | None:
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        return None if entry is None else entry[1]
+        return self._live.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         def workspace(size: int, kernel: str) -> Block:

@@ -43,8 +43,6 @@ PLANNED = {
     "five": step(**EIGHT, accumulation=5),
     "tied, offloaded": step(**TIED, memory__cpu_offload=True, accumulation=2),
     "documents": step(**EIGHT, data__packing="documents"),
-}
-MORE_PLANNED = {
     "every second": step(**EIGHT, memory__gradient_checkpointing="selective", memory__every=2),
     "products kept": step(**EIGHT, memory__gradient_checkpointing="selective", memory__save_ops=("matmul",)),
     "offloaded": step(**EIGHT, memory__cpu_offload=True, memory__gradient_checkpointing="full"),
@@ -100,12 +98,11 @@ def planned(worker: Worker) -> Plans:
     return dict(zip(PLANNED, worker(plans, list(PLANNED.values()), GPUS), strict=True))
 
 
-@pytest.fixture(scope="module")
-def all_planned(planned: Plans, worker: Worker) -> Plans:
-    return planned | dict(zip(MORE_PLANNED, worker(plans, list(MORE_PLANNED.values()), GPUS), strict=True))
+PROOF = [pytest.mark.proof, pytest.mark.timeout(900)]
 
 
-def _require_equal(configs: dict[str, Config], worker: Worker) -> None:
+@pytest.mark.parametrize("configs", [pytest.param(REAL, id="some"), pytest.param(MORE_REAL, id="all", marks=PROOF)])
+def test_a_cpu_plan_is_what_two_processes_hold(configs: dict[str, Config], worker: Worker) -> None:
     """A plan for two CPUs against two processes: memory within 5 %, collectives to the byte."""
     planned = worker(plans, list(configs.values()), parse_target("cpu:2"))
     workers = Workers(Group("native", 2))
@@ -128,16 +125,6 @@ def _moved(work: Work) -> dict[str, tuple[int, int]]:
         calls, bytes_ = moved.get(kind, (0, 0))
         moved[kind] = calls + traffic.calls, bytes_ + traffic.bytes
     return moved
-
-
-def test_a_cpu_plan_is_what_two_processes_hold(worker: Worker) -> None:
-    _require_equal(REAL, worker)
-
-
-@pytest.mark.proof
-@pytest.mark.timeout(900)
-def test_a_cpu_plan_is_what_two_processes_hold_with_every_option(worker: Worker) -> None:
-    _require_equal(MORE_REAL, worker)
 
 
 @pytest.mark.proof
@@ -193,18 +180,18 @@ def test_offloaded_activations_leave_the_device(planned: Plans) -> None:
     assert on_device[0] - on_device[1] == on_host
 
 
-def test_other_options_move_what_they_say(all_planned: Plans) -> None:
-    kept = {name: _part(all_planned, name, "activations") for name in all_planned}
+def test_other_options_move_what_they_say(planned: Plans) -> None:
+    kept = {name: _part(planned, name, "activations") for name in planned}
     for some in ("every second", "products kept"):
         assert kept["recomputed"] < kept[some] < kept["plain"]
-    assert _part(all_planned, "frozen", "optimizer") == pytest.approx(8 * (2 * 4096 * 512 + 512) / 8, rel=1e-3)
-    assert _part(all_planned, "offloaded", "weights") < 1024
-    assert _part(all_planned, "offloaded", "optimizer") == 0
-    assert all_planned["offloaded"][0].host_bytes == pytest.approx(16 * PARAMETERS / 8, rel=1e-3)
-    eager, compiled = all_planned["plain"][0], all_planned["compiled"][0]
+    assert _part(planned, "frozen", "optimizer") == pytest.approx(8 * (2 * 4096 * 512 + 512) / 8, rel=1e-3)
+    assert _part(planned, "offloaded", "weights") < 1024
+    assert _part(planned, "offloaded", "optimizer") == 0
+    assert planned["offloaded"][0].host_bytes == pytest.approx(16 * PARAMETERS / 8, rel=1e-3)
+    eager, compiled = planned["plain"][0], planned["compiled"][0]
     assert compiled.at == f"{eager.at} (planned as if it ran eagerly)"
     assert compiled.parts == eager.parts
-    flops = {name: work.matmul_flops for name, (_, work) in all_planned.items()}
+    flops = {name: work.matmul_flops for name, (_, work) in planned.items()}
     assert flops["float32"].keys() == {"tf32"}
     assert flops["grouped"]["bfloat16"] < flops["experts"]["bfloat16"]  # two of four experts
     # Blocks of flex attention need no mask: the batch's positions and segments come on top, and rotary tables (cosines
@@ -212,7 +199,6 @@ def test_other_options_move_what_they_say(all_planned: Plans) -> None:
     known = 2 * 8 * ROWS * SEQ_LEN + 2 * 2 * (ROWS - 1) * SEQ_LEN * 64
     assert known <= kept["documents, flex"] - kept["plain"] <= known + 1024
     assert flops["documents, flex"] == flops["plain"]
-    _require_allocator_and_buffers(all_planned)
 
 
 def test_a_mask_of_documents_is_planned_once_and_its_attention_whole(planned: Plans) -> None:
@@ -226,16 +212,13 @@ def test_a_mask_of_documents_is_planned_once_and_its_attention_whole(planned: Pl
     assert documents - plain == pytest.approx(half, rel=0.01)
 
 
-def _require_allocator_and_buffers(planned: Plans) -> None:
+def test_the_allocator_and_nccl_come_on_top(planned: Plans) -> None:
     for name, (memory, _) in planned.items():
         live = sum(size for part, size in memory.parts.items() if part not in ("allocator", "communication buffers"))
         assert 0 < memory.parts["allocator"] < live, name
         assert (live + memory.parts["allocator"]) % (2 * 2**20) == 0, name  # segments
         assert memory.parts["communication buffers"] % COMMUNICATOR_BYTES == 0
 
-
-def test_the_allocator_and_nccl_come_on_top(planned: Plans) -> None:
-    _require_allocator_and_buffers(planned)
     # All ranks, and the shards': since torch 2.13 a mesh's dimension over all ranks is the default group.
     assert _part(planned, "plain", "communication buffers") in (COMMUNICATOR_BYTES, 2 * COMMUNICATOR_BYTES)
     assert _part(planned, "hybrid", "communication buffers") == 3 * COMMUNICATOR_BYTES
