@@ -15,26 +15,9 @@ from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
-from portable_fsdp.plan.planner import (
-    PlanOf,
-    grid,
-    largest_that_fits,
-    make_plan,
-    nearest_that_fits,
-    sweep,
-    usual_grid,
-)
-from portable_fsdp.plan.result import (
-    Plan,
-    Settings,
-    Tried,
-    comparison_text,
-    draw,
-    keys_that_differ,
-    measures_text,
-    sweep_text,
-    text,
-)
+from portable_fsdp.plan import planner, result
+from portable_fsdp.plan.planner import PlanOf
+from portable_fsdp.plan.result import Plan, Settings, Tried
 from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
@@ -108,13 +91,15 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
         return load_config(options.config, [*options.overrides, *(f"{key}={value}" for key, value in settings.items())])
 
     def plan_of(settings: Settings) -> Plan:
-        return make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)
+        return planner.make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)
 
     config = config_of({})
     if not is_sweep:
         return _one(options, config, target, plan_of, picture)
     scans = target.hardware.kind == "tpu" and options.backend in ("auto", engine_made_for("tpu"))
-    points = grid(_axes(options.over)) if options.over else usual_grid(config, target.devices, scan=scans)
+    points = (
+        planner.grid(_axes(options.over)) if options.over else planner.usual_grid(config, target.devices, scan=scans)
+    )
     for settings in points:
         config_of(settings)  # refuses an unknown key before the first plan
     return _sweep(points, plan_of, as_json=options.json, picture=picture)
@@ -124,18 +109,18 @@ def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: P
     tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # else the plan says it
     measured = _measured(options.compare, tokens) if options.compare and tokens else None
     is_search = options.largest_batch or config.train.micro_batch == "auto"
-    best = largest_that_fits(config, target.devices, plan_of, _note) if is_search else Tried(settings={})
+    best = planner.largest_that_fits(config, target.devices, plan_of, _note) if is_search else Tried(settings={})
     plan = best.plan or plan_of({})
     if options.compare:
         measured = measured or _measured(options.compare, plan.time.tokens_per_step)
     comparison = None if measured is None else compare(plan.time, measured, plan.expected)
     if not options.json:
-        to_stdout(f"the largest that fits: {best.words}\n\n{text(plan)}" if best.fits else text(plan))
+        to_stdout(f"the largest that fits: {best.words}\n\n{result.text(plan)}" if best.fits else result.text(plan))
     measures: list[Tried] = []
     if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # no lower bound shows that anything fits
         planned = with_value(config, "train.micro_batch", plan.settings["train.micro_batch"])
         offload = target.hardware.kind == "cuda"
-        measures = list(nearest_that_fits(planned, lambda more: plan_of(best.settings | more), offload=offload))
+        measures = list(planner.nearest_that_fits(planned, lambda more: plan_of(best.settings | more), offload=offload))
     if options.json:
         rest = {
             "measures": [tried.model_dump(mode="json") for tried in measures],
@@ -144,11 +129,11 @@ def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: P
         }
         to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
     elif comparison is not None:
-        to_stdout(comparison_text(comparison))
+        to_stdout(result.comparison_text(comparison))
     if measures:
-        (to_stderr if options.json else to_stdout)(measures_text(measures))
+        (to_stderr if options.json else to_stdout)(result.measures_text(measures))
     if picture is not None:
-        draw([plan], [plan.on], picture)
+        result.draw([plan], [plan.on], picture)
     return EXIT_USAGE if is_search and not best.fits else EXIT_FINISHED
 
 
@@ -158,10 +143,10 @@ def _note(tried: Tried) -> None:
 
 def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> int:
     results: list[Tried] = []
-    keys = keys_that_differ(points)
+    keys = result.keys_that_differ(points)
     is_complete = True
     try:
-        for tried in sweep(points, plan_of):
+        for tried in planner.sweep(points, plan_of):
             results.append(tried)
             to_stderr(f"{len(results)} of at most {len(points)}: {tried.line}")
     except KeyboardInterrupt:
@@ -174,7 +159,7 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
         plans = [tried.model_dump(mode="json") for tried in results]
         to_stdout(json.dumps({"schema_version": 1, "complete": is_complete, "plans": plans, "left_out": left_out}))
     else:
-        to_stdout(sweep_text(planned, keys))
+        to_stdout(result.sweep_text(planned, keys))
         if left_out and is_complete:
             to_stdout(f"left out: {len(left_out)} with more rows at once than one that does not fit")
         for reason in sorted({tried.refusal for tried in results if tried.refusal is not None}):
@@ -182,7 +167,7 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
             to_stdout("\n".join(["refused:", *group, reason]))
     if picture is not None and planned:
         labels = [", ".join(tried.settings.get(key, "-") for key in keys) for tried in planned]
-        draw([tried.plan for tried in planned if tried.plan is not None], labels, picture)
+        result.draw([tried.plan for tried in planned if tried.plan is not None], labels, picture)
     if not is_complete:
         return _EXIT_INTERRUPTED
     return EXIT_FINISHED if planned else EXIT_USAGE

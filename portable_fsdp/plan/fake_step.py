@@ -111,9 +111,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     runs = [entry for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)]
     sent = {run.collective: _sent_by(run.collective, target) for run in runs}
     blocks = peak(recorder.events)
-    memory = _memory(recorder, blocks, sent, target, is_compiled=is_compiled)
-    if recorder.is_gpu:
-        memory = memory.model_copy(update={"host_bytes": _host_bytes(training) + activations})
+    memory = _memory(recorder, blocks, sent, target, _host_bytes(training) + activations)
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
     operations = operations_of(programs, sent, is_compiled=is_compiled)
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
@@ -132,7 +130,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
 
 
 def _memory(
-    recorder: Recorder, blocks: list[Block], sent: Collection[Collective], target: Target, *, is_compiled: bool
+    recorder: Recorder, blocks: list[Block], sent: Collection[Collective], target: Target, host_bytes: int
 ) -> DeviceMemory:
     """What a device holds while `blocks` live, the peak."""
     parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
@@ -152,8 +150,9 @@ def _memory(
     return DeviceMemory(
         parts=parts,
         limit_bytes=target.limit_bytes,
-        at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
+        at=blocks[-1].where if blocks else "",
         biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
+        host_bytes=host_bytes if recorder.is_gpu else 0,
         is_least=recorder.is_tpu,
     )
 

@@ -52,7 +52,6 @@ from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.signals import end_with_parent
 
-COMPILER_PACKAGES = ("jax", "libtpu")
 LIMIT_S = 900  # for the trace, and for each program
 LARGEST_BYTES = 2**30  # of all entries of the cache: 8B, unrolled, takes about 5 MB
 
@@ -73,7 +72,7 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
     """
     assert target.topology is not None
     progress("tracing")
-    require_installed("torch_xla", *COMPILER_PACKAGES)
+    require_installed()
     traced = trace_apart(config, target.devices, hosts=target.hosts, torus=target.torus)
     progress(f"compiling {' and '.join(traced.programs)}")
     stop = threading.Event()
@@ -100,7 +99,6 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
 
 def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = ()) -> Traced:
     """`tpu_trace.trace` in a process of its own; raises what it raises, and BackendError where it fails or is late."""
-    require_installed("torch_xla")
     if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
         config = with_value(config, "sharding.replicas", hosts)
     with Worker(LIMIT_S) as worker:
@@ -125,7 +123,6 @@ def compile_for(
     result any more. Raises BackendError where the compiler refuses the program, an option or the slice, fails, or takes
     longer than LIMIT_S.
     """
-    require_installed(*COMPILER_PACKAGES)
     arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
     request = {**asdict(program), "topology": topology, "slices": slices}
     del request["hlo"]
@@ -186,8 +183,8 @@ def compiler_version() -> str:
     return f"libtpu {importlib.metadata.version('libtpu')}"
 
 
-def require_installed(*packages: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+def require_installed() -> None:
+    missing = [name for name in ("torch_xla", "jax", "libtpu") if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendError(
             f"plan for a TPU slice: expected the packages torch_xla, jax and libtpu, found no {', '.join(missing)}.\n"

@@ -14,17 +14,8 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader
 
 from portable_fsdp.observe.goodput import PARTS, duration
-from portable_fsdp.report.read import (
-    Numbers,
-    RunRecord,
-    accounts,
-    config_differences,
-    engine,
-    environment,
-    figures,
-    saves,
-    starts,
-)
+from portable_fsdp.report import read
+from portable_fsdp.report.read import Numbers, RunRecord
 from portable_fsdp.version import __version__
 
 _MOST_POINTS = 1500
@@ -79,9 +70,9 @@ def page(runs: Sequence[RunRecord]) -> str:
         script=script,
         charts=charts,
         runs=list(zip(runs, cycle(_RUN_COLOURS))),
-        differences=config_differences(runs) if len(runs) > 1 else [],
+        differences=read.config_differences(runs) if len(runs) > 1 else [],
         version=__version__,
-        **{"figures": figures, "accounts": accounts, "starts": starts, "saves": saves, "environment": environment},
+        read=read,
         **{"duration": duration, "meanings": PARTS, "part_colours": _PART_COLOURS, "yaml": _yaml},
     )
 
@@ -142,11 +133,11 @@ def _draw(
 
 def _mark_starts(plot: Any, run: RunRecord, x: Numbers) -> None:
     """A line where a start took over from the one before, in the colour of its engine."""
-    engines = list(dict.fromkeys(engine(attempt.start) for attempt in run.attempts))
+    engines = list(dict.fromkeys(read.engine(attempt.start) for attempt in run.attempts))
     for attempt in run.attempts[1:]:
         if attempt.rows:
             at = x[np.searchsorted(run.steps, attempt.rows[0]["step"])]
-            colour = _ENGINE_COLOURS[engines.index(engine(attempt.start)) % len(_ENGINE_COLOURS)]
+            colour = _ENGINE_COLOURS[engines.index(read.engine(attempt.start)) % len(_ENGINE_COLOURS)]
             plot.add_layout(Span(location=float(at), dimension="height", line_color=colour, line_dash="dashed"))
 
 

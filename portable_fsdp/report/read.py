@@ -91,9 +91,10 @@ class RunRecord:
     @cached_property
     def profiles(self) -> list[str]:
         """The summaries of profiled steps, by step."""
-        paths = [self.folder / "profile" / name / "summary.txt" for name in _names(self.folder / "profile")]
-        paths = sorted(filter(os.path.lexists, paths), key=lambda path: path.lstat().st_mtime)
+        folder = self.folder / "profile"
         with _readable():
+            paths = [folder / name / "summary.txt" for name in (names_in(folder) if folder.is_dir() else ())]
+            paths = sorted(filter(os.path.lexists, paths), key=lambda path: path.lstat().st_mtime)
             texts = [read_regular(path, self.folder, _SMALL_BYTES) for path in paths[-_MOST_PROFILES:]]
         return [text[:_MOST_BYTES].decode(errors="replace") for text in texts]
 
@@ -126,8 +127,7 @@ def name_of(folder: Path, config: Mapping[str, Any]) -> str:
 def read_config(folder: Path) -> dict[str, Any]:
     """A run's config by dotted key. Raises UsageError for a folder that is no run's."""
     if not (folder / "events.jsonl").is_file():
-        inside = f"; runs inside it: {names}" if (names := _runs_inside(folder)) else ""
-        raise UsageError(f"{folder}: expected the folder of a run, with an events.jsonl, found none{inside}.")
+        raise UsageError(f"{folder}: expected the folder of a run, with an events.jsonl, found none.")
     return _config(folder / "config.yaml")
 
 
@@ -149,16 +149,6 @@ def _part_of(row: JsonObject) -> JsonObject:
     if isinstance(row.get("processes"), dict) and _is_number(shared := row["processes"].get("memory_imbalance")):
         part["processes"] = {"memory_imbalance": shared}
     return part | {"time": row.get("time")}
-
-
-def _runs_inside(folder: Path) -> str:
-    names = [name for name in _names(folder) if (folder / name / "events.jsonl").is_file()]
-    return printable(", ".join(names[:5]))
-
-
-def _names(folder: Path) -> list[str]:
-    with _readable():
-        return names_in(folder) if folder.is_dir() else []
 
 
 @contextmanager
@@ -233,15 +223,15 @@ def _is_object(value: object) -> bool:
 
 
 _NEEDED = {
-    **dict.fromkeys(("start", "save", "finish", "stop", "fail"), ("step",)),
+    **{key: ("step",) for key in ("start", "save", "finish", "stop", "fail")},
     "evaluation": ("step", "loss"),
     "straggler": ("step", "process", "ratio"),
 }
 _CHECKS = {
-    **dict.fromkeys(("step", "process"), _is_step),
-    **dict.fromkeys(("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"), _is_number),
-    **dict.fromkeys(("time", "began", "until"), _is_time),
-    **dict.fromkeys(("lost", "environment"), _is_object),
+    **{key: _is_step for key in ("step", "process")},
+    **{key: _is_number for key in ("seconds", "data_seconds", "blocked_seconds", "ratio", "loss")},
+    **{key: _is_time for key in ("time", "began", "until")},
+    **{key: _is_object for key in ("lost", "environment")},
 }
 
 

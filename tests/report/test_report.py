@@ -203,10 +203,6 @@ def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["{folder}"],
-            "{folder}: expected the folder of a run, with an events.jsonl, found none; runs inside it: run.",
-        ),
         (["{folder}/none"], "{folder}/none: expected the folder of a run, with an events.jsonl, found none."),
         pytest.param(
             ["{folder}/run", "--out={folder}/none/page.html"],
