@@ -196,11 +196,8 @@ def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:
     for key in (*needed, *_NEEDED.get(str(record.get("event")), ())):
         if record.get(key) is None:
             return False
-    for key, check in _CHECKS.items():
-        value = record.get(key)
-        if value is not None and not check(value):
-            return False
-    return True
+    values = ((record.get(key), check) for keys, check in _CHECKS for key in keys)
+    return all(value is None or check(value) for value, check in values)
 
 
 def _is_step(value: object) -> bool:
@@ -222,17 +219,17 @@ def _is_object(value: object) -> bool:
     return isinstance(value, Mapping) and _is_whole(cast(JsonObject, value), ())
 
 
+_STEP = ("step",)
 _NEEDED = {
-    **{key: ("step",) for key in ("start", "save", "finish", "stop", "fail")},
-    "evaluation": ("step", "loss"),
-    "straggler": ("step", "process", "ratio"),
+    **{"start": _STEP, "save": _STEP, "finish": _STEP, "stop": _STEP, "fail": _STEP},
+    **{"evaluation": ("step", "loss"), "straggler": ("step", "process", "ratio")},
 }
-_CHECKS = {
-    **{key: _is_step for key in ("step", "process")},
-    **{key: _is_number for key in ("seconds", "data_seconds", "blocked_seconds", "ratio", "loss")},
-    **{key: _is_time for key in ("time", "began", "until")},
-    **{key: _is_object for key in ("lost", "environment")},
-}
+_CHECKS = (
+    (("step", "process"), _is_step),
+    (("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"), _is_number),
+    (("time", "began", "until"), _is_time),
+    (("lost", "environment"), _is_object),
+)
 
 
 def _config(path: Path) -> dict[str, Any]:
