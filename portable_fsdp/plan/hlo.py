@@ -18,16 +18,28 @@ from portable_fsdp.plan.time import Compute, Drain, Loop, ScheduleEntry, Send, W
 
 
 class Instruction(NamedTuple):
-    """`name = type operation(operands)rest`: a line of the program."""
+    """`name = type operation(operands)rest`: a line of a computation."""
 
+    computation: str
     name: str
     type: str
     operation: str
     operands: str
     rest: str  # after the operands: attributes and metadata
 
+    @property
+    def reads(self) -> list[str]:
+        """The names of its operands."""
+        return _OPERAND.findall(self.operands)
 
-Computations = dict[str, list[Instruction]]
+    @property
+    def callees(self) -> list[str]:
+        """The names in `calls=%name`, or `calls={%name, %other}`."""
+        names = ",".join(_CALLEES.findall(self.rest))
+        return [name.strip(" {}%") for name in names.split(",")] if names else []
+
+
+Computations = Mapping[str, list[Instruction]]
 """Name -> instructions; the entry's name is ENTRY."""
 
 ENTRY = "ENTRY"
@@ -57,8 +69,8 @@ def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
     """
     seen: set[str] = set()
     totals: defaultdict[str, Moved] = defaultdict(Moved)
-    for name, runs, instruction in _instructions(hlo_text):
-        crossing = collective_of(name, instruction, devices)
+    for runs, instruction in _instructions(hlo_text):
+        crossing = collective_of(instruction, devices)
         if crossing is not None and crossing.part_of not in seen:
             seen |= {crossing.part_of} - {""}
             totals[f"{crossing.kind} {crossing.dtypes}"] += crossing.moved * runs
@@ -82,7 +94,7 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
 def flash_attention_flops(hlo_text: str) -> dict[str, int]:
     """Dtype -> floating point operations of the products inside attention kernels, on one device."""
     flops: Counter[str] = Counter()
-    for _, runs, instruction in _instructions(hlo_text):
+    for runs, instruction in _instructions(hlo_text):
         if kernel := kernel_flops_of(instruction):
             flops[kernel[0]] += runs * kernel[1]
     return dict(flops)
@@ -107,7 +119,7 @@ def host_transfers(hlo_text: str) -> list[str]:
     """Instructions that exchange data with the host: infeeds, outfeeds, callbacks; not traffic between TPU slices."""
     return [
         instruction.name
-        for *_, instruction in _instructions(hlo_text)
+        for _, instruction in _instructions(hlo_text)
         if instruction.operation in ("infeed", "outfeed")
         or (instruction.operation in ("send", "recv") and MEGASCALE not in instruction.rest)
         or (instruction.operation == "custom-call" and _HOST_CALL.search(instruction.rest))
@@ -122,7 +134,7 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
     """
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
     totals: defaultdict[str, Moved] = defaultdict(Moved)
-    for _, runs, instruction in _instructions(hlo_text):
+    for runs, instruction in _instructions(hlo_text):
         if instruction.operation == "send" and MEGASCALE in instruction.rest:
             match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
             kind = match[1].lower() if match else "one_to_one"
@@ -152,24 +164,24 @@ def read_program(hlo_text: str) -> tuple[Computations, Counter[str]]:
     return computations, _times_run(computations)
 
 
-def _instructions(hlo_text: str) -> Iterator[tuple[str, int, Instruction]]:
-    """Every instruction, with its computation and how often it runs."""
+def _instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
+    """Every instruction, and how often it runs."""
     computations, runs = read_program(hlo_text)
     for name, instructions in computations.items():
-        yield from ((name, runs[name], instruction) for instruction in instructions)
+        yield from ((runs[name], instruction) for instruction in instructions)
 
 
 def _read_computations(hlo_text: str) -> Computations:
-    computations: Computations = {}
-    instructions: list[Instruction] | None = None
+    computations: defaultdict[str, list[Instruction]] = defaultdict(list)
+    name = ""
     for line in hlo_text.splitlines():
         start = re.match(r"(ENTRY )?%?([\w.\-]+) ", line) if line.endswith("{") else None
         if start and not line.startswith("HloModule"):
-            instructions = computations[ENTRY if start.group(1) else start.group(2)] = []
+            name = ENTRY if start[1] else start[2]
         elif line.startswith("}"):
-            instructions = None
-        elif instructions is not None and (match := _INSTRUCTION.match(line)):
-            instructions.append(Instruction(*match.groups()))
+            name = ""
+        elif name and (match := _INSTRUCTION.match(line)):
+            computations[name].append(Instruction(name, *match.groups()))
     if ENTRY not in computations:
         raise ValueError(f"expected the text of an HLO module with an ENTRY, found {hlo_text[:80]!r}")
     return computations
@@ -180,7 +192,7 @@ def _times_run(computations: Computations) -> Counter[str]:
         name: [
             (callee, trip_count(instruction, computations) if instruction.operation == "while" else 1)
             for instruction in instructions
-            for callee in callees_of(instruction)
+            for callee in instruction.callees
         ]
         for name, instructions in computations.items()
     }
@@ -190,12 +202,6 @@ def _times_run(computations: Computations) -> Counter[str]:
         for callee, turns in calls.get(name, ()):
             runs[callee] += runs[name] * turns
     return runs
-
-
-def callees_of(instruction: Instruction) -> Iterator[str]:
-    """The names in `calls=%name`, or `calls={%name, %other}`."""
-    for names in _CALLEES.findall(instruction.rest):
-        yield from (name.strip().lstrip("%") for name in names.strip("{}").split(","))
 
 
 def trip_count(loop: Instruction, computations: Computations) -> int:
@@ -210,7 +216,7 @@ def trip_count(loop: Instruction, computations: Computations) -> int:
         for inner in computations.get(todo.pop(), []):
             if inner.operation == "constant" and re.match(r"[su]32\[\]", inner.type) and inner.operands.isdecimal():
                 bounds.append(int(inner.operands))
-            todo += callees_of(inner)
+            todo += inner.callees
     return max(bounds, default=1)
 
 
@@ -223,8 +229,8 @@ class CollectiveCall(NamedTuple):
     part_of: str
 
 
-def collective_of(computation: str, instruction: Instruction, devices: int) -> CollectiveCall | None:
-    """The collective that an instruction of this computation is or starts; None where it is none."""
+def collective_of(instruction: Instruction, devices: int) -> CollectiveCall | None:
+    """The collective that an instruction is or starts; None where it is none."""
     match = _COLLECTIVE.fullmatch(instruction.operation)
     if match is None:
         return None
@@ -239,7 +245,7 @@ def collective_of(computation: str, instruction: Instruction, devices: int) -> C
     full = bytes_of(shapes) * (members if kind == "reduce-scatter" else 1)
     channel = re.search(r"channel_id=(\d+)", instruction.rest)
     part_of = f"{kind} {channel[1]}" if channel and channel[1] != "1" else ""
-    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+    if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
     # A ring passes each piece on to all but one, an all-reduce does so twice.
     ring = full * (members - 1) // members * (2 if kind == "all-reduce" else 1)
@@ -260,18 +266,19 @@ def bytes_of(shapes: Iterable[tuple[str, list[int]]]) -> int:
     return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in shapes)
 
 
-def products_of(instructions: list[Instruction]) -> Iterator[tuple[str, str, int]]:
-    """Name, dtypes of the factors and floating point operations of each matrix product of a computation."""
+def products_of(instructions: list[Instruction]) -> Iterator[tuple[Instruction, str, int]]:
+    """The matrix products of a computation, with dtypes of the factors and floating point operations."""
     arrays: dict[str, tuple[str, list[int]]] = {}
-    for name, type_text, operation, operands, rest in instructions:
-        if shapes := [] if type_text.startswith("(") else shapes_in(type_text):
-            arrays[name] = shapes[0]
-        if operation in ("dot", "convolution"):
-            left, right = (arrays[operand] for operand in _OPERAND.findall(operands)[:2])
-            contracted = re.search(r"rhs_contracting_dims=\{([\d,]+)\}", rest)
+    for one in instructions:
+        if shapes := [] if one.type.startswith("(") else shapes_in(one.type):
+            arrays[one.name] = shapes[0]
+        if one.operation in ("dot", "convolution"):
+            left, right = (arrays[operand] for operand in one.reads[:2])
+            contracted = re.search(r"rhs_contracting_dims=\{([\d,]+)\}", one.rest)
             axes = map(int, contracted[1].split(",")) if contracted else ()
-            summed = _convolved(rest, right[1]) if operation != "dot" else math.prod(right[1][axis] for axis in axes)
-            yield name, f"{left[0]} x {right[0]}", 2 * math.prod(arrays[name][1]) * summed
+            is_dot = one.operation == "dot"
+            summed = math.prod(right[1][axis] for axis in axes) if is_dot else _convolved(one.rest, right[1])
+            yield one, f"{left[0]} x {right[0]}", 2 * math.prod(arrays[one.name][1]) * summed
 
 
 def _convolved(attributes: str, right: list[int]) -> int:
@@ -290,7 +297,8 @@ def _convolved(attributes: str, right: list[int]) -> int:
 
 # ------------------------------------------------------------------------------------------------ the TPU's schedule
 
-_MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "gather", "concatenate", "pad"}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_MOVES = {*_SLICES, "copy", "transpose", "dynamic-update-slice", "concatenate", "pad"}
 _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id", "custom-call"}
 
 
@@ -309,10 +317,8 @@ def operations_of(hlo_text: str, devices: int) -> list[ScheduleEntry]:
 class _Schedule:
     def __init__(self, computations: Computations, devices: int) -> None:
         self._computations, self._devices = computations, devices
-        self._products = {
-            name: {product: count for product, _, count in products_of(instructions)}
-            for name, instructions in computations.items()
-        }
+        products = [product for instructions in computations.values() for product in products_of(instructions)]
+        self._flops_of = {(product.computation, product.name): count for product, _, count in products}
         self._flops_in: dict[str, int] = {}
 
     def of(self, computation: str) -> list[ScheduleEntry]:
@@ -321,127 +327,116 @@ class _Schedule:
         under_way: dict[str, tuple[str, ...]] = {}  # instruction, or what parts share -> keys of its collectives
         types = {instruction.name: instruction.type for instruction in self._computations[computation]}
         for instruction in self._computations[computation]:
-            operands, callees = _OPERAND.findall(instruction.operands), self._callees(instruction)
-            if instruction.operation in ("while", "conditional"):
-                operations.append(self._loop(instruction, callees))
-            elif instruction.operation == "send" and MEGASCALE in instruction.rest:
+            operation = instruction.operation
+            if operation == "while":
+                body = next(name for name in instruction.callees if f"body=%{name}" in instruction.rest)
+                operations.append(Loop(trip_count(instruction, self._computations), [self.of(body)]))
+            elif operation == "conditional":
+                operations.append(Loop(1, [self.of(name) for name in instruction.callees]))
+            elif operation == "send" and MEGASCALE in instruction.rest:
                 operations.append(Send("network", "network", {"network": _bytes(instruction.type)}))
-            elif instruction.operation == "recv-done":
+            elif operation == "recv-done":
                 operations.append(Wait("network"))
-            elif instruction.operation.endswith(("-done", "-update")):
-                keys = under_way[instruction.name] = tuple(key for name in operands for key in under_way.get(name, ()))
-                operations += [Wait(key) for key in keys] if instruction.operation.endswith("-done") else []
+            elif operation.endswith(("-done", "-update")):
+                keys = tuple(key for name in instruction.reads for key in under_way.get(name, ()))
+                under_way[instruction.name] = keys
+                operations += [Wait(key) for key in keys] if operation.endswith("-done") else []
             else:
-                collectives = self._collectives(computation, instruction, callees)
-                read = [types.get(name, "") for name in operands]
-                kernel = self._kernel(computation, instruction, callees, read, bool(collectives))
-                if collectives:
-                    operations += self._collective(instruction, callees, collectives, kernel, under_way)
-                else:
-                    operations.append(kernel)
+                collectives = self._collectives(instruction)
+                kernel = self._kernel(instruction, types, bool(collectives))
+                operations += self._started(instruction, collectives, kernel, under_way) if collectives else [kernel]
         return [*operations, Drain()]
 
-    def _collective(
+    def _started(
         self,
         instruction: Instruction,
-        callees: list[str],
         collectives: list[CollectiveCall],
         kernel: Compute,
         under_way: dict[str, tuple[str, ...]],
     ) -> Iterator[ScheduleEntry]:
         """A collective that begins, or a part of one that is under way, with what is computed beside it."""
         key = collectives[0].part_of or instruction.name
-        inside = "".join(other.rest for name in callees for other in self._computations[name])
+        inside = "".join(other.rest for name in instruction.callees for other in self._computations[name])
         is_beside = key in under_way or kernel.part == "products" or "AsyncCollective" in inside
         is_beside = is_beside or instruction.operation.endswith("-start")
         if key not in under_way:
             yield Send(key, "ici", {"ici": sum(each.moved.sent_bytes for each in collectives)})
         under_way[key] = under_way[instruction.name] = (key,)
-        if is_beside:
-            yield kernel
-            if "AsyncCollectiveDone" in inside:
-                yield Wait(key)
+        if not is_beside:
+            yield Wait(key, tuple((each.kind, each.moved.sent_bytes) for each in collectives))
             return
-        yield Wait(key, tuple((each.kind, each.moved.sent_bytes) for each in collectives))
+        yield kernel
+        if "AsyncCollectiveDone" in inside:
+            yield Wait(key)
 
-    def _loop(self, instruction: Instruction, callees: list[str]) -> Loop:
-        if instruction.operation == "while":
-            body = next(name for name in callees if f"body=%{name}" in instruction.rest)
-            return Loop(trip_count(instruction, self._computations), [self.of(body)])
-        return Loop(1, [self.of(name) for name in callees])
-
-    def _callees(self, instruction: Instruction) -> list[str]:
-        return [name for name in callees_of(instruction) if name in self._computations]
-
-    def _collectives(self, computation: str, instruction: Instruction, callees: list[str]) -> list[CollectiveCall]:
+    def _collectives(self, instruction: Instruction) -> list[CollectiveCall]:
         """The collectives that an instruction is, or that stand in what it calls."""
-        own = collective_of(computation, instruction, self._devices)
+        own = collective_of(instruction, self._devices)
         calls = [own] if own else []
-        for name in callees if instruction.operation in ("fusion", "async-start", "call") else ():
+        for name in instruction.callees if instruction.operation in ("fusion", "async-start", "call") else ():
             for other in self._computations[name]:
-                calls += self._collectives(name, other, self._callees(other))
+                calls += self._collectives(other)
         return calls
 
-    def _kernel(
-        self, computation: str, instruction: Instruction, callees: list[str], types: list[str], carries: bool
-    ) -> Compute:
+    def _kernel(self, instruction: Instruction, types: Mapping[str, str], carries: bool) -> Compute:
         """What an instruction computes and moves. One that `carries` a collective has the collective's buffers among
         its own. Products count as bfloat16's: XLA rounds factors of float32 by default."""
         if kernel := kernel_flops_of(instruction):
             return Compute("attention", kernel[1], 0)
         if instruction.operation in _FREE or instruction.operation.endswith("-start"):
             return Compute("elementwise", 0, 0)
-        flops = self._products[computation].get(instruction.name, 0) + sum(self._flops(name) for name in callees)
-        moved = 0 if carries else self._moved(instruction, callees, types)
+        flops = self._flops(instruction)
+        moved = 0 if carries else self._moved(instruction, types)
         if flops:
             return Compute("products", flops, moved)
-        inside = {other.operation for name in callees for other in self._computations[name]} or {instruction.operation}
+        called = {other.operation for name in instruction.callees for other in self._computations[name]}
+        inside = called or {instruction.operation}
         return Compute("copies" if inside <= _MOVES | _FREE else "elementwise", 0, moved)
 
-    def _flops(self, computation: str) -> int:
-        """Operations of all products in a computation and in what it calls."""
-        if computation not in self._flops_in:
-            called = [name for inner in self._computations[computation] for name in self._callees(inner)]
-            own = sum(self._products[computation].values())
-            self._flops_in[computation] = own + sum(self._flops(name) for name in called)
-        return self._flops_in[computation]
+    def _flops(self, instruction: Instruction) -> int:
+        """Operations of the product that an instruction is, and of all in what it calls."""
+        for name in instruction.callees:
+            if name not in self._flops_in:
+                self._flops_in[name] = sum(map(self._flops, self._computations[name]))
+        own = self._flops_of.get((instruction.computation, instruction.name), 0)
+        return own + sum(self._flops_in[name] for name in instruction.callees)
 
-    def _moved(self, instruction: Instruction, callees: list[str], types: list[str]) -> int:
+    def _moved(self, instruction: Instruction, types: Mapping[str, str]) -> int:
         """Bytes of main memory that an instruction reads and writes: of what it slices or updates, only that part."""
-        written = _bytes(instruction.type)
+        written, read = _bytes(instruction.type), [_bytes(types.get(name, "")) for name in instruction.reads]
         if instruction.operation == "dynamic-update-slice":
-            return 2 * sum(_bytes(kind) for kind in types[1:2])
-        if instruction.operation in ("dynamic-slice", "slice", "gather"):
+            return 2 * sum(read[1:2])
+        if instruction.operation in _SLICES:
             return 2 * written
-        read = [_bytes(kind) for kind in types]
-        for name in callees if instruction.operation == "fusion" else ():
-            for number, size in self._parts_of_parameters(name).items():
+        for name in instruction.callees if instruction.operation == "fusion" else ():
+            inner = self._computations[name]
+            for number, size in _parts_of_parameters(inner).items():
                 if number < len(read):
                     read[number] = min(read[number], size)
-            written = min(written, self._updated(name, written))
+            written = min(written, _updated(inner, written))
         return written + sum(read)
 
-    def _parts_of_parameters(self, computation: str) -> Mapping[int, int]:
-        """Parameter -> bytes, of those that a fusion only takes slices from, or writes a slice into."""
-        inner = self._computations[computation]
-        sizes: dict[int, int] = {}
-        for parameter in (instruction for instruction in inner if instruction.operation == "parameter"):
-            users = [instruction for instruction in inner if parameter.name in _OPERAND.findall(instruction.operands)]
-            first = all(_OPERAND.findall(instruction.operands)[0] == parameter.name for instruction in users)
-            if first and all(instruction.operation in ("dynamic-slice", "slice", "gather") for instruction in users):
-                sizes[int(parameter.operands)] = sum(_bytes(instruction.type) for instruction in users)
-            elif first and all(instruction.operation == "dynamic-update-slice" for instruction in users):
-                sizes[int(parameter.operands)] = 0
-        return sizes
 
-    def _updated(self, computation: str, written: int) -> int:
-        """Bytes that a fusion writes whose result is an array with one slice replaced."""
-        inner = self._computations[computation]
-        updates = [instruction for instruction in inner if instruction.operation == "dynamic-update-slice"]
-        types = {instruction.name: instruction.type for instruction in inner}
-        if not updates or sum(_bytes(instruction.type) for instruction in updates) < written:
-            return written
-        return sum(_bytes(types.get(_OPERAND.findall(instruction.operands)[1], "")) for instruction in updates)
+def _parts_of_parameters(fusion: list[Instruction]) -> Mapping[int, int]:
+    """Parameter -> bytes, of those that a fusion only takes slices from, or writes a slice into."""
+    sizes: dict[int, int] = {}
+    for parameter in (instruction for instruction in fusion if instruction.operation == "parameter"):
+        users = [instruction for instruction in fusion if parameter.name in instruction.reads]
+        is_first = all(instruction.reads[0] == parameter.name for instruction in users)
+        if is_first and all(instruction.operation in _SLICES for instruction in users):
+            sizes[int(parameter.operands)] = sum(_bytes(instruction.type) for instruction in users)
+        elif is_first and all(instruction.operation == "dynamic-update-slice" for instruction in users):
+            sizes[int(parameter.operands)] = 0
+    return sizes
+
+
+def _updated(fusion: list[Instruction], written: int) -> int:
+    """Bytes that a fusion writes whose result is an array with one slice replaced."""
+    updates = [instruction for instruction in fusion if instruction.operation == "dynamic-update-slice"]
+    types = {instruction.name: instruction.type for instruction in fusion}
+    if not updates or sum(_bytes(instruction.type) for instruction in updates) < written:
+        return written
+    return sum(_bytes(types.get(instruction.reads[1], "")) for instruction in updates)
 
 
 def _bytes(type_text: str) -> int:
