@@ -18,7 +18,7 @@ from portable_fsdp.layout import check_batch, micro_batches
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Settings, Time, Tried
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
-from portable_fsdp.plan.tpu_compiler import plan_compiled
+from portable_fsdp.plan.tpu_compiler import failure_message, plan_compiled
 from portable_fsdp.runtime.child import Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 
@@ -108,10 +108,8 @@ def _fake_step(config: Config, target: Target, worker: Worker, progress: Progres
     try:
         return worker("portable_fsdp.plan.fake_step:plan_memory", config, target)
     except WorkerFailedError as failed:
-        raise BackendError(
-            f"plan: the process that plans failed with code {failed.ended.code}. Its last lines:\n"
-            f"{failed.ended.last_lines}\n  Was memory short? A plan takes up to 3 GiB."
-        ) from None
+        problem = "the step could not be planned, for which up to 3 GiB of memory are needed"
+        raise BackendError(failure_message(problem, failed.ended)) from None
 
 
 def _require_eager_on_one_slice(config: Config, target: Target) -> None:

@@ -23,19 +23,10 @@ _MOST_POINTS = 1500
 
 _RUN_COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2")
 _ENGINE_COLOURS = ("#64748b", "#d97706", "#0d9488", "#7c3aed")
-_PART_COLOURS = {
-    "steps": "#16a34a",
-    "compile": "#0891b2",
-    "data": "#eab308",
-    "evaluation": "#2563eb",
-    "save": "#7c3aed",
-    "profile": "#db2777",
-    "start": "#64748b",
-    "lost": "#dc2626",
-    "other": "#94a3b8",
-    "stopped": "#cbd5e1",
-    "waiting": "#f97316",
-}
+_PART_COLOURS = (  # of goodput.PARTS
+    *("#16a34a", "#0891b2", "#eab308", "#2563eb", "#7c3aed", "#db2777"),
+    *("#64748b", "#dc2626", "#94a3b8", "#cbd5e1", "#f97316"),
+)
 
 
 class _Chart(NamedTuple):
@@ -73,7 +64,12 @@ def page(runs: Sequence[RunRecord]) -> str:
         differences=read.config_differences(runs) if len(runs) > 1 else [],
         version=__version__,
         read=read,
-        **{"duration": duration, "meanings": PARTS, "part_colours": _PART_COLOURS, "yaml": _yaml},
+        **{
+            "duration": duration,
+            "meanings": PARTS,
+            "part_colours": dict(zip(PARTS, _PART_COLOURS, strict=True)),
+            "yaml": _yaml,
+        },
     )
 
 

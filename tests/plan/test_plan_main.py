@@ -146,7 +146,9 @@ def test_a_plan_on_a_tpu_slice(plan: Planner) -> None:
     result = planned(plan, "--on=v6e-8")
     memory, work = result["memory"], result["work"]
     assert memory["parts"].keys() >= {"weights", "gradients", "optimizer", "batch", "temporaries"}
-    assert memory["parts"]["weights"] + memory["parts"]["optimizer"] == pytest.approx(12 * PARAMETERS / 8, rel=0.01)
+    bytes_each = {"weights": 4, "optimizer": 8, "gradients": 4}  # AdamW's state, though micro_batch doesn't take it
+    for part, size in bytes_each.items():
+        assert memory["parts"][part] == pytest.approx(size * PARAMETERS / 8, rel=0.05), part
     assert (memory["limit_bytes"], memory["verdict"], result["notes"]) == (31.25 * 2**30, "fits", [])
     assert " in " in memory["at"]
     assert ("exp_avg/lm_head.weight", 4 * 1024 * 256 // 8) in [(b["name"], b["bytes"]) for b in memory["biggest"]]
@@ -169,21 +171,10 @@ def test_a_sweep(plan: Planner) -> None:
     ]
     assert refused[2].startswith("train.global_batch: expected a multiple")  # 16 rows are none of 3 x 2, said once
     assert "4 of at most 4: train.micro_batch=3 sharding.strategy=FULL_SHARD: refused" in err
-    code, out, _ = plan("--on=h100:2", "--over=train.micro_batch=3,5")
-    assert code == 2  # all of it is refused
-    assert "expected a multiple" in out
-
-
-@pytest.mark.proof
-def test_a_sweep_for_programs(plan: Planner) -> None:
-    code, out, err = plan("--on=h100:2", "--over=train.micro_batch=2,3", "--json")
-    assert code == 0, err
+    code, out, _ = plan("--on=h100:2", "--over=train.micro_batch=3,5", "--json")
     result = json.loads(out)
-    assert (result["schema_version"], result["complete"], result["left_out"]) == (1, True, [])
-    assert [tried["plan"] is None for tried in result["plans"]] == [False, True]
-    code, _, err = plan("--on=cpu:2", "--save=/proc/plan.png")  # for a user like root it shows only in the attempt
-    assert code == 2
-    assert "--save=/proc/plan.png: expected" in err
+    assert (code, result["schema_version"], result["complete"], result["left_out"]) == (2, 1, True, [])
+    assert ["expected a multiple" in tried["refusal"] for tried in result["plans"]] == [True, True]
 
 
 def test_what_does_not_fit_comes_with_what_would_and_a_picture(plan: Planner, tmp_path: Path) -> None:
