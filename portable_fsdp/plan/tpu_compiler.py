@@ -19,7 +19,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import threading
@@ -156,8 +155,7 @@ def _run_compiler(
         with Child("portable_fsdp.plan.tpu_compiler", name, environment=environment) as child:
             ended = child.wait(LIMIT_S, lambda: stopped() or (not generate_code and _is_written(dump, program.name)))
         if ended.how not in ("finished", "enough") or not _is_written(dump, program.name):
-            topology = request["topology"]
-            raise BackendError(f"plan for {topology}: {_refusal(topology, folder, ended)}")
+            raise BackendError(f"plan for {request['topology']}: {_refusal(ended)}")
         after = f"*.{program.name}.*after_optimizations"
         return {
             "program": next(dump.glob(f"{after}.txt")).read_text(),
@@ -200,7 +198,7 @@ _OPTION = (
 _SLICE = r"(Invalid TPU external name: \w+|does not match|Topology layout .*|it has \d+ devices.*)"
 
 
-def _refusal(topology: str, folder: Path, ended: Ended) -> str:
+def _refusal(ended: Ended) -> str:
     """The compiler's error, and what to do about it."""
     if option := re.search(_OPTION, ended.log):
         return (
@@ -218,19 +216,19 @@ def _refusal(topology: str, folder: Path, ended: Ended) -> str:
             f"the step does not fit: {full.group()[:600]}\n"
             "  Lower train.micro_batch or data.seq_len, set memory.gradient_checkpointing=full, or take more chips."
         )
-    return failure_message("the TPU compiler gave no program", ended, folder)
+    return failure_message("the TPU compiler gave no program", ended)
 
 
-def failure_message(problem: str, ended: Ended, folder: Path | None = None) -> str:
-    """A message with the child's last lines; keeps its log, and its input in `folder`, in the cache folder."""
+def failure_message(problem: str, ended: Ended) -> str:
+    """A message with the child's last lines; keeps its log in the cache folder."""
     how = "the time limit stopped it" if ended.how == "late" else f"it ended with code {ended.code}"
     reports = cache_folder(os.environ) / "reports"
     try:
         reports.mkdir(parents=True, exist_ok=True)
-        kept = tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports)
-        if folder is not None:
-            shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("dump"), symlinks=True, dirs_exist_ok=True)
-        Path(kept, "log").write_text(ended.log)
+        prefix = time.strftime("%Y%m%d-%H%M%S-")
+        with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".log", dir=reports, delete=False) as file:
+            file.write(ended.log)
+        kept = file.name
     except OSError as error:
         kept = f"could not be kept ({error})"
     return f"{problem}: {how}. Its last lines:\n{ended.last_lines}\n  Its whole log: {kept}"

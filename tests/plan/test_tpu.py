@@ -194,14 +194,11 @@ def test_a_compiler_that_fails_leaves_a_report(
     step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TPU_LOG_DIR", raising=False)
     with pytest.raises(BackendError, match="Its last lines") as failure:
         compile_for(replace(step, hlo=step.hlo[:1000]), "v6e:2x4")
     (report,) = (tmp_path / "portable_fsdp" / "reports").iterdir()
     assert str(report) in str(failure.value)
-    assert (report / "program.hlo.pb").read_bytes() == step.hlo[:1000]
-    assert (report / "log").read_text().splitlines()[-1][:100] in str(failure.value)
-    assert list(report.glob("tpu_driver.*.log.*")) != []  # libtpu's own log, which would stay in /tmp/tpu_logs
+    assert report.read_text().splitlines()[-1][:100] in str(failure.value)
 
 
 @pytest.mark.parametrize("missing", ["libtpu", "jax", "torch_xla"])
