@@ -109,7 +109,7 @@ def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: P
     tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # else the plan says it
     measured = _measured(options.compare, tokens) if options.compare and tokens else None
     is_search = options.largest_batch or config.train.micro_batch == "auto"
-    best = planner.largest_that_fits(config, target.devices, plan_of, _note) if is_search else Tried(settings={})
+    best = planner.largest_that_fits(config, target.devices, plan_of, to_stderr) if is_search else Tried(settings={})
     plan = best.plan or plan_of({})
     if options.compare:
         measured = measured or _measured(options.compare, plan.time.tokens_per_step)
@@ -137,13 +137,9 @@ def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: P
     return EXIT_USAGE if is_search and not best.fits else EXIT_FINISHED
 
 
-def _note(tried: Tried) -> None:
-    to_stderr(tried.line)
-
-
 def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> int:
     results: list[Tried] = []
-    keys = result.keys_that_differ(points)
+    keys = list(dict.fromkeys(key for settings in points for key in settings))
     is_complete = True
     try:
         for tried in planner.sweep(points, plan_of):

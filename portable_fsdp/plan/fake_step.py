@@ -86,23 +86,17 @@ SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 def plan_memory(config: Config, target: Target) -> EnginePlan:
     """What a step of `config` takes of the fullest device of `target`, and the work of each device.
 
-    Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices. A
-    config that compiles is planned as if it ran eagerly, and the plan says so: fused kernels keep less.
-
+    Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices.
     Memory's parts are what lives at the peak (rank 0 holds the largest shards), and on cuda two more:
     - `allocator`: what torch's caching allocator has reserved on top (`CachingAllocator`), within the device's limit,
       because torch gives back unused memory there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
-    The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out.
-
-    On TPUs memory is a lower bound (TPU_NOTE), of tensors in their tiles (device_rules.tiled_bytes).
+    The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out. On TPUs memory is a lower
+    bound (TPU_NOTE), of tensors in their tiles.
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
-    where precision.matmul allows it. `memory_bytes`: see `least_traffic`. `sent_bytes` has the least that a device must
-    send within its host, and to other hosts (`time.over_links`).
-
-    Raises what building the model raises. Call it in a process without a process group, of its own where possible:
-    FSDP2 and DTensor keep caches.
+    where precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
+    group, of its own where possible: FSDP2 and DTensor keep caches.
     """
     recorder, training, activations = _record(config, target)
     is_compiled, rates = config.compile.enabled, rates_of(target)

@@ -219,10 +219,10 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
             return
 
 
-def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, note: Callable[[Tried], None]) -> Tried:
+def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: Progress) -> Tried:
     """The plan of the largest `train.micro_batch` that fits and leaves FREE; else of 1, whether it fits or not.
 
-    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each given to `note`. Raises
+    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each said to `progress`. Raises
     ConfigError where the devices don't divide the global batch, BackendError for a plan without a verdict, and what
     planning the result raises.
     """
@@ -232,7 +232,7 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, note: Calla
 
     def has_room(size: int) -> bool:
         tried[size] = _try({"train.micro_batch": str(size)}, plan_of)
-        note(tried[size])
+        progress(tried[size].line)
         plan = tried[size].plan
         if plan is not None and plan.memory.verdict == "unknown":
             why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; give --memory"

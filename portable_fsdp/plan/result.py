@@ -251,14 +251,8 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def keys_that_differ(points: Sequence[Settings]) -> list[str]:
-    """Keys that settings of a sweep give different values, or that some leave out; all, where none does."""
-    keys = list(dict.fromkeys(key for settings in points for key in settings))
-    return [key for key in keys if len({settings.get(key) for settings in points}) > 1] or keys
-
-
 def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
-    """A row for each plan, in their order; `keys` are the settings that differ."""
+    """A row for each plan, in their order; `keys` of the settings."""
     is_expected = all(each.plan is None or each.plan.expected for each in tried)
     rate_title = "tokens/s a device, " + ("expected" if is_expected else "at most")
     rows = [(*keys, "GiB", "verdict", rate_title, "bound by")]

@@ -83,11 +83,6 @@ class Compiled:
     kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
     operations: Sequence[ScheduleEntry]  # what a device does, by the program's schedule
 
-    @property
-    def bytes(self) -> int:
-        """What must fit into a device's memory, the program's own code aside."""
-        return self.argument_bytes + self.temporary_bytes + self.output_bytes
-
 
 def read_compiled(
     program: Program, topology: str, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0

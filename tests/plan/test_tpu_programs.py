@@ -139,7 +139,7 @@ LIMITED = Program("wide", "v6e:2x4", 768, optimizer="sgd")
 @pytest.mark.parametrize("share", [0.5, 0.8, 0.9, 0.96, 1.03, 1.06, 1.2, 2.0])
 def test_the_verdict_is_that_of_a_full_compile(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Around what the step takes when nothing limits it; short of that the compiler recomputes what it can."""
-    step, limit = traced(LIMITED)["train_step"], round(share * of(LIMITED).bytes / 2**20)
+    step, limit = traced(LIMITED)["train_step"], round(share * memory_of({"": of(LIMITED)}, None).peak_bytes / 2**20)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_tpu_max_hbm_size_mib={limit}")
     verdict = memory_of({"": compile_for(step, LIMITED.slice)}, limit * 2**20).verdict
     if verdict == "does not fit":
