@@ -102,25 +102,20 @@ def _no_shorter(expected: Expected, time: Time) -> Expected:
 
 
 def _fake_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
-    if target.hardware.kind == "tpu":
-        _require_eager_on_one_slice(config, target)
+    other = f"--backend={engine_made_for(target.hardware.kind)}"
+    if target.slices > 1:
+        raise BackendError(f"plan on {target.text}: TorchTPU trains on one slice only.\n  Use {other}.")
+    if target.hardware.kind == "tpu" and config.compile.enabled:
+        raise BackendError(
+            f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
+            f"they keep less than the eager step.\n  Plan with compile.enabled=false, or {other}."
+        )
     progress("running a step on fake tensors")
     try:
         return worker("portable_fsdp.plan.fake_step:plan_memory", config, target)
     except WorkerFailedError as failed:
         problem = "the step could not be planned, for which up to 3 GiB of memory are needed"
         raise BackendError(failure_message(problem, failed.ended)) from None
-
-
-def _require_eager_on_one_slice(config: Config, target: Target) -> None:
-    other = f"--backend={engine_made_for('tpu')}"
-    if target.slices > 1:
-        raise BackendError(f"plan on {target.text}: TorchTPU trains on one slice only.\n  Use {other}.")
-    if config.compile.enabled:
-        raise BackendError(
-            f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
-            f"they keep less than the eager step.\n  Plan with compile.enabled=false, or {other}."
-        )
 
 
 def _notes(target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
@@ -210,11 +205,21 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
     In the order of what they cost: recomputing layers, fewer rows at once, sharding all, and with `offload` the
     optimizer's state on the host. None of them changes what the model learns.
     """
+    measures: list[Settings] = []
+    if config.memory.gradient_checkpointing != "full":
+        measures.append(checkpointing(config, "full"))
+    size = config.train.resolved_micro_batch
+    while size > 1:
+        size = size // 2 if size % 2 == 0 else 1
+        measures.append({"train.micro_batch": str(size)})
+    if config.sharding.strategy != "FULL_SHARD":
+        measures.append({"sharding.strategy": "FULL_SHARD"})
+    if offload and not config.memory.cpu_offload:
+        measures.append({"memory.cpu_offload": "true"})
     settings: Settings = {}
-    for measure in _measures(config, offload=offload):
+    for measure in measures:
         settings = settings | measure
-        tried = _try(settings, plan_of)
-        yield tried
+        yield (tried := _try(settings, plan_of))
         if tried.fits:
             return
 
@@ -222,7 +227,7 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
 def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: Progress) -> Tried:
     """The plan of the largest `train.micro_batch` that fits and leaves FREE; else of 1, whether it fits or not.
 
-    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each said to `progress`. Raises
+    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each reported to `progress`. Raises
     ConfigError where the devices don't divide the global batch, BackendError for a plan without a verdict, and what
     planning the result raises.
     """
@@ -244,19 +249,6 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: P
     fitting = bisect_left(smaller, True, key=lambda size: not has_room(size))
     best = tried[sizes[max(0, fitting - 1)]]
     return best if best.plan is not None else best.model_copy(update={"plan": plan_of(best.settings)})
-
-
-def _measures(config: Config, *, offload: bool) -> Iterator[Settings]:
-    if config.memory.gradient_checkpointing != "full":
-        yield checkpointing(config, "full")
-    size = config.train.resolved_micro_batch
-    while size > 1:
-        size = size // 2 if size % 2 == 0 else 1
-        yield {"train.micro_batch": str(size)}
-    if config.sharding.strategy != "FULL_SHARD":
-        yield {"sharding.strategy": "FULL_SHARD"}
-    if offload and not config.memory.cpu_offload:
-        yield {"memory.cpu_offload": "true"}
 
 
 def _try(settings: Settings, plan_of: PlanOf) -> Tried:
