@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, cast
 from unittest.mock import patch
 
@@ -398,20 +399,16 @@ def peak(events: Events) -> list[Block]:
 def fused(program: Timeline) -> Timeline:
     """The program as a compiler runs it: kernels without products become one, between products and collectives."""
     entries: Timeline = []
-    group: list[KernelRun] = []
-    for number, entry in enumerate(program):
-        if isinstance(entry, KernelRun) and not entry.flops:
-            group.append(entry)
-        else:
-            entries += [*_as_one(group, number), entry]
-            group = []
-    return [*entries, *_as_one(group, len(program))]
+    end = 0
+    for is_fused, group in groupby(program, lambda entry: isinstance(entry, KernelRun) and not entry.flops):
+        run = list(group)
+        end += len(run)
+        entries += [_as_one(cast(list[KernelRun], run), end)] if is_fused else run
+    return entries
 
 
-def _as_one(kernels: list[KernelRun], end: int) -> list[KernelRun]:
+def _as_one(kernels: list[KernelRun], end: int) -> KernelRun:
     """One kernel: it reads each input once, and writes only what outlives it, to entry `end` of the timeline."""
-    if not kernels:
-        return []
     made: set[int] = set()
     reads: dict[int, tuple[Block, int]] = {}
     writes: dict[int, tuple[Block, int]] = {}
@@ -419,4 +416,4 @@ def _as_one(kernels: list[KernelRun], end: int) -> list[KernelRun]:
         reads |= {id(block): (block, size) for block, size in kernel.reads if id(block) not in made | reads.keys()}
         writes |= {id(block): (block, size) for block, size in kernel.writes if block.freed > end}
         made |= {id(block) for block, _ in kernel.writes}
-    return [KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()))]
+    return KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()))
