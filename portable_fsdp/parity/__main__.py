@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from portable_fsdp.backends.open import count_devices, local_processes, resolve, spec_of
 from portable_fsdp.backends.refusals import Deployment
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.parity.record import (
@@ -97,17 +98,13 @@ def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
     if not detect_launch(os.environ).is_alone:
         raise UsageError("parity: expected a plain start, found a launcher: parity starts all processes itself.")
     config = read_config(files[0], overrides, options.imports, os.environ).config
-    config = _with(config, checkpoint={"resume": "none"}, observe={"trackers": (), "profile": None})
+    for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
+        config = with_value(config, key, value)
     places = _places(options.on, options.device, config)
     if options.steps > bounds(config).steps:
         raise UsageError(f"--steps: expected at most {bounds(config).steps} (docs/parity.md), found {options.steps}.")
     folder = _folder(options.out or Path(f"{Path(config.run.dir)}-parity"))
     return certify(config, places, options.steps, worker), folder
-
-
-def _with(config: Config, **sections: dict[str, Any]) -> Config:
-    changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
-    return config.model_copy(update=changed)
 
 
 def _places(text: str, device: str, config: Config) -> list[Place]:
@@ -226,7 +223,7 @@ def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
         configs = [Config.model_validate_json(certificate.config) for certificate in (first, other)]
     except (OSError, ValidationError) as error:
         raise UsageError(f"--compare: expected two files certificate.json of parity, found: {error}") from None
-    values = [_with(config, run={"dir": "", "name": None}).model_dump() for config in configs]
+    values = [with_value(with_value(config, "run.dir", ""), "run.name", None).model_dump() for config in configs]
     differing = [name for name in Config.model_fields if values[0][name] != values[1][name]]
     if differing or len(first.records[0].losses) != len(other.records[0].losses):
         actual = f"other {', '.join(differing)}" if differing else "another number of steps"

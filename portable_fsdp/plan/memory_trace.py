@@ -102,8 +102,7 @@ class Moments:
         self._names: dict[int, str] = {}
         self._head: nn.Module | None = None
         self._running: list[str] = []
-        self._began: list[int] = []
-        self._modules: list[str] = []  # with `_began`: the module from that number on
+        self._marks: list[tuple[int, str]] = []  # number of an operation, and the module from it on
         self._backward_module = ""
 
     @contextmanager
@@ -130,8 +129,7 @@ class Moments:
             self._mark(self._module())
 
     def _mark(self, name: str) -> None:
-        self._began.append(cast(Any, torch.autograd)._get_sequence_nr())
-        self._modules.append(name)
+        self._marks.append((cast(Any, torch.autograd)._get_sequence_nr(), name))
 
     def _module(self) -> str:
         """The innermost running one; the model's own operations after its head are the loss."""
@@ -147,9 +145,9 @@ class Moments:
         if node is None or self.in_loss:
             return ("forward", self._module()) if self._running else (section, "")
         number = node._sequence_nr()
-        if number <= (self._began[-1] if self._began else 0):  # not the accumulation of a gradient
-            at = bisect_right(self._began, number) - 1
-            self._backward_module = self._modules[at] if at >= 0 else ""
+        if number <= (self._marks[-1][0] if self._marks else 0):  # not the accumulation of a gradient
+            at = bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1
+            self._backward_module = self._marks[at][1] if at >= 0 else ""
         if torch.is_grad_enabled():  # a layer's forward again, inside its backward
             return "recomputation", self._running[-1] if self._running else self._backward_module
         return "backward", self._backward_module
