@@ -44,8 +44,8 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
 from portable_fsdp.plan import fake_step as cuda
+from portable_fsdp.plan.fake_step import control_numbers, empty_batch
 from portable_fsdp.plan.memory_trace import Recorder
-from portable_fsdp.plan.model import control_numbers, empty_batch
 from portable_fsdp.plan.result import DeviceMemory
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.train.build import build_training
@@ -169,7 +169,7 @@ def tracked(config: Config, devices: int) -> int:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake, cuda.stand_in(), is_gpu=False)  # its own record isn't used
+    recorder = Recorder(fake, cuda.stand_in(), "cpu")  # its own record isn't used
     most = 0
     with (
         cuda._ranks(devices, min(devices, PER_HOST)),

@@ -25,8 +25,14 @@ from faulty_worker import FAULTS  # noqa: E402
 from portable_fsdp.config.load import load_config  # noqa: E402
 from portable_fsdp.parity.__main__ import main as parity  # noqa: E402
 from portable_fsdp.parity.__main__ import run_place  # noqa: E402
-from portable_fsdp.parity.culprit import find_culprit  # noqa: E402
-from portable_fsdp.parity.record import Certificate, Place, PlaceTask, RunTask, deviation  # noqa: E402
+from portable_fsdp.parity.record import (  # noqa: E402
+    Certificate,
+    Place,
+    PlaceTask,
+    RunTask,
+    deviation,
+    find_culprit,
+)
 
 MODEL = {
     "model_type": "llama",

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from portable_fsdp.models.flops import model_flops_per_token
-from portable_fsdp.plan.hlo import Moved
-from portable_fsdp.plan.result import Work
+from portable_fsdp.plan.result import Moved, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import ITEM_BYTES, over_links
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.compiled import plan_compiled
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.tpu_compiler import compiler_version
+from portable_fsdp.plan.tpu_compiler import compiler_version, plan_compiled
 
 RESULTS = Path(__file__).parent / "results" / "tpu_plans.json"
 SIZES = {

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from portable_fsdp.doctor import checks
 from portable_fsdp.doctor.checks import Finding, checked
-from portable_fsdp.doctor.engines import start_engines
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED
 from portable_fsdp.runtime.host import tpu_chips
@@ -50,7 +49,7 @@ def _examine(run_dir: Path, limit_s: float, as_json: bool) -> int:
     with ExitStack() as children:  # they open engines during the other checks
         if launch is not None:
             device = "cuda" if gpus and visible not in checks.NO_GPU else "cpu"
-            findings["engines"] = checked(partial(start_engines, engines, children, launch, device, limit_s))
+            findings["engines"] = checked(partial(checks.start_engines, engines, children, launch, device, limit_s))
         host = {} if launch and launch.local_rank else _host_checks(run_dir, gpus, visible)
         findings |= {name: checked(check) for name, check in (host | engines).items()}
     if not (launch and launch.local_rank):
@@ -69,7 +68,7 @@ def _host_checks(run_dir: Path, gpus: int, visible: str | None) -> dict[str, Cal
         "packages": checks.check_packages,
         "extras": checks.check_extras,
         "shared memory": checks.check_shared_memory,
-        "run folder": lambda: checks.check_disk(run_dir, checks.USUAL_BYTES),
+        "run folder": lambda: checks.check_disk(run_dir),
         "temporary files": lambda: checks.check_disk(Path(tempfile.gettempdir())),
         "open files": checks.check_open_files,
         "locked memory": lambda: checks.check_locked_memory(locking),

@@ -1,27 +1,41 @@
-"""The checks of this host that need no torch. Each returns a `Finding`, or raises what `checked` turns into one."""
+"""The checks of this host. Each returns a `Finding`, or raises what `checked` turns into one.
+
+Those of the engines run in child processes, `python -m portable_fsdp.doctor.checks PARENT ENGINE DEVICE LIMIT_S`; under
+a launcher all processes open one together, as a run does. They open no TPU chip.
+"""
 
 import os
 import platform
 import resource
 import shutil
+import signal
+import socket
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import PortableFSDPError
-from portable_fsdp.runtime.launchers import detect_launch, problem_of_tpu_worker
+from portable_fsdp.runtime.launchers import Launch, detect_launch, problem_of_tpu_worker
+from portable_fsdp.runtime.signals import end_with_parent
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from portable_fsdp.backends.open import Package
+
 OURS = "portable-fsdp"
 INSTALL = "pip install '.'"
 MIN_BYTES = GIB = 2**30  # docker gives /dev/shm 64 MiB, where NCCL ends with "no space left on device"
-USUAL_BYTES = 20 * GIB  # a checkpoint of 1 B parameters with AdamW in float32 takes 12 GB
 MIN_FILES, USUAL_FILES = 256, 1024
 NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all
+ANSWER = "engine: "  # begins the child's answer; libraries print to stdout too
+SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LIBTPU_LOCK = Path("/tmp/libtpu_lockfile")  # libtpu ignores TMPDIR
 
 
@@ -128,13 +142,11 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     """NCCL's processes of one host talk through it."""
     size = shutil.disk_usage(folder)
     room = f"{folder}: {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}"
-    if size.free < MIN_BYTES:
-        mend = f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}"
-        return Finding("warning", room, mend)
-    return Finding("ok", room)
+    mend = f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}"
+    return Finding("warning", room, mend) if size.free < MIN_BYTES else Finding("ok", room)
 
 
-def check_disk(folder: Path, usual_bytes: int = 0) -> Finding:
+def check_disk(folder: Path) -> Finding:
     """Free disk and permission to write where `folder` is or would be."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     mend = f"free some of {place}, or choose another disk's folder (run.dir, TMPDIR)"
@@ -144,11 +156,7 @@ def check_disk(folder: Path, usual_bytes: int = 0) -> Finding:
     except OSError as error:
         return Finding("failed", f"{place}: can't be written to: {error.strerror}", mend)
     room = f"{free / GIB:.1f} GiB free at {place}"
-    if free < MIN_BYTES:
-        return Finding("failed", room, mend)
-    if free < usual_bytes:
-        return Finding("warning", f"{room}; a checkpoint of 1 B parameters with AdamW takes 12 GB", mend)
-    return Finding("ok", room)
+    return Finding("failed", room, mend) if free < MIN_BYTES else Finding("ok", room)
 
 
 def check_open_files() -> Finding:
@@ -216,3 +224,91 @@ def check_tpu_is_free(chips: Sequence[Path], lock: Path = LIBTPU_LOCK) -> Findin
     if chips and lock.exists():
         return Finding("warning", f"a killed run has left {lock}", f"rm {lock}")
     return Finding("ok", "no")
+
+
+# ------------------------------------------------------------------------------------------------------------ engines
+
+
+def start_engines(
+    checks: dict[str, Callable[[], Finding]], children: ExitStack, launch: Launch, device: str, limit_s: float
+) -> Finding:
+    """Start a child for each installed engine. Adds to `checks` what waits for it; `children` ends it."""
+    from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
+
+    states: list[str] = []
+    mend = ""
+    for engine in ENGINES:
+        options = spec_of(engine)
+        where = device if device in options.packages else "cpu"
+        package = options.packages[where]
+        if installed(package.name) is None:
+            states.append(f"{engine} lacks {package.name}")
+            mend = package.fix if engine == engine_made_for(where) else mend
+            continue
+        states.append(f"{engine} on {where}")
+        if launch.is_alone or options.launcher_counts_devices:  # the others are for one process a host
+            child = children.enter_context(Child("portable_fsdp.doctor.checks", engine, where, str(limit_s)))
+            checks[f"engine {engine}"] = partial(_wait, child, package, launch, limit_s)
+    return Finding("failed" if mend else "ok", "; ".join(states), mend)
+
+
+def _wait(child: Child, package: "Package", launch: Launch, limit_s: float) -> Finding:
+    ended = child.wait(limit_s)
+    _, has_answered, answer = ended.output.rpartition(ANSWER)
+    if ended.how == "finished" and has_answered:
+        return Finding("ok", answer.strip())
+    unindented = [line for line in ended.log.splitlines() if line.strip() and not line.startswith(" ")]
+    last = unindented[-1][:300] if unindented else "no message"
+    name = package.name
+    mend = (
+        f"python -c 'import {name}' (on GPUs nvidia-smi) shows more; to reinstall: pip uninstall {name}. {package.fix}"
+    )
+    if launch.world_size > 1 or any(os.environ.get(name) for name in SOCKETS):
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        mend = (
+            "start the doctor on all hosts at once; MASTER_ADDR and MASTER_PORT must be open between them, and "
+            f"{' and '.join(SOCKETS)} unset or an interface (here: {names}) that the others reach; {mend}"
+        )
+    if ended.how == "late":
+        cause = "a process is missing, " if launch.world_size > 1 else ""
+        late = f"not open after {limit_s:g} s ({cause}the machine is busy, or a driver hangs): {last}"
+        return Finding("failed", late, f"--limit_s={2 * limit_s:g} waits longer; {mend}")
+    if ended.code < 0:
+        return Finding("failed", f"signal {signal.Signals(-ended.code).name}: {last}", mend)
+    problem, _, way_out = (answer.strip() if has_answered else last).partition("\n")
+    return Finding("failed", problem, f"{' '.join(way_out.split())} {mend}".strip())
+
+
+def main(argv: list[str]) -> int:
+    parent, engine, device, limit_s = argv
+    end_with_parent(int(parent))
+    try:
+        answer, code = _open(engine, device, float(limit_s)), 0
+    except PortableFSDPError as error:
+        answer, code = str(error), 1
+    except Exception as error:
+        answer, code = f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}", 1
+    print(f"\n{ANSWER}{answer}", flush=True)
+    return code
+
+
+def _open(engine: str, device: str, limit_s: float) -> str:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.init()  # raises with the reason; is_available() hides it
+    from portable_fsdp.backends.open import count_devices, open_backend
+    from portable_fsdp.config.load import make_config
+
+    # The engine logs who is missing each time this has passed.
+    config = make_config(run={"peer_timeout_s": max(5.0, limit_s / 4)})
+    with open_backend(config, device=device, backend=engine) as backend:
+        answer = f"opens on {count_devices(device)} x {backend.device_name}"
+        if backend.process.count > 1:
+            hosts = sorted(set(backend.gather(socket.gethostname())))
+            answer += f"; {backend.process.count} processes on {len(hosts)} host(s) answer: {', '.join(hosts)}"
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -3,18 +3,18 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from portable_fsdp.backends.open import count_devices, resolve
+from portable_fsdp.backends.open import count_devices, local_processes, resolve, spec_of
 from portable_fsdp.backends.refusals import Deployment
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import read_config
-from portable_fsdp.parity.culprit import find_culprit
 from portable_fsdp.parity.record import (
     Certificate,
     Deviation,
@@ -24,13 +24,26 @@ from portable_fsdp.parity.record import (
     RunTask,
     bounds,
     deviation,
+    find_culprit,
 )
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, TrainingError, UsageError
+from portable_fsdp.runtime.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_USAGE,
+    PortableFSDPError,
+    TrainingError,
+    UsageError,
+)
 from portable_fsdp.runtime.files import read_regular, write_text_atomically
 from portable_fsdp.runtime.launchers import detect_launch
+from portable_fsdp.runtime.rendezvous import run_processes
+from portable_fsdp.runtime.signals import end_with_agent, end_with_parent
 from portable_fsdp.train.preflight import check_config
+
+if TYPE_CHECKING:
+    from portable_fsdp.train.build import Training
 
 DESCRIPTION = """Run the first steps of a config on several engines or numbers of devices; compare them step by step.
 
@@ -41,7 +54,7 @@ ROUNDING = "the difference grows little by little, as rounding does"
 COMPILER = "a compiler makes it: it's gone where layers are recorded, without compile.enabled and scan_layers"
 
 _LIMIT_S = 24 * 3600.0
-_WORKER = "portable_fsdp.parity.worker"
+_WORKER = "portable_fsdp.parity"
 
 
 def _parser() -> CommandParser:
@@ -85,17 +98,13 @@ def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
     if not detect_launch(os.environ).is_alone:
         raise UsageError("parity: expected a plain start, found a launcher: parity starts all processes itself.")
     config = read_config(files[0], overrides, options.imports, os.environ).config
-    config = _with(config, checkpoint={"resume": "none"}, observe={"trackers": (), "profile": None})
+    for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
+        config = with_value(config, key, value)
     places = _places(options.on, options.device, config)
     if options.steps > bounds(config).steps:
         raise UsageError(f"--steps: expected at most {bounds(config).steps} (docs/parity.md), found {options.steps}.")
     folder = _folder(options.out or Path(f"{Path(config.run.dir)}-parity"))
     return certify(config, places, options.steps, worker), folder
-
-
-def _with(config: Config, **sections: dict[str, Any]) -> Config:
-    changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
-    return config.model_copy(update=changed)
 
 
 def _places(text: str, device: str, config: Config) -> list[Place]:
@@ -171,6 +180,34 @@ def run_place(task: PlaceTask) -> list[PlaceRecord]:
     raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
 
 
+def work(argv: list[str], prepare: Callable[["Training"], None] = lambda training: None) -> int:
+    """One place, in a process of its own: train, and write records. `argv`: the process to end with, a `PlaceTask`.
+
+    Saves nothing, and leaves run.dir alone. An error of ours goes into the file `<out>.error`. `prepare` gets the
+    training before its first step. Returns the exit code.
+    """
+    parent, path = argv
+    task, launch = PlaceTask.model_validate_json(Path(path).read_bytes()), detect_launch(os.environ)
+    place = task.place
+    if launch.is_alone:
+        end_with_parent(int(parent))
+        processes = local_processes(place.device, place.engine, place.devices)
+        hosts = spec_of(place.engine).prepare_start(place.device, processes, os.environ)
+        if processes > 1 or hosts:
+            return run_processes(processes, task.module, argv, hosts)
+    end_with_agent(os.environ)
+    from portable_fsdp.parity.recorder import run
+
+    try:
+        records = [run(place, each, prepare) for each in task.runs]
+    except PortableFSDPError as error:
+        write_text_atomically(Path(f"{task.out}.error"), str(error))
+        return error.exit_code
+    if launch.rank == 0:
+        write_text_atomically(Path(task.out), "\n".join(record.model_dump_json() for record in records))
+    return EXIT_FINISHED
+
+
 def _certificate(config: Config, records: list[PlaceRecord], deviations: list[Deviation]) -> Certificate:
     differs = any(item.first_step is not None for item in deviations)
     verdict = "differs" if differs else "equal" if deviations else "not compared"
@@ -186,7 +223,7 @@ def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
         configs = [Config.model_validate_json(certificate.config) for certificate in (first, other)]
     except (OSError, ValidationError) as error:
         raise UsageError(f"--compare: expected two files certificate.json of parity, found: {error}") from None
-    values = [_with(config, run={"dir": "", "name": None}).model_dump() for config in configs]
+    values = [with_value(with_value(config, "run.dir", ""), "run.name", None).model_dump() for config in configs]
     differing = [name for name in Config.model_fields if values[0][name] != values[1][name]]
     if differing or len(first.records[0].losses) != len(other.records[0].losses):
         actual = f"other {', '.join(differing)}" if differing else "another number of steps"
@@ -243,4 +280,5 @@ def _findings(item: Deviation) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    is_place = sys.argv[1:2] and sys.argv[1].isdecimal()
+    sys.exit((work if is_place else main)(sys.argv[1:]))

@@ -1,8 +1,17 @@
-"""What a worker is given and writes, and the certificate, as JSON; and the bounds of the verdict. No torch here."""
+"""What a place is given and writes, and the certificate, as JSON; the verdict's bounds, and the culprit. No torch here.
+
+`find_culprit` finds the first operation that differs in two records of the same steps, although all that it depends on
+agrees. Events stand in the order in which they happened: what an event depends on comes before it. Rounding grows
+little by little, a wrong operation is a jump: a difference beyond the bound, and JUMP times that of every event before
+it.
+"""
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from portable_fsdp.config.schema import Config
@@ -102,9 +111,9 @@ def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviati
     """Raises ValueError for records of different lengths."""
     limit, first_step = bounds(config), None
     skips = "float16" in config.precision.dtypes  # a step whose gradients overflow, in both places alike
-    losses = [*map(_relative, first.losses, other.losses)]
+    losses = [*map(_apart, first.losses, other.losses)]
     norms = [
-        0.0 if skips and not any(map(math.isfinite, pair)) else _relative(*pair)
+        0.0 if skips and not any(map(math.isfinite, pair)) else _apart(*pair)
         for pair in zip(first.grad_norms, other.grad_norms, strict=True)
     ]
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
@@ -113,8 +122,136 @@ def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviati
     return Deviation(place=other.place, losses=losses, grad_norms=norms, first_step=first_step)
 
 
-def _relative(first: float, other: float) -> float:
+def _apart(first: float, other: float) -> float:
     """Infinite unless both are finite."""
     if not (math.isfinite(first) and math.isfinite(other)):
         return math.inf
     return abs(first - other) / (max(abs(first), abs(other)) or 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- the culprit
+
+JUMP = 10
+ALIKE = 100
+"""Bounds. The median of all gradients, or updates, never differs by more from rounding."""
+
+_SMALL = 1e-3
+"""A gradient below this share of the largest one counts as that large: one that should be 0 is rounding alone."""
+
+_SENTENCES = {
+    "weights": "starts with other values",
+    "gradient": "gets another gradient, though those of all activations agree: a product, a sum over devices, clipping",
+    "update": "gets another update from the same gradient: the optimizer",
+}
+
+Values = Mapping[str, Any]
+"""Key -> array of elements, sum of squares, projections."""
+
+Pair = Sequence[Values]
+"""Values of the first place and of another."""
+
+
+class Jump(NamedTuple):
+    """Where a difference stands out; no key: in all parameters alike."""
+
+    kind: Stage
+    key: str
+    relative: float
+    before: float
+
+
+def find_culprit(first: PlaceRecord, other: PlaceRecord, bound: float) -> Culprit | None:
+    """In the earliest step that has one; None where no difference stands out."""
+    for step in range(1, len(first.modules) + 1):
+        modules = [_arrays(record.modules[step - 1]) for record in (first, other)]
+        old, new = ([_arrays(record.state[at]) for record in (first, other)] for at in (step - 1, step))
+        changes = [{key: _update(old[i][key], new[i][key]) for key in _parameters(old)} for i in (0, 1)]
+        updates = _differences(changes, list(changes[0]))
+        for jump in _jumps(step, modules, old, new, updates, bound):
+            layer, what = _words(jump, modules[0])
+            named = jump.key if jump.kind in _SENTENCES else ""
+            parameter = named or max(updates, key=lambda key: updates[key])
+            return Culprit(step=step, layer=layer, parameter=parameter, what=what, **jump._asdict())
+    return None
+
+
+def _jumps(
+    step: int, modules: Pair, old: Pair, new: Pair, updates: Mapping[str, float], bound: float
+) -> Iterator[Jump]:
+    weights = _parameters(old)
+    if step == 1:
+        yield from _outlier("weights", _differences(old, weights), bound)
+    drift = _relative(*(sum(state[key] for key in weights) for state in old))
+    for kind in ("forward", "backward"):
+        keys, before = [key for key in modules[0] if key in modules[1] and key.startswith(kind)], drift
+        small = _SMALL if kind == "backward" else 0.0
+        parts = modules if small else [{key: _once(part[key], modules, key) for key in keys} for part in modules]
+        for key, relative in _differences(parts, keys, small).items():
+            if not relative <= max(bound, JUMP * before):
+                yield Jump("data" if "|in||" in key else kind, key, relative, before)
+            before = max(before, relative)
+    moments = [key for key in new[0] if "/" in key and key in new[1]]
+    yield from _outlier("gradient", _differences(new, moments, _SMALL), bound)
+    yield from _outlier("update", updates, bound)
+
+
+def _outlier(kind: Stage, differences: Mapping[str, float], bound: float) -> Iterator[Jump]:
+    """The one that differs most, if it stands out; or all."""
+    if not differences:
+        return
+    key, typical = max(differences, key=lambda key: differences[key]), median(differences.values())
+    if not typical <= ALIKE * bound:
+        yield Jump(kind, "", typical, 0.0)
+    elif not differences[key] <= JUMP * max(bound, typical):
+        yield Jump(kind, key.rpartition("/")[2], differences[key], typical)
+
+
+def _once(value: Any, modules: Pair, key: str) -> Any:
+    """In a forward each data shard may have the same tensor, whose copies have added up as rows do."""
+    return value * (min(part[key][0] for part in modules) / value[0])
+
+
+def _differences(parts: Pair, keys: list[str], small: float = 0.0) -> dict[str, float]:
+    floor = small**2 * max((parts[0][key][1] for key in keys), default=0.0)
+    return {key: _relative(parts[0][key], parts[1][key], floor) for key in keys}
+
+
+def _arrays(values: Mapping[str, list[float]]) -> Values:
+    return {key: np.array(row) for key, row in values.items()}
+
+
+def _parameters(state: Pair) -> list[str]:
+    return [key for key in state[0] if "/" not in key and key in state[1]]
+
+
+def _update(old: Any, new: Any) -> Any:
+    """What a step added. No difference of sums of squares is one: the projections' own mean square stands for it."""
+    return np.array([new[0], np.mean((new - old)[2:] ** 2), *(new - old)[2:]])
+
+
+def _relative(first: Any, other: Any, floor: float = 0.0) -> float:
+    """Root of the mean square of the projections' differences, which estimates the norm of the tensors' difference,
+    over the larger norm (`floor`: its least square). Infinite where one isn't finite, 0 where neither is."""
+    if not (np.isfinite(first[1:]).all() or np.isfinite(other[1:]).all()):
+        return 0.0
+    square = np.mean((first[2:] - other[2:]) ** 2) / (max(first[1], other[1], floor) or 1.0)
+    return float(np.sqrt(square)) if np.isfinite(square) else np.inf
+
+
+def _words(jump: Jump, modules: Values) -> tuple[str, str]:
+    """The module at fault, and a sentence about it."""
+    if jump.kind == "data":
+        return "", "the batches differ: the data, not the model"
+    if jump.kind in _SENTENCES:
+        return jump.key.rpartition(".")[0], f"{jump.key or 'each parameter alike'} {_SENTENCES[jump.kind]}"
+    _, place, name, *_ = jump.key.split("|")
+    forward = jump.kind == "forward"
+    if (place == "out") == forward:
+        made = "output" if forward else "gradient of the input"
+        return name, f"{name}: its {made} differs, although all that it is computed from agrees"
+    known = {"", *(key.split("|")[2] for key in modules)}
+    caller = name.rpartition(".")[0]
+    while caller not in known:  # a list of layers has no forward of its own
+        caller = caller.rpartition(".")[0]
+    what = f"the input of {name}" if forward else f"the gradient of the output of {name}"
+    return caller, f"{caller or 'the model'}: its own forward makes {what} differ, although all before it agrees"

@@ -1,4 +1,4 @@
-"""Records what a step computes, by module, as statistics that engines and numbers of devices share.
+"""Trains the first steps of a run, and records what they compute, by module, as statistics that engines share.
 
 A tensor becomes its number of elements, its sum of squares and projections on fixed random signs. These are sums over
 rows, so data shards and micro batches add up, and they leave the step's program as one more output of it.
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from portable_fsdp.backends.contract import Backend, Metrics
-from portable_fsdp.train.build import Training
+from portable_fsdp.backends.open import open_backend
+from portable_fsdp.config.schema import Config
+from portable_fsdp.observe.run_files import environment
+from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.parity.record import Place, PlaceRecord, RunTask
+from portable_fsdp.runtime.command import configure_log
+from portable_fsdp.train.build import Training, build_training, open_batches, total_steps
+from portable_fsdp.train.preflight import open_data
+from portable_fsdp.train.step import train_step
 
 PROJECTIONS = 8
 _LARGE = 1e15
@@ -22,6 +30,41 @@ _LARGE = 1e15
 
 Statistics = dict[str, list[float]]
 """Key -> elements, sum of squares, PROJECTIONS projections; keys in the order in which the tensors appear."""
+
+
+def run(place: Place, task: RunTask, prepare: Callable[[Training], None]) -> PlaceRecord:
+    """Train the first steps of a run. *collective*"""
+    config = Config.model_validate_json(task.config)
+    with open_backend(config, device=place.device, backend=place.engine, num_devices=place.devices) as engine:
+        configure_log(engine.process.index)
+        corpus = open_data(config, engine)
+        training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
+        prepare(training)
+        record = PlaceRecord(place=place, device_name=engine.device_name, versions=environment())
+        step, total = training.step, total_steps(config, len(corpus.rows))
+        recorder: Any = StepRecorder(engine, training) if task.records else None
+        if recorder:
+            step = train_step(
+                recorder,
+                training.model,
+                training.optimizer,
+                accumulation=training.accumulation,
+                max_grad_norm=config.train.max_grad_norm,
+                task=training.task,
+            )
+            record.state.append(state_statistics(engine, training))
+        with open_batches(config, engine, training, corpus) as batches:
+            for number in range(1, min(task.steps, total) + 1):
+                rows, lr = next(batches), learning_rate(config.optim, number, total)
+                placed = [engine.place(batch) for batch in rows.micro_batches]
+                metrics = engine.fetch(step(placed, lr, [rows.count])).result()
+                record.losses.append(metrics["loss"].item())
+                record.grad_norms.append(metrics["grad_norm"].item())
+                if recorder:
+                    record.modules.append(recorder.total)
+                    recorder.total = {}
+                    record.state.append(state_statistics(engine, training))
+        return record
 
 
 @cache

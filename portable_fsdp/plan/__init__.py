@@ -3,7 +3,7 @@
 May import everything below `train`, and `train`. Read `result.py` first, then `planner.py`, which joins the parts:
 - `fake_step.py` runs the step on fake tensors: `memory_trace.py` records what lives, `device_rules.py` knows what a
   device's kernels and torch's allocator add.
-- `compiled.py` has the step traced (`tpu_trace.py`) and compiled (`tpu_compiler.py`) in processes of their own, and
-  reads what the TPU compiler wrote (`tpu_program.py`, `tpu_schedule.py`, `hlo.py`).
+- `tpu_compiler.py` has the step traced (`tpu_trace.py`) and compiled in processes of their own; `tpu_program.py` and
+  `hlo.py` read what the TPU compiler wrote.
 - `target.py` knows what `--on` names and what it can do, `time.py` bounds the step's time and expects one.
 """

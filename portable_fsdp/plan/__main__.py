@@ -1,6 +1,7 @@
 """Memory and time on hardware that isn't here: `python -m portable_fsdp.plan --config=run.yaml --on=v5p:2x2x4`."""
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -10,23 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from portable_fsdp.backends.open import engine_made_for
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
-from portable_fsdp.plan import report
-from portable_fsdp.plan.planner import (
-    PlanOf,
-    Settings,
-    Tried,
-    grid,
-    largest_that_fits,
-    make_plan,
-    nearest_that_fits,
-    sweep,
-    usual_grid,
-)
-from portable_fsdp.plan.result import Plan
-from portable_fsdp.plan.target import parse_target, with_memory
+from portable_fsdp.plan import planner, result
+from portable_fsdp.plan.planner import PlanOf
+from portable_fsdp.plan.result import Plan, Settings, Tried
+from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, Once, at_least, run_command, to_stderr, to_stdout
@@ -93,66 +85,66 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
     target = parse_target(options.on)
     if options.memory is not None:
         target = with_memory(target, options.memory)
-    config = load_config(options.config, options.overrides)
     picture = None if options.save is None else _picture(options.save)
-    tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # else the plan says it
-    measured = _measured(options.compare, tokens) if options.compare and tokens else None
 
     def config_of(settings: Settings) -> Config:
         return load_config(options.config, [*options.overrides, *(f"{key}={value}" for key, value in settings.items())])
 
     def plan_of(settings: Settings) -> Plan:
-        return make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)
+        return planner.make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)
 
-    kind = target.hardware.kind
-    if is_sweep:
-        points = (
-            grid(_axes(options.over))
-            if options.over
-            else usual_grid(
-                config, target.devices, scan=kind == "tpu" and options.backend in ("auto", engine_made_for(kind))
-            )
-        )
-        for settings in points:
-            config_of(settings)  # refuses an unknown key before the first plan
-        return _sweep(points, plan_of, as_json=options.json, picture=picture)
+    config = config_of({})
+    if not is_sweep:
+        return _one(options, config, target, plan_of, picture)
+    scans = target.hardware.kind == "tpu" and options.backend in ("auto", engine_made_for("tpu"))
+    points = (
+        planner.grid(_axes(options.over)) if options.over else planner.usual_grid(config, target.devices, scan=scans)
+    )
+    for settings in points:
+        config_of(settings)  # refuses an unknown key before the first plan
+    return _sweep(points, plan_of, as_json=options.json, picture=picture)
+
+
+def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, picture: Path | None) -> int:
+    tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # else the plan says it
+    measured = _measured(options.compare, tokens) if options.compare and tokens else None
     is_search = options.largest_batch or config.train.micro_batch == "auto"
-    best = largest_that_fits(config, target.devices, plan_of, _note) if is_search else Tried(settings={})
+    best = planner.largest_that_fits(config, target.devices, plan_of, to_stderr) if is_search else Tried(settings={})
     plan = best.plan or plan_of({})
-    if options.compare and measured is None:
-        measured = _measured(options.compare, plan.time.tokens_per_step)
+    if options.compare:
+        measured = measured or _measured(options.compare, plan.time.tokens_per_step)
+    comparison = None if measured is None else compare(plan.time, measured, plan.expected)
     if not options.json:
-        if best.fits:
-            to_stdout(f"the largest that fits: {report.words(best, list(best.settings))}\n")
-        to_stdout(report.text(plan))
+        to_stdout(f"the largest that fits: {best.words}\n\n{result.text(plan)}" if best.fits else result.text(plan))
     measures: list[Tried] = []
     if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # no lower bound shows that anything fits
-        planned, further = config_of(best.settings), lambda more: plan_of(best.settings | more)
-        measures = list(nearest_that_fits(planned, further, offload=kind == "cuda"))
-    comparison = None if measured is None else compare(plan.time, measured, plan.expected)
+        planned = with_value(config, "train.micro_batch", plan.settings["train.micro_batch"])
+        offload = target.hardware.kind == "cuda"
+        measures = list(planner.nearest_that_fits(planned, lambda more: plan_of(best.settings | more), offload=offload))
     if options.json:
-        beside = None if comparison is None else comparison.model_dump(mode="json")
-        rest = {"measures": [tried.model_dump(mode="json") for tried in measures], "measured": beside}
-        largest = {"largest_micro_batch": plan.settings["train.micro_batch"] if best.fits else None}
-        to_stdout(json.dumps(plan.model_dump(mode="json") | rest | largest))
-    else:
-        if comparison is not None:
-            to_stdout(report.comparison_text(comparison))
+        rest = {
+            "measures": [tried.model_dump(mode="json") for tried in measures],
+            "measured": None if comparison is None else comparison.model_dump(mode="json"),
+            "largest_micro_batch": plan.settings["train.micro_batch"] if best.fits else None,
+        }
+        to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
+    elif comparison is not None:
+        to_stdout(result.comparison_text(comparison))
     if measures:
-        (to_stderr if options.json else to_stdout)(report.measures_text(measures))
+        (to_stderr if options.json else to_stdout)(result.measures_text(measures))
     if picture is not None:
-        report.draw([plan], [plan.on], picture)
+        result.draw([plan], [plan.on], picture)
     return EXIT_USAGE if is_search and not best.fits else EXIT_FINISHED
 
 
 def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> int:
     results: list[Tried] = []
-    keys = report.keys_that_differ(points)
+    keys = list(dict.fromkeys(key for settings in points for key in settings))
     is_complete = True
     try:
-        for tried in sweep(points, plan_of):
+        for tried in planner.sweep(points, plan_of):
             results.append(tried)
-            to_stderr(f"{len(results)} of at most {len(points)}: {report.line(tried, keys)}")
+            to_stderr(f"{len(results)} of at most {len(points)}: {tried.line}")
     except KeyboardInterrupt:
         to_stderr("interrupted: what was planned until now")
         is_complete = False
@@ -163,22 +155,18 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
         plans = [tried.model_dump(mode="json") for tried in results]
         to_stdout(json.dumps({"schema_version": 1, "complete": is_complete, "plans": plans, "left_out": left_out}))
     else:
-        to_stdout(report.sweep_text(planned, keys))
+        to_stdout(result.sweep_text(planned, keys))
         if left_out and is_complete:
             to_stdout(f"left out: {len(left_out)} with more rows at once than one that does not fit")
         for reason in sorted({tried.refusal for tried in results if tried.refusal is not None}):
-            group = [f"  {report.words(tried, keys)}" for tried in results if tried.refusal == reason]
+            group = [f"  {tried.words}" for tried in results if tried.refusal == reason]
             to_stdout("\n".join(["refused:", *group, reason]))
     if picture is not None and planned:
         labels = [", ".join(tried.settings.get(key, "-") for key in keys) for tried in planned]
-        report.draw([tried.plan for tried in planned if tried.plan is not None], labels, picture)
+        result.draw([tried.plan for tried in planned if tried.plan is not None], labels, picture)
     if not is_complete:
         return _EXIT_INTERRUPTED
     return EXIT_FINISHED if planned else EXIT_USAGE
-
-
-def _note(tried: Tried) -> None:
-    to_stderr(report.line(tried, list(tried.settings)))
 
 
 def _rank(tried: Tried) -> tuple[bool, float, int]:
@@ -191,28 +179,25 @@ def _rank(tried: Tried) -> tuple[bool, float, int]:
 
 def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
     axes: dict[str, list[str]] = {}
-    for text in texts:
-        key, equals, values = text.partition("=")
+    for word in texts:
+        key, equals, values = word.partition("=")
         axes[key] = re.split(r",(?![^\[{]*[\]}])", values)  # not at the commas of a list or a mapping
         if not equals or "." not in key or not all(axes[key]):
-            raise ConfigError(f"--over={text}: expected a key with values, as --over=train.micro_batch=1,2,4.")
+            raise ConfigError(f"--over={word}: expected a key with values, as --over=train.micro_batch=1,2,4.")
     return axes
 
 
 def _picture(name: str) -> Path:
     """Refuse what can't be written before minutes of planning."""
-    path = Path(name)
-    folder = path.absolute().parent
-    for is_wrong, expected in (
-        (lambda: path.suffix not in (".png", ".pdf", ".svg"), "a file that ends in .png, .pdf or .svg"),
-        (path.is_dir, "a file, found a folder"),
-        (lambda: not folder.is_dir(), f"a folder that exists, found none: {folder}"),
-        (lambda: not os.access(path if path.exists() else folder, os.W_OK), "a place where this user may write"),
-    ):
-        if is_wrong():
-            raise UsageError(f"--save={name}: expected {expected}.")
-    report.require_matplotlib()
-    return path
+    folder = os.path.dirname(os.path.abspath(name))
+    is_writable = os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(name)
+    if Path(name).suffix not in (".png", ".pdf", ".svg") or not is_writable:
+        raise UsageError(
+            f"--save={name}: expected a file that ends in .png, .pdf or .svg, in a folder that exists and is writable."
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--save: matplotlib is not installed: in a checkout of portable_fsdp pip install '.[plan]'")
+    return Path(name)
 
 
 def _measured(name: str, tokens: int) -> list[MeasuredStep]:

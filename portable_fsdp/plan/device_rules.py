@@ -5,10 +5,9 @@ Torch takes the fake tensors of a plan for a GPU for the CPU's.
 """
 
 import math
-from bisect import bisect_left, insort
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any, cast
 
@@ -203,27 +202,32 @@ SMALL_BYTES = MEBIBYTE
 SMALL_PAGE_BYTES = 2 * MEBIBYTE
 LARGE_PAGE_BYTES = 20 * MEBIBYTE
 
-_PoolKey = tuple[Hashable, bool]  # stream, and whether it has small pieces
 
+@dataclass
+class _Pool:
+    """One expandable segment: it grows by pages at its end."""
 
-@dataclass(eq=False)
-class _Piece:
-    """A part of a segment, free or in use; neighbours in address order."""
+    page: int
+    end: int = 0
+    free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # begin and end, in address order
 
-    pool: _PoolKey
-    address: int
-    bytes: int
-    is_free: bool = False
-    before: "_Piece | None" = None
-    after: "_Piece | None" = None
+    @property
+    def spare(self) -> int:
+        """Free bytes at the end of the segment."""
+        begin, end = self.free[-1] if self.free else (0, 0)
+        return end - begin if end == self.end else 0
 
+    def missing(self, size: int) -> int:
+        return -(-(size - self.spare) // self.page) * self.page
 
-def _page(pool: _PoolKey) -> int:
-    return SMALL_PAGE_BYTES if pool[1] else LARGE_PAGE_BYTES
-
-
-def _by_fit(piece: _Piece) -> tuple[int, int]:
-    return piece.bytes, piece.address
+    def resize(self, change: int) -> None:
+        """Map pages behind the end, or unmap free ones in front of it."""
+        begin = self.end - self.spare
+        if self.spare:
+            self.free.pop()
+        self.end += change
+        if self.end > begin:
+            self.free.append((begin, self.end))
 
 
 class CachingAllocator:
@@ -242,99 +246,42 @@ class CachingAllocator:
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity
-        self._ends: dict[_PoolKey, _Piece] = {}  # the last piece of each pool's segment
-        self._pools: defaultdict[_PoolKey, list[_Piece]] = defaultdict(list)  # free pieces, sorted `_by_fit`
-        self._in_use: dict[Hashable, _Piece] = {}
+        self._pools: dict[tuple[Hashable, bool], _Pool] = {}  # by stream, and whether it has small pieces
+        self._in_use: dict[Hashable, tuple[_Pool, int, int]] = {}
         self.reserved = self.peak_reserved = 0
 
     def malloc(self, key: Hashable, bytes: int, stream: Hashable) -> None:
         """Allocate a storage, of which `free` is given the same key; it goes back to the stream's pool."""
         size = max(ROUND_BYTES, -(-bytes // ROUND_BYTES) * ROUND_BYTES)
-        pool = (stream, size <= SMALL_BYTES)
-        at = bisect_left(self._pools[pool], (size, 0), key=_by_fit)
-        piece = self._pools[pool].pop(at) if at < len(self._pools[pool]) else self._grown(pool, size)
-        self._split(piece, size)
-        piece.is_free = False
-        self._in_use[key] = piece
+        is_small = size <= SMALL_BYTES
+        page = SMALL_PAGE_BYTES if is_small else LARGE_PAGE_BYTES
+        pool = self._pools.setdefault((stream, is_small), _Pool(page))
+        fitting = [(end - begin, begin, end) for begin, end in pool.free if end - begin >= size]
+        if not fitting:
+            self._grow(pool, size)
+        _, begin, end = min(fitting, default=(0, *pool.free[-1]))
+        at = bisect_left(pool.free, (begin, end))
+        pool.free[at : at + 1] = [(begin + size, end)] if end - begin > size else []
+        self._in_use[key] = pool, begin, begin + size
 
     def free(self, key: Hashable) -> None:
-        piece = self._in_use.pop(key)
-        if piece.before is not None and piece.before.is_free:
-            piece = self._join(piece.before, piece)
-        if piece.after is not None and piece.after.is_free:
-            self._join(piece, piece.after)
-        self._put(piece)
+        pool, begin, end = self._in_use.pop(key)
+        at = bisect_left(pool.free, (begin, end))
+        if at < len(pool.free) and pool.free[at][0] == end:
+            end = pool.free.pop(at)[1]
+        if at and pool.free[at - 1][1] == begin:
+            at -= 1
+            begin = pool.free.pop(at)[0]
+        pool.free.insert(at, (begin, end))
 
-    def _put(self, piece: _Piece) -> None:
-        piece.is_free = True
-        insort(self._pools[piece.pool], piece, key=_by_fit)
-
-    def _take(self, piece: _Piece) -> None:
-        piece.is_free = False
-        free = self._pools[piece.pool]
-        del free[bisect_left(free, _by_fit(piece), key=_by_fit)]
-
-    def _grown(self, pool: _PoolKey, size: int) -> _Piece:
+    def _grow(self, pool: _Pool, size: int) -> None:
         """`try_allocate_expandable_block`: pages are mapped behind the last piece, and join it where it is free."""
-        if self._capacity is not None and self.reserved + self._missing(pool, size) > self._capacity:
-            self._shorten()
-        taken = self._missing(pool, size)  # the end may be shorter now
+        if self._capacity is not None and self.reserved + pool.missing(size) > self._capacity:
+            for other in self._pools.values():
+                unmapped = other.spare // other.page * other.page
+                other.resize(-unmapped)
+                self.reserved -= unmapped
+        taken = pool.missing(size)  # the end may be shorter now
+        pool.resize(taken)
         self.reserved += taken
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        last = self._ends.get(pool)
-        if last is not None and last.is_free:
-            self._take(last)
-            last.bytes += taken
-            return last
-        address = (len(self._ends) + 1) << 50 if last is None else last.address + last.bytes
-        piece = self._ends[pool] = _Piece(pool, address, taken, before=last)
-        if last is not None:
-            last.after = piece
-        return piece
-
-    def _missing(self, pool: _PoolKey, size: int) -> int:
-        last = self._ends.get(pool)
-        free = last.bytes if last is not None and last.is_free else 0
-        return -(-(size - free) // _page(pool)) * _page(pool)
-
-    def _shorten(self) -> None:
-        for pool, last in list(self._ends.items()):
-            if not last.is_free:
-                continue
-            self._take(last)
-            unmapped = last.bytes // _page(pool) * _page(pool)
-            self.reserved -= unmapped
-            last.bytes -= unmapped
-            if last.bytes:
-                self._put(last)
-            elif last.before is not None:
-                last.before.after = None
-                self._ends[pool] = last.before
-            else:
-                del self._ends[pool]
-
-    def _split(self, piece: _Piece, size: int) -> None:
-        """Leave the rest of it free, from 512 bytes on."""
-        over = piece.bytes - size
-        if over < ROUND_BYTES:
-            return
-        rest = _Piece(piece.pool, piece.address + size, over, before=piece, after=piece.after)
-        if piece.after is not None:
-            piece.after.before = rest
-        piece.after, piece.bytes = rest, size
-        if self._ends.get(piece.pool) is piece:
-            self._ends[piece.pool] = rest
-        self._put(rest)
-
-    def _join(self, first: _Piece, second: _Piece) -> _Piece:
-        """The two as one, in use until `_put`."""
-        for piece in (first, second):
-            if piece.is_free:
-                self._take(piece)
-        first.bytes += second.bytes
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        else:
-            self._ends[first.pool] = first
-        return first

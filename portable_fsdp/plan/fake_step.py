@@ -28,23 +28,23 @@ from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
+from portable_fsdp.data.build import build_data
+from portable_fsdp.data.packing import Rows
 from portable_fsdp.layout import check_batch
 from portable_fsdp.models import attention
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
-from portable_fsdp.plan.hlo import Moved
 from portable_fsdp.plan.memory_trace import (
     Block,
     Collective,
     CollectiveRun,
-    Events,
     KernelRun,
     MemoryPart,
     Recorder,
     Timeline,
+    fused,
     peak,
 )
-from portable_fsdp.plan.model import control_numbers, empty_batch, facts_of, rows_of
-from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, Work
+from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, ModelFacts, Moved, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import (
     Compute,
@@ -56,9 +56,9 @@ from portable_fsdp.plan.time import (
     over_links,
     rates_of,
 )
-from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
+from portable_fsdp.train.measures import VOTES, flops_per_token
 from portable_fsdp.train.step import train_step
 
 # NCCL's buffers of one communicator: two connections a channel for a ring and two for a tree, each 10 MiB to receive
@@ -86,41 +86,26 @@ SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 def plan_memory(config: Config, target: Target) -> EnginePlan:
     """What a step of `config` takes of the fullest device of `target`, and the work of each device.
 
-    Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices. A
-    config that compiles is planned as if it ran eagerly, and the plan says so: fused kernels keep less.
-
+    Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices.
     Memory's parts are what lives at the peak (rank 0 holds the largest shards), and on cuda two more:
     - `allocator`: what torch's caching allocator has reserved on top (`CachingAllocator`), within the device's limit,
       because torch gives back unused memory there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
-    The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out.
-
-    On TPUs memory is a lower bound (TPU_NOTE), of tensors in their tiles (device_rules.tiled_bytes).
+    The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out. On TPUs memory is a lower
+    bound (TPU_NOTE), of tensors in their tiles.
 
     Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
-    where precision.matmul allows it. `memory_bytes`: see `least_traffic`. `sent_bytes` has the least that a device must
-    send within its host, and to other hosts (`time.over_links`).
-
-    Raises what building the model raises, and BackendError in a process that has a process group already. Call it in a
-    process of its own where possible: FSDP2 and DTensor keep caches.
+    where precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
+    group, of its own where possible: FSDP2 and DTensor keep caches.
     """
-    if dist.is_initialized():
-        ranks = dist.get_world_size()
-        raise BackendError(
-            f"plan: expected a process without a process group, found one of {ranks} ranks.\n"
-            "  Plan in a process of its own."
-        )
     recorder, training, activations = _record(config, target)
     is_compiled, rates = config.compile.enabled, rates_of(target)
-    programs = _programs(recorder, config, target)
-    collectives = {
-        entry.collective for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)
-    }
-    sent = {collective: _sent_by(collective, target) for collective in collectives}
+    first, rest, left_out = recorder.calls[:2], recorder.calls[2:], check_batch(config, target.devices) - MICRO_BATCHES
+    programs = [*first, *first[1:] * left_out, *rest]  # micro batches that were left out are like the second
+    runs = [entry for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)]
+    sent = {run.collective: _sent_by(run.collective, target) for run in runs}
     blocks = peak(recorder.events)
-    memory = _memory(recorder, blocks, sent, target, is_compiled=is_compiled)
-    if recorder.is_gpu:
-        memory = memory.model_copy(update={"host_bytes": _host_bytes(training) + activations})
+    memory = _memory(recorder, blocks, sent, target, _host_bytes(training) + activations)
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
     operations = operations_of(programs, sent, is_compiled=is_compiled)
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
@@ -139,7 +124,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
 
 
 def _memory(
-    recorder: Recorder, blocks: list[Block], sent: Collection[Collective], target: Target, *, is_compiled: bool
+    recorder: Recorder, blocks: list[Block], sent: Collection[Collective], target: Target, host_bytes: int
 ) -> DeviceMemory:
     """What a device holds while `blocks` live, the peak."""
     parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
@@ -148,24 +133,26 @@ def _memory(
     if recorder.is_gpu:
         live_bytes = sum(parts.values())
         buffers = len({collective.communicator for collective in sent}) * COMMUNICATOR_BYTES
-        capacity = None if target.limit_bytes is None else target.limit_bytes - buffers
-        reserved = peak_reserved(recorder.events, capacity)
-        parts |= {"allocator": reserved - live_bytes, "communication buffers": buffers}
+        allocator = CachingAllocator(None if target.limit_bytes is None else target.limit_bytes - buffers)
+        for block, is_made in recorder.events:
+            if is_made:
+                allocator.malloc(block, block.bytes, block.stream)
+            else:
+                allocator.free(block)
+        parts |= {"allocator": allocator.peak_reserved - live_bytes, "communication buffers": buffers}
     biggest = sorted(blocks, key=lambda block: block.bytes, reverse=True)[:BIGGEST]
     return DeviceMemory(
         parts=parts,
         limit_bytes=target.limit_bytes,
-        at=(blocks[-1].where if blocks else "") + (" (planned as if it ran eagerly)" if is_compiled else ""),
+        at=blocks[-1].where if blocks else "",
         biggest=tuple(Buffer(name=block.name, bytes=block.bytes, where=block.where) for block in biggest),
+        host_bytes=host_bytes if recorder.is_gpu else 0,
         is_least=recorder.is_tpu,
     )
 
 
 def _planned(config: Config, devices: int) -> Config:
-    """The config, eager, its products in the compute dtype, with no more micro batches than differ.
-
-    No layer keeps to a budget then.
-    """
+    """The config, eager, its products in the compute dtype, with no more micro batches than differ."""
     accumulation = check_batch(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
     return with_value(with_value(config.without_compiler(), "train.global_batch", rows), "precision.products", "auto")
@@ -181,7 +168,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
     kind = target.hardware.kind
     device = torch.device("cpu") if kind == "cpu" else stand_in()
     has_tf32 = kind == "cuda" and config.precision.matmul != "highest"
-    recorder = Recorder(fake, device, is_gpu=kind == "cuda", is_tpu=kind == "tpu", has_tf32=has_tf32)
+    recorder = Recorder(fake, device, kind, has_tf32=has_tf32)
     with ExitStack() as held:
         held.enter_context(_ranks(target.devices, target.devices_per_host))
         backend = held.enter_context(planned_backend(config, fake, recorder))
@@ -315,12 +302,11 @@ def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
     with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(devices_per_host)):
         for name in LAUNCH_VARIABLES:
             os.environ.pop(name, None)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
         try:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
             yield
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -343,17 +329,6 @@ def _seen_by(recorder: Recorder) -> Generator[None]:
 # -------------------------------------------------------------------------------------------------------- the result
 
 
-def peak_reserved(events: Events, capacity: int | None = None) -> int:
-    """Bytes that torch's caching allocator takes at most, of a driver that has `capacity`."""
-    allocator = CachingAllocator(capacity)
-    for block, is_made in events:
-        if is_made:
-            allocator.malloc(block, block.bytes, block.stream)
-        else:
-            allocator.free(block)
-    return allocator.peak_reserved
-
-
 def least_traffic(
     blocks: Iterable[Block], frozen: Collection[str], *, is_compiled: bool, on_chip: int = L2_BYTES
 ) -> float:
@@ -366,12 +341,6 @@ def least_traffic(
     if is_compiled:
         counted = [block for block in counted if block.part in ("weights", "gradients", "optimizer")]
     return 2.0 * max(0, sum(block.bytes for block in counted) - on_chip)
-
-
-def _programs(record: Recorder, config: Config, target: Target) -> list[Timeline]:
-    """The programs of a whole step; micro batches that were left out are like the second."""
-    calls = list(record.calls)
-    return [*calls[:2], *calls[1:2] * max(0, check_batch(config, target.devices) - MICRO_BATCHES), *calls[2:]]
 
 
 def _sent_by(collective: Collective, target: Target) -> dict[str, float]:
@@ -424,28 +393,44 @@ def operations_of(
         yield Drain()
 
 
-def fused(program: Timeline) -> Timeline:
-    """The program as a compiler runs it: kernels without products become one, between products and collectives."""
-    entries: Timeline = []
-    group: list[KernelRun] = []
-    for number, entry in enumerate(program):
-        if isinstance(entry, KernelRun) and not entry.flops:
-            group.append(entry)
-        else:
-            entries += [*_as_one(group, number), entry]
-            group = []
-    return [*entries, *_as_one(group, len(program))]
+# ------------------------------------------------------------------------------------- the model, and its batch
 
 
-def _as_one(kernels: list[KernelRun], end: int) -> list[KernelRun]:
-    """One kernel: it reads each input once, and writes only what outlives it, to entry `end` of the timeline."""
-    if not kernels:
-        return []
-    made: set[int] = set()
-    reads: dict[int, tuple[Block, int]] = {}
-    writes: dict[int, tuple[Block, int]] = {}
-    for kernel in kernels:
-        reads |= {id(block): (block, size) for block, size in kernel.reads if id(block) not in made | reads.keys()}
-        writes |= {id(block): (block, size) for block, size in kernel.writes if block.freed > end}
-        made |= {id(block) for block, _ in kernel.writes}
-    return [KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()))]
+def rows_of(config: Config) -> Rows | None:
+    """The rows of `data.factory`, the first of which say what a batch holds; None: text. Raises as the run does."""
+    if config.data.factory is None:
+        return None
+    return build_data(config.data.model_copy(update={"eval_split": None})).rows
+
+
+def facts_of(training: Training, seq_len: int) -> ModelFacts:
+    """The facts of the whole model, as a run counts them (measures.run_start). `seq_len`: tokens in a row of text."""
+    size, trial = training.built.size, training.trial
+    if trial is None:
+        flops = flops_per_token(size, seq_len)
+        return ModelFacts(parameters=size.parameters, tokens_per_row=seq_len, rows="", flops_per_token=flops)
+    tokens, row_flops = trial.cost
+    return ModelFacts(
+        parameters=size.parameters,
+        tokens_per_row=tokens,
+        rows=", ".join(
+            f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}" for name, (shape, dtype) in trial.row.items()
+        ),
+        flops_per_token=None if row_flops is None else row_flops / tokens,
+    )
+
+
+def empty_batch(config: Config, training: Training, rows: int, device: str) -> Batch:
+    """The tensors of a micro batch, without values: those of `data.factory`'s first rows, or text as int64
+    `[rows, seq_len]`."""
+    names = ["input_ids", "labels"]
+    if config.data.resolved_packing != "stream":
+        names += ["positions", "segments"]
+    text = dict.fromkeys(names, ((config.data.seq_len,), torch.int64))
+    row = text if training.trial is None else training.trial.row
+    return {name: torch.empty((rows, *shape), dtype=dtype, device=device) for name, (shape, dtype) in row.items()}
+
+
+def control_numbers(processes: int) -> list[float]:
+    """As many as a step of a run has."""
+    return [0.0] * (2 + VOTES * processes)

@@ -1,30 +1,45 @@
 """Reads a compiled program: what XLA writes after partitioning and scheduling, as text.
 
-Counted are the collectives and matrix products of one run of the program: what stands in a loop counts as often as
-the loop turns. XLA's own cost analysis counts a loop's body once.
+Collectives and matrix products are those of one run of the program: what stands in a loop counts as often as the loop
+turns. XLA's own cost analysis counts a loop's body once. `operations_of` lists what a TPU does in a run, in the order
+of the schedule.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
+from portable_fsdp.plan.result import Moved
+from portable_fsdp.plan.time import Compute, Drain, Loop, ScheduleEntry, Send, Wait
+
 
 class Instruction(NamedTuple):
-    """`name = type operation(operands)rest`: a line of the program."""
+    """`name = type operation(operands)rest`: a line of a computation."""
 
+    computation: str
     name: str
     type: str
     operation: str
     operands: str
     rest: str  # after the operands: attributes and metadata
 
+    @property
+    def reads(self) -> list[str]:
+        """The names of its operands."""
+        return _OPERAND.findall(self.operands)
 
-Computations = dict[str, list[Instruction]]
+    @property
+    def callees(self) -> list[str]:
+        """The names in `calls=%name`, or `calls={%name, %other}`."""
+        names = ",".join(_CALLEES.findall(self.rest))
+        return [name.strip(" {}%") for name in names.split(",")] if names else []
+
+
+Computations = Mapping[str, list[Instruction]]
 """Name -> instructions; the entry's name is ENTRY."""
 
 ENTRY = "ENTRY"
@@ -38,22 +53,10 @@ _COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|all-to-all|coll
 _CALLEES = re.compile(
     r"\b(?:calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_HOST_CALL = re.compile(r'custom_call_target="[^"]*(callback|host)', re.IGNORECASE)
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What collectives of one kind move in one run of the program."""
-
-    calls: int = 0
-    bytes: int = 0  # of the full tensors that are gathered or reduced; all-to-all, collective-permute: of one device's
-    sent_bytes: int = 0  # by one device, in a ring
-
-    def __add__(self, other: "Moved") -> "Moved":
-        return Moved(self.calls + other.calls, self.bytes + other.bytes, self.sent_bytes + other.sent_bytes)
-
-    def __mul__(self, times: int) -> "Moved":
-        return Moved(self.calls * times, self.bytes * times, self.sent_bytes * times)
 
 
 def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
@@ -61,13 +64,17 @@ def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
     `all_gather bf16` -> what one run moves.
 
     A call that moves tensors of several dtypes counts under `all_reduce bf16+f32`. An all-reduce that the TPU compiler
-    fused with the slice that follows it is a reduce_scatter, which it sends as.
-
-    Args:
-        hlo_text: an HloModule after optimization, as XLA writes it.
-        devices: that the program is partitioned over: the size of a group that the text leaves open.
+    fused with the slice that follows it is a reduce_scatter, which it sends as. `devices`: that the program is
+    partitioned over, the size of a group that the text leaves open.
     """
-    return _summed(_moves(hlo_text, devices))
+    seen: set[str] = set()
+    totals: defaultdict[str, Moved] = defaultdict(Moved)
+    for runs, instruction in _instructions(hlo_text):
+        crossing = collective_of(instruction, devices)
+        if crossing is not None and crossing.part_of not in seen:
+            seen |= {crossing.part_of} - {""}
+            totals[f"{crossing.kind} {crossing.dtypes}"] += crossing.moved * runs
+    return dict(sorted(totals.items()))
 
 
 def matmul_flops(hlo_text: str) -> dict[str, int]:
@@ -79,7 +86,7 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
     computations, runs = read_program(hlo_text)
     flops: Counter[str] = Counter()
     for name, instructions in computations.items():
-        for dtypes, count in products_of(instructions):
+        for _, dtypes, count in products_of(instructions):
             flops[dtypes] += runs[name] * count
     return dict(flops)
 
@@ -88,8 +95,8 @@ def flash_attention_flops(hlo_text: str) -> dict[str, int]:
     """Dtype -> floating point operations of the products inside attention kernels, on one device."""
     flops: Counter[str] = Counter()
     for runs, instruction in _instructions(hlo_text):
-        if work := kernel_flops_of(instruction):
-            flops[work[0]] += runs * work[1]
+        if kernel := kernel_flops_of(instruction):
+            flops[kernel[0]] += runs * kernel[1]
     return dict(flops)
 
 
@@ -109,24 +116,14 @@ def kernel_flops_of(instruction: Instruction) -> tuple[str, int] | None:
 
 
 def host_transfers(hlo_text: str) -> list[str]:
-    """Instructions that exchange data with the host: infeeds, outfeeds, callbacks.
-
-    Traffic between TPU slices crosses hosts too, but is no such transfer: see `between_slices`.
-    """
-    return [instruction.name for _, instruction in _instructions(hlo_text) if _is_with_host(instruction)]
-
-
-def _is_with_host(instruction: Instruction) -> bool:
-    match instruction.operation:
-        case "infeed" | "outfeed":
-            return True
-        case "send" | "recv":
-            return MEGASCALE not in instruction.rest
-        case "custom-call":
-            target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
-            return target is not None and re.search("callback|host", target[1], re.IGNORECASE) is not None
-        case _:
-            return False
+    """Instructions that exchange data with the host: infeeds, outfeeds, callbacks; not traffic between TPU slices."""
+    return [
+        instruction.name
+        for _, instruction in _instructions(hlo_text)
+        if instruction.operation in ("infeed", "outfeed")
+        or (instruction.operation in ("send", "recv") and MEGASCALE not in instruction.rest)
+        or (instruction.operation == "custom-call" and _HOST_CALL.search(instruction.rest))
+    ]
 
 
 def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
@@ -136,16 +133,16 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
     which does the rest over the network. `sent_bytes` is that of a ring of `slices`.
     """
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
-    moves: list[tuple[str, Moved]] = []
+    totals: defaultdict[str, Moved] = defaultdict(Moved)
     for runs, instruction in _instructions(hlo_text):
         if instruction.operation == "send" and MEGASCALE in instruction.rest:
             match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
             kind = match[1].lower() if match else "one_to_one"
             (dtype, shape), *_ = shapes_in(instruction.type)
-            size = runs * ITEM_BYTES[dtype] * math.prod(shape)
+            size = runs * bytes_of([(dtype, shape)])
             sent = round(size * share.get(kind, (slices - 1) / slices))
-            moves.append((f"{kind} {dtype}", Moved(runs, size * slices if kind == "all_gather" else size, sent)))
-    return _summed(moves)
+            totals[f"{kind} {dtype}"] += Moved(runs, size * slices if kind == "all_gather" else size, sent)
+    return dict(sorted(totals.items()))
 
 
 def aliased_parameters(hlo_text: str) -> set[int]:
@@ -162,8 +159,9 @@ def rematerialised(hlo_text: str) -> int:
 
 @lru_cache(maxsize=1)  # every question about a program begins here; the largest has 20 MB of text
 def read_program(hlo_text: str) -> tuple[Computations, Counter[str]]:
-    computations = read_computations(hlo_text)
-    return computations, times_run(computations)
+    """The computations, and how often each runs. Raises ValueError for a text that has no entry."""
+    computations = _read_computations(hlo_text)
+    return computations, _times_run(computations)
 
 
 def _instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
@@ -173,30 +171,28 @@ def _instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
         yield from ((runs[name], instruction) for instruction in instructions)
 
 
-def read_computations(hlo_text: str) -> Computations:
-    """The computations of a module; raises ValueError for a text that has no entry."""
-    computations: Computations = {}
-    instructions: list[Instruction] | None = None
+def _read_computations(hlo_text: str) -> Computations:
+    computations: defaultdict[str, list[Instruction]] = defaultdict(list)
+    name = ""
     for line in hlo_text.splitlines():
         start = re.match(r"(ENTRY )?%?([\w.\-]+) ", line) if line.endswith("{") else None
         if start and not line.startswith("HloModule"):
-            instructions = computations[ENTRY if start.group(1) else start.group(2)] = []
+            name = ENTRY if start[1] else start[2]
         elif line.startswith("}"):
-            instructions = None
-        elif instructions is not None and (match := _INSTRUCTION.match(line)):
-            instructions.append(Instruction(*match.groups()))
+            name = ""
+        elif name and (match := _INSTRUCTION.match(line)):
+            computations[name].append(Instruction(name, *match.groups()))
     if ENTRY not in computations:
         raise ValueError(f"expected the text of an HLO module with an ENTRY, found {hlo_text[:80]!r}")
     return computations
 
 
-def times_run(computations: Computations) -> Counter[str]:
-    """How often each computation runs when the program runs once."""
+def _times_run(computations: Computations) -> Counter[str]:
     calls = {
         name: [
             (callee, trip_count(instruction, computations) if instruction.operation == "while" else 1)
             for instruction in instructions
-            for callee in callees_of(instruction)
+            for callee in instruction.callees
         ]
         for name, instructions in computations.items()
     }
@@ -206,12 +202,6 @@ def times_run(computations: Computations) -> Counter[str]:
         for callee, turns in calls.get(name, ()):
             runs[callee] += runs[name] * turns
     return runs
-
-
-def callees_of(instruction: Instruction) -> Iterator[str]:
-    """The names in `calls=%name`, or `calls={%name, %other}`."""
-    for names in _CALLEES.findall(instruction.rest):
-        yield from (name.strip().lstrip("%") for name in names.strip("{}").split(","))
 
 
 def trip_count(loop: Instruction, computations: Computations) -> int:
@@ -226,36 +216,11 @@ def trip_count(loop: Instruction, computations: Computations) -> int:
         for inner in computations.get(todo.pop(), []):
             if inner.operation == "constant" and re.match(r"[su]32\[\]", inner.type) and inner.operands.isdecimal():
                 bounds.append(int(inner.operands))
-            todo += callees_of(inner)
+            todo += inner.callees
     return max(bounds, default=1)
 
 
-# ----------------------------------------------------------------------------------------------------- collectives
-
-
-def _summed(moves: Iterable[tuple[str, Moved]]) -> dict[str, Moved]:
-    totals: defaultdict[str, Moved] = defaultdict(Moved)
-    for key, moved in moves:
-        totals[key] += moved
-    return dict(sorted(totals.items()))
-
-
-def _moves(hlo_text: str, devices: int) -> Iterator[tuple[str, Moved]]:
-    """Kind and dtype, and what it moves in all its turns, for each collective of the program."""
-    computations, runs = read_program(hlo_text)
-    seen: set[str] = set()
-    for name, instructions in computations.items():
-        for instruction in instructions:
-            crossing = collective_of(name, instruction, devices)
-            if crossing is None or crossing.part_of in seen:
-                continue
-            seen |= {crossing.part_of} - {""}
-            yield f"{crossing.kind} {crossing.dtypes}", crossing.moved * runs[name]
-
-
 class CollectiveCall(NamedTuple):
-    """A collective of a program."""
-
     kind: str  # all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute
     dtypes: str  # that cross: `bf16`, `bf16+f32`
     moved: Moved  # by one run
@@ -264,66 +229,56 @@ class CollectiveCall(NamedTuple):
     part_of: str
 
 
-def collective_of(computation: str, instruction: Instruction, devices: int) -> CollectiveCall | None:
-    """The collective that an instruction of this computation is or starts; None where it is none."""
+def collective_of(instruction: Instruction, devices: int) -> CollectiveCall | None:
+    """The collective that an instruction is or starts; None where it is none."""
     match = _COLLECTIVE.fullmatch(instruction.operation)
     if match is None:
         return None
-    kind, members = match[1], _group_size(instruction.rest, devices)
-    shapes = shapes_in(instruction.type)
+    kind, shapes = match[1], shapes_in(instruction.type)
+    # Devices that take part together: `replica_groups=[2,4]<=[8]`, `{{0,1},{2,3}}`, or all.
+    group = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", instruction.rest)
+    members = devices if group is None else int(group[1] or len(group[2].split(",")))
     if match[2] and kind == "all-gather":  # (pieces that go in, full tensors that come out)
         shapes = shapes[len(shapes) // 2 :]
     elif match[2] and kind == "collective-permute":  # (in, out, and two flags)
         shapes = shapes[:1]
-    full = sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in shapes)
-    full *= members if kind == "reduce-scatter" else 1
+    full = bytes_of(shapes) * (members if kind == "reduce-scatter" else 1)
     channel = re.search(r"channel_id=(\d+)", instruction.rest)
     part_of = f"{kind} {channel[1]}" if channel and channel[1] != "1" else ""
-    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+    if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
-    moved = Moved(1, full, _sent(kind, full, members))
+    # A ring passes each piece on to all but one, an all-reduce does so twice.
+    ring = full * (members - 1) // members * (2 if kind == "all-reduce" else 1)
+    moved = Moved(1, full, full if kind == "collective-permute" else ring)
     return CollectiveCall(kind.replace("-", "_"), "+".join(sorted({dtype for dtype, _ in shapes})), moved, part_of)
-
-
-def _group_size(attributes: str, devices: int) -> int:
-    """Devices that take part together: `replica_groups=[2,4]<=[8]`, `{{0,1},{2,3}}`, or all."""
-    group = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", attributes)
-    if group is None:
-        return devices
-    return int(group.group(1)) if group.group(1) else len(group.group(2).split(","))
-
-
-def _sent(kind: str, full: int, members: int) -> int:
-    """Bytes that one of `members` sends: a ring passes each piece on to all but one, an all-reduce does so twice."""
-    if kind == "collective-permute":
-        return full
-    return full * (members - 1) // members * (2 if kind == "all-reduce" else 1)
-
-
-# -------------------------------------------------------------------------------------------------- matrix products
 
 
 def shapes_in(type_text: str) -> list[tuple[str, list[int]]]:
     """Dtype and shape of each array in a type, tuples taken apart; layouts and tokens left out."""
-    parts = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", type_text)
-    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in parts if dtype in ITEM_BYTES]
+    return [
+        (dtype, [int(size) for size in sizes.split(",") if size])
+        for dtype, sizes, _ in _ARRAY.findall(type_text)
+        if dtype in ITEM_BYTES
+    ]
 
 
-def products_of(instructions: list[Instruction]) -> Iterator[tuple[str, int]]:
-    """Dtypes of the factors and floating point operations of each matrix product of a computation."""
+def bytes_of(shapes: Iterable[tuple[str, list[int]]]) -> int:
+    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in shapes)
+
+
+def products_of(instructions: list[Instruction]) -> Iterator[tuple[Instruction, str, int]]:
+    """The matrix products of a computation, with dtypes of the factors and floating point operations."""
     arrays: dict[str, tuple[str, list[int]]] = {}
-    for name, type_text, operation, operands, rest in instructions:
-        if shapes := [] if type_text.startswith("(") else shapes_in(type_text):
-            arrays[name] = shapes[0]
-        if operation in ("dot", "convolution"):
-            left, right = (arrays[operand] for operand in re.findall(r"%([\w.\-]+)", operands)[:2])
-            summed = _contracted(rest, right[1]) if operation == "dot" else _convolved(rest, right[1])
-            yield f"{left[0]} x {right[0]}", 2 * math.prod(arrays[name][1]) * summed
-
-
-def _contracted(attributes: str, right: list[int]) -> int:
-    dimensions = re.search(r"rhs_contracting_dims=\{([\d,]*)\}", attributes)
-    return math.prod(right[int(axis)] for axis in dimensions.group(1).split(",") if axis) if dimensions else 1
+    for one in instructions:
+        if shapes := [] if one.type.startswith("(") else shapes_in(one.type):
+            arrays[one.name] = shapes[0]
+        if one.operation in ("dot", "convolution"):
+            left, right = (arrays[operand] for operand in one.reads[:2])
+            contracted = re.search(r"rhs_contracting_dims=\{([\d,]+)\}", one.rest)
+            axes = map(int, contracted[1].split(",")) if contracted else ()
+            is_dot = one.operation == "dot"
+            summed = math.prod(right[1][axis] for axis in axes) if is_dot else _convolved(one.rest, right[1])
+            yield one, f"{left[0]} x {right[0]}", 2 * math.prod(arrays[one.name][1]) * summed
 
 
 def _convolved(attributes: str, right: list[int]) -> int:
@@ -338,3 +293,152 @@ def _convolved(attributes: str, right: list[int]) -> int:
     return math.prod(
         size for size, label in zip(right, kernel, strict=False) if label == "i" or (label.isdigit() and not spread)
     )
+
+
+# ------------------------------------------------------------------------------------------------ the TPU's schedule
+
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_MOVES = {*_SLICES, "copy", "transpose", "dynamic-update-slice", "concatenate", "pad"}
+_FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id", "custom-call"}
+
+
+def operations_of(hlo_text: str, devices: int) -> list[ScheduleEntry]:
+    """One run on one device, of a program that the TPU compiler has scheduled for `devices`.
+
+    A chip is one stream of compute and one of links. An instruction computes its products, runs its attention kernel,
+    or moves its bytes of main memory. A synchronous collective stops compute, an asynchronous one only where its end is
+    waited for too early. Copies between main and on-chip memory that run beside compute are free.
+    Raises ValueError for a text that is no program.
+    """
+    computations, _ = read_program(hlo_text)
+    return _Schedule(computations, devices).of(ENTRY)
+
+
+class _Schedule:
+    def __init__(self, computations: Computations, devices: int) -> None:
+        self._computations, self._devices = computations, devices
+        products = [product for instructions in computations.values() for product in products_of(instructions)]
+        self._flops_of = {(product.computation, product.name): count for product, _, count in products}
+        self._flops_in: dict[str, int] = {}
+
+    def of(self, computation: str) -> list[ScheduleEntry]:
+        """A computation from beginning to end; all links are free when it begins."""
+        operations: list[ScheduleEntry] = []
+        under_way: dict[str, tuple[str, ...]] = {}  # instruction, or what parts share -> keys of its collectives
+        types = {instruction.name: instruction.type for instruction in self._computations[computation]}
+        for instruction in self._computations[computation]:
+            operation = instruction.operation
+            if operation == "while":
+                body = next(name for name in instruction.callees if f"body=%{name}" in instruction.rest)
+                operations.append(Loop(trip_count(instruction, self._computations), [self.of(body)]))
+            elif operation == "conditional":
+                operations.append(Loop(1, [self.of(name) for name in instruction.callees]))
+            elif operation == "send" and MEGASCALE in instruction.rest:
+                operations.append(Send("network", "network", {"network": _bytes(instruction.type)}))
+            elif operation == "recv-done":
+                operations.append(Wait("network"))
+            elif operation.endswith(("-done", "-update")):
+                keys = tuple(key for name in instruction.reads for key in under_way.get(name, ()))
+                under_way[instruction.name] = keys
+                operations += [Wait(key) for key in keys] if operation.endswith("-done") else []
+            else:
+                collectives = self._collectives(instruction)
+                kernel = self._kernel(instruction, types, bool(collectives))
+                operations += self._started(instruction, collectives, kernel, under_way) if collectives else [kernel]
+        return [*operations, Drain()]
+
+    def _started(
+        self,
+        instruction: Instruction,
+        collectives: list[CollectiveCall],
+        kernel: Compute,
+        under_way: dict[str, tuple[str, ...]],
+    ) -> Iterator[ScheduleEntry]:
+        """A collective that begins, or a part of one that is under way, with what is computed beside it."""
+        key = collectives[0].part_of or instruction.name
+        inside = "".join(other.rest for name in instruction.callees for other in self._computations[name])
+        is_beside = key in under_way or kernel.part == "products" or "AsyncCollective" in inside
+        is_beside = is_beside or instruction.operation.endswith("-start")
+        if key not in under_way:
+            yield Send(key, "ici", {"ici": sum(each.moved.sent_bytes for each in collectives)})
+        under_way[key] = under_way[instruction.name] = (key,)
+        if not is_beside:
+            yield Wait(key, tuple((each.kind, each.moved.sent_bytes) for each in collectives))
+            return
+        yield kernel
+        if "AsyncCollectiveDone" in inside:
+            yield Wait(key)
+
+    def _collectives(self, instruction: Instruction) -> list[CollectiveCall]:
+        """The collectives that an instruction is, or that stand in what it calls."""
+        own = collective_of(instruction, self._devices)
+        calls = [own] if own else []
+        for name in instruction.callees if instruction.operation in ("fusion", "async-start", "call") else ():
+            for other in self._computations[name]:
+                calls += self._collectives(other)
+        return calls
+
+    def _kernel(self, instruction: Instruction, types: Mapping[str, str], carries: bool) -> Compute:
+        """What an instruction computes and moves. One that `carries` a collective has the collective's buffers among
+        its own. Products count as bfloat16's: XLA rounds factors of float32 by default."""
+        if kernel := kernel_flops_of(instruction):
+            return Compute("attention", kernel[1], 0)
+        if instruction.operation in _FREE or instruction.operation.endswith("-start"):
+            return Compute("elementwise", 0, 0)
+        flops = self._flops(instruction)
+        moved = 0 if carries else self._moved(instruction, types)
+        if flops:
+            return Compute("products", flops, moved)
+        called = {other.operation for name in instruction.callees for other in self._computations[name]}
+        inside = called or {instruction.operation}
+        return Compute("copies" if inside <= _MOVES | _FREE else "elementwise", 0, moved)
+
+    def _flops(self, instruction: Instruction) -> int:
+        """Operations of the product that an instruction is, and of all in what it calls."""
+        for name in instruction.callees:
+            if name not in self._flops_in:
+                self._flops_in[name] = sum(map(self._flops, self._computations[name]))
+        own = self._flops_of.get((instruction.computation, instruction.name), 0)
+        return own + sum(self._flops_in[name] for name in instruction.callees)
+
+    def _moved(self, instruction: Instruction, types: Mapping[str, str]) -> int:
+        """Bytes of main memory that an instruction reads and writes: of what it slices or updates, only that part."""
+        written, read = _bytes(instruction.type), [_bytes(types.get(name, "")) for name in instruction.reads]
+        if instruction.operation == "dynamic-update-slice":
+            return 2 * sum(read[1:2])
+        if instruction.operation in _SLICES:
+            return 2 * written
+        for name in instruction.callees if instruction.operation == "fusion" else ():
+            inner = self._computations[name]
+            for number, size in _parts_of_parameters(inner).items():
+                if number < len(read):
+                    read[number] = min(read[number], size)
+            written = min(written, _updated(inner, written))
+        return written + sum(read)
+
+
+def _parts_of_parameters(fusion: list[Instruction]) -> Mapping[int, int]:
+    """Parameter -> bytes, of those that a fusion only takes slices from, or writes a slice into."""
+    sizes: dict[int, int] = {}
+    for parameter in (instruction for instruction in fusion if instruction.operation == "parameter"):
+        users = [instruction for instruction in fusion if parameter.name in instruction.reads]
+        is_first = all(instruction.reads[0] == parameter.name for instruction in users)
+        if is_first and all(instruction.operation in _SLICES for instruction in users):
+            sizes[int(parameter.operands)] = sum(_bytes(instruction.type) for instruction in users)
+        elif is_first and all(instruction.operation == "dynamic-update-slice" for instruction in users):
+            sizes[int(parameter.operands)] = 0
+    return sizes
+
+
+def _updated(fusion: list[Instruction], written: int) -> int:
+    """Bytes that a fusion writes whose result is an array with one slice replaced."""
+    updates = [instruction for instruction in fusion if instruction.operation == "dynamic-update-slice"]
+    types = {instruction.name: instruction.type for instruction in fusion}
+    if not updates or sum(_bytes(instruction.type) for instruction in updates) < written:
+        return written
+    return sum(_bytes(types.get(instruction.reads[1], "")) for instruction in updates)
+
+
+def _bytes(type_text: str) -> int:
+    """Bytes of a type's arrays in main memory; `S(1)` in a layout names another memory."""
+    return bytes_of(shapes_in(_ARRAY.sub(lambda array: "" if "S(" in (array[3] or "") else array[0], type_text)))

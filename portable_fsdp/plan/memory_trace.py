@@ -13,7 +13,9 @@ from bisect import bisect_right
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -100,23 +102,18 @@ class Moments:
         self._names: dict[int, str] = {}
         self._head: nn.Module | None = None
         self._running: list[str] = []
-        self._began: list[int] = []
-        self._modules: list[str] = []  # with `_began`: the module from that number on
+        self._marks: list[tuple[int, str]] = []  # number of an operation, and the module from it on
         self._backward_module = ""
 
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        handles = [
+        with (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),  # recomputation ends by an exception
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(id(module))
@@ -132,8 +129,7 @@ class Moments:
             self._mark(self._module())
 
     def _mark(self, name: str) -> None:
-        self._began.append(cast(Any, torch.autograd)._get_sequence_nr())
-        self._modules.append(name)
+        self._marks.append((cast(Any, torch.autograd)._get_sequence_nr(), name))
 
     def _module(self) -> str:
         """The innermost running one; the model's own operations after its head are the loss."""
@@ -149,9 +145,9 @@ class Moments:
         if node is None or self.in_loss:
             return ("forward", self._module()) if self._running else (section, "")
         number = node._sequence_nr()
-        if number <= (self._began[-1] if self._began else 0):  # not the accumulation of a gradient
-            at = bisect_right(self._began, number) - 1
-            self._backward_module = self._modules[at] if at >= 0 else ""
+        if number <= (self._marks[-1][0] if self._marks else 0):  # not the accumulation of a gradient
+            at = bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1
+            self._backward_module = self._marks[at][1] if at >= 0 else ""
         if torch.is_grad_enabled():  # a layer's forward again, inside its backward
             return "recomputation", self._running[-1] if self._running else self._backward_module
         return "backward", self._backward_module
@@ -159,10 +155,6 @@ class Moments:
     @property
     def section(self) -> str:
         return self.sections[-1] if self.sections else ""
-
-    def describe(self) -> str:
-        """`backward of model.layers.7.mlp`."""
-        return _words(*self.now())
 
 
 # ---------------------------------------------------------------------------------------------------------- recorder
@@ -177,25 +169,17 @@ LOOKUPS = {"embedding", "index_select", "gather", "index"}
 class Recorder(TorchDispatchMode):
     """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
 
-    `is_gpu`: add the memory that a GPU's kernels take for themselves. `is_tpu`: bytes as a TPU lays out tensors.
+    `kind`: on cuda, add the memory that a GPU's kernels take for themselves; on tpu, take bytes as it lays out tensors.
     `has_tf32`: products of float32 factors round them.
     """
 
-    def __init__(
-        self,
-        fake: FakeTensorMode,
-        device: torch.device,
-        *,
-        is_gpu: bool = False,
-        is_tpu: bool = False,
-        has_tf32: bool = False,
-    ) -> None:
+    def __init__(self, fake: FakeTensorMode, device: torch.device, kind: str, *, has_tf32: bool = False) -> None:
         super().__init__()
         self.moments = Moments()
         self.events: Events = []
         self.calls: list[Timeline] = []
         self.streams: list[Any] = []  # in the order of their first use; held, so that no two have one id
-        self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, is_gpu, is_tpu
+        self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, kind == "cuda", kind == "tpu"
         self._has_tf32 = has_tf32
         self._known: tuple[MemoryPart, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
@@ -205,12 +189,8 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def making(self, part: MemoryPart, where: str) -> Generator[None]:
         """Everything made inside is of this part."""
-        before = self._known
-        self._known = (part, where)
-        try:
+        with patch.object(self, "_known", (part, where)):
             yield
-        finally:
-            self._known = before
 
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
@@ -224,9 +204,8 @@ class Recorder(TorchDispatchMode):
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a tensor that exists already its FQN."""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        if entry is not None:
-            entry[1].name = name
+        if (block := self._block_of(tensor)) is not None:
+            block.name = name
 
     def resized(self, storage: Any) -> None:
         """FSDP2 frees gathered weights, and makes room for them again, by `resize_`, which no dispatch mode sees."""
@@ -238,9 +217,8 @@ class Recorder(TorchDispatchMode):
         if block.bytes:
             block.part = "gathered weights"
             self.events.append((block, False))
-        again = Block(
-            bytes_, self._stream(), "gathered weights", block.name, self.moments.describe(), program=len(self.calls)
-        )
+        where = _words(*self.moments.now())
+        again = Block(bytes_, self._stream(), "gathered weights", block.name, where, program=len(self.calls))
         self._live[storage._cdata] = (reference, again)
         if again.bytes:
             self.events.append((again, True))
@@ -318,11 +296,9 @@ class Recorder(TorchDispatchMode):
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()  # where FSDP2 takes this device's streams from
-        for number, known in enumerate(self.streams):
-            if known is stream:
-                return number
-        self.streams.append(stream)
-        return len(self.streams) - 1
+        if not any(known is stream for known in self.streams):
+            self.streams.append(stream)
+        return next(number for number, known in enumerate(self.streams) if known is stream)
 
     def _note_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         # Only a GPU's step gets an expected time from them.
@@ -333,11 +309,9 @@ class Recorder(TorchDispatchMode):
         if products is None and not writes:
             return
         dtype, flops = products or (torch.float32, 0.0)
-        part: KernelPart = "elementwise"
+        part: KernelPart = "copies" if func.name() in COPIES else "elementwise"
         if products is not None:
             part = "attention" if "attention" in func.name() else "products"
-        elif func.name() in COPIES:
-            part = "copies"
         name = "tf32" if self._has_tf32 and dtype == torch.float32 else _name(dtype)
         self.calls[-1].append(KernelRun(part, name, flops, reads, writes))
 
@@ -367,12 +341,11 @@ class Recorder(TorchDispatchMode):
         return reads, writes
 
     def _block_of(self, tensor: Tensor) -> Block | None:
-        entry = self._live.get(tensor.untyped_storage()._cdata)
-        return None if entry is None else entry[1]
+        return self._live.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
         def workspace(size: int, kernel: str) -> Block:
-            return Block(size, self._stream(), "temporaries", f"{kernel} workspace", self.moments.describe())
+            return Block(size, self._stream(), "temporaries", f"{kernel} workspace", _words(*self.moments.now()))
 
         # Of cuBLAS: for the thread of forward and for that of backward, each kept from its first product on.
         is_backward = _running_node() is not None
@@ -397,6 +370,7 @@ def _running_node() -> Any:
 
 
 def _words(moment: str, module: str) -> str:
+    """`backward of model.layers.7.mlp`."""
     return f"{moment} of {module}" if module else moment
 
 
@@ -418,3 +392,26 @@ def peak(events: Events) -> list[Block]:
         else:
             del live[block]
     return list(live)
+
+
+def fused(program: Timeline) -> Timeline:
+    """The program as a compiler runs it: kernels without products become one, between products and collectives."""
+    entries: Timeline = []
+    end = 0
+    for is_fused, group in groupby(program, lambda entry: isinstance(entry, KernelRun) and not entry.flops):
+        run = list(group)
+        end += len(run)
+        entries += [_as_one(cast(list[KernelRun], run), end)] if is_fused else run
+    return entries
+
+
+def _as_one(kernels: list[KernelRun], end: int) -> KernelRun:
+    """One kernel: it reads each input once, and writes only what outlives it, to entry `end` of the timeline."""
+    made: set[int] = set()
+    reads: dict[int, tuple[Block, int]] = {}
+    writes: dict[int, tuple[Block, int]] = {}
+    for kernel in kernels:
+        reads |= {id(block): (block, size) for block, size in kernel.reads if id(block) not in made | reads.keys()}
+        writes |= {id(block): (block, size) for block, size in kernel.writes if block.freed > end}
+        made |= {id(block) for block, _ in kernel.writes}
+    return KernelRun("elementwise", "float32", 0.0, list(reads.values()), list(writes.values()))

@@ -5,23 +5,20 @@ largest that fits.
 """
 
 import itertools
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from pydantic import BaseModel
-
 from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of, with_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import check_batch, mesh_axes, micro_batches
-from portable_fsdp.plan.compiled import plan_compiled
-from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
+from portable_fsdp.layout import check_batch, micro_batches
+from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Settings, Time, Tried
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
+from portable_fsdp.plan.tpu_compiler import failure_message, plan_compiled
 from portable_fsdp.runtime.child import Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 
@@ -52,17 +49,21 @@ def make_plan(
     """
     began = perf_counter()
     kind = target.hardware.kind
-    engine = engine_made_for(kind) if backend == "auto" else backend
+    usual = engine_made_for(kind)
+    engine = usual if backend == "auto" else backend
     methods = {name: spec_of(name).planned_by[kind] for name in ENGINES if kind in spec_of(name).planned_by}
     if engine not in methods:
-        names = sorted(methods, key=lambda name: name != engine_made_for(kind))
+        names = sorted(methods, key=lambda name: name != usual)
         raise BackendError(
             f"plan on {target.text}: expected --backend={' or '.join(names)}, found {backend}: no other engine "
             f"has a planner for {kind}."
         )
     generation = target.hardware.name if kind == "tpu" else ""
     require_supported(config, Deployment(engine, kind, target.devices, target.hosts, generation))
-    planned = PLANNERS[methods[engine]](config, target, worker, progress)
+    if methods[engine] == "compiled step":
+        planned = plan_compiled(config, target, progress)
+    else:
+        planned = _fake_step(config, target, worker, progress)
     shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
@@ -80,7 +81,7 @@ def make_plan(
         time=time,
         expected=planned.expected and _no_shorter(planned.expected, time),
         method=planned.method,
-        notes=(*planned.notes, *((SHARED_LINKS,) if shares_links else ()), *_notes(config, target, planned, time)),
+        notes=(*planned.notes, *((SHARED_LINKS,) if shares_links else ()), *_notes(target, planned, time)),
         planned_in_s=perf_counter() - began,
     )
 
@@ -100,68 +101,34 @@ def _no_shorter(expected: Expected, time: Time) -> Expected:
     return expected.model_copy(update={"seconds": expected.seconds + missing, "parts": parts})
 
 
-def _compiled_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
-    return plan_compiled(config, target, progress)
-
-
 def _fake_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
-    if target.hardware.kind == "tpu":
-        _require_eager_on_one_slice(config, target)
-    progress("running a step on fake tensors")
-    try:
-        return worker(_run_fake_step, config, target)
-    except WorkerFailedError as failed:
-        raise BackendError(
-            f"plan: the process that plans failed with code {failed.ended.code}. Its last lines:\n"
-            f"{failed.ended.last_lines}\n  Was memory short? A plan takes up to 3 GiB."
-        ) from None
-
-
-def _run_fake_step(config: Config, target: Target) -> EnginePlan:
-    os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
-    from portable_fsdp.plan.fake_step import plan_memory
-
-    return plan_memory(config, target)
-
-
-def _require_eager_on_one_slice(config: Config, target: Target) -> None:
-    other = f"--backend={engine_made_for('tpu')}"
+    other = f"--backend={engine_made_for(target.hardware.kind)}"
     if target.slices > 1:
         raise BackendError(f"plan on {target.text}: TorchTPU trains on one slice only.\n  Use {other}.")
-    if config.compile.enabled:
+    if target.hardware.kind == "tpu" and config.compile.enabled:
         raise BackendError(
             f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
             f"they keep less than the eager step.\n  Plan with compile.enabled=false, or {other}."
         )
+    progress("running a step on fake tensors")
+    try:
+        return worker("portable_fsdp.plan.fake_step:plan_memory", config, target)
+    except WorkerFailedError as failed:
+        problem = "the step could not be planned, for which up to 3 GiB of memory are needed"
+        raise BackendError(failure_message(problem, failed.ended)) from None
 
 
-PLANNERS: dict[str, Callable[[Config, Target, Worker, Progress], EnginePlan]] = {
-    "fake step": _fake_step,
-    "compiled step": _compiled_step,
-}
-"""Keys: the words of `EngineOptions.planned_by`."""
-
-
-def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
+def _notes(target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
     """What a reader may misread the figures without."""
-    model, memory = planned.model, planned.memory
+    model = planned.model
     if model.rows:
         counted = "; each counts as one token" if model.tokens_per_row == 1 else ""
         yield f"rows as data.factory gives them first: {model.rows}{counted}. Larger ones take more."
-    shards = mesh_axes(config, target.devices, target.hosts)["shard"]
-    thin = sum(elements for rows, elements in model.elements_by_rows.items() if rows < shards)
-    if thin > model.parameters / 100:
-        yield (
-            f"{thin / model.parameters:.0%} of the weights have fewer rows than the {shards} shards, as a mixture's "
-            "experts do: they are split by rows, so that more devices don't divide them any further."
-        )
     reached = target.hardware.reached
     if planned.expected is None and target.hardware.kind != "cpu":
         yield f"no expected time: no run is known here that tells what {target.hardware.device_name} reaches."
     elif planned.expected and reached and not reached.source.startswith("fitted"):
         yield f"the expected time is made of shares of the peak that are {reached.source}."
-    if memory.limit_bytes and 0.95 * memory.limit_bytes < memory.peak_bytes <= memory.limit_bytes:
-        yield "over 95 % of the memory is taken: keep 5 % for code, drivers and what else a plan can't see."
     for link in planned.work.sent_bytes.keys() - time.links_s.keys():
         yield f"no bandwidth of {link} is known here: what crosses it isn't bounded."
 
@@ -171,24 +138,8 @@ def _notes(config: Config, target: Target, planned: EnginePlan, time: Time) -> I
 MODES = ("none", "selective", "full")
 FREE = 0.05  # share of a device's memory for what a plan can't see: code, drivers, gaps
 
-Settings = dict[str, str]
-"""Key of the config -> value, as an override writes it."""
-
 PlanOf = Callable[[Settings], Plan]
 """Plans the config with these settings laid over it. Raises what planning raises."""
-
-
-class Tried(BaseModel):
-    """A setting of the grid: its plan, or why there is none."""
-
-    settings: Settings
-    plan: Plan | None = None
-    refusal: str | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Unknown is no."""
-        return self.plan is not None and self.plan.memory.verdict in ("fits", "fits by recomputing")
 
 
 def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
@@ -254,19 +205,29 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
     In the order of what they cost: recomputing layers, fewer rows at once, sharding all, and with `offload` the
     optimizer's state on the host. None of them changes what the model learns.
     """
+    measures: list[Settings] = []
+    if config.memory.gradient_checkpointing != "full":
+        measures.append(checkpointing(config, "full"))
+    size = config.train.resolved_micro_batch
+    while size > 1:
+        size = size // 2 if size % 2 == 0 else 1
+        measures.append({"train.micro_batch": str(size)})
+    if config.sharding.strategy != "FULL_SHARD":
+        measures.append({"sharding.strategy": "FULL_SHARD"})
+    if offload and not config.memory.cpu_offload:
+        measures.append({"memory.cpu_offload": "true"})
     settings: Settings = {}
-    for measure in _measures(config, offload=offload):
+    for measure in measures:
         settings = settings | measure
-        tried = _try(settings, plan_of)
-        yield tried
+        yield (tried := _try(settings, plan_of))
         if tried.fits:
             return
 
 
-def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, note: Callable[[Tried], None]) -> Tried:
+def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: Progress) -> Tried:
     """The plan of the largest `train.micro_batch` that fits and leaves FREE; else of 1, whether it fits or not.
 
-    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each given to `note`. Raises
+    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each reported to `progress`. Raises
     ConfigError where the devices don't divide the global batch, BackendError for a plan without a verdict, and what
     planning the result raises.
     """
@@ -276,7 +237,7 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, note: Calla
 
     def has_room(size: int) -> bool:
         tried[size] = _try({"train.micro_batch": str(size)}, plan_of)
-        note(tried[size])
+        progress(tried[size].line)
         plan = tried[size].plan
         if plan is not None and plan.memory.verdict == "unknown":
             why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; give --memory"
@@ -288,19 +249,6 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, note: Calla
     fitting = bisect_left(smaller, True, key=lambda size: not has_room(size))
     best = tried[sizes[max(0, fitting - 1)]]
     return best if best.plan is not None else best.model_copy(update={"plan": plan_of(best.settings)})
-
-
-def _measures(config: Config, *, offload: bool) -> Iterator[Settings]:
-    if config.memory.gradient_checkpointing != "full":
-        yield checkpointing(config, "full")
-    size = config.train.resolved_micro_batch
-    while size > 1:
-        size = size // 2 if size % 2 == 0 else 1
-        yield {"train.micro_batch": str(size)}
-    if config.sharding.strategy != "FULL_SHARD":
-        yield {"sharding.strategy": "FULL_SHARD"}
-    if offload and not config.memory.cpu_offload:
-        yield {"memory.cpu_offload": "true"}
 
 
 def _try(settings: Settings, plan_of: PlanOf) -> Tried:

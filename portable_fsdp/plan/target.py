@@ -18,7 +18,7 @@ from portable_fsdp.runtime.errors import ConfigError
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "GB/s": 1e9}
 LINKS = ("nvlink", "pcie", "network")
-FIGURES = ("memory", "program", "memory_bandwidth", "ici", *LINKS)
+FIGURES = ("program", "memory_bandwidth", "ici", *LINKS)
 
 Shape = tuple[int, ...]
 """Chips of a TPU slice along each axis of its mesh."""
@@ -66,20 +66,12 @@ class Hardware:
     name: str
     kind: Literal["tpu", "cuda", "cpu"]  # the trainer's --device
     device_name: str  # as its driver and `models.flops.peak_flops` name it
-    memory: Figure | None  # bytes of a device
-    program: Figure | None  # bytes of these that a program may have
+    program: Figure | None  # bytes of a device that a program may have
     memory_bandwidth: Figure | None  # bytes/s of a device
     devices_per_host: int | None  # of GPUs, at most
     links: dict[str, Figure]  # by name: nvlink or pcie within a host; network between GPU hosts, or TPU slices
     chip: TpuChip | None
     reached: Reached | None
-
-
-OTHER_NAMES = {
-    **{"trillium": "v6e", "v6": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "v7": "tpu7x"},
-    **{"v5lite": "v5e", "v5": "v5p"},
-}
-"""Other names that people and Google use -> the name here."""
 
 
 @cache
@@ -99,7 +91,8 @@ def _hardware(name: str, row: dict[str, Any]) -> Hardware:
         name,
         "tpu" if chip else "cpu" if name == "cpu" else "cuda",
         row["device_name"],
-        *(figures.get(key) for key in ("memory", "program", "memory_bandwidth")),
+        program=figures.get("program"),
+        memory_bandwidth=figures.get("memory_bandwidth"),
         devices_per_host=row["devices_per_host"][0] if "devices_per_host" in row else None,
         links={key: figures[key] for key in LINKS if key in figures},
         chip=chip,
@@ -294,17 +287,15 @@ def _written(shape: Shape) -> str:
 
 
 def _no_such_slice(text: str, hardware: Hardware, chip: TpuChip, rest: str) -> ConfigError:
-    counts_cores = f", where N counts {chip.cores} cores a chip" if chip.cores > 1 else ""
     chips = math.prod(int(size) for size in rest.split("x") if size) / (chip.cores if rest.isdigit() else 1)
     near = sorted(shapes_of(chip), key=lambda shape: (abs(math.log(math.prod(shape) / max(chips, 1))), sum(shape)))
     names = ", ".join(
         f"{hardware.name}:{_written(shape)} ({math.prod(shape)} chips, Google's {accelerator_type(chip, shape)})"
         for shape in near[:3]
     )
-    axes = "AxB" if chip.axes == 2 else "AxBxC"
     return ConfigError(
-        f"--on={text}: expected a {hardware.name} slice that is sold: {hardware.name}:{axes} in chips, or Google's "
-        f"{chip.google}-N{counts_cores}.\n  nearest: {names}."
+        f"--on={text}: expected a {hardware.name} slice that is sold: chips along each axis, or Google's "
+        f"{chip.google}-N (N counts {chip.cores} a chip).\n  nearest: {names}."
     )
 
 
@@ -323,10 +314,8 @@ def _host_target(text: str, hardware: Hardware, devices: int) -> Target:
 
 
 def _unknown(text: str, name: str) -> ConfigError:
-    stem = re.split(r"[:*]|-\d+$", name.removeprefix("tpu-"))[0] or name
     known = [hardware.name for hardware in known_hardware()]
-    meant = [OTHER_NAMES[stem]] if stem in OTHER_NAMES else [other for other in known if other.startswith(stem + "-")]
-    near = meant or difflib.get_close_matches(stem, known, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(re.split(r"[:*]|-\d+$", name)[0], known, n=3, cutoff=0.4)
     return ConfigError(
         f"--on={text}: expected a TPU slice (v5p:2x2x4, v6e-16, 2*v6e:16x16), GPUs (h100:8) or cpu:2, found {name!r}.\n"
         f"  nearest: {', '.join(near) or 'nothing'}; known: {', '.join(known)}."

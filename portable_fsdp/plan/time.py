@@ -34,15 +34,19 @@ def bound(
 
     `model_flops_per_device`: of the model in a step, as the trainer counts them for MFU. Where a link's switches do
     part of the work (`Figure.in_switch`), half the bytes count: a gather then mostly receives and a reduction mostly
-    sends, and an all-reduce sends once. Raises ValueError for an unknown dtype.
+    sends, and an all-reduce sends once.
     """
     name = target.hardware.device_name
-    times = [_compute_seconds(name, dtype, flops) for dtype, flops in work.matmul_flops.items()]
-    known = [seconds for seconds in times if seconds is not None]
+    times: list[float] = []
+    for dtype, flops in work.matmul_flops.items():
+        # Bfloat16's peak counts where the vendor names none: no product of 16 or 32 bits is faster, and one of 8 bits
+        # takes half of its time at least.
+        if peak := peak_flops(name, dtype) or peak_flops(name, "bfloat16"):
+            times.append(flops / peak / (2 if dtype == "s8" else 1))
     memory = target.hardware.memory_bandwidth
     links = {name: target.link(name) for name, sent in work.sent_bytes.items() if sent}
     return Time(
-        compute_s=sum(known) if known else None,
+        compute_s=sum(times) if times else None,
         memory_s=work.memory_bytes / memory.value if memory else None,
         links_s={
             name: work.sent_bytes[name] / link.value / (2 if link.in_switch else 1)
@@ -56,15 +60,6 @@ def bound(
     )
 
 
-def _compute_seconds(device_name: str, dtype: str, flops: float) -> float | None:
-    """At the dtype's peak, or bfloat16's where the vendor names none: no product of 16 or 32 bits is faster, and one of
-    8 bits takes half of its time at least."""
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"expected a dtype of {', '.join(ITEM_BYTES)}, found {dtype!r}")
-    peak = peak_flops(device_name, dtype) or peak_flops(device_name, "bfloat16")
-    return flops / peak / (2 if dtype == "s8" else 1) if peak else None
-
-
 def over_links(
     levels: Sequence[tuple[str, int]], full_bytes: float, *, members: int | None = None, stride: int = 1
 ) -> dict[str, float]:
@@ -73,7 +68,6 @@ def over_links(
     `levels` as `Target.levels`. A group has `members` devices (None: all), each `stride` after the last in the order of
     hosts, so that neighbours share a host, a chip or a slice. Each part of the tensor crosses a network once per host
     or slice, divided over its devices, and then the links inside: the least that can cross.
-    Raises ValueError for a group that isn't a whole part of the target's levels.
     """
     left = members or math.prod(units for _, units in levels)
     sent: dict[str, float] = {}
@@ -82,8 +76,6 @@ def over_links(
         if stride % units == 0:
             stride //= units
             continue
-        if units % stride or (left % (units // stride) and (units // stride) % left):
-            raise ValueError(f"no groups of {members} devices, {stride} apart, fit {units} in {link}")
         taken = min(left, units // stride)
         sent[link] = full_bytes * (1 - 1 / taken) / inside
         inside, left, stride = inside * taken, left // taken, 1

@@ -1,9 +1,10 @@
-"""A program of a step, compiled by libtpu for a TPU slice that isn't there. Imports no torch, and needs no TPU.
+"""The train step on a TPU slice that isn't there: its memory, collectives and work, from the TPU's own compiler.
 
-`compile_for` runs `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`, which compiles FOLDER/program.hlo.pb for
-the slice that FOLDER/program.json names, through jax's client for absent devices. It stops the compiler once buffers
-are assigned: code generation, which follows, takes most of the time and can only fail. What the compiler wrote is kept
-by the content of all its inputs.
+`plan_compiled` has the trainer's own step traced (`tpu_trace.py`) and compiled by libtpu, each in a process of its own;
+it imports no torch, and needs no TPU. `compile_for` runs `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`,
+which compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names, through jax's client for absent
+devices. It stops the compiler once buffers are assigned: code generation, which follows, takes most of the time and can
+only fail. What the compiler wrote is kept by the content of all its inputs.
 """
 
 # jax has no public way from an HLO module to libtpu, and its bridge isn't typed: written for the jax 0.7.1 and
@@ -18,24 +19,38 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from portable_fsdp.backends.torch_xla.options import libtpu_arguments
-from portable_fsdp.plan.tpu_program import Compiled, Program, read_compiled
-from portable_fsdp.runtime.child import Child, Ended
+from portable_fsdp.config.describe import with_value
+from portable_fsdp.config.schema import Config
+from portable_fsdp.plan.result import EnginePlan, Progress
+from portable_fsdp.plan.target import Shape, Target
+from portable_fsdp.plan.time import Loop, expected_time, rates_of
+from portable_fsdp.plan.tpu_program import (
+    Compiled,
+    Program,
+    Traced,
+    memory_of,
+    notes_of,
+    read_compiled,
+    times_run,
+    work_of,
+)
+from portable_fsdp.runtime.child import Child, Ended, Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.signals import end_with_parent
 
-COMPILER_PACKAGES = ("jax", "libtpu")
 LIMIT_S = 900  # for the trace, and for each program
 LARGEST_BYTES = 2**30  # of all entries of the cache: 8B, unrolled, takes about 5 MB
 
@@ -47,34 +62,76 @@ ENVIRONMENT = {
 }
 
 
+def plan_compiled(config: Config, target: Target, progress: Progress = lambda stage: None) -> EnginePlan:
+    """Memory and work of the config's train step on one device of `target`, one or more TPU slices.
+
+    Calls `progress` at once with `tracing`, later with what is compiled. Raises what opening the backend and building
+    the model raise; BackendError where the extra is missing, and where the compiler refuses the slice, an option or the
+    program, fails, or takes longer than LIMIT_S.
+    """
+    assert target.topology is not None
+    progress("tracing")
+    require_installed()
+    traced = trace_apart(config, target.devices, hosts=target.hosts, torus=target.torus)
+    progress(f"compiling {' and '.join(traced.programs)}")
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(traced.programs)) as pool:
+        try:
+            pending = {
+                name: pool.submit(compile_for, program, target.topology, slices=target.slices, stopped=stop.is_set)
+                for name, program in traced.programs.items()
+            }
+            compiled = {name: future.result() for name, future in pending.items()}
+        finally:
+            stop.set()  # Ctrl-C reaches this thread alone
+    accumulation = config.train.global_batch // (config.train.resolved_micro_batch * target.devices)
+    work = work_of(compiled, accumulation)
+    notes = notes_of(compiled)
+    if config.precision.products != "auto":
+        notes.append(f"products of {config.precision.products} are expected to take bfloat16's time")
+    method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
+    memory = memory_of(compiled, target.limit_bytes)
+    step = [Loop(times_run(name, accumulation), [program.operations]) for name, program in compiled.items()]
+    expected = expected_time(step, rates) if (rates := rates_of(target)) else None
+    return EnginePlan(traced.model, memory, work, method, tuple(notes), expected)
+
+
+def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = ()) -> Traced:
+    """`tpu_trace.trace` in a process of its own; raises what it raises, and BackendError where it fails or is late."""
+    if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
+        config = with_value(config, "sharding.replicas", hosts)
+    with Worker(LIMIT_S) as worker:
+        try:
+            return worker("portable_fsdp.plan.tpu_trace:trace", config, devices, torus)
+        except WorkerFailedError as failed:
+            raise BackendError(failure_message("the train step could not be traced", failed.ended)) from None
+
+
 def compile_for(
     program: Program,
     topology: str,
     *,
     slices: int = 1,
     generate_code: bool = False,
-    options: Mapping[str, str] | None = None,
-    limit_s: float = LIMIT_S,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Compiled:
     """What the TPU compiler makes of `program` on `slices` of `topology`, as libtpu names it (`v6e:2x4`); needs no TPU.
 
     Takes an earlier result for the same program from the cache, but for `generate_code`: that compiles to the end,
-    where a kernel may still be refused, in minutes for a model of billions. `options` of the compiler count over those
-    of LIBTPU_INIT_ARGS; `stopped` says whether nobody waits for the result any more. Raises BackendError where the
-    compiler refuses the program, an option or the slice, fails, or takes longer than `limit_s` seconds.
+    where a kernel may still be refused, in minutes for a model of billions. `stopped` says whether nobody waits for the
+    result any more. Raises BackendError where the compiler refuses the program, an option or the slice, fails, or takes
+    longer than LIMIT_S.
     """
-    require_installed(*COMPILER_PACKAGES)
     arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
-    request = {**asdict(program), "topology": topology, "slices": slices, "options": dict(options or {})}
+    request = {**asdict(program), "topology": topology, "slices": slices}
     del request["hlo"]
     versions = [compiler_version(), *(importlib.metadata.version(name) for name in ("jax", "jaxlib"))]
-    inputs = [request, arguments, os.environ.get("XLA_FLAGS", ""), versions]
-    cache = cache_folder(os.environ) / "plans"
-    key = key_of(program.hlo, json.dumps(inputs, sort_keys=True).encode())
+    digest = hashlib.sha256(program.hlo).hexdigest()
+    inputs = json.dumps([digest, request, arguments, os.environ.get("XLA_FLAGS", ""), versions], sort_keys=True)
+    cache, key = cache_folder(os.environ) / "plans", hashlib.sha256(inputs.encode()).hexdigest()
     texts = None if generate_code else load_entry(cache, key)
-    if texts is None or texts.keys() != {"program", "buffers", "seconds"}:
-        texts = _run_compiler(program, request, arguments, limit_s, stopped, generate_code=generate_code)
+    if texts is None:
+        texts = _run_compiler(program, request, arguments, stopped, generate_code=generate_code)
         save_entry(cache, key, texts)
     seconds = float(texts["seconds"])
     return read_compiled(program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
@@ -84,7 +141,6 @@ def _run_compiler(
     program: Program,
     request: dict[str, Any],
     arguments: str,
-    limit_s: float,
     stopped: Callable[[], bool],
     *,
     generate_code: bool,
@@ -97,10 +153,9 @@ def _run_compiler(
         # libtpu writes logs into /tmp/tpu_logs otherwise, and nobody removes them.
         environment = {"LIBTPU_INIT_ARGS": arguments, "TPU_LOG_DIR": os.environ.get("TPU_LOG_DIR", name)}
         with Child("portable_fsdp.plan.tpu_compiler", name, environment=environment) as child:
-            ended = child.wait(limit_s, lambda: stopped() or (not generate_code and _is_written(dump, program.name)))
+            ended = child.wait(LIMIT_S, lambda: stopped() or (not generate_code and _is_written(dump, program.name)))
         if ended.how not in ("finished", "enough") or not _is_written(dump, program.name):
-            topology = request["topology"]
-            raise BackendError(f"plan for {topology}: {_refusal(topology, folder, ended)}")
+            raise BackendError(f"plan for {request['topology']}: {_refusal(ended)}")
         after = f"*.{program.name}.*after_optimizations"
         return {
             "program": next(dump.glob(f"{after}.txt")).read_text(),
@@ -126,8 +181,8 @@ def compiler_version() -> str:
     return f"libtpu {importlib.metadata.version('libtpu')}"
 
 
-def require_installed(*packages: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+def require_installed() -> None:
+    missing = [name for name in ("torch_xla", "jax", "libtpu") if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendError(
             f"plan for a TPU slice: expected the packages torch_xla, jax and libtpu, found no {', '.join(missing)}.\n"
@@ -143,81 +198,65 @@ _OPTION = (
 _SLICE = r"(Invalid TPU external name: \w+|does not match|Topology layout .*|it has \d+ devices.*)"
 
 
-def _refusal(topology: str, folder: Path, ended: Ended) -> str:
+def _refusal(ended: Ended) -> str:
     """The compiler's error, and what to do about it."""
     if option := re.search(_OPTION, ended.log):
         return (
             f"expected options that {compiler_version()} knows and takes, found {option[1]}.\n"
-            "  LIBTPU_INIT_ARGS or the plan sets it; a run would refuse it too. Remove it."
+            "  LIBTPU_INIT_ARGS sets it; a run would refuse it too. Remove it."
         )
     if ended.how == "failed" and (unknown := re.search(_SLICE, ended.log)):
-        newer = (
-            "\n  tpu7x needs a newer libtpu: 0.0.51 knows it. --backend=native plans without."
-            if topology.startswith("tpu7x")
-            else ""
-        )
         return (
-            f"expected a slice that {compiler_version()} knows, found: {unknown[1]}{newer}\n"
-            "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4."
+            f"expected a slice that {compiler_version()} knows, found: {unknown[1]}\n"
+            "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4; "
+            "tpu7x needs a newer libtpu (0.0.51). --backend=native plans without."
         )
     if full := re.search(r"RESOURCE_EXHAUSTED[^\n]*", ended.log):
         return (
             f"the step does not fit: {full.group()[:600]}\n"
             "  Lower train.micro_batch or data.seq_len, set memory.gradient_checkpointing=full, or take more chips."
         )
-    return failure_message("the TPU compiler gave no program", folder, ended)
+    return failure_message("the TPU compiler gave no program", ended)
 
 
-def failure_message(problem: str, folder: Path, ended: Ended) -> str:
-    """A message with the child's last lines; keeps its input and log in the cache folder."""
+def failure_message(problem: str, ended: Ended) -> str:
+    """A message with the child's last lines; keeps its log in the cache folder."""
     how = "the time limit stopped it" if ended.how == "late" else f"it ended with code {ended.code}"
     reports = cache_folder(os.environ) / "reports"
     try:
         reports.mkdir(parents=True, exist_ok=True)
-        kept = tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=reports)
-        shutil.copytree(
-            folder, kept, ignore=shutil.ignore_patterns("dump"), ignore_dangling_symlinks=True, dirs_exist_ok=True
-        )
-        Path(kept, "log").write_text(ended.log)
+        prefix = time.strftime("%Y%m%d-%H%M%S-")
+        with tempfile.NamedTemporaryFile("w", prefix=prefix, suffix=".log", dir=reports, delete=False) as file:
+            file.write(ended.log)
+        kept = file.name
     except OSError as error:
         kept = f"could not be kept ({error})"
-    return f"{problem}: {how}. Its last lines:\n{ended.last_lines}\n  Its input and its whole log: {kept}"
+    return f"{problem}: {how}. Its last lines:\n{ended.last_lines}\n  Its whole log: {kept}"
 
 
 # ----------------------------------------------------------------------------------------------------------- the cache
-
-
-def key_of(*parts: bytes) -> str:
-    """The name of an entry: equal for equal parts, and only for those."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()
 
 
 def load_entry(folder: Path, key: str) -> dict[str, str] | None:
     """Name -> text of an entry; None where there is no undamaged one."""
     path = folder / f"{key}.gz"
     try:
-        texts = json.loads(gzip.decompress(path.read_bytes()))
         os.utime(path)  # the longest unused go first
+        return json.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
         return None
-    return texts
 
 
 def save_entry(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = LARGEST_BYTES) -> None:
     """Keep an entry, and delete the longest unused ones beyond `largest_bytes`; nothing where folder isn't writable."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            entry = Path(temporary, key)
-            entry.write_bytes(gzip.compress(json.dumps(texts).encode(), compresslevel=1))
-            entry.replace(folder / f"{key}.gz")
+        entry = folder / f"{key}.{os.getpid()}"
+        entry.write_bytes(gzip.compress(json.dumps(texts).encode(), compresslevel=1))
+        entry.replace(folder / f"{key}.gz")
         used = 0
-        entries = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
-        for stat, path in sorted(entries, key=lambda pair: -pair[0].st_mtime_ns):
-            used += stat.st_size
+        for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime_ns):
+            used += path.stat().st_size
             if used > largest_bytes:
                 path.unlink(missing_ok=True)
 
@@ -235,7 +274,7 @@ def _main(folder: Path) -> None:
         raise ValueError(f"it has {len(devices)} devices, the program is for {request['devices']}")
     with mlir.make_ir_context(), ir.Location.unknown():
         module = _annotated((folder / "program.hlo.pb").read_bytes(), request)
-        _compile(mlir.module_to_bytecode(module), devices, {**request["options"], "xla_dump_to": str(folder / "dump")})
+        _compile(mlir.module_to_bytecode(module), devices, folder / "dump")
 
 
 def devices_of(topology: str, slices: int = 1) -> list[Any]:
@@ -277,7 +316,7 @@ def _annotated(hlo: bytes, request: dict[str, Any]) -> Any:
     return module
 
 
-def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> None:
+def _compile(program: bytes, devices: list[Any], dump: Path) -> None:
     import numpy as np
     from jax._src import compiler
     from jax._src.lib import xla_client
@@ -286,7 +325,7 @@ def _compile(program: bytes, devices: list[Any], options: dict[str, str]) -> Non
         num_replicas=1,
         num_partitions=len(devices),
         device_assignment=np.array([[device.id for device in devices]]),
-        env_options_overrides=options,
+        env_options_overrides={"xla_dump_to": str(dump)},
     )
     compile_options.executable_build_options.use_spmd_partitioning = True
     compile_options.executable_build_options.use_shardy_partitioner = False

@@ -1,22 +1,25 @@
 """A program of a step for a TPU slice: as it is traced (`Program`), and as the TPU compiler made it (`Compiled`).
 
 The compiler writes two texts: the scheduled program, and the assignment of its buffers, with the times at which each of
-them lives. `read_compiled` reads from them where memory goes, and what moves and is computed in a run.
+them lives. `read_compiled` reads from them where memory goes, and what moves and is computed in a run; `memory_of`,
+`work_of` and `notes_of` say it of a step, which may be two programs.
 """
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from portable_fsdp.plan import hlo
-from portable_fsdp.plan.result import Buffer, ModelFacts
+from portable_fsdp.plan.result import Buffer, DeviceMemory, ModelFacts, Moved, Work
 from portable_fsdp.plan.time import ScheduleEntry
-from portable_fsdp.plan.tpu_schedule import operations_of
 
 SHOWN = 12  # buffers of a plan
+PARTS = ("weights", "gradients", "optimizer", "batch", "temporaries", "outputs")
+DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16", "s32": "int32", "u32": "uint32", "pred": "bool"}
+_VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?")
 
 
 def part_of(name: str) -> str:
@@ -65,7 +68,7 @@ class Compiled:
     temporary_bytes: int
     output_bytes: int  # that take no argument's place
     host_bytes: int  # in the host's memory, of `memory.offload`
-    collectives: dict[str, hlo.Moved]  # kind and dtype: `all_gather bf16`
+    collectives: dict[str, Moved]  # kind and dtype: `all_gather bf16`
     matmul_flops: dict[str, int]  # dtypes of the factors: `bf16 x bf16`
     rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
     compile_s: float  # of processor time, up to the assignment of buffers, or with code generation
@@ -76,14 +79,9 @@ class Compiled:
     biggest: tuple[Buffer, ...]  # the largest of arguments, and of temporaries that live then
     undonated: tuple[str, ...]  # arguments whose update is put elsewhere
     host_transfers: tuple[str, ...]  # instructions that communicate with the host
-    between_slices: dict[str, hlo.Moved]  # as `collectives`, over the network
+    between_slices: dict[str, Moved]  # as `collectives`, over the network
     kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
     operations: Sequence[ScheduleEntry]  # what a device does, by the program's schedule
-
-    @property
-    def bytes(self) -> int:
-        """What must fit into a device's memory, the program's own code aside."""
-        return self.argument_bytes + self.temporary_bytes + self.output_bytes
 
 
 def read_compiled(
@@ -129,7 +127,7 @@ def read_compiled(
         host_transfers=tuple(hlo.host_transfers(text)),
         between_slices=hlo.between_slices(text, slices),
         kernel_flops=hlo.flash_attention_flops(text),
-        operations=operations_of(text, program.devices),
+        operations=hlo.operations_of(text, program.devices),
     )
 
 
@@ -206,17 +204,12 @@ def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
         elif line.startswith("Total bytes used"):
             break
         elif inside:
-            value = re.match(
-                r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?", line
-            )
+            value = _VALUE.match(line)
             name = value[1].removesuffix("{}") if value else ""
             if value and name in ranges:
-                kind = value[4] or "tuple"
-                values.append(
-                    _Temporary(
-                        name.partition("{")[0], int(value[2]), int(value[3]), kind, *ranges[name], "(phi)" in line
-                    )
-                )
+                instruction, kind = name.partition("{")[0], value[4] or "tuple"
+                place = int(value[2]), int(value[3])
+                values.append(_Temporary(instruction, *place, kind, *ranges[name], "(phi)" in line))
     return schedule, values
 
 
@@ -254,3 +247,79 @@ def _origin(op_name: str, line: str) -> str:
     if path.parts[-3:] == ("torch", "autograd", "graph.py"):
         return "backward"
     return f"{'/'.join(path.parts[-3:])}:{source[2]}"
+
+
+# ------------------------------------------------------------------------------------------------- the whole step
+
+
+def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> DeviceMemory:
+    """The memory of the fuller program, with the arguments of the other one, which stay on the device all the same."""
+    arguments: dict[str, int] = {}
+    for compiled in programs.values():
+        arguments |= compiled.named_bytes
+    fuller = max(programs.values(), key=lambda compiled: compiled.temporary_bytes + compiled.output_bytes)
+    parts: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for name, size in arguments.items():
+        parts[part_of(name)] += size
+    parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
+    others = arguments.keys() - fuller.named_bytes.keys()
+    resting = [Buffer(name=name, bytes=arguments[name], where="") for name in others]
+    return DeviceMemory(
+        parts={part: size for part, size in parts.items() if size},
+        limit_bytes=limit_bytes,
+        at=fuller.at,
+        biggest=largest([*fuller.biggest, *resting]),
+        rematerialised=max(compiled.rematerialised for compiled in programs.values()),
+        host_bytes=max(compiled.host_bytes for compiled in programs.values()),
+    )
+
+
+def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
+    """The work of a step: with accumulation `micro_batch` runs several times, `update` once."""
+    flops: defaultdict[str, float] = defaultdict(float)
+    collectives: defaultdict[str, Moved] = defaultdict(Moved)
+    sent: Counter[str] = Counter()
+    memory_bytes = 0.0
+    for name, compiled in programs.items():
+        times = times_run(name, accumulation)
+        for factors, count in (*compiled.matmul_flops.items(), *compiled.kernel_flops.items()):
+            names = [DTYPES.get(name, name) for name in factors.split(" x ")]
+            dtype = "float32" if "float32" in names else names[0]  # the narrower factor is cast first
+            if dtype != "bool":  # of masks (T5's); no vendor gives their speed
+                flops[dtype] += times * count
+        by_link = (("ici", "", compiled.collectives), ("network", " between slices", compiled.between_slices))
+        for link, suffix, moves in by_link:
+            for key, moved in moves.items():
+                kind, _, dtypes = key.partition(" ")
+                words = "+".join(DTYPES.get(dtype, dtype) for dtype in dtypes.split("+"))
+                collectives[f"{kind} {words}{suffix}"] += moved * times
+                sent[link] += moved.sent_bytes * times
+        # What is updated in its place, and temporaries at the peak, are written and read, outputs written. What is
+        # only read is left out: of a table it may be a few rows.
+        memory_bytes += times * (2.0 * (compiled.updated_bytes + compiled.live_bytes) + compiled.output_bytes)
+    return Work(
+        matmul_flops=flops,
+        memory_bytes=memory_bytes,
+        collectives=dict(sorted(collectives.items())),
+        sent_bytes={link: size for link, size in sent.items() if size},
+    )
+
+
+def times_run(program: str, accumulation: int) -> int:
+    """How often a step runs one of its programs."""
+    return accumulation if program == "micro_batch" else 1
+
+
+def notes_of(programs: Mapping[str, Compiled]) -> list[str]:
+    """What is wrong with a program: state that isn't updated in place, waits for the host, copies of unknown speed."""
+    notes: list[str] = []
+    for name, compiled in programs.items():
+        for found, problem in (
+            (compiled.undonated, "tensors are not updated in place, which takes their memory twice"),
+            (compiled.host_transfers, "instructions inside the step wait for the host"),
+        ):
+            if found:
+                notes.append(f"{name}: {len(found)} {problem}: {', '.join(found[:3])}")
+        if compiled.host_bytes:
+            notes.append(f"{name}: copies to the host are taken to hide behind compute: their speed is unknown")
+    return notes

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from portable_fsdp.observe.trackers import PACKAGES, require_installed
-from portable_fsdp.report.read import read_run
-from portable_fsdp.report.summary import markdown
+from portable_fsdp.report.read import markdown, read_run
 from portable_fsdp.report.track import track
 from portable_fsdp.runtime.command import CommandParser, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, UsageError

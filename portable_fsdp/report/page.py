@@ -1,6 +1,7 @@
 """The report as one HTML file that opens offline: bokeh draws, jinja2 writes the page (`page.html`)."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +14,8 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader
 
 from portable_fsdp.observe.goodput import PARTS, duration
+from portable_fsdp.report import read
 from portable_fsdp.report.read import Numbers, RunRecord
-from portable_fsdp.report.summary import accounts, config_differences, engine, environment, figures, saves, starts
 from portable_fsdp.version import __version__
 
 _MOST_POINTS = 1500
@@ -22,19 +23,10 @@ _MOST_POINTS = 1500
 
 _RUN_COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2")
 _ENGINE_COLOURS = ("#64748b", "#d97706", "#0d9488", "#7c3aed")
-_PART_COLOURS = {
-    "steps": "#16a34a",
-    "compile": "#0891b2",
-    "data": "#eab308",
-    "evaluation": "#2563eb",
-    "save": "#7c3aed",
-    "profile": "#db2777",
-    "start": "#64748b",
-    "lost": "#dc2626",
-    "other": "#94a3b8",
-    "stopped": "#cbd5e1",
-    "waiting": "#f97316",
-}
+_PART_COLOURS = (  # of goodput.PARTS
+    *("#16a34a", "#0891b2", "#eab308", "#2563eb", "#7c3aed", "#db2777"),
+    *("#64748b", "#dc2626", "#94a3b8", "#cbd5e1", "#f97316"),
+)
 
 
 class _Chart(NamedTuple):
@@ -62,36 +54,27 @@ _CHARTS = (
 def page(runs: Sequence[RunRecord]) -> str:
     """The HTML of a report on one run, or on several side by side."""
     script, charts = components(_tabs(runs))
-    environment = Environment(loader=PackageLoader("portable_fsdp.report", "."), autoescape=True)
-    return environment.get_template("page.html").render(
+    pages = Environment(loader=PackageLoader("portable_fsdp.report", "."), autoescape=True)
+    return pages.get_template("page.html").render(
         title=", ".join(run.name for run in runs),
         bokeh="\n".join(Resources(mode="inline", components=["bokeh"]).js_raw),
         script=script,
         charts=charts,
-        runs=[_run_values(run, colour) for run, colour in zip(runs, _colours(runs), strict=True)],
-        differences=config_differences(runs) if len(runs) > 1 else [],
+        runs=list(zip(runs, cycle(_RUN_COLOURS))),
+        differences=read.config_differences(runs) if len(runs) > 1 else [],
         version=__version__,
+        read=read,
+        **{
+            "duration": duration,
+            "meanings": PARTS,
+            "part_colours": dict(zip(PARTS, _PART_COLOURS, strict=True)),
+            "yaml": _yaml,
+        },
     )
 
 
-def _run_values(run: RunRecord, colour: str) -> dict[str, Any]:
-    return {
-        "record": run,
-        "colour": colour,
-        "figures": figures(run),
-        "parts": [
-            (name, duration(seconds), 100 * share, _PART_COLOURS[name], PARTS[name])
-            for name, seconds, share in accounts(run)
-        ],
-        "starts": starts(run),
-        "saves": saves(run),
-        "environment": environment(run),
-        "config": yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100),
-    }
-
-
-def _colours(runs: Sequence[RunRecord]) -> list[str]:
-    return [_RUN_COLOURS[index % len(_RUN_COLOURS)] for index in range(len(runs))]
+def _yaml(run: RunRecord) -> str:
+    return yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100)
 
 
 def _tabs(runs: Sequence[RunRecord]) -> Tabs:
@@ -132,7 +115,7 @@ def _draw(
     if chart.from_zero:
         plot.y_range.start = 0
     plot.hover.tooltips = [("run", "$name"), (label, "@x{0.[000]}"), (chart.title, "@y{0.[00000]}")]
-    for run, values, colour in zip(runs, columns, _colours(runs), strict=True):
+    for run, values, colour in zip(runs, columns, cycle(_RUN_COLOURS)):
         x = x_of(run)
         known = np.isfinite(values)
         source = ColumnDataSource(dict(zip("xy", thinned(x[known], values[known]), strict=True)))
@@ -146,11 +129,11 @@ def _draw(
 
 def _mark_starts(plot: Any, run: RunRecord, x: Numbers) -> None:
     """A line where a start took over from the one before, in the colour of its engine."""
-    engines = list(dict.fromkeys(engine(attempt.start) for attempt in run.attempts))
+    engines = list(dict.fromkeys(read.engine(attempt.start) for attempt in run.attempts))
     for attempt in run.attempts[1:]:
         if attempt.rows:
             at = x[np.searchsorted(run.steps, attempt.rows[0]["step"])]
-            colour = _ENGINE_COLOURS[engines.index(engine(attempt.start)) % len(_ENGINE_COLOURS)]
+            colour = _ENGINE_COLOURS[engines.index(read.engine(attempt.start)) % len(_ENGINE_COLOURS)]
             plot.add_layout(Span(location=float(at), dimension="height", line_color=colour, line_dash="dashed"))
 
 

@@ -1,4 +1,5 @@
-"""A run's folder as data. The run may still be under way, or have ended in any way; damaged lines are left out."""
+"""A run's folder as data, and its figures. The run may still be under way, or have ended in any way; damaged lines are
+left out."""
 
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -13,15 +14,19 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from portable_fsdp.checkpoint.report import time_text
 from portable_fsdp.config import yaml_text
-from portable_fsdp.observe.goodput import Attempt, Goodput, attempts, goodput
+from portable_fsdp.observe.goodput import PARTS, Attempt, Goodput, attempts, duration, goodput
 from portable_fsdp.observe.run_files import parse_line
 from portable_fsdp.runtime.errors import UsageError, printable
 from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, names_in, open_regular, read_regular
 
 JsonObject = Mapping[str, Any]
 Numbers = NDArray[np.float64]
+Table = list[tuple[str, str]]
 
+_MOST_SAVES = 20  # and samples, in Markdown
+_MOST_STRAGGLERS = 8
 _MOST_SAMPLES = 50
 _MOST_PROFILES = 10
 _MOST_BYTES = 20_000  # of a profile's summary
@@ -86,9 +91,10 @@ class RunRecord:
     @cached_property
     def profiles(self) -> list[str]:
         """The summaries of profiled steps, by step."""
-        paths = [self.folder / "profile" / name / "summary.txt" for name in _names(self.folder / "profile")]
-        paths = sorted(filter(os.path.lexists, paths), key=lambda path: path.lstat().st_mtime)
+        folder = self.folder / "profile"
         with _readable():
+            paths = [folder / name / "summary.txt" for name in (names_in(folder) if folder.is_dir() else ())]
+            paths = sorted(filter(os.path.lexists, paths), key=lambda path: path.lstat().st_mtime)
             texts = [read_regular(path, self.folder, _SMALL_BYTES) for path in paths[-_MOST_PROFILES:]]
         return [text[:_MOST_BYTES].decode(errors="replace") for text in texts]
 
@@ -121,8 +127,7 @@ def name_of(folder: Path, config: Mapping[str, Any]) -> str:
 def read_config(folder: Path) -> dict[str, Any]:
     """A run's config by dotted key. Raises UsageError for a folder that is no run's."""
     if not (folder / "events.jsonl").is_file():
-        inside = f"; runs inside it: {names}" if (names := _runs_inside(folder)) else ""
-        raise UsageError(f"{folder}: expected the folder of a run, with an events.jsonl, found none{inside}.")
+        raise UsageError(f"{folder}: expected the folder of a run, with an events.jsonl, found none.")
     return _config(folder / "config.yaml")
 
 
@@ -144,16 +149,6 @@ def _part_of(row: JsonObject) -> JsonObject:
     if isinstance(row.get("processes"), dict) and _is_number(shared := row["processes"].get("memory_imbalance")):
         part["processes"] = {"memory_imbalance": shared}
     return part | {"time": row.get("time")}
-
-
-def _runs_inside(folder: Path) -> str:
-    names = [name for name in _names(folder) if (folder / name / "events.jsonl").is_file()]
-    return printable(", ".join(names[:5]))
-
-
-def _names(folder: Path) -> list[str]:
-    with _readable():
-        return names_in(folder) if folder.is_dir() else []
 
 
 @contextmanager
@@ -201,11 +196,8 @@ def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:
     for key in (*needed, *_NEEDED.get(str(record.get("event")), ())):
         if record.get(key) is None:
             return False
-    for key, check in _CHECKS.items():
-        value = record.get(key)
-        if value is not None and not check(value):
-            return False
-    return True
+    values = ((record.get(key), check) for keys, check in _CHECKS for key in keys)
+    return all(value is None or check(value) for value, check in values)
 
 
 def _is_step(value: object) -> bool:
@@ -227,17 +219,17 @@ def _is_object(value: object) -> bool:
     return isinstance(value, Mapping) and _is_whole(cast(JsonObject, value), ())
 
 
+_STEP = ("step",)
 _NEEDED = {
-    **dict.fromkeys(("start", "save", "finish", "stop", "fail"), ("step",)),
-    "evaluation": ("step", "loss"),
-    "straggler": ("step", "process", "ratio"),
+    **{"start": _STEP, "save": _STEP, "finish": _STEP, "stop": _STEP, "fail": _STEP},
+    **{"evaluation": ("step", "loss"), "straggler": ("step", "process", "ratio")},
 }
-_CHECKS = {
-    **dict.fromkeys(("step", "process"), _is_step),
-    **dict.fromkeys(("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"), _is_number),
-    **dict.fromkeys(("time", "began", "until"), _is_time),
-    **dict.fromkeys(("lost", "environment"), _is_object),
-}
+_CHECKS = (
+    (("step", "process"), _is_step),
+    (("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"), _is_number),
+    (("time", "began", "until"), _is_time),
+    (("lost", "environment"), _is_object),
+)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -256,3 +248,127 @@ def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:
         return [(prefix, value)] if prefix else []
     inner = cast(dict[object, object], value).items()
     return [pair for key, part in inner for pair in _flat(part, f"{prefix}.{key}" if prefix else str(key))]
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def figures(run: RunRecord) -> Table:
+    """Name and value, for people; what the files don't know is left out."""
+    engines = dict.fromkeys(engine(attempt.start) for attempt in run.attempts)
+    rows: Table = [("status", run.status), ("engine", " → ".join(engines) or "?")]
+    if run.rows:
+        total = run.attempts[-1].start.get("steps") if run.attempts else None
+        done = f"{run.rows[-1]['step']:,}"
+        rows.append(("steps", f"{done} of {total:,}" if isinstance(total, int) else done))
+        if run.every == 1:
+            rows.append(("tokens", f"{int(np.nansum(run.column('tokens'))):,}"))
+    if len(losses := _known(run, "loss")):
+        rows.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    if evaluations := run.of_kind("evaluation"):
+        best = min(evaluations, key=lambda event: event["loss"])
+        rows.append(("best eval loss", f"{best['loss']:.4f} (step {best['step']})"))
+    if len(speeds := _known(run, "tokens_per_second")):  # medians: the first step of a start compiles
+        rows.append(("tokens per second", f"{np.median(speeds):,.0f} (median)"))
+    if len(shares := _known(run, "mfu")):
+        rows.append(("MFU", f"{np.median(shares):.1%} (median)"))
+    if len(memory := _known(run, "memory_bytes")):
+        rows.append(("peak memory", f"{memory.max() / 2**30:.2f} GiB"))
+    if run.goodput is not None:
+        rows.append(("wall time", duration(run.goodput.wall_seconds)))
+        rows += [("goodput", f"{run.goodput.share:.1%}"), ("starts", str(len(run.attempts)))]
+    for event in run.of_kind("straggler")[-_MOST_STRAGGLERS:]:
+        process = f"process {event['process']} on {event.get('host', '?')}"
+        rows.append(("straggler", f"{process}: {event['ratio']:.1f}x the median, at step {event['step']}"))
+    return rows
+
+
+def accounts(run: RunRecord) -> list[tuple[str, float, float]]:
+    """Each part of the wall time that isn't empty: its name, seconds, and share (0 to 1); the largest first."""
+    if run.goodput is None or run.goodput.wall_seconds <= 0:
+        return []
+    parts = sorted(run.goodput.parts.items(), key=lambda part: -part[1])
+    return [(name, seconds, seconds / run.goodput.wall_seconds) for name, seconds in parts if round(seconds, 3) > 0]
+
+
+def starts(run: RunRecord) -> list[list[str]]:
+    """A row for each start: when, from which step, on what, to which step, its end."""
+    rows = [["started (UTC)", "from step", "engine", "last step", "end"]]
+    for attempt in run.attempts:
+        end, unknown = attempt.end, "-" if attempt is run.attempts[-1] else "no end recorded"
+        rows.append(
+            [
+                time_text(attempt.start["time"]),
+                str(attempt.start["step"]),
+                engine(attempt.start),
+                str(attempt.rows[-1]["step"]) if attempt.rows else "-",
+                unknown if end is None else f"{end['event']} {end.get('reason', '')}".strip(),
+            ]
+        )
+    return rows
+
+
+def saves(run: RunRecord) -> list[list[str]]:
+    """Step, time and name of the newest checkpoints."""
+    newest = run.of_kind("save")[-_MOST_SAVES:]
+    return [[str(e["step"]), time_text(e["time"]), Path(str(e.get("path", ""))).name] for e in newest]
+
+
+def environment(run: RunRecord) -> list[list[str]]:
+    """Host and versions of the newest start."""
+    newest = run.attempts[-1].start if run.attempts else {}
+    return [[str(name), str(value)] for name, value in (newest.get("environment") or {}).items()]
+
+
+def engine(start: Mapping[str, object]) -> str:
+    """`native, 2 x cpu` of a start event."""
+    return f"{start.get('backend', '?')}, {start.get('devices', '?')} x {start.get('device', '?')}"
+
+
+def config_differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Keys that the runs set differently: a row each, a column for each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key != "run.dir")  # it always differs
+    differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
+    values = [[key, *(str(run.config.get(key, "-")) for run in runs)] for key in differing]
+    return [["key", *(run.name for run in runs)], *values]
+
+
+def markdown(runs: Sequence[RunRecord]) -> str:
+    """All but the curves and the whole config, as Markdown."""
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"## {_cell(run.name)}", _markdown_table([("", ""), *figures(run)])]
+        if spent := accounts(run):
+            body = [[name, duration(seconds), f"{share:.1%}", PARTS[name]] for name, seconds, share in spent]
+            parts.append(_markdown_table([["time in", "spent", "share", "what it is"], *body]))
+        checkpoints = [["step", "saved (UTC)", "checkpoint"], *saves(run)]
+        tables = starts(run), checkpoints, [["environment", "version"], *environment(run)]
+        parts += [_markdown_table(table) for table in tables if len(table) > 1]
+        for sample in run.samples[-_MOST_SAVES:]:
+            parts.append(f"Sample of step {sample['step']}:\n\n{_quoted(str(sample.get('text')))}")
+        for text in run.profiles:
+            parts.append(_quoted(text))
+        if run.damage:
+            parts.append(run.damage)
+    differing = config_differences(runs)
+    if len(runs) > 1 and len(differing) > 1:
+        parts += ["## What differs", _markdown_table(differing)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"    {printable(line)}" for line in text.splitlines())
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def _cell(text: str) -> str:
+    return printable(text).replace("|", r"\|").replace("\n", " ")
+
+
+def _known(run: RunRecord, key: str) -> Numbers:
+    column = run.column(key)
+    return column[np.isfinite(column)]

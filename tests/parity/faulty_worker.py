@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.parity import worker
+from portable_fsdp.parity.__main__ import work
 from portable_fsdp.parity.record import Culprit, PlaceTask
 from portable_fsdp.train.build import Training
 
@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
     place, _, names = os.environ.get("FAULT", "").rpartition(":")
     is_wrong = place == str(PlaceTask.model_validate_json(Path(argv[1]).read_bytes()).place)
     turns = itertools.cycle(names.split(","))
-    return worker.main(argv, lambda training: plant(next(turns) if is_wrong else None, training))
+    return work(argv, lambda training: plant(next(turns) if is_wrong else None, training))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.compiled import trace_apart
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.tpu_compiler import compile_for
+from portable_fsdp.plan.tpu_compiler import compile_for, trace_apart
 from portable_fsdp.plan.tpu_program import Compiled
 from portable_fsdp.plan.tpu_program import Program as TracedProgram
 

@@ -2,15 +2,11 @@
 
 import os
 import resource
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import MethodType
+from collections.abc import Iterator
 from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
-import torch
-import torch.distributed as dist
 from programs import LLAMA_8B
 from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, T5, VIT, gpus, plans, step, step_of_rows
 from test_options import DEVICES as OPTION_DEVICES
@@ -19,9 +15,7 @@ from test_options import case_of, taken_by
 from torch.nn import functional as F
 from workers import Group, Workers
 
-from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.config.schema import Config
-from portable_fsdp.models import build as models_build
 from portable_fsdp.plan.fake_step import COMMUNICATOR_BYTES, L2_BYTES, least_traffic, plan_memory
 from portable_fsdp.plan.memory_trace import Block
 from portable_fsdp.plan.planner import make_plan
@@ -29,7 +23,6 @@ from portable_fsdp.plan.result import DeviceMemory, Work
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.errors import BackendError, ConfigError
-from portable_fsdp.train import build
 
 Plans = dict[str, tuple[DeviceMemory, Work]]
 DEVICES, PER_HOST = 8, 4
@@ -50,8 +43,6 @@ PLANNED = {
     "five": step(**EIGHT, accumulation=5),
     "tied, offloaded": step(**TIED, memory__cpu_offload=True, accumulation=2),
     "documents": step(**EIGHT, data__packing="documents"),
-}
-MORE_PLANNED = {
     "every second": step(**EIGHT, memory__gradient_checkpointing="selective", memory__every=2),
     "products kept": step(**EIGHT, memory__gradient_checkpointing="selective", memory__save_ops=("matmul",)),
     "offloaded": step(**EIGHT, memory__cpu_offload=True, memory__gradient_checkpointing="full"),
@@ -107,12 +98,11 @@ def planned(worker: Worker) -> Plans:
     return dict(zip(PLANNED, worker(plans, list(PLANNED.values()), GPUS), strict=True))
 
 
-@pytest.fixture(scope="module")
-def all_planned(planned: Plans, worker: Worker) -> Plans:
-    return planned | dict(zip(MORE_PLANNED, worker(plans, list(MORE_PLANNED.values()), GPUS), strict=True))
+PROOF = [pytest.mark.proof, pytest.mark.timeout(900)]
 
 
-def _require_equal(configs: dict[str, Config], worker: Worker) -> None:
+@pytest.mark.parametrize("configs", [pytest.param(REAL, id="some"), pytest.param(MORE_REAL, id="all", marks=PROOF)])
+def test_a_cpu_plan_is_what_two_processes_hold(configs: dict[str, Config], worker: Worker) -> None:
     """A plan for two CPUs against two processes: memory within 5 %, collectives to the byte."""
     planned = worker(plans, list(configs.values()), parse_target("cpu:2"))
     workers = Workers(Group("native", 2))
@@ -135,16 +125,6 @@ def _moved(work: Work) -> dict[str, tuple[int, int]]:
         calls, bytes_ = moved.get(kind, (0, 0))
         moved[kind] = calls + traffic.calls, bytes_ + traffic.bytes
     return moved
-
-
-def test_a_cpu_plan_is_what_two_processes_hold(worker: Worker) -> None:
-    _require_equal(REAL, worker)
-
-
-@pytest.mark.proof
-@pytest.mark.timeout(900)
-def test_a_cpu_plan_is_what_two_processes_hold_with_every_option(worker: Worker) -> None:
-    _require_equal(MORE_REAL, worker)
 
 
 @pytest.mark.proof
@@ -200,18 +180,17 @@ def test_offloaded_activations_leave_the_device(planned: Plans) -> None:
     assert on_device[0] - on_device[1] == on_host
 
 
-def test_other_options_move_what_they_say(all_planned: Plans) -> None:
-    kept = {name: _part(all_planned, name, "activations") for name in all_planned}
+def test_other_options_move_what_they_say(planned: Plans) -> None:
+    kept = {name: _part(planned, name, "activations") for name in planned}
     for some in ("every second", "products kept"):
         assert kept["recomputed"] < kept[some] < kept["plain"]
-    assert _part(all_planned, "frozen", "optimizer") == pytest.approx(8 * (2 * 4096 * 512 + 512) / 8, rel=1e-3)
-    assert _part(all_planned, "offloaded", "weights") < 1024
-    assert _part(all_planned, "offloaded", "optimizer") == 0
-    assert all_planned["offloaded"][0].host_bytes == pytest.approx(16 * PARAMETERS / 8, rel=1e-3)
-    eager, compiled = all_planned["plain"][0], all_planned["compiled"][0]
-    assert compiled.at == f"{eager.at} (planned as if it ran eagerly)"
-    assert compiled.parts == eager.parts
-    flops = {name: work.matmul_flops for name, (_, work) in all_planned.items()}
+    assert _part(planned, "frozen", "optimizer") == pytest.approx(8 * (2 * 4096 * 512 + 512) / 8, rel=1e-3)
+    assert _part(planned, "offloaded", "weights") < 1024
+    assert _part(planned, "offloaded", "optimizer") == 0
+    assert planned["offloaded"][0].host_bytes == pytest.approx(16 * PARAMETERS / 8, rel=1e-3)
+    eager, compiled = planned["plain"][0], planned["compiled"][0]
+    assert (compiled.at, compiled.parts) == (eager.at, eager.parts)
+    flops = {name: work.matmul_flops for name, (_, work) in planned.items()}
     assert flops["float32"].keys() == {"tf32"}
     assert flops["grouped"]["bfloat16"] < flops["experts"]["bfloat16"]  # two of four experts
     # Blocks of flex attention need no mask: the batch's positions and segments come on top, and rotary tables (cosines
@@ -219,7 +198,6 @@ def test_other_options_move_what_they_say(all_planned: Plans) -> None:
     known = 2 * 8 * ROWS * SEQ_LEN + 2 * 2 * (ROWS - 1) * SEQ_LEN * 64
     assert known <= kept["documents, flex"] - kept["plain"] <= known + 1024
     assert flops["documents, flex"] == flops["plain"]
-    _require_allocator_and_buffers(all_planned)
 
 
 def test_a_mask_of_documents_is_planned_once_and_its_attention_whole(planned: Plans) -> None:
@@ -233,16 +211,13 @@ def test_a_mask_of_documents_is_planned_once_and_its_attention_whole(planned: Pl
     assert documents - plain == pytest.approx(half, rel=0.01)
 
 
-def _require_allocator_and_buffers(planned: Plans) -> None:
+def test_the_allocator_and_nccl_come_on_top(planned: Plans) -> None:
     for name, (memory, _) in planned.items():
         live = sum(size for part, size in memory.parts.items() if part not in ("allocator", "communication buffers"))
         assert 0 < memory.parts["allocator"] < live, name
         assert (live + memory.parts["allocator"]) % (2 * 2**20) == 0, name  # segments
         assert memory.parts["communication buffers"] % COMMUNICATOR_BYTES == 0
 
-
-def test_the_allocator_and_nccl_come_on_top(planned: Plans) -> None:
-    _require_allocator_and_buffers(planned)
     # All ranks, and the shards': since torch 2.13 a mesh's dimension over all ranks is the default group.
     assert _part(planned, "plain", "communication buffers") in (COMMUNICATOR_BYTES, 2 * COMMUNICATOR_BYTES)
     assert _part(planned, "hybrid", "communication buffers") == 3 * COMMUNICATOR_BYTES
@@ -304,109 +279,20 @@ def test_links_carry_the_least_bytes(planned: Plans) -> None:
     assert hybrid.sent_bytes["network"] == pytest.approx(hybrid.collectives["all_reduce float32"].sent_bytes, rel=1e-3)
 
 
-# ------------------------------------------------------------------------------------- it plans the trainer's own step
-
-
-def _edited(edits: list[Callable[[pytest.MonkeyPatch], None]]) -> list[tuple[DeviceMemory, Work]]:
-    """For a child: the plan `plain` after each edit of what it plans."""
-    edited: list[tuple[DeviceMemory, Work]] = []
-    for edit in edits:
-        with pytest.MonkeyPatch.context() as patch:
-            edit(patch)
-            edited += plans([PLANNED["plain"]], GPUS)
-    return edited
-
-
-def _other_loss(patch: pytest.MonkeyPatch) -> None:
-    def attach(model: Any, *_: object) -> None:
-        def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = type(self).forward(self, input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
-            return F.cross_entropy(logits, labels.flatten(), reduction="sum"), torch.ones(())
-
-        model.forward = MethodType(forward, model)
-
-    patch.setattr(models_build, "attach_loss", attach)
-
-
-def _other_policy(patch: pytest.MonkeyPatch) -> None:
-    made = build.shard_policy
-
-    def one_unit(config: Config, model: Any) -> ShardPolicy:
-        policy = made(config, model)
-        return replace(policy, units=(), recompute=policy.layers)
-
-    patch.setattr(build, "shard_policy", one_unit)
-
-
-def _other_step(patch: pytest.MonkeyPatch) -> None:
-    made = build.train_step
-
-    def twice(backend: Any, model: Any, *arguments: Any, **named: Any) -> Any:
-        run = made(backend, model, *arguments, **named)
-
-        def step(batches: Any, lr: float) -> Any:
-            backend.compile(lambda batch: model(batch["input_ids"], batch["labels"]), "look")(batches[0])
-            return run(batches, lr)
-
-        return step
-
-    patch.setattr(build, "train_step", twice)
-
-
-def test_an_edit_of_loss_policy_or_step_shows(planned: Plans, worker: Worker) -> None:
-    loss, policy, step = worker(_edited, [_other_loss, _other_policy, _other_step])
-    before = planned["plain"][1]
-    logits = ROWS * SEQ_LEN * 4096
-    # In bfloat16, and in float32 with log_softmax, beside the gradient of what the head gets. The other one has
-    # log_softmax and two gradients in float32.
-    hidden = 2 * ROWS * SEQ_LEN * 512
-    assert _part(planned, "plain", "loss and logits") == pytest.approx((2 + 2 * 4) * logits + hidden, rel=0.01)
-    assert loss[0].at == "backward of the loss"
-    assert loss[0].parts["loss and logits"] == pytest.approx(3 * 4 * logits, rel=0.01)
-    assert policy[0].parts["gathered weights"] > 2 * _part(planned, "plain", "gathered weights")
-    assert policy[0].parts["activations"] < _part(planned, "plain", "activations") / 2
-    assert policy[1].collectives["all_gather bfloat16"].calls == 1
-    assert step[1].matmul_flops["bfloat16"] > 1.2 * before.matmul_flops["bfloat16"]
-    assert step[1].collectives["all_gather bfloat16"].calls > before.collectives["all_gather bfloat16"].calls
-
-
 # ------------------------------------------------------------------------------------------------ a guest in a process
 
 
-def _left_behind(config: Config) -> tuple[list[str], bool]:
-    """For a child: what differs after a plan, and whether a second one is the same."""
-
-    def look() -> dict[str, Any]:
-        return {
-            "environment": dict(os.environ),
-            "process group": dist.is_initialized(),
-            "resize_": vars(torch.UntypedStorage).get("resize_"),
-            "attention": F.scaled_dot_product_attention,
-            "matmul precision": torch.get_float32_matmul_precision(),
-            "hooks": len(torch.nn.modules.module._global_forward_hooks),
-        }
-
+def _twice(config: Config) -> tuple[bool, bool]:
+    """For a child inside a launched process: whether a second plan is the same, and the process as it was."""
     launch = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    with patch.dict(os.environ, dict.fromkeys(launch, "7")):  # a plan inside a launched process has ranks of its own
-        first = plans([config], GPUS)
-        before = look()  # torch and transformers set some of it by themselves when they are first used
-        second = plans([config], GPUS)
-        after = look()
-    return [key for key in before if before[key] != after[key]], first == second
+    with patch.dict(os.environ, dict.fromkeys(launch, "7")):  # a plan has ranks of its own
+        first, before = plans([config], GPUS), (dict(os.environ), F.scaled_dot_product_attention)
+        return plans([config], GPUS) == first, (dict(os.environ), F.scaled_dot_product_attention) == before
 
 
 def test_a_plan_leaves_nothing_behind(worker: Worker) -> None:
     shallow: dict[str, Any] = EIGHT | {"model": {**LLAMA, "num_hidden_layers": 1}}
-    assert worker(_left_behind, step(**shallow, sharding__strategy="HYBRID_SHARD")) == ([], True)
-
-
-def test_a_process_with_a_process_group_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    try:
-        with pytest.raises(BackendError, match="expected a process without a process group, found one of 1 ranks"):
-            plan_memory(PLANNED["plain"], GPUS)
-    finally:
-        dist.destroy_process_group()
+    assert worker(_twice, step(**shallow, sharding__strategy="HYBRID_SHARD")) == (True, True)
 
 
 def test_what_the_trainer_refuses_a_plan_refuses(worker: Worker) -> None:

@@ -133,11 +133,7 @@ def test_a_factory_without_its_data_is_refused(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.proof
 def test_what_a_reader_may_take_wrong_is_noted(plan: Planner) -> None:
-    """Four experts over eight shards; and a host of L4s, of whose network nothing is known."""
-    experts = ["model.architecture.model_type=mixtral", "model.architecture.num_local_experts=4"]
-    (note,) = planned(plan, "--on=h100:8", *experts)["notes"]
-    assert "% of the weights have fewer rows than the 8 shards" in note
-    assert planned(plan, "--on=h100:4", "train.global_batch=16", *experts)["notes"] == []
+    """A host of L4s, of whose network nothing is known; GPUs whose shares of the peak are those of others."""
     no_time, note = planned(plan, "--on=l4:16")["notes"]
     assert no_time.startswith("no expected time: no run is known here that tells what NVIDIA L4 reaches")
     assert note.startswith("no bandwidth of network is known")
@@ -148,10 +144,18 @@ def test_what_a_reader_may_take_wrong_is_noted(plan: Planner) -> None:
 @pytest.mark.xla
 def test_a_plan_on_a_tpu_slice(plan: Planner) -> None:
     result = planned(plan, "--on=v6e-8")
-    parts = result["memory"]["parts"]
-    assert parts["weights"] + parts["optimizer"] == pytest.approx(12 * PARAMETERS / 8, rel=0.01)
-    assert "libtpu" in result["method"]
-    assert (result["memory"]["limit_bytes"], result["notes"]) == (31.25 * 2**30, [])
+    memory, work = result["memory"], result["work"]
+    assert memory["parts"].keys() >= {"weights", "gradients", "optimizer", "batch", "temporaries"}
+    bytes_each = {"weights": 4, "optimizer": 8, "gradients": 4}  # AdamW's state, though micro_batch doesn't take it
+    for part, size in bytes_each.items():
+        assert memory["parts"][part] == pytest.approx(size * PARAMETERS / 8, rel=0.05), part
+    assert (memory["limit_bytes"], memory["verdict"], result["notes"]) == (31.25 * 2**30, "fits", [])
+    assert " in " in memory["at"]
+    assert ("exp_avg/lm_head.weight", 4 * 1024 * 256 // 8) in [(b["name"], b["bytes"]) for b in memory["biggest"]]
+    assert work["matmul_flops"]["bfloat16"] > 2 * 6 * 128 * (PARAMETERS - 1024 * 256)  # two rows; attention besides
+    assert work["sent_bytes"].keys() == {"ici"}
+    assert work["sent_bytes"]["ici"] > 2 * 2 * PARAMETERS
+    assert "compiled by libtpu " in result["method"]
     assert result["expected"]["seconds"] >= result["time"]["seconds"]
     assert sum(result["expected"]["parts"].values()) == pytest.approx(result["expected"]["seconds"])
 
@@ -167,35 +171,10 @@ def test_a_sweep(plan: Planner) -> None:
     ]
     assert refused[2].startswith("train.global_batch: expected a multiple")  # 16 rows are none of 3 x 2, said once
     assert "4 of at most 4: train.micro_batch=3 sharding.strategy=FULL_SHARD: refused" in err
-    code, out, _ = plan("--on=h100:2", "--over=train.micro_batch=3,5")
-    assert code == 2  # all of it is refused
-    assert "expected a multiple" in out
-
-
-@pytest.mark.proof
-def test_a_sweep_for_programs(plan: Planner) -> None:
-    code, out, err = plan("--on=h100:2", "--over=train.micro_batch=2,3", "--json")
-    assert code == 0, err
+    code, out, _ = plan("--on=h100:2", "--over=train.micro_batch=3,5", "--json")
     result = json.loads(out)
-    assert (result["schema_version"], result["complete"], result["left_out"]) == (1, True, [])
-    assert [tried["plan"] is None for tried in result["plans"]] == [False, True]
-    code, _, err = plan("--on=cpu:2", "--save=/proc/plan.png")  # for a user like root it shows only in the attempt
-    assert code == 2
-    assert "--save=/proc/plan.png: expected" in err
-
-
-def test_rows_that_are_no_runs_are_refused_before_the_plan(plan: Planner, tmp_path: Path) -> None:
-    changes: list[dict[str, Any]] = [
-        *({"mfu": "x"}, {"tokens": [1]}, {"tokens": None}, {"seconds": True}),
-        *({"seconds": float("nan")}, {"tokens": 7}),
-    ]
-    for change in changes:
-        row = {"seconds": 1.0, "tokens": 16 * 128, "mfu": None, **change}
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        code, out, err = plan("--on=h100:8", f"--compare={tmp_path}")
-        assert (code, out) == (2, "")
-        assert "--compare: expected" in err
-        assert "running" not in err
+    assert (code, result["schema_version"], result["complete"], result["left_out"]) == (2, 1, True, [])
+    assert ["expected a multiple" in tried["refusal"] for tried in result["plans"]] == [True, True]
 
 
 def test_what_does_not_fit_comes_with_what_would_and_a_picture(plan: Planner, tmp_path: Path) -> None:
@@ -226,6 +205,9 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
     assert (result["largest_micro_batch"], result["settings"]["train.micro_batch"]) == (4, 4)
 
 
+UNWRITABLE = ("plan.txt", "a" * 300 + ".png", "absent/plan.png", "FOLDER/plan.png")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -235,10 +217,7 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
         (["--on=h100:3"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "train.micro_batch=3"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "train.mikro_batch=3"], "micro_batch"),
-        (["--on=h100:8", "--save=plan.txt"], "expected a file that ends in"),
-        (["--on=h100:8", "--save=" + "a" * 300], "expected a file that ends in"),
-        (["--on=h100:8", "--save=absent/plan.png"], "expected a folder that exists"),
-        (["--on=h100:8", "--save=FOLDER/plan.png"], "found a folder"),
+        *((["--on=h100:8", f"--save={name}"], "in a folder that exists") for name in UNWRITABLE),
         (["--on=h100:8", "--compare=absent"], "found no metrics.jsonl"),
         (["--on=h100:8", "--compare=absent", "--sweep"], "expected one plan"),
         (["--on=h100:8", "--largest-batch", "--sweep"], "expected one plan"),
@@ -321,11 +300,3 @@ def _started(folder: Path, on: str, stage: str) -> subprocess.Popen[str]:
         line = process.stderr.readline()
         assert line, "it ended"
     return process
-
-
-def test_help_needs_no_torch() -> None:
-    program = (
-        "import sys; from portable_fsdp.plan.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "--on" in done.stdout

@@ -11,16 +11,13 @@ from portable_fsdp.config.load import config_text, load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan.planner import (
     FREE,
-    Settings,
-    Tried,
     grid,
     largest_that_fits,
     nearest_that_fits,
     sweep,
     usual_grid,
 )
-from portable_fsdp.plan.report import draw, sweep_text, text
-from portable_fsdp.plan.result import Plan
+from portable_fsdp.plan.result import Plan, Settings, Tried, draw, sweep_text, text
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 LIMIT = 100
@@ -104,7 +101,7 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
         made = plan(peak(int(settings["train.micro_batch"])))
         return made.model_copy(update={"memory": made.memory.model_copy(update={"limit_bytes": limit})})
 
-    noted: list[Tried] = []
+    noted: list[str] = []
     if limit is None:
         with pytest.raises(BackendError, match="memory of a device isn't known"):
             largest_that_fits(config(global_batch=global_batch), 8, planned, noted.append)
@@ -118,21 +115,21 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
 
 def test_a_search_needs_devices_that_divide_the_batch_and_an_upper_bound() -> None:
     with pytest.raises(ConfigError, match="expected a multiple"):
-        largest_that_fits(config(global_batch=12), 8, plan_of, lambda tried: None)
+        largest_that_fits(config(global_batch=12), 8, plan_of, lambda line: None)
 
     def least(settings: Settings) -> Plan:
         made = plan(LIMIT // 2)
         return made.model_copy(update={"memory": made.memory.model_copy(update={"is_least": True})})
 
     with pytest.raises(BackendError, match="memory is a lower bound"):
-        largest_that_fits(config(), 8, least, lambda tried: None)
+        largest_that_fits(config(), 8, least, lambda line: None)
 
     def refuses_many_rows(settings: Settings) -> Plan:
         if int(settings["train.micro_batch"]) > 1:
             raise BackendError("the step does not fit: RESOURCE_EXHAUSTED")
         return plan(1)
 
-    assert largest_that_fits(config(), 8, refuses_many_rows, lambda tried: None).settings["train.micro_batch"] == "1"
+    assert largest_that_fits(config(), 8, refuses_many_rows, lambda line: None).settings["train.micro_batch"] == "1"
 
 
 @pytest.mark.parametrize("offload", [True, False])

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.plan.fake_step import fused
 from portable_fsdp.plan.fake_step import operations_of as gpu_operations
-from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelPart, KernelRun
+from portable_fsdp.plan.hlo import operations_of as tpu_operations
+from portable_fsdp.plan.memory_trace import Block, Collective, CollectiveRun, KernelPart, KernelRun, fused
 from portable_fsdp.plan.result import Expected, Time, Work
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.plan.time import (
@@ -22,7 +22,6 @@ from portable_fsdp.plan.time import (
     over_links,
     rates_of,
 )
-from portable_fsdp.plan.tpu_schedule import operations_of as tpu_operations
 from portable_fsdp.runtime.errors import UsageError
 
 
@@ -67,8 +66,6 @@ def test_links_without_switches_that_reduce_take_the_whole_and_unknown_ones_are_
 def test_dtypes(text: str, dtype: str, seconds: float | None) -> None:
     expected = None if seconds is None else pytest.approx(seconds)
     assert bound_of(text, {dtype: 1e12}).compute_s == expected
-    with pytest.raises(ValueError, match="'bf16'"):
-        bound_of(text, {"bf16": 1e12})
 
 
 @pytest.mark.parametrize(
@@ -93,12 +90,6 @@ def test_traffic_is_divided_over_links(text: str, members: int | None, stride: i
     assert over_links(parse_target(text).levels, 1.0, members=members, stride=stride) == pytest.approx(sent)
 
 
-def test_groups_that_do_not_fit_are_refused() -> None:
-    for members, stride in ((3, 1), (8, 3)):
-        with pytest.raises(ValueError, match="no groups of"):
-            over_links(parse_target("h100:64").levels, 1.0, members=members, stride=stride)
-
-
 # ------------------------------------------------------------------------------------------------------- comparison
 
 
@@ -107,8 +98,8 @@ def planned(text: str) -> Time:
     return bound_of(text, {"bfloat16": 850e12}, 1e9, tokens=131_072, model=900e12)
 
 
-def rows_of(times: list[float], tokens: int = 131_072, mfu: float | None = 0.4) -> list[dict[str, Any]]:
-    return [{"step": n, "seconds": seconds, "tokens": tokens, "mfu": mfu} for n, seconds in enumerate(times, start=1)]
+def rows_of(times: list[float], mfu: float | None = 0.4) -> list[dict[str, Any]]:
+    return [{"step": n, "seconds": seconds, "tokens": 131_072, "mfu": mfu} for n, seconds in enumerate(times, start=1)]
 
 
 def steps_of(times: list[float], mfu: float | None = 0.4) -> list[MeasuredStep]:
@@ -127,18 +118,13 @@ def test_a_run_is_compared_by_its_median_without_the_first_steps() -> None:
     assert compare(planned("cpu:2"), steps_of([9.0])).ratio is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "found 0 rows"),
-        ([{"step": 1}], "found 1 rows of which some are something else"),
-        (rows_of([0.0]), "of which some are something else"),
-        (rows_of([1.0], tokens=64), "131,072 tokens a step, as planned, found 64"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(rows: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        measured_steps(rows, 131_072)
+def test_what_cannot_be_compared_is_refused() -> None:
+    (row,) = rows_of([1.0])
+    wrong = [{"mfu": "x"}, {"tokens": [1]}, *({"seconds": seconds} for seconds in (True, math.nan, 0.0))]
+    others = [([row | change], "found 1 rows of which some are something else") for change in wrong]
+    for rows, message in [([], "found 0 rows"), ([row | {"tokens": 64}], "as planned, found 64"), *others]:
+        with pytest.raises(UsageError, match=message):
+            measured_steps(rows, 131_072)
 
 
 # --------------------------------------------------------------------------------------------- expected times of GPUs

@@ -19,14 +19,11 @@ from portable_fsdp.backends.torch_xla.options import (
     compiler_options,
     libtpu_arguments,
 )
-from portable_fsdp.plan import compiled as compiled_module
 from portable_fsdp.plan import tpu_compiler
-from portable_fsdp.plan.compiled import plan_compiled, trace_apart
-from portable_fsdp.plan.result import ModelFacts
 from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.tpu_compiler import compile_for
+from portable_fsdp.plan.tpu_compiler import compile_for, plan_compiled, trace_apart
 from portable_fsdp.plan.tpu_program import Program as TracedProgram
-from portable_fsdp.plan.tpu_program import Traced, part_of
+from portable_fsdp.plan.tpu_program import part_of
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -34,7 +31,6 @@ pytestmark = pytest.mark.xla
 
 SMALL = Program("small", "v6e:2x4", seq_len=128)
 SLICE = parse_target("v6e:2x4")
-MODEL = ModelFacts(parameters=SMALL.parameters, tokens_per_row=128, rows="", flops_per_token=None, elements_by_rows={})
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +61,8 @@ def test_all_state_is_an_argument_that_is_updated_in_place_with_the_engines_shar
 
 
 @pytest.mark.proof
-def test_accumulation_is_two_programs_over_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulating = Program("small", "v6e:2x4", seq_len=128, accumulation=2)
-    programs = traced(accumulating)
+def test_accumulation_is_two_programs_over_the_same_gradients() -> None:
+    programs = traced(replace(SMALL, accumulation=2))
     assert list(programs) == ["micro_batch", "update"]
     gradients = [
         {a.name for a in program.arguments if part_of(a.name) == "gradients" and a.output is not None}
@@ -76,15 +71,6 @@ def test_accumulation_is_two_programs_over_the_same_gradients(monkeypatch: pytes
     assert gradients[0] == gradients[1]
     assert len(gradients[0]) == 30
     assert not [a for a in programs["micro_batch"].arguments if part_of(a.name) == "optimizer"]
-
-    monkeypatch.setattr(compiled_module, "trace_apart", lambda *_args, **_kwargs: Traced(programs, MODEL))
-    plan = plan_compiled(accumulating.config, SLICE)
-    parts, bytes_each = plan.memory.parts, 4 * accumulating.parameters / 8
-    assert parts["weights"] == pytest.approx(bytes_each, rel=0.05)
-    assert parts["gradients"] == pytest.approx(bytes_each, rel=0.05)
-    assert parts["optimizer"] == pytest.approx(2 * bytes_each, rel=0.05)  # though micro_batch doesn't take it
-    assert plan.memory.verdict == "fits"
-    assert plan.notes == ()
 
 
 def test_a_model_that_no_host_could_hold_is_traced_in_little_memory_and_replicas_share_a_sharding() -> None:
@@ -103,28 +89,6 @@ def test_what_the_trainer_refuses_a_plan_refuses_in_the_same_words() -> None:
     wrong = config.model.model_copy(update={"architecture": {"model_type": "lama"}})
     with pytest.raises(ConfigError, match=r"model.architecture.model_type: expected .*found 'lama'"):
         trace_apart(config.model_copy(update={"model": wrong}), 8)
-
-
-# ------------------------------------------------------------------------------------------------ the whole of a plan
-
-
-def test_a_plan_says_what_a_device_holds_and_does(step: TracedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages: list[str] = []
-    monkeypatch.setattr(compiled_module, "trace_apart", lambda *_args, **_kwargs: Traced({"train_step": step}, MODEL))
-    plan = plan_compiled(SMALL.config, SLICE, stages.append)
-    assert stages == ["tracing", "compiling train_step"]
-    memory = plan.memory
-    assert set(memory.parts) == {"weights", "optimizer", "batch", "temporaries", "outputs"}
-    assert memory.parts["optimizer"] == pytest.approx(8 * SMALL.parameters / 8, rel=0.05)
-    assert memory.verdict == "fits"
-    assert " in " in memory.at
-    largest = {buffer.name: buffer for buffer in memory.biggest}
-    assert largest["exp_avg/lm_head.weight"].bytes == 4 * 1024 * 256 // 8
-    assert plan.work.matmul_flops["bfloat16"] > 6 * 128 * (SMALL.parameters - 1024 * 256)  # attention besides
-    assert plan.work.sent_bytes["ici"] > 2 * 2 * SMALL.parameters
-    assert "network" not in plan.work.sent_bytes
-    assert plan.notes == ()
-    assert "compiled by libtpu " in plan.method
 
 
 @pytest.mark.parametrize(
@@ -165,18 +129,6 @@ def test_the_compiler_takes_the_step_to_the_end_attention_kernel_included(step: 
     compile_for(step, SMALL.slice, generate_code=True)
 
 
-def test_a_first_word_comes_before_anything_heavy() -> None:
-    """`plan.compiled` imports no torch, and says that it traces before it starts to."""
-    program = (
-        "import sys\nfrom portable_fsdp.plan.target import parse_target\n"
-        "from portable_fsdp.plan.compiled import plan_compiled\n"
-        "def first(stage):\n    print(stage, sorted({'torch', 'torch_xla', 'jax'} & set(sys.modules)))\n"
-        "    raise SystemExit\nplan_compiled(None, parse_target('v6e:2x4'), first)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "tracing []\n"
-
-
 # ------------------------------------------------------------------------------------------------------------ options
 
 AS_A_RUN = """
@@ -213,12 +165,8 @@ def test_run_and_plan_have_the_same_options() -> None:
 
 def test_the_users_own_options_reach_the_compiler(step: TracedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_unheard_of=1")
-    message = "expected options that libtpu .* knows and takes, found xla_tpu_unheard_of"
-    with pytest.raises(BackendError, match=message):
+    with pytest.raises(BackendError, match=r"expected options that libtpu .* takes, found xla_tpu_unheard_of"):
         compile_for(step, "v6e:2x4")
-    monkeypatch.delenv("LIBTPU_INIT_ARGS")
-    with pytest.raises(BackendError, match=message):
-        compile_for(step, "v6e:2x4", options={"xla_tpu_unheard_of": "1"})
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
@@ -237,29 +185,27 @@ def test_a_slice_that_is_none_and_a_compiler_that_hangs_are_refused(
     step: TracedProgram, slice_: str, limit_s: float, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tpu_compiler, "LIMIT_S", limit_s)
     with pytest.raises(BackendError, match=message):
-        compile_for(step, slice_, limit_s=limit_s)
+        compile_for(step, slice_)
 
 
 def test_a_compiler_that_fails_leaves_a_report(
     step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TPU_LOG_DIR", raising=False)
     with pytest.raises(BackendError, match="Its last lines") as failure:
         compile_for(replace(step, hlo=step.hlo[:1000]), "v6e:2x4")
     (report,) = (tmp_path / "portable_fsdp" / "reports").iterdir()
     assert str(report) in str(failure.value)
-    assert (report / "program.hlo.pb").read_bytes() == step.hlo[:1000]
-    assert (report / "log").read_text().splitlines()[-1][:100] in str(failure.value)
-    assert list(report.glob("tpu_driver.*.log.*")) != []  # libtpu's own log, which would stay in /tmp/tpu_logs
+    assert report.read_text().splitlines()[-1][:100] in str(failure.value)
 
 
 @pytest.mark.parametrize("missing", ["libtpu", "jax", "torch_xla"])
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     real = tpu_compiler.importlib.util.find_spec
     monkeypatch.setattr(tpu_compiler.importlib.util, "find_spec", lambda name: None if name == missing else real(name))
-    monkeypatch.setattr(compiled_module, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
+    monkeypatch.setattr(tpu_compiler, "trace_apart", lambda *_args, **_kwargs: pytest.fail("it was found too late"))
     with pytest.raises(BackendError, match=rf"found no {missing}.\n.*pip install '.\[plan\]'"):
         plan_compiled(SMALL.config, SLICE)
 
@@ -282,13 +228,9 @@ def test_a_plan_made_before_is_taken_from_the_cache(
     first = compile_for(step, "v6e:2x4")
     assert compile_for(step, "v6e:2x4") == first
     assert len(runs) == 1
-    (entry,) = (tmp_path / "portable_fsdp" / "plans").iterdir()
-    entry.write_bytes(entry.read_bytes()[:1000])
-    assert replace(compile_for(step, "v6e:2x4"), compile_s=first.compile_s) == first
-    assert len(runs) == 2
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_windowed_einsum_for_all_gather=true")
     compile_for(step, "v6e:2x4")
-    assert len(runs) == 3  # other options, another plan
+    assert len(runs) == 2  # other options, another plan
 
 
 def test_two_at_once(step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

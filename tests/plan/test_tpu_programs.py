@@ -29,9 +29,8 @@ from programs import (
     traced,
 )
 
-from portable_fsdp.plan.compiled import memory_of
 from portable_fsdp.plan.tpu_compiler import compile_for
-from portable_fsdp.plan.tpu_program import Compiled, part_of
+from portable_fsdp.plan.tpu_program import Compiled, memory_of, part_of
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = [pytest.mark.proof, pytest.mark.xla, pytest.mark.timeout(1800)]
@@ -138,16 +137,16 @@ LIMITED = Program("wide", "v6e:2x4", 768, optimizer="sgd")
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8, 0.9, 0.96, 1.03, 1.06, 1.2, 2.0])
-def test_the_verdict_is_that_of_a_full_compile(share: float) -> None:
+def test_the_verdict_is_that_of_a_full_compile(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Around what the step takes when nothing limits it; short of that the compiler recomputes what it can."""
-    step, limit = traced(LIMITED)["train_step"], round(share * of(LIMITED).bytes / 2**20)
-    options = {"xla_tpu_max_hbm_size_mib": str(limit)}
-    verdict = memory_of({"": compile_for(step, LIMITED.slice, options=options)}, limit * 2**20).verdict
+    step, limit = traced(LIMITED)["train_step"], round(share * memory_of({"": of(LIMITED)}, None).peak_bytes / 2**20)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_tpu_max_hbm_size_mib={limit}")
+    verdict = memory_of({"": compile_for(step, LIMITED.slice)}, limit * 2**20).verdict
     if verdict == "does not fit":
         with pytest.raises(BackendError, match="the step does not fit: RESOURCE_EXHAUSTED"):
-            compile_for(step, LIMITED.slice, options=options, generate_code=True)
+            compile_for(step, LIMITED.slice, generate_code=True)
     else:
-        compile_for(step, LIMITED.slice, options=options, generate_code=True)
+        compile_for(step, LIMITED.slice, generate_code=True)
 
 
 @pytest.mark.parametrize("programs", [PLAIN, PLAIN_V6E, FLASH, *RECOMPUTED], ids=lambda programs: words(programs[0]))

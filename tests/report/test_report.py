@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -13,8 +15,7 @@ from documented import ROOT, commands
 from invented_run import write_run
 
 from portable_fsdp.report.__main__ import main
-from portable_fsdp.report.read import read_run
-from portable_fsdp.report.summary import markdown
+from portable_fsdp.report.read import markdown, read_run
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -204,10 +205,6 @@ def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["{folder}"],
-            "{folder}: expected the folder of a run, with an events.jsonl, found none; runs inside it: run.",
-        ),
         (["{folder}/none"], "{folder}/none: expected the folder of a run, with an events.jsonl, found none."),
         pytest.param(
             ["{folder}/run", "--out={folder}/none/page.html"],
@@ -239,3 +236,43 @@ def test_a_long_curve_keeps_its_ends_and_extremes() -> None:
     assert np.all(np.diff(kept_x) > 0)
     assert (kept_y.max(), kept_y.min()) == (50, -50)
     np.testing.assert_array_equal(y[kept_x.astype(int)], kept_y)
+
+
+# -------------------------------------------------------------------------------------------------- in a real browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+GREETINGS = r"\[bokeh [\d.]+\] (setting log level|document idle)"
+"""bokeh's own, without its warnings and errors; Chromium doesn't print a line's level."""
+
+
+def opened(page: Path) -> tuple[list[str], int]:
+    """The lines of the browser's console, and the number of colours below the tables, where the curves are."""
+    from matplotlib.image import imread  # here: the other tests need none
+
+    picture = page.with_suffix(".png")
+    command = [
+        str(CHROMIUM),
+        "--headless=new",
+        "--disable-gpu",
+        "--window-size=1200,2400",
+        "--virtual-time-budget=8000",
+    ]
+    command += ["--no-sandbox"] * (os.geteuid() == 0)  # root has none
+    command += ["--enable-logging=stderr", "--hide-scrollbars", f"--user-data-dir={page.parent / 'profile'}"]
+    command += [f"--screenshot={picture}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    pixels = (imread(picture)[1200:, :, :3] * 255).astype(np.uint32) @ np.array([1, 256, 65536], np.uint32)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line and not re.search(GREETINGS, line)]
+    return console, len(np.unique(pixels))
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium")
+def test_a_report_is_drawn_without_a_word_on_the_console(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / name, lr=lr)) for name, lr in (("first", 0.001), ("second", 0.002))]
+    page = tmp_path / "page.html"
+    assert main([*runs, f"--out={page}"]) == 0
+    console, colours = opened(page)
+    assert console == []
+    assert colours > 50
