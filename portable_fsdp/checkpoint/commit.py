@@ -85,14 +85,6 @@ def begin(final: Path, run: str) -> str:
     return attempt
 
 
-def warn_of_others(run_folder: Path, run: str) -> None:
-    """Warn early of the steps in an object store that `begin` will refuse: another run, or an import, began them."""
-    store = store_of(run_folder)
-    for path in () if store.is_local else store.unfinished(run_folder):
-        if other := _other_owner(path, run):
-            log.warning("%s\n  A save of that step will be refused.", _at_work(path, other))
-
-
 def _other_owner(path: Path, run: str) -> str | None:
     """The owner in words, unless it is `run`. A folder without a mark has none: its attempt died before it wrote."""
     owner = _read_mark(path).get("run")
@@ -153,16 +145,12 @@ def collect(
     name = folder.name.partition(".tmp-")[0]
     indexes: dict[int, Index] = {}
     deadline = time.monotonic() + wait_s
-    last_error: Exception | None = None
     pause_s, longest_s = store_of(folder).pauses_s
     while True:
         for process in set(range(process_count)) - indexes.keys():
             try:
                 index = _read_index(folder / _index_name(process, attempt))
-            except FileNotFoundError:
-                continue
-            except (OSError, StoreError) as error:  # the storage may answer again
-                last_error = error
+            except (OSError, StoreError):  # not there yet, or the storage doesn't answer for a moment
                 continue
             if index.error is not None:
                 raise CheckpointError(f"checkpoint {name}: process {process} could not write: {index.error}")
@@ -175,7 +163,6 @@ def collect(
                 f"checkpoint {name}: expected an index file of each of {process_count} processes in {folder},\n"
                 f"  found none of process {', '.join(missing)} after {wait_s:.0f} s. Has it ended, or another folder "
                 "before it?\n  The checkpoints committed before are untouched."
-                + (f" The storage's last error: {last_error}" if last_error else "")
             )
         if cancelled.wait(pause_s):
             raise CheckpointError(f"checkpoint {name}: cancelled before all processes had written it")
@@ -293,23 +280,12 @@ def _read_index(path: Path) -> Index:
         raise CheckpointError(f"{path}: expected the index that a process of this run writes, found: {error}") from None
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NOT_OURS = "{folder} belongs to somebody else: make it writable."
-_CAUSES = {
-    errno.ENOSPC: "No space is left in {folder}{sizes}.",
-    errno.EDQUOT: "Your quota in {folder} is used up{sizes}.",
-    errno.EFBIG: "A file in {folder} may not become that large: raise the limit (ulimit -f).",
-    errno.EROFS: "{folder} is mounted read-only: mount it for writing.",
-    errno.EACCES: _NOT_OURS,
-    errno.EPERM: _NOT_OURS,
-    errno.EIO: "The storage below {folder} failed: the system's log (dmesg) says why.",
-}
+_FULL = {errno.ENOSPC: "No space is left", errno.EDQUOT: "Your quota is used up"}
 
 
 def with_cause(error: Exception, folder: Path) -> str:
-    """The error, and below it its cause in `folder`, where we know one."""
-    reason = _cause(error, folder) if isinstance(error, OSError) else ""
-    return f"{error}\n  {reason}" if reason else str(error)
+    """The error, and a line about `folder` where that is full."""
+    return f"{error}{_cause(error, folder)}"
 
 
 def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
@@ -317,22 +293,21 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
 
     `needed_bytes`: of the checkpoint.
     """
-    reason = _cause(error, folder, needed_bytes)
+    cause = _cause(error, folder, needed_bytes)
     try:
         steps = format.committed_steps(folder)
     except Exception:  # the storage that failed may not answer either
-        return f"\n  {reason}" if reason else ""
+        return cause
     before = "Then"
-    if error.errno in _FULL:
+    if cause:
         prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
         before = f"Free room there{prune} and"
     saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
     rerun = f"{before} rerun the same command: it {f'resumes from {steps[0].name}' if steps else 'begins anew'}."
     elsewhere = "Or save elsewhere: checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "") + "."
-    return "".join(f"\n  {line}" for line in (reason, saved, rerun, elsewhere) if line)
+    return f"{cause}\n  {saved}\n  {rerun}\n  {elsewhere}"
 
 
-def _cause(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
-    """One sentence; "" for an error that needs none."""
-    sizes = f": {in_units(needed_bytes)} are needed" if needed_bytes else ": free some"
-    return _CAUSES.get(error.errno or 0, "").format(folder=folder, sizes=sizes)
+def _cause(error: Exception, folder: Path, needed_bytes: int = 0) -> str:
+    full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"\n  {full} in {folder}: {in_units(needed_bytes) if needed_bytes else 'more'} are needed." if full else ""

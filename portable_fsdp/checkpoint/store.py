@@ -21,8 +21,8 @@ from torch import Tensor
 from portable_fsdp.backends.contract import Partition, Piece, TensorState
 from portable_fsdp.checkpoint import format, safetensors
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
-from portable_fsdp.checkpoint.replicas import digest_of
 from portable_fsdp.checkpoint.safetensors import Stored
+from portable_fsdp.checkpoint.snapshot import digest_of
 from portable_fsdp.checkpoint.storage import FOLDERS, FileReader, is_link, require_regular, store_of
 from portable_fsdp.layout import Region, full_region
 from portable_fsdp.runtime.errors import CheckpointError
@@ -309,11 +309,10 @@ def _write_shard(
 ) -> format.FileEntry:
     """Adds the digest of each numbered piece to `digested`."""
     metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
-    entries: dict[str, format.TensorEntry] = {}
-    for key, piece in pieces.items():
-        entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))
-        if entries[key].dtype != tensors[key].dtype:
-            raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
+    entries = {
+        key: format.TensorEntry(shape=tuple(piece.data.shape), dtype=tensors[key].dtype)
+        for key, piece in pieces.items()
+    }
 
     def chunks(key: str) -> Iterator[memoryview]:
         piece, digest = pieces[key], xxhash.xxh3_128()

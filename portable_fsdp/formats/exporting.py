@@ -17,6 +17,7 @@ from pathlib import Path
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint.commit import with_cause
 from portable_fsdp.checkpoint.format import Evaluated, Manifest, best_checkpoint
+from portable_fsdp.checkpoint.storage import part_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.tokenize import Tokenizer
@@ -103,7 +104,8 @@ def new_file(file: Path) -> Generator[Path]:
             require_new(file)
             unfinished.rename(file)
     finally:
-        unfinished.unlink(missing_ok=True)
+        for path in (unfinished, part_of(unfinished)):
+            path.unlink(missing_ok=True)
     sync_folder(file.parent)
 
 

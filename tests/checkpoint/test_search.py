@@ -22,7 +22,7 @@ from plain_backend import (
 )
 
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
-from portable_fsdp.checkpoint.search import ResumePoint
+from portable_fsdp.checkpoint.resume import ResumePoint
 from portable_fsdp.checkpoint.storage import locate
 from portable_fsdp.runtime.errors import CheckpointError
 
