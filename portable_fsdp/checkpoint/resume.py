@@ -26,7 +26,7 @@ from portable_fsdp.checkpoint.report import changed
 from portable_fsdp.checkpoint.storage import exists, locate, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
-from portable_fsdp.config.describe import default_of, plain_values, shortened_apart
+from portable_fsdp.config.describe import default_of, plain_values, shortened
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, StoreError, table, without_passwords
 
@@ -251,9 +251,13 @@ class Difference(NamedTuple):
         return [f"{name}: {saved}, now {now}" for name, saved, now in self.rows()]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The same in columns. Long values are cut around the first place where they differ."""
-        values = changed({self.name: self.saved}, {self.name: self.now})
-        return [(name, *shortened_apart(json.dumps(saved), json.dumps(now))) for name, (saved, now) in values.items()]
+        """The same in columns. Long values are cut, before the place where they differ too."""
+        rows: list[tuple[str, str, str]] = []
+        for name, values in changed({self.name: self.saved}, {self.name: self.now}).items():
+            saved, now = map(json.dumps, values)
+            start = next((i - 30 for i, pair in enumerate(zip(saved, now, strict=False)) if len(set(pair)) > 1), 0)
+            rows.append((name, *(shortened(f"...{text[start:]}" if start > 0 else text) for text in (saved, now))))
+        return rows
 
 
 def differences(

@@ -27,7 +27,7 @@ from portable_fsdp.config.describe import (
     typing_hint,
 )
 from portable_fsdp.config.schema import Config, Model, Train
-from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, first_comment, line_of, parse, problem_of
+from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, line_of, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import search_folder
 from portable_fsdp.runtime.files import read_regular
@@ -178,10 +178,6 @@ class LayeredValues:
             node, value = parse(value_text)
         except yaml.YAMLError as error:
             return self.add_problem(origin, key, f"expected YAML after `=`: {problem_of(error)}.")
-        if comment := first_comment(value_text):
-            quoted = value_text.strip().replace("'", "''")
-            text = f"expected a value without a YAML comment, found {comment!r}, which YAML would drop"
-            return self.add_problem(origin, key, f"{text}.\n  Leave it out, or quote the whole: \"{name}='{quoted}'\".")
         self._set(key, value, origin._replace(text=_scalar_text(node)))
         return self._record(node, key, origin)
 

@@ -1,8 +1,6 @@
 """YAML 1.1 with fewer traps, parsed into nodes that keep their lines, and its errors in words."""
 
-import itertools
 import re
-from collections.abc import Iterable
 from typing import Any, ClassVar, cast
 
 import yaml
@@ -19,9 +17,8 @@ MAX_CHARACTERS = 1 << 18
 MAX_NODES = 10_000
 """Of a document with all aliases expanded: nine anchors of nine aliases each would be a billion."""
 MAX_DEPTH = 40
-MAX_DIGITS = 100
-"""Of a number; Python converts a long one in quadratic time."""
-MAX_KEY = 200
+MAX_LENGTHS = {"key": 200, "int": 100, "float": 100}
+"""In characters; Python converts a long number in quadratic time."""
 _TOO_MANY = f"expected at most {MAX_NODES:,} values with every alias written out, found more"
 _TOO_DEEP = f"expected at most {MAX_DEPTH} levels, found more"
 
@@ -36,17 +33,13 @@ class Loader(yaml.SafeLoader):
         first: [entry for entry in entries if entry[0] != f"{_TAG}timestamp"]
         for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    _composed = _depth = 0
+    _composed = 0
 
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
         self._composed += 1
-        self._depth += 1
-        if self._composed > MAX_NODES or self._depth > MAX_DEPTH:
-            problem = _TOO_MANY if self._composed > MAX_NODES else _TOO_DEEP
-            raise ComposerError(None, None, problem, self.peek_event().start_mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+        if self._composed > MAX_NODES:
+            raise ComposerError(None, None, _TOO_MANY, self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
 
 class Dumper(yaml.SafeDumper):
@@ -66,6 +59,8 @@ def parse(text: str) -> tuple[Node | None, Any]:
             _require_bounded(node)
         # Parsed twice, because building the value of a mapping with `<<` rewrites its nodes.
         return node, yaml.load(text, Loader)
+    except RecursionError:
+        raise yaml.YAMLError(_TOO_DEEP) from None
     except (ValueError, LookupError) as error:  # a malformed scalar: `0x_`, `!!bool x`
         raise yaml.YAMLError(f"a value that can't be read: {error}") from None
 
@@ -86,23 +81,12 @@ def _require_bounded(root: Node) -> None:
             problem = _TOO_DEEP
         elif tag not in _PLAIN:
             problem = f"expected a plain value, found the tag {node.tag!r:.80}"
-        elif tag in ("float", "int") and len(node.value) > MAX_DIGITS:
-            problem = f"expected a number of at most {MAX_DIGITS} characters, found {len(node.value):,}"
-        elif is_key and len(node.value) > MAX_KEY:
-            problem = f"expected a key of at most {MAX_KEY} characters, found {len(node.value):,}"
+        elif len(node.value) > (limit := MAX_LENGTHS.get("key" if is_key else tag, MAX_CHARACTERS)):
+            kind = "key" if is_key else "number"
+            problem = f"expected a {kind} of at most {limit} characters, found {len(node.value):,}"
         else:
             continue
         raise ComposerError(None, None, problem, node.start_mark)
-
-
-def first_comment(text: str) -> str | None:
-    """The first comment in a valid YAML text; nodes and tokens don't carry comments."""
-    tokens = list(cast(Iterable[yaml.Token], yaml.scan(text, Loader)))
-    for before, after in itertools.pairwise(tokens):
-        between = text[before.end_mark.index : after.start_mark.index]  # white space, but for comments
-        if "#" in between:
-            return between[between.index("#") :].splitlines()[0].rstrip()
-    return None
 
 
 def line_of(error: yaml.YAMLError) -> str:

@@ -213,25 +213,12 @@ LONG = "/storage/of/the/team/that/pays/for/it/corpora/" * 2
             {"hidden_size": 64, "model_type": "llama", "rope": {"theta": 1e5, "x": 1}},
             ["k.rope.theta: 10000.0, now 100000.0", "k.vocab: 8, now null"],
         ),
-        (
-            f"{LONG}a.jsonl",
-            f"{LONG}b.jsonl",
-            ['k: "/storage/of...t/corpora/a.jsonl", now "/storage/of...t/corpora/b.jsonl"'],
-        ),
-        (
-            list(range(40)),
-            [*range(29), 0, *range(30, 40)],
-            [
-                "k: [0, 1, 2, 3,..., 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, ..., "
-                "now [0, 1, 2, 3,..., 27, 28, 0, 30, 31, 32, 33, 34, 35, 36, 3..."
-            ],
-        ),
+        (f"{LONG}a.jsonl", f"{LONG}b.jsonl", [f'k: ...{LONG[-30:]}a.jsonl", now ...{LONG[-30:]}b.jsonl"']),
         ("short", LONG, [f'k: "short", now "{LONG[:56]}...']),
-        ("same beginning" + "x" * 80, "same beginning", [f'k: "same beginning{"x" * 42}..., now "same beginning"']),
     ],
-    ids=["mapping", "end", "middle", "short", "shorter"],
+    ids=["mapping", "end", "short"],
 )
-def test_a_long_value_is_cut_around_the_difference(saved: Any, now: Any, row: list[str]) -> None:
+def test_a_long_value_is_cut_before_the_difference(saved: Any, now: Any, row: list[str]) -> None:
     assert Difference("k", saved, now, True).lines() == row
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from portable_fsdp.config.data import Data, share_held_out
 from portable_fsdp.config.load import config_text
-from portable_fsdp.config.schema import Config, Memory, Run
+from portable_fsdp.config.schema import Config, Memory
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.layout import check_batch
 from portable_fsdp.runtime.errors import ConfigError
@@ -164,30 +164,6 @@ def test_the_words_of_a_refusal(tmp_path: Path, assert_golden: Callable[[Path, s
         shown = [f"| {line[:100]}" for line in text.splitlines() if text != SMALL]
         texts += [*shown, f"$ {' '.join(overrides)}".rstrip(), message(write(tmp_path, text), *overrides), ""]
     assert_golden(Path(__file__).parent / "golden/refused.txt", "\n".join(texts))
-
-
-@pytest.mark.parametrize(
-    ("override", "comment", "quoted"),
-    [
-        ("run.dir=runs/a #1", "#1", "runs/a #1"),
-        ("run.name=#1", "#1", "#1"),  # else null
-        ("run.name='a' # it's", "# it's", "''a'' # it''s"),
-        ("run={dir: runs/a} # mine", "# mine", "{dir: runs/a} # mine"),
-        ("run=dir: runs/a #1", "#1", "dir: runs/a #1"),
-        ("data.path=[a, # b\n c]", "# b", "[a, # b\n c]"),
-    ],
-)
-def test_an_override_loses_nothing_to_a_comment(tmp_path: Path, override: str, comment: str, quoted: str) -> None:
-    key = override.partition("=")[0]
-    assert message(write(tmp_path, SMALL), override) == (
-        f"override '{override}': {key}: expected a value without a YAML comment, found {comment!r}, which YAML "
-        f"would drop.\n  Leave it out, or quote the whole: \"{key}='{quoted}'\"."
-    )
-
-
-def test_a_quoted_number_sign_is_no_comment(tmp_path: Path) -> None:
-    assert small(tmp_path, "run.dir='runs/a #1'", "run.name=a#1").run == Run(dir="runs/a #1", name="a#1")
-    assert small(tmp_path, "run=dir: 'a: b'").run.dir == "a: b"
 
 
 def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
