@@ -131,7 +131,8 @@ def write_index(folder: Path, index: Index) -> None:
 
     No fsync of the folder: process 0 may have renamed it by now.
     """
-    _write_text(folder / _index_name(index.process, index.attempt), index.model_dump_json())
+    path = folder / _index_name(index.process, index.attempt)
+    store_of(path).write(path, [index.model_dump_json().encode()])
 
 
 def collect(
@@ -145,7 +146,7 @@ def collect(
     name = folder.name.partition(".tmp-")[0]
     indexes: dict[int, Index] = {}
     deadline = time.monotonic() + wait_s
-    pause_s, longest_s = store_of(folder).pauses_s
+    pause_s = 0.001
     while True:
         for process in set(range(process_count)) - indexes.keys():
             try:
@@ -166,7 +167,7 @@ def collect(
             )
         if cancelled.wait(pause_s):
             raise CheckpointError(f"checkpoint {name}: cancelled before all processes had written it")
-        pause_s = min(2 * pause_s, longest_s)
+        pause_s = min(2 * pause_s, 0.2)
 
 
 def merge(
@@ -252,7 +253,7 @@ def _read_mark(folder: Path) -> dict[str, str]:
 
 
 def _mark(folder: Path, run: str, attempt: str) -> None:
-    _write_text(folder / MARK, json.dumps({"run": run, "attempt": attempt}))
+    store_of(folder).write(folder / MARK, [json.dumps({"run": run, "attempt": attempt}).encode()])
 
 
 def discard(folder: Path) -> None:
@@ -262,10 +263,6 @@ def discard(folder: Path) -> None:
         if name != MARK:
             store.remove(folder / name)
     store.remove(folder)
-
-
-def _write_text(path: Path, text: str) -> None:
-    store_of(path).write(path, [text.encode()])
 
 
 def _index_name(process: int, attempt: str) -> str:

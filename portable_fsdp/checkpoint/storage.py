@@ -10,8 +10,9 @@ import re
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast, final
 
@@ -32,7 +33,6 @@ class Store(ABC):
 
     is_local: ClassVar[bool]
     chunk_bytes: ClassVar[int]  # to read at a time from a file that is read from end to end
-    pauses_s: ClassVar[tuple[float, float]]  # between two looks for another process's file: the first, the longest
 
     # The commit protocol.
 
@@ -111,7 +111,6 @@ class FolderStore(Store):
 
     is_local = True
     chunk_bytes = 1 << 20  # stays in the processor's cache until it is hashed
-    pauses_s = (0.001, 0.1)
 
     def temporary_of(self, final: Path, attempt: str) -> Path:
         return final.with_name(f"{final.name}.tmp-{attempt[:8]}")
@@ -156,12 +155,12 @@ class FolderStore(Store):
         sync_folder(folder)
 
     def size(self, path: Path) -> int | None:
-        with _not_of_the_content(path, _OF_THE_CONTENT):
+        with _not_of_the_content(path):
             status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def open(self, path: Path) -> "FileReader":
-        with _not_of_the_content(path, _OF_THE_CONTENT):
+        with _not_of_the_content(path):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -170,7 +169,7 @@ class FolderStore(Store):
 
         def read_into(start: int, buffer: memoryview) -> None:
             while buffer:
-                with _not_of_the_content(path, _OF_THE_CONTENT):
+                with _not_of_the_content(path):
                     count = os.preadv(descriptor, [buffer], start)
                 if count == 0:
                     raise OSError(f"{path}: expected {len(buffer)} more bytes at {start}, found its end")
@@ -218,7 +217,6 @@ class ObjectStore(Store):
 
     is_local = False
     chunk_bytes = _UPLOAD_BYTES  # each is a request
-    pauses_s = (0.1, 2.0)
 
     def temporary_of(self, final: Path, attempt: str) -> Path:
         return final
@@ -296,24 +294,20 @@ class ObjectStore(Store):
             _client(path).rm(_key(path), recursive=True)
 
 
+@dataclass(frozen=True)
 class FileReader:
-    """An open file of `size` bytes, read at any offset. A context manager."""
+    """An open file of `size` bytes, read at any offset. A context manager, or closed by `close`, once."""
 
-    def __init__(self, size: int, read_into: Callable[[int, memoryview], None], close: Callable[[], None]) -> None:
-        self.size = size
-        self.read_into = read_into
-        """Fill a buffer of bytes from an offset. Raises OSError where the file is too short, StoreError."""
-        self._close = close
+    size: int
+    read_into: Callable[[int, memoryview], None]
+    """Fill a buffer of bytes from an offset. Raises OSError where the file is too short, StoreError."""
+    close: Callable[[], None]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Close the file, once."""
-        self._close()
 
     def read(self, start: int, size: int) -> bytes:
         """`size` bytes from offset `start`."""
@@ -390,20 +384,17 @@ def require_regular(path: Path, name: str) -> int:
 
 
 _OF_THE_CONTENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO}
-"""Errors about the file itself, rather than this moment (no free descriptor, no answer, no permission)."""
+"""Errors of a file system about the file itself, rather than this moment (no descriptor, no answer, no permission)."""
 
 
 @contextmanager
-def _not_of_the_content(path: Path, of_the_content: Collection[int | None] = ()) -> Generator[None]:
-    """Turns errors that say nothing about the content at `path` into StoreError.
-
-    Stores raise errors of many classes; on a file system `of_the_content` are the numbers of those that say something.
-    """
+def _not_of_the_content(path: Path) -> Generator[None]:
+    """Turns errors that say nothing about the content into StoreError. Stores raise errors of many classes."""
     try:
         yield
     except Exception as error:
-        says_much = of_the_content and (not isinstance(error, OSError) or error.errno in of_the_content)
-        if says_much or isinstance(error, FileNotFoundError):
+        is_known = store_of(path).is_local and getattr(error, "errno", errno.EIO) in _OF_THE_CONTENT
+        if is_known or isinstance(error, FileNotFoundError):
             raise
         raise StoreError(
             f"{path}: expected to be able to read it, found {type(error).__name__}: {error}\n"

@@ -266,21 +266,16 @@ class Reader:
         return source
 
     def _check_header(self, number: int, header: Mapping[str, Stored]) -> None:
-        file = self.manifest.files[number].name
-        for key in dict.fromkeys([*header, *self._pieces[number]]):
-            expected = self._expected(key, number)
+        pieces = self._pieces[number]
+        for key in dict.fromkeys([*header, *pieces]):
+            expected = "nothing"
+            if key in pieces:
+                tensor, rank, k = self.manifest.tensors[key], len(self.manifest.tensors[key].shape), pieces[key]
+                expected = f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
             actual = format.describe(header[key].entry if key in header else None)
             if actual != expected:
+                file = self.manifest.files[number].name
                 raise format.damaged(self.folder, file, f"{key} as {expected} (manifest.json)", actual)
-
-    def _expected(self, key: str, number: int) -> str:
-        """The piece of a tensor in a file, by the manifest: `float32 [63, 24]`."""
-        k = self._pieces[number].get(key)
-        if k is None:
-            return "nothing"
-        tensor = self.manifest.tensors[key]
-        rank = len(tensor.shape)
-        return f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
 
 
 def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
