@@ -33,13 +33,17 @@ class Loader(yaml.SafeLoader):
         first: [entry for entry in entries if entry[0] != f"{_TAG}timestamp"]
         for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    _composed = 0
+    _composed = _depth = 0
 
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
         self._composed += 1
-        if self._composed > MAX_NODES:
-            raise ComposerError(None, None, _TOO_MANY, self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+        self._depth += 1
+        if self._composed > MAX_NODES or self._depth > MAX_DEPTH:  # before the scanner looks ahead in quadratic time
+            problem = _TOO_MANY if self._composed > MAX_NODES else _TOO_DEEP
+            raise ComposerError(None, None, problem, self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class Dumper(yaml.SafeDumper):
@@ -59,8 +63,6 @@ def parse(text: str) -> tuple[Node | None, Any]:
             _require_bounded(node)
         # Parsed twice, because building the value of a mapping with `<<` rewrites its nodes.
         return node, yaml.load(text, Loader)
-    except RecursionError:
-        raise yaml.YAMLError(_TOO_DEEP) from None
     except (ValueError, LookupError) as error:  # a malformed scalar: `0x_`, `!!bool x`
         raise yaml.YAMLError(f"a value that can't be read: {error}") from None
 
