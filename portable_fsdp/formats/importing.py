@@ -127,20 +127,19 @@ def _write(
     max_file_bytes: int,
 ) -> tuple[tuple[format.FileEntry, ...], dict[str, format.TensorEntry]]:
     """The files, and each tensor with its one piece; an empty one has none."""
-    entries: dict[str, format.TensorEntry] = {}
+    entries = {key: format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
     files: list[format.FileEntry] = []
     for part in FOLDERS:
-        below = {key: tensor for key, tensor in tensors.items() if format.folder_of(key) == part}
-        for ordinal, keys in enumerate(groups(below, max_file_bytes)):
+        below = {key: entry for key, entry in entries.items() if format.folder_of(key) == part and entry.nbytes}
+        for ordinal, keys in enumerate(groups(below, max_file_bytes) if below else ()):
             name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # `commit.py` says why
-            entries.update((key, format.TensorEntry(shape=below[key].shape, dtype=below[key].dtype)) for key in keys)
-            written = {key: below[key] for key in keys if below[key].nbytes}
-            for key, entry in written.items():
-                piece = {"files": [len(files)], "offsets": [0] * len(entry.shape), "sizes": list(entry.shape)}
-                entries[key] = entries[key].model_copy(update=piece)
-            if written:
-                metadata = dcp_metadata({key: entries[key].offsets for key in written})
-                files.append(write_tensors(folder / name, written, read, metadata, advance, name))
+            written = {key: below[key] for key in keys}
+            for entry in written.values():
+                entry.files.append(len(files))
+                entry.offsets.extend([0] * len(entry.shape))
+                entry.sizes.extend(entry.shape)
+            metadata = dcp_metadata({key: entry.offsets for key, entry in written.items()})
+            files.append(write_tensors(folder / name, written, read, metadata, advance, name))
         store_of(folder).sync(folder / part)
     return tuple(files), entries
 
