@@ -256,7 +256,8 @@ class Difference(NamedTuple):
         for name, values in changed({self.name: self.saved}, {self.name: self.now}).items():
             saved, now = map(json.dumps, values)
             start = next((i - 30 for i, pair in enumerate(zip(saved, now, strict=False)) if len(set(pair)) > 1), 0)
-            rows.append((name, *(shortened(f"...{text[start:]}" if start > 0 else text) for text in (saved, now))))
+            saved, now = (shortened(f"...{text[start:]}" if start > 0 else text) for text in (saved, now))
+            rows.append((name, saved, now))
         return rows
 
 
