@@ -307,4 +307,5 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
 
 def _cause(error: Exception, folder: Path, needed_bytes: int = 0) -> str:
     full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
-    return f"\n  {full} in {folder}: {in_units(needed_bytes) if needed_bytes else 'more'} are needed." if full else ""
+    room = f"{in_units(needed_bytes)} are needed" if needed_bytes else "free some"
+    return f"\n  {full} in {folder}: {room}." if full else ""
