@@ -277,11 +277,15 @@ def _read_index(path: Path) -> Index:
         raise CheckpointError(f"{path}: expected the index that a process of this run writes, found: {error}") from None
 
 
-_FULL = {errno.ENOSPC: "No space is left", errno.EDQUOT: "Your quota is used up"}
+_CAUSES = {
+    errno.ENOSPC: "No space is left in {folder}: {room}.",
+    errno.EDQUOT: "Your quota in {folder} is used up: {room}.",
+    errno.EFBIG: "A file in {folder} may not become that large: raise the limit (ulimit -f).",
+}
 
 
 def with_cause(error: Exception, folder: Path) -> str:
-    """The error, and a line about `folder` where that is full."""
+    """The error, and below it its cause in `folder`, where the system's own words don't say what to do."""
     return f"{error}{_cause(error, folder)}"
 
 
@@ -296,7 +300,7 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
     except Exception:  # the storage that failed may not answer either
         return cause
     before = "Then"
-    if cause:
+    if cause and error.errno != errno.EFBIG:
         prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
         before = f"Free room there{prune} and"
     saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
@@ -306,6 +310,6 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
 
 
 def _cause(error: Exception, folder: Path, needed_bytes: int = 0) -> str:
-    full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
+    text = _CAUSES.get(error.errno or 0) if isinstance(error, OSError) else None
     room = f"{in_units(needed_bytes)} are needed" if needed_bytes else "free some"
-    return f"\n  {full} in {folder}: {room}." if full else ""
+    return "\n  " + text.format(folder=folder, room=room) if text else ""

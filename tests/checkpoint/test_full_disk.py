@@ -59,8 +59,8 @@ def test_a_full_disk_names_the_folder_and_the_way_out_on_all_processes(tmp_path:
 
 
 CAUSES = {
-    errno.EDQUOT: ("shard-00001", "process 1 could not write: OSError", "Your quota is used up in FOLDER: "),
-    errno.EFBIG: ("shard-00000", "process 0 could not write: OSError", "File too large"),
+    errno.EDQUOT: ("shard-00001", "process 1 could not write: OSError", "Your quota in FOLDER is used up: "),
+    errno.EFBIG: ("shard-00000", "process 0 could not write: OSError", "FOLDER may not become that large: raise"),
     errno.EACCES: ("attempt", "step-00000006: PermissionError: ", "Permission denied"),
     errno.EROFS: ("manifest", "step-00000006: OSError: ", "Read-only file system"),
 }
