@@ -1,4 +1,4 @@
-"""Checkpoints in the formats of other tools: a `Format` of a module and a row of `FORMATS` for each.
+"""Checkpoints in the formats of other tools: a `ForeignFormat` of a module and a row of `FORMATS` for each.
 
 May import `checkpoint` and what that may. `checkpoint import|export` loads the format that a user names; a training run
 loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`, `importing.py`, `exporting.py`, then
@@ -22,7 +22,7 @@ OF_TRANSFORMERS = ("huggingface", "peft")
 """Exports with a place for adapters and a tokenizer."""
 
 MODULES = {"gguf": "single_file", "peft": "huggingface", "safetensors": "single_file", "torch": "single_file"}
-"""Format -> its module in this package, where that has another name."""
+"""ForeignFormat -> its module in this package, where that has another name."""
 
 WITHOUT_CHECKSUM = ("safetensors", "huggingface", "gguf", "dcp")
 """Formats in which damage that stays readable goes unnoticed (dcp: in its .metadata). torch.save's have CRC-32s."""

@@ -1,6 +1,6 @@
 """The interface of a format, a source of tensors or an export, and the names that a model has by its config.
 
-Each is a `Format`, named in capitals in its module. An import and an export hold one tensor at a time, in the order of
+Each is a `ForeignFormat`, named in capitals in its module. An import and an export hold one tensor at a time, in the order of
 our files.
 """
 
@@ -62,7 +62,7 @@ class ForeignCheckpoint:
     model_config: dict[str, Any] | None = None
 
 
-class Format(NamedTuple):
+class ForeignFormat(NamedTuple):
     """`matches(path)` goes by names and first bytes alone. `open_checkpoint(path, trust_metadata)`: whether to read
     pickled metadata, restricted. `export(reader, options)` checks what it can and returns the function that writes into
     a path. Both raise `CheckpointError`."""
@@ -73,7 +73,7 @@ class Format(NamedTuple):
 
 
 def load_format(name: str) -> Any:
-    """The `Format` of a name in `FORMATS` or `EXPORTS`."""
+    """The `ForeignFormat` of a name in `FORMATS` or `EXPORTS`."""
     return getattr(import_module(f"portable_fsdp.formats.{MODULES.get(name, name)}"), name.upper())
 
 

@@ -36,7 +36,7 @@ from portable_fsdp.checkpoint.store import Advance, Reader
 from portable_fsdp.formats.base import (
     ExportOptions,
     ForeignCheckpoint,
-    Format,
+    ForeignFormat,
     as_dtype,
     check_numbers,
     check_shape,
@@ -350,4 +350,4 @@ def _paths_of(key: str, aliases: Mapping[str, list[str]]) -> list[tuple[str, ...
     return [("model", name) for name in aliases.get(key, [key])]
 
 
-DCP = Format(lambda path: bool(_folders(path)), open_checkpoint, export)
+DCP = ForeignFormat(lambda path: bool(_folders(path)), open_checkpoint, export)

@@ -18,7 +18,7 @@ from portable_fsdp.formats.base import (
     FLOAT_DTYPES,
     ExportOptions,
     ForeignCheckpoint,
-    Format,
+    ForeignFormat,
     as_dtype,
     config_object,
     config_of,
@@ -304,5 +304,5 @@ def _is_folder(path: Path) -> bool:
     return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
 
-HUGGINGFACE = Format(_is_folder, open_checkpoint, export_model)
-PEFT = Format(export=export_adapters)
+HUGGINGFACE = ForeignFormat(_is_folder, open_checkpoint, export_model)
+PEFT = ForeignFormat(export=export_adapters)

@@ -16,7 +16,7 @@ from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats.base import (
     ExportOptions,
     ForeignCheckpoint,
-    Format,
+    ForeignFormat,
     check_shape,
     names_of,
     torch_saving,
@@ -28,7 +28,6 @@ from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.hub import import_transformers
 
 _NESTED = ("model", "state_dict", "model_state_dict")
-_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 # ---------------------------------------------------------------------------------------------------------- torch.save
 
@@ -70,7 +69,9 @@ def _export_torch(reader: Reader, options: ExportOptions) -> Callable[[Path], No
                 file = Path(folder) / str(number)
                 store_of(file).write(file, byte_chunks(key, reader.read_whole, entry))
                 options.advance(entry.nbytes)
-                tensor = torch.from_file(str(file), size=entry.nbytes, dtype=torch.uint8) if entry.nbytes else _EMPTY
+                tensor = torch.empty(0, dtype=torch.uint8)
+                if entry.nbytes:
+                    tensor = torch.from_file(str(file), size=entry.nbytes, dtype=torch.uint8)
                 tensor = tensor.view(getattr(torch, entry.dtype)).reshape(entry.shape)
                 saved |= dict.fromkeys(aliases.get(key, [key]), tensor)
             with torch_saving(path):
@@ -79,7 +80,7 @@ def _export_torch(reader: Reader, options: ExportOptions) -> Callable[[Path], No
     return write
 
 
-TORCH = Format(is_torch, _open_torch, _export_torch)
+TORCH = ForeignFormat(is_torch, _open_torch, _export_torch)
 
 
 def load_mapped(path: Path) -> Any:
@@ -194,5 +195,5 @@ def _open_gguf(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     return ForeignCheckpoint(entries, read, 0, config_to_json(file.config))
 
 
-SAFETENSORS = Format(_is_safetensors, _open_safetensors, _export_safetensors)
-GGUF = Format(is_gguf, _open_gguf)
+SAFETENSORS = ForeignFormat(_is_safetensors, _open_safetensors, _export_safetensors)
+GGUF = ForeignFormat(is_gguf, _open_gguf)

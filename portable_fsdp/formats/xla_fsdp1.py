@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
-from portable_fsdp.formats.base import ForeignCheckpoint, Format, check_numbers, check_shape
+from portable_fsdp.formats.base import ForeignCheckpoint, ForeignFormat, check_numbers, check_shape
 from portable_fsdp.formats.single_file import entry_of, is_torch, load_mapped
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import names_in
@@ -148,4 +148,4 @@ def _read(sharded: Sharded) -> Tensor:
     return result
 
 
-XLA_FSDP1 = Format(lambda path: path.is_dir() and bool(_torch_files(path)), open_checkpoint)
+XLA_FSDP1 = ForeignFormat(lambda path: path.is_dir() and bool(_torch_files(path)), open_checkpoint)
