@@ -22,7 +22,7 @@ OF_TRANSFORMERS = ("huggingface", "peft")
 """Exports with a place for adapters and a tokenizer."""
 
 MODULES = {"gguf": "single_file", "peft": "huggingface", "safetensors": "single_file", "torch": "single_file"}
-"""ForeignFormat -> its module in this package, where that has another name."""
+"""Format -> its module in this package, where that has another name."""
 
 WITHOUT_CHECKSUM = ("safetensors", "huggingface", "gguf", "dcp")
 """Formats in which damage that stays readable goes unnoticed (dcp: in its .metadata). torch.save's have CRC-32s."""

@@ -1,7 +1,7 @@
 """The interface of a format, a source of tensors or an export, and the names that a model has by its config.
 
-Each is a `ForeignFormat`, named in capitals in its module. An import and an export hold one tensor at a time, in the order of
-our files.
+Each is a `ForeignFormat`, named in capitals in its module. An import and an export hold one tensor at a time, in the
+order of our files.
 """
 
 import json
