@@ -31,7 +31,7 @@ from pathlib import Path
 from pydantic import Field
 
 from portable_fsdp.checkpoint import format
-from portable_fsdp.checkpoint.storage import FOLDERS, MANIFEST, require_regular, store_of
+from portable_fsdp.checkpoint.storage import FOLDERS, MANIFEST, read_file, require_regular, store_of
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.host import in_units
 
@@ -246,7 +246,7 @@ def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None, bes
 def _read_mark(folder: Path) -> dict[str, str]:
     """The `run` that owns a folder and its `attempt`; {} without a mark."""
     try:
-        mark = json.loads(store_of(folder).read(folder / MARK))
+        mark = json.loads(read_file(folder / MARK))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return mark if isinstance(mark, dict) else {}
@@ -272,7 +272,7 @@ def _index_name(process: int, attempt: str) -> str:
 def _read_index(path: Path) -> Index:
     """Raises OSError, StoreError, and CheckpointError for a malformed one."""
     try:
-        return Index.model_validate_json(store_of(path).read(path))
+        return Index.model_validate_json(read_file(path))
     except ValueError as error:
         raise CheckpointError(f"{path}: expected the index that a process of this run writes, found: {error}") from None
 

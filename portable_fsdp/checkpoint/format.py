@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from portable_fsdp.checkpoint.storage import MANIFEST, STEP_NAME, exists, require_regular, store_of
+from portable_fsdp.checkpoint.storage import MANIFEST, STEP_NAME, exists, read_file, require_regular, store_of
 from portable_fsdp.runtime.errors import CheckpointError, table
 from portable_fsdp.runtime.files import parse_json
 
@@ -280,7 +280,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     require_regular(path, folder.name)
     try:
-        text = store_of(path).read(path).decode()
+        text = read_file(path).decode()
         content: object = parse_json(text, max_nested=3_000_000)  # 300,000 tensors
         version = cast(dict[str, object], content).get("format_version") if isinstance(content, dict) else None
         if version != 1:
