@@ -110,7 +110,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
 
     exporter = None
     if loaded.config.checkpoint.export:
-        from portable_fsdp.formats import run_export as exporter
+        from portable_fsdp.formats import exporting as exporter
 
     output.hold_stdout()
     return train(

@@ -12,9 +12,8 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -28,7 +27,7 @@ from portable_fsdp.checkpoint.format import (
     run_of,
 )
 from portable_fsdp.checkpoint.storage import MANIFEST, exists, is_link, locate, store_of
-from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS, require_source
+from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS
 from portable_fsdp.runtime.command import CommandParser, at_least, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -259,10 +258,10 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
     data = manifest.config.get("data", {})
     if options.tokenizer is None and data.get("factory"):  # its rows are the user's own
         return None
-    name = options.tokenizer or data.get("tokenizer")
-    if name is None:
+    name = options.tokenizer or data.get("tokenizer") or "none"
+    if not options.tokenizer and name == "none":
         log.warning("no tokenizer goes with it: the checkpoint, an import, names none. Take --tokenizer PATH.")
-    if name in (None, "none"):
+    if name == "none":
         return None
     try:
         model = manifest.config.get("model", {})
@@ -274,7 +273,6 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
 
 
 def _import(options: argparse.Namespace) -> None:
-    require_source(options.source)
     from portable_fsdp.formats.importing import import_checkpoint
 
     settings = {name: getattr(options, name) for name in ("config", "dtype", "trust_metadata")}
@@ -290,8 +288,7 @@ def _import(options: argparse.Namespace) -> None:
 def _prune(options: argparse.Namespace) -> None:
     folder = checkpoints_in(options.path)[0].parent
     pruned = prune(folder, options.keep, options.keep_every, dry_run=options.dry_run)
-    freed = sum(pruned.deleted.values())
-    verb = "would delete" if options.dry_run else "deleted"
+    freed, verb = sum(pruned.deleted.values()), "would delete" if options.dry_run else "deleted"
     total = len(pruned.deleted) + len(pruned.kept)
     lines = [f"{verb} {path.name}: {report.size_text(size)}" for path, size in pruned.deleted.items()]
     lines += [f"left alone {path.name}: {reason}" for path, reason in pruned.left_alone.items()]
@@ -301,13 +298,12 @@ def _prune(options: argparse.Namespace) -> None:
     _print(options, data | {"bytes": freed, "dry_run": options.dry_run}, "\n".join(lines))
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """The result of `prune`, or of its dry run: checkpoints newest first, each with its bytes."""
+class Pruned(NamedTuple):
+    """Checkpoints, newest first: those that stay and those that go with their bytes, others with the reason."""
 
-    kept: dict[Path, int] = field(default_factory=dict[Path, int])
-    deleted: dict[Path, int] = field(default_factory=dict[Path, int])
-    left_alone: dict[Path, str] = field(default_factory=dict[Path, str])  # with the reason
+    kept: dict[Path, int]
+    deleted: dict[Path, int]
+    left_alone: dict[Path, str]
 
 
 def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bool = False) -> Pruned:
@@ -320,13 +316,13 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     """
     from portable_fsdp.checkpoint.store import Reader
 
-    pruned = Pruned()
-    sizes: dict[Path, int] = {}
+    pruned = Pruned({}, {}, {})
     runs: dict[str, dict[int, Path]] = {}  # the checkpoints of each run by step
     for path in committed_steps(folder):
         try:
-            run, step, sizes[path] = _require_ours(path)
-            runs.setdefault(run, {})[step] = path
+            manifest = _require_ours(path)
+            runs.setdefault(run_of(manifest), {})[manifest.step] = path
+            pruned.kept[path] = manifest.bytes
         except CheckpointError as error:
             pruned.left_alone[path] = str(error).splitlines()[0]
     if not runs:
@@ -337,8 +333,8 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
             newest.verify()
             best = newest.manifest.evaluation and newest.manifest.evaluation.best_step
         outdated.update((paths[step], run) for step in commit.outdated(list(paths), keep, keep_every, best))
-    for path, size in sizes.items():
-        (pruned.deleted if path in outdated else pruned.kept)[path] = size
+    for path in [path for path in pruned.kept if path in outdated]:
+        pruned.deleted[path] = pruned.kept.pop(path)
     if not dry_run:
         commit.remove_half_deleted(folder)
         for path in reversed(pruned.deleted):
@@ -346,8 +342,8 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     return pruned
 
 
-def _require_ours(path: Path) -> tuple[str, int, int]:
-    """Run, step and bytes. Raises `CheckpointError` for a link, a damaged checkpoint, and one with other files."""
+def _require_ours(path: Path) -> Manifest:
+    """Raises `CheckpointError` for a link, a damaged checkpoint, and one with other files."""
     from portable_fsdp.checkpoint.store import Reader
 
     if is_link(path):
@@ -360,7 +356,7 @@ def _require_ours(path: Path) -> tuple[str, int, int]:
     others = sorted(files - {file.name for file in manifest.files} - {MANIFEST, *commit.MARKS})
     if others:
         raise CheckpointError(f"checkpoint {path.name}: expected the files of its manifest, found {others[0]} too")
-    return run_of(manifest), manifest.step, manifest.bytes
+    return manifest
 
 
 @contextmanager

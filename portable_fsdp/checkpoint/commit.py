@@ -31,7 +31,7 @@ from pathlib import Path
 from pydantic import Field
 
 from portable_fsdp.checkpoint import format
-from portable_fsdp.checkpoint.storage import FOLDERS, MANIFEST, require_regular, store_of
+from portable_fsdp.checkpoint.storage import FOLDERS, MANIFEST, read_file, require_regular, store_of
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.host import in_units
 
@@ -85,14 +85,6 @@ def begin(final: Path, run: str) -> str:
     return attempt
 
 
-def warn_of_others(run_folder: Path, run: str) -> None:
-    """Warn early of the steps in an object store that `begin` will refuse: another run, or an import, began them."""
-    store = store_of(run_folder)
-    for path in () if store.is_local else store.unfinished(run_folder):
-        if other := _other_owner(path, run):
-            log.warning("%s\n  A save of that step will be refused.", _at_work(path, other))
-
-
 def _other_owner(path: Path, run: str) -> str | None:
     """The owner in words, unless it is `run`. A folder without a mark has none: its attempt died before it wrote."""
     owner = _read_mark(path).get("run")
@@ -139,7 +131,8 @@ def write_index(folder: Path, index: Index) -> None:
 
     No fsync of the folder: process 0 may have renamed it by now.
     """
-    _write_text(folder / _index_name(index.process, index.attempt), index.model_dump_json())
+    path = folder / _index_name(index.process, index.attempt)
+    store_of(path).write(path, [index.model_dump_json().encode()])
 
 
 def collect(
@@ -153,16 +146,12 @@ def collect(
     name = folder.name.partition(".tmp-")[0]
     indexes: dict[int, Index] = {}
     deadline = time.monotonic() + wait_s
-    last_error: Exception | None = None
-    pause_s, longest_s = store_of(folder).pauses_s
+    pause_s = 0.001
     while True:
         for process in set(range(process_count)) - indexes.keys():
             try:
                 index = _read_index(folder / _index_name(process, attempt))
-            except FileNotFoundError:
-                continue
-            except (OSError, StoreError) as error:  # the storage may answer again
-                last_error = error
+            except (OSError, StoreError):  # not there yet, or the storage doesn't answer for a moment
                 continue
             if index.error is not None:
                 raise CheckpointError(f"checkpoint {name}: process {process} could not write: {index.error}")
@@ -175,11 +164,10 @@ def collect(
                 f"checkpoint {name}: expected an index file of each of {process_count} processes in {folder},\n"
                 f"  found none of process {', '.join(missing)} after {wait_s:.0f} s. Has it ended, or another folder "
                 "before it?\n  The checkpoints committed before are untouched."
-                + (f" The storage's last error: {last_error}" if last_error else "")
             )
         if cancelled.wait(pause_s):
             raise CheckpointError(f"checkpoint {name}: cancelled before all processes had written it")
-        pause_s = min(2 * pause_s, longest_s)
+        pause_s = min(2 * pause_s, 0.2)
 
 
 def merge(
@@ -258,14 +246,14 @@ def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None, bes
 def _read_mark(folder: Path) -> dict[str, str]:
     """The `run` that owns a folder and its `attempt`; {} without a mark."""
     try:
-        mark = json.loads(store_of(folder).read(folder / MARK))
+        mark = json.loads(read_file(folder / MARK))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return mark if isinstance(mark, dict) else {}
 
 
 def _mark(folder: Path, run: str, attempt: str) -> None:
-    _write_text(folder / MARK, json.dumps({"run": run, "attempt": attempt}))
+    store_of(folder).write(folder / MARK, [json.dumps({"run": run, "attempt": attempt}).encode()])
 
 
 def discard(folder: Path) -> None:
@@ -277,10 +265,6 @@ def discard(folder: Path) -> None:
     store.remove(folder)
 
 
-def _write_text(path: Path, text: str) -> None:
-    store_of(path).write(path, [text.encode()])
-
-
 def _index_name(process: int, attempt: str) -> str:
     return f"index-{process:05d}-{attempt[:8]}.json"
 
@@ -288,28 +272,21 @@ def _index_name(process: int, attempt: str) -> str:
 def _read_index(path: Path) -> Index:
     """Raises OSError, StoreError, and CheckpointError for a malformed one."""
     try:
-        return Index.model_validate_json(store_of(path).read(path))
+        return Index.model_validate_json(read_file(path))
     except ValueError as error:
         raise CheckpointError(f"{path}: expected the index that a process of this run writes, found: {error}") from None
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NOT_OURS = "{folder} belongs to somebody else: make it writable."
 _CAUSES = {
-    errno.ENOSPC: "No space is left in {folder}{sizes}.",
-    errno.EDQUOT: "Your quota in {folder} is used up{sizes}.",
+    errno.ENOSPC: "No space is left in {folder}: {room}.",
+    errno.EDQUOT: "Your quota in {folder} is used up: {room}.",
     errno.EFBIG: "A file in {folder} may not become that large: raise the limit (ulimit -f).",
-    errno.EROFS: "{folder} is mounted read-only: mount it for writing.",
-    errno.EACCES: _NOT_OURS,
-    errno.EPERM: _NOT_OURS,
-    errno.EIO: "The storage below {folder} failed: the system's log (dmesg) says why.",
 }
 
 
 def with_cause(error: Exception, folder: Path) -> str:
-    """The error, and below it its cause in `folder`, where we know one."""
-    reason = _cause(error, folder) if isinstance(error, OSError) else ""
-    return f"{error}\n  {reason}" if reason else str(error)
+    """The error, and below it its cause in `folder`, where the system's own words don't say what to do."""
+    return f"{error}{_cause(error, folder)}"
 
 
 def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
@@ -317,22 +294,22 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
 
     `needed_bytes`: of the checkpoint.
     """
-    reason = _cause(error, folder, needed_bytes)
+    cause = _cause(error, folder, needed_bytes)
     try:
         steps = format.committed_steps(folder)
     except Exception:  # the storage that failed may not answer either
-        return f"\n  {reason}" if reason else ""
+        return cause
     before = "Then"
-    if error.errno in _FULL:
+    if cause and error.errno != errno.EFBIG:
         prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
         before = f"Free room there{prune} and"
     saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
     rerun = f"{before} rerun the same command: it {f'resumes from {steps[0].name}' if steps else 'begins anew'}."
     elsewhere = "Or save elsewhere: checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "") + "."
-    return "".join(f"\n  {line}" for line in (reason, saved, rerun, elsewhere) if line)
+    return f"{cause}\n  {saved}\n  {rerun}\n  {elsewhere}"
 
 
-def _cause(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
-    """One sentence; "" for an error that needs none."""
-    sizes = f": {in_units(needed_bytes)} are needed" if needed_bytes else ": free some"
-    return _CAUSES.get(error.errno or 0, "").format(folder=folder, sizes=sizes)
+def _cause(error: Exception, folder: Path, needed_bytes: int = 0) -> str:
+    text = _CAUSES.get(error.errno or 0) if isinstance(error, OSError) else None
+    room = f"{in_units(needed_bytes)} are needed" if needed_bytes else "free some"
+    return "\n  " + text.format(folder=folder, room=room) if text else ""

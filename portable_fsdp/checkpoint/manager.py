@@ -16,18 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Piece, Read, TensorState
-from portable_fsdp.checkpoint import commit, format, replicas
-from portable_fsdp.checkpoint.background import Background, Snapshot
+from portable_fsdp.checkpoint import commit, format
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest, way_out
-from portable_fsdp.checkpoint.config_diff import (
+from portable_fsdp.checkpoint.format import NamedSave
+from portable_fsdp.checkpoint.resume import (
     Difference,
+    ResumePoint,
+    Search,
+    as_checkpoint_error,
     check_allow,
     differences,
     require_allowed,
     require_same_base,
+    together,
 )
-from portable_fsdp.checkpoint.format import NamedSave
-from portable_fsdp.checkpoint.search import ResumePoint, Search, as_checkpoint_error, together
+from portable_fsdp.checkpoint.snapshot import Background, Digests, Snapshot, require_equal
 from portable_fsdp.checkpoint.storage import MANIFEST, is_link, locate, store_of
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, remove_files, write_pieces
 from portable_fsdp.config import schema
@@ -110,7 +113,7 @@ class Checkpoints(Closing):
         self._data, self._ties = data or Fingerprint(), dict(ties or {})
         self._base, self._fingerprint = base, base and _fingerprint_of(base)
         self._run, self._wait_s = format.run_name(config), wait_s
-        self._search = Search(self.folder, backend, self._settings, self._run)
+        self._search = Search(self.folder, backend, self._settings)
         self._has_saved = False
         self._unfinished: Path | None = None  # the folder of the last save until its commit
         self._own: dict[int, Path] | None = None  # on process 0: the run's own, intact at the first look
@@ -229,7 +232,7 @@ class Checkpoints(Closing):
         self, manifest: format.Manifest, state: Mapping[str, TensorState]
     ) -> tuple[dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
         """The pieces that this process writes, and digests of the replicas that it doesn't."""
-        digests = replicas.Digests()
+        digests = Digests()
         # One tensor after another: on XLA its pieces are copies on the host.
         mine = ((key, digests.take(key, state[key].pieces())) for key in manifest.tensors)
         pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
@@ -275,11 +278,6 @@ class Checkpoints(Closing):
     ) -> Index:
         """Write this process's files, and its index, which reports an error to process 0."""
         folder, process = self._store.temporary_of(final, attempt), self._backend.process.index
-        if folder != final and not folder.is_dir():
-            raise CheckpointError(
-                f"checkpoint {final.name}: process {process} cannot see {folder}, which process 0 created:\n"
-                "  checkpoints must lie on a file system that all processes share, or in an object store."
-            )
         try:
             index = write_pieces(folder, tensors, pieces, process, attempt, digests)
         except Exception as error:
@@ -302,7 +300,7 @@ class Checkpoints(Closing):
     def _commit(self, final: Path, attempt: str, manifest: format.Manifest) -> None:
         folder, count = self._store.temporary_of(final, attempt), self._backend.process.count
         indexes = commit.collect(folder, attempt, count, self._wait_s, self._background.cancelled)
-        replicas.require_equal(indexes, manifest.tensors, final, "replicas" in self._settings.allow)
+        require_equal(indexes, manifest.tensors, final, "replicas" in self._settings.allow)
         files, tensors = commit.merge(manifest.tensors, indexes)
         commit.commit(final, attempt, manifest.model_copy(update={"files": files, "tensors": tensors}), indexes)
 

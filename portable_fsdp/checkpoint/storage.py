@@ -9,11 +9,11 @@ import os
 import re
 import shutil
 import stat
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast, final
+from typing import Any, Self, cast
 
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.files import sync_folder
@@ -27,96 +27,24 @@ _MAX_READ = 1 << 30  # of one file as a whole; a manifest of a million pieces ha
 _UPLOAD_BYTES = 16 << 20  # one part of a multipart upload, or one download: large enough to be few
 
 
-class Store(ABC):
-    """The contract. `final` is the folder of a step, `attempt` the id of one attempt to save it."""
+class FolderStore:
+    """A file system. The rename of a folder is atomic, and is the commit; fsync makes files and names durable.
 
-    is_local: ClassVar[bool]
-    chunk_bytes: ClassVar[int]  # to read at a time from a file that is read from end to end
-    pauses_s: ClassVar[tuple[float, float]]  # between two looks for another process's file: the first, the longest
+    The docstrings of its methods hold for both stores. `final` is the folder of a step, `attempt` the id of one attempt
+    to save it.
+    """
+
+    is_local = True
+    chunk_bytes = 1 << 20  # at a time from a file that is read from end to end; stays in the cache until it is hashed
 
     # The commit protocol.
 
-    @abstractmethod
     def temporary_of(self, final: Path, attempt: str) -> Path:
         """Where an attempt writes before its commit."""
-
-    @abstractmethod
-    def commit(self, temporary: Path, final: Path, manifest: bytes) -> None:
-        """Make `final` appear, whole, at one instant. All other files are in `temporary`, durably."""
-
-    @abstractmethod
-    def is_committed(self, final: Path) -> bool:
-        """Whether a commit made `final`."""
-
-    @abstractmethod
-    def withdraw(self, final: Path, attempt: str) -> Path:
-        """Undo a commit at one instant. Returns the folder that is left to delete."""
-
-    @abstractmethod
-    def unfinished(self, run_folder: Path, name: str = "") -> list[Path]:
-        """Folders that saves and deletions began and didn't finish: all, or those of the step folder `name`."""
-
-    # Files and folders.
-
-    @abstractmethod
-    def names(self, folder: Path) -> list[str]:
-        """The sorted names in `folder`; none where it doesn't exist. Raises OSError, or a store's own error."""
-
-    @abstractmethod
-    def sizes(self, folder: Path) -> dict[str, int]:
-        """Name -> bytes of the plain files directly in `folder`, by one listing."""
-
-    @abstractmethod
-    def make_folder(self, folder: Path) -> None:
-        """Make it and its parents, with durable names."""
-
-    @abstractmethod
-    def sync(self, folder: Path) -> None:
-        """Make the names in `folder` durable."""
-
-    @abstractmethod
-    def size(self, path: Path) -> int | None:
-        """The bytes of a plain file; None for a link, a folder, or a special file. Raises FileNotFoundError."""
-
-    def read(self, path: Path) -> bytes:
-        """All of a small plain file. Raises OSError, StoreError."""
-        with self.open(path) as file:
-            if file.size > _MAX_READ:
-                raise OSError(f"{path}: expected at most {_MAX_READ:,} bytes, found {file.size:,}")
-            return file.read(0, file.size)
-
-    @abstractmethod
-    def open(self, path: Path) -> "FileReader":
-        """Open a plain file. Raises OSError (for links and special files too) and StoreError."""
-
-    @abstractmethod
-    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write `chunks` as the file `path` in an existing folder, durably: whole under its name, or absent.
-
-        `sync` of the folder then makes its name durable. Raises OSError, or a store's own error.
-        """
-
-    @abstractmethod
-    def move(self, old: Path, new: Path) -> None:
-        """Rename a folder."""
-
-    @abstractmethod
-    def remove(self, path: Path) -> None:
-        """Delete a file, or a folder with its content, if it exists."""
-
-
-@final
-class FolderStore(Store):
-    """A file system. The rename of a folder is atomic, and is the commit; fsync makes files and names durable."""
-
-    is_local = True
-    chunk_bytes = 1 << 20  # stays in the processor's cache until it is hashed
-    pauses_s = (0.001, 0.1)
-
-    def temporary_of(self, final: Path, attempt: str) -> Path:
         return final.with_name(f"{final.name}.tmp-{attempt[:8]}")
 
     def commit(self, temporary: Path, final: Path, manifest: bytes) -> None:
+        """Make `final` appear, whole, at one instant. All other files are in `temporary`, durably."""
         self.write(temporary / MANIFEST, [manifest])
         require_regular(temporary / MANIFEST, temporary.name)
         for folder in (*(temporary / name for name in FOLDERS), temporary):
@@ -125,43 +53,54 @@ class FolderStore(Store):
         self.sync(final.parent)
 
     def is_committed(self, final: Path) -> bool:
+        """Whether a commit made `final`."""
         return final.is_dir()  # it has this name since the commit
 
     def withdraw(self, final: Path, attempt: str) -> Path:
+        """Undo a commit at one instant. Returns the folder that is left to delete."""
         withdrawn = final.rename(self.temporary_of(final, attempt))
         self.sync(final.parent)
         return withdrawn
 
     def unfinished(self, run_folder: Path, name: str = "") -> list[Path]:
+        """Folders that saves and deletions began and didn't finish: all, or those of the step folder `name`."""
         matches = map(_TEMPORARY.fullmatch, self.names(run_folder))
         return [run_folder / match[0] for match in matches if match and name in ("", match[1])]
 
+    # Files and folders.
+
     def names(self, folder: Path) -> list[str]:
+        """The sorted names in `folder`; none where it doesn't exist. Raises OSError, or a store's own error."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(folder))
         return []
 
     def sizes(self, folder: Path) -> dict[str, int]:
+        """Name -> bytes of the plain files directly in `folder`, by one listing."""
         with suppress(FileNotFoundError), os.scandir(folder) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
         return {}
 
     def make_folder(self, folder: Path) -> None:
+        """Make it and its parents, with durable names."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for path in missing:
             sync_folder(path.parent)
 
     def sync(self, folder: Path) -> None:
+        """Make the names in `folder` durable."""
         sync_folder(folder)
 
     def size(self, path: Path) -> int | None:
-        with _not_of_the_content(path, _OF_THE_CONTENT):
+        """The bytes of a plain file; None for a link, a folder, or a special file. Raises FileNotFoundError."""
+        with _not_of_the_content(path):
             status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def open(self, path: Path) -> "FileReader":
-        with _not_of_the_content(path, _OF_THE_CONTENT):
+        """Open a plain file. Raises OSError (for links and special files too) and StoreError."""
+        with _not_of_the_content(path):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -170,7 +109,7 @@ class FolderStore(Store):
 
         def read_into(start: int, buffer: memoryview) -> None:
             while buffer:
-                with _not_of_the_content(path, _OF_THE_CONTENT):
+                with _not_of_the_content(path):
                     count = os.preadv(descriptor, [buffer], start)
                 if count == 0:
                     raise OSError(f"{path}: expected {len(buffer)} more bytes at {start}, found its end")
@@ -179,6 +118,10 @@ class FolderStore(Store):
         return FileReader(status.st_size, read_into, lambda: os.close(descriptor))
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write `chunks` as the file `path` in an existing folder, durably: whole under its name, or absent.
+
+        `sync` of the folder then makes its name durable. Raises OSError, or a store's own error.
+        """
         part = part_of(path)
         try:
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
@@ -200,17 +143,18 @@ class FolderStore(Store):
             raise
 
     def move(self, old: Path, new: Path) -> None:
+        """Rename a folder."""
         old.rename(new)
 
     def remove(self, path: Path) -> None:
+        """Delete a file, or a folder with its content, if it exists."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
 
-@final
-class ObjectStore(Store):
+class ObjectStore:
     """An object store. An object appears whole when its upload ends; folders don't exist, and nothing can be renamed.
 
     So all processes write under the final name from the start, and the upload of the manifest is the commit.
@@ -218,7 +162,6 @@ class ObjectStore(Store):
 
     is_local = False
     chunk_bytes = _UPLOAD_BYTES  # each is a request
-    pauses_s = (0.1, 2.0)
 
     def temporary_of(self, final: Path, attempt: str) -> Path:
         return final
@@ -296,24 +239,20 @@ class ObjectStore(Store):
             _client(path).rm(_key(path), recursive=True)
 
 
+@dataclass(frozen=True)
 class FileReader:
-    """An open file of `size` bytes, read at any offset. A context manager."""
+    """An open file of `size` bytes, read at any offset. A context manager, or closed by `close`, once."""
 
-    def __init__(self, size: int, read_into: Callable[[int, memoryview], None], close: Callable[[], None]) -> None:
-        self.size = size
-        self.read_into = read_into
-        """Fill a buffer of bytes from an offset. Raises OSError where the file is too short, StoreError."""
-        self._close = close
+    size: int
+    read_into: Callable[[int, memoryview], None]
+    """Fill a buffer of bytes from an offset. Raises OSError where the file is too short, StoreError."""
+    close: Callable[[], None]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Close the file, once."""
-        self._close()
 
     def read(self, start: int, size: int) -> bytes:
         """`size` bytes from offset `start`."""
@@ -325,9 +264,17 @@ class FileReader:
 _FOLDERS, _OBJECTS = FolderStore(), ObjectStore()
 
 
-def store_of(path: Path) -> Store:
+def store_of(path: Path) -> FolderStore | ObjectStore:
     """The store in which `path` lies."""
     return _FOLDERS if isinstance(cast(object, path), Path) else _OBJECTS
+
+
+def read_file(path: Path) -> bytes:
+    """All of a small plain file. Raises OSError, StoreError."""
+    with store_of(path).open(path) as file:
+        if file.size > _MAX_READ:
+            raise OSError(f"{path}: expected at most {_MAX_READ:,} bytes, found {file.size:,}")
+        return file.read(0, file.size)
 
 
 def locate(address: str | Path) -> Path:
@@ -390,20 +337,17 @@ def require_regular(path: Path, name: str) -> int:
 
 
 _OF_THE_CONTENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO}
-"""Errors about the file itself, rather than this moment (no free descriptor, no answer, no permission)."""
+"""Errors of a file system about the file itself, rather than this moment (no descriptor, no answer, no permission)."""
 
 
 @contextmanager
-def _not_of_the_content(path: Path, of_the_content: Collection[int | None] = ()) -> Generator[None]:
-    """Turns errors that say nothing about the content at `path` into StoreError.
-
-    Stores raise errors of many classes; on a file system `of_the_content` are the numbers of those that say something.
-    """
+def _not_of_the_content(path: Path) -> Generator[None]:
+    """Turns errors that say nothing about the content into StoreError. Stores raise errors of many classes."""
     try:
         yield
     except Exception as error:
-        says_much = of_the_content and (not isinstance(error, OSError) or error.errno in of_the_content)
-        if says_much or isinstance(error, FileNotFoundError):
+        is_known = store_of(path).is_local and getattr(error, "errno", errno.EIO) in _OF_THE_CONTENT
+        if is_known or isinstance(error, FileNotFoundError):
             raise
         raise StoreError(
             f"{path}: expected to be able to read it, found {type(error).__name__}: {error}\n"

@@ -21,8 +21,8 @@ from torch import Tensor
 from portable_fsdp.backends.contract import Partition, Piece, TensorState
 from portable_fsdp.checkpoint import format, safetensors
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
-from portable_fsdp.checkpoint.replicas import digest_of
 from portable_fsdp.checkpoint.safetensors import Stored
+from portable_fsdp.checkpoint.snapshot import digest_of
 from portable_fsdp.checkpoint.storage import FOLDERS, FileReader, is_link, require_regular, store_of
 from portable_fsdp.layout import Region, full_region
 from portable_fsdp.runtime.errors import CheckpointError
@@ -266,21 +266,16 @@ class Reader:
         return source
 
     def _check_header(self, number: int, header: Mapping[str, Stored]) -> None:
-        file = self.manifest.files[number].name
-        for key in dict.fromkeys([*header, *self._pieces[number]]):
-            expected = self._expected(key, number)
+        pieces = self._pieces[number]
+        for key in dict.fromkeys([*header, *pieces]):
+            expected = "nothing"
+            if key in pieces:
+                tensor, rank, k = self.manifest.tensors[key], len(self.manifest.tensors[key].shape), pieces[key]
+                expected = f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
             actual = format.describe(header[key].entry if key in header else None)
             if actual != expected:
+                file = self.manifest.files[number].name
                 raise format.damaged(self.folder, file, f"{key} as {expected} (manifest.json)", actual)
-
-    def _expected(self, key: str, number: int) -> str:
-        """The piece of a tensor in a file, by the manifest: `float32 [63, 24]`."""
-        k = self._pieces[number].get(key)
-        if k is None:
-            return "nothing"
-        tensor = self.manifest.tensors[key]
-        rank = len(tensor.shape)
-        return f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
 
 
 def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -309,11 +304,10 @@ def _write_shard(
 ) -> format.FileEntry:
     """Adds the digest of each numbered piece to `digested`."""
     metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
-    entries: dict[str, format.TensorEntry] = {}
-    for key, piece in pieces.items():
-        entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))
-        if entries[key].dtype != tensors[key].dtype:
-            raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
+    entries = {
+        key: format.TensorEntry(shape=tuple(piece.data.shape), dtype=tensors[key].dtype)
+        for key, piece in pieces.items()
+    }
 
     def chunks(key: str) -> Iterator[memoryview]:
         piece, digest = pieces[key], xxhash.xxh3_128()

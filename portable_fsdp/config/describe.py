@@ -1,7 +1,11 @@
-"""The schema in words: the values that a key takes, the key nearest to an unknown one, a value as YAML."""
+"""The schema in words: the values that a key takes, the key nearest to an unknown one, a value as YAML.
+
+And name patterns: what they match, and the nearest names where they match none.
+"""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
@@ -13,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import Dumper
+from portable_fsdp.runtime.errors import ConfigError
 
 Key = tuple[str, ...]
 """`("optim", "lr")`; an item of a list by its number: `("optim", "groups", "0", "lr")`."""
@@ -83,19 +88,6 @@ def yaml_value(value: object) -> str:
 def shortened(text: str, limit: int = 60) -> str:
     """The text, cut to `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def shortened_apart(a: str, b: str, limit: int = 60) -> tuple[str, str]:
-    """Both texts cut to `limit` characters, in the middle if need be, so that their first difference stays."""
-    place = next((i for i, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
-    return _around(a, place, limit), _around(b, place, limit)
-
-
-def _around(text: str, place: int, limit: int) -> str:
-    head, before = limit // 5, limit // 6  # characters: at the beginning, and before the place
-    if len(text) <= limit or place < limit // 2:
-        return shortened(text, limit)
-    return f"{text[:head]}...{shortened(text[place - before :], limit - head - 3)}"
 
 
 def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
@@ -218,3 +210,34 @@ def _constraint_words(metadata: Sequence[object]) -> Iterator[str]:
         if isinstance(constraint, MinLen):
             yield "that is not empty"
         yield from (f"{sign} {getattr(constraint, name)}" for name, sign in signs.items() if hasattr(constraint, name))
+
+
+# ---------------------------------------------------------------------------- name patterns: `*norm*`, `model.layers.0`
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches a module or parameter, or a module that holds it; `*` matches any text, dots too."""
+    return any(fnmatchcase(candidate, pattern) for candidate in _with_ancestors(name))
+
+
+def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that `pattern` matches, in order. Raises ConfigError about `key` where it matches none."""
+    names = list(names)
+    matched = [name for name in names if matches(pattern, name)]
+    if not matched:
+        known = sorted({candidate for name in names for candidate in _with_ancestors(name)})
+        text = pattern.strip("*.").lower()
+        near = [name for name in known if text in name.lower()][:3] or difflib.get_close_matches(pattern, known, n=3)
+        hint = f"nearest: {', '.join(near)}" if near else f"the first names: {', '.join(names[:3])}"
+        raise ConfigError(
+            f"{key}: expected a pattern that matches something in the model, found {pattern!r}, which matches "
+            f"nothing.\n  {hint}."
+        )
+    return matched
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    """`a.b.weight`, `a.b`, `a`."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

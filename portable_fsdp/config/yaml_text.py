@@ -19,9 +19,8 @@ MAX_CHARACTERS = 1 << 18
 MAX_NODES = 10_000
 """Of a document with all aliases expanded: nine anchors of nine aliases each would be a billion."""
 MAX_DEPTH = 40
-MAX_DIGITS = 100
-"""Of a number; Python converts a long one in quadratic time."""
-MAX_KEY = 200
+MAX_LENGTHS = {"key": 200, "int": 100, "float": 100}
+"""In characters; Python converts a long number in quadratic time."""
 _TOO_MANY = f"expected at most {MAX_NODES:,} values with every alias written out, found more"
 _TOO_DEEP = f"expected at most {MAX_DEPTH} levels, found more"
 
@@ -41,7 +40,7 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
         self._composed += 1
         self._depth += 1
-        if self._composed > MAX_NODES or self._depth > MAX_DEPTH:
+        if self._composed > MAX_NODES or self._depth > MAX_DEPTH:  # before the scanner looks ahead in quadratic time
             problem = _TOO_MANY if self._composed > MAX_NODES else _TOO_DEEP
             raise ComposerError(None, None, problem, self.peek_event().start_mark)
         node = super().compose_node(parent, index)
@@ -86,10 +85,9 @@ def _require_bounded(root: Node) -> None:
             problem = _TOO_DEEP
         elif tag not in _PLAIN:
             problem = f"expected a plain value, found the tag {node.tag!r:.80}"
-        elif tag in ("float", "int") and len(node.value) > MAX_DIGITS:
-            problem = f"expected a number of at most {MAX_DIGITS} characters, found {len(node.value):,}"
-        elif is_key and len(node.value) > MAX_KEY:
-            problem = f"expected a key of at most {MAX_KEY} characters, found {len(node.value):,}"
+        elif len(node.value) > (limit := MAX_LENGTHS.get("key" if is_key else tag, MAX_CHARACTERS)):
+            kind = "key" if is_key else "number"
+            problem = f"expected a {kind} of at most {limit} characters, found {len(node.value):,}"
         else:
             continue
         raise ComposerError(None, None, problem, node.start_mark)

@@ -19,7 +19,7 @@ from portable_fsdp.convert.table import (
     key_table,
 )
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.launchers import read_tasks, tpu_workers
+from portable_fsdp.runtime.launchers import tpu_workers
 
 BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
 _AXOLOTL = ("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lr_scheduler")
@@ -36,7 +36,7 @@ class KeyEntry(NamedTuple):
     option: str = ""  # ours, or a fact (`~name`), that it sets
     value: object = None  # of that option
     remark: str = ""  # on the option; why a key sets nothing
-    fact: str = ""  # of the launcher's: num_processes, num_machines, machine_rank, use_cpu, device
+    fact: str = ""  # of the launcher's: num_processes, num_machines, use_cpu, device
 
     @property
     def text(self) -> str:
@@ -163,19 +163,18 @@ def check_launcher_facts(
     counted_by: str = "the launcher",
     by_hand: bool = False,
 ) -> None:
-    """Raise ConfigError where num_processes, num_machines, machine_rank or use_cpu differs from the actual start.
+    """Raise ConfigError where num_processes, num_machines or use_cpu differs from the actual start.
 
     `processes` counts those of all hosts, one for each device (under xla, the devices themselves); None where only the
-    engine knows. The hosts are those of whoever started this process, as far as the environment has them. `device` is
-    the one that `--device` selects; `by_hand`: nobody else starts processes on other hosts.
+    engine knows. torchrun counts the hosts. `device` is the one that `--device` selects; `by_hand`: nobody else starts
+    processes on other hosts.
     """
-    hosts, host = _hosts(environ, by_hand)
+    machines = _integer(environ, "GROUP_WORLD_SIZE") or (1 if by_hand else None)
+    if tpu_workers(environ):  # `accelerate config` never asks for the hosts of a TPU: it writes 1 on each of them
+        machines = None
+    actual = {"num_processes": processes, "num_machines": machines}
     problems: list[str] = []
     for imported in imports:
-        actual = {"num_processes": processes, "num_machines": hosts, "machine_rank": host}
-        if imported.number("num_machines") == 1 and tpu_workers(environ):
-            # `accelerate config` never asks for the hosts of a TPU: it writes 1, and machine 0, on each of them.
-            actual = {"num_processes": processes}
         for note in imported.launcher:
             number, expected = imported.number(note.fact), actual.get(note.fact)
             if number is not None and expected is not None and number != expected:
@@ -186,34 +185,8 @@ def check_launcher_facts(
             by = imported.total[0]
             problems.append(f"{by.where}: {by.key}: expected {processes} devices ({counted_by}), found {by.text}.")
     if problems:
-        flags = "--num_devices, torchrun's --nproc-per-node, --nnodes, --node-rank" + ", --device" * bool(device)
+        flags = "--num_devices, torchrun's --nproc-per-node, --nnodes" + ", --device" * bool(device)
         raise ConfigError("\n".join(problems) + f"\n  Change the file, or start as it says ({flags}).")
-
-
-def _hosts(environ: Mapping[str, str], by_hand: bool) -> tuple[int | None, int | None]:
-    """How many hosts, and which one this is, from 0. By hand there is one; None where the environment doesn't say."""
-    if environ.get("GROUP_WORLD_SIZE"):  # torchrun's
-        return _integer(environ, "GROUP_WORLD_SIZE"), _integer(environ, "GROUP_RANK")
-    tasks = read_tasks(environ)
-    if tasks is not None and tasks.count > 1:
-        if tasks.launcher == "srun":
-            count = "SLURM_STEP_NUM_NODES" if environ.get("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
-            return _integer(environ, count), _integer(environ, "SLURM_NODEID")
-        return _counted(tasks.count, tasks.local_count)
-    if workers := len(tpu_workers(environ)):
-        worker, slice_ = _integer(environ, "TPU_WORKER_ID"), _integer(environ, "MEGASCALE_SLICE_ID") or 0
-        slices = _integer(environ, "MEGASCALE_NUM_SLICES") or 1
-        return workers * slices, None if worker is None else slice_ * workers + worker
-    everywhere, here = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE")
-    if everywhere and here:
-        return _counted(everywhere, here)
-    return (1, 0) if by_hand else (None, None)
-
-
-def _counted(everywhere: int, here: int) -> tuple[int | None, int | None]:
-    """Hosts by numbers of processes, which don't number them: only one host alone is known to be host 0."""
-    count, rest = divmod(everywhere, max(1, here))
-    return None if rest else count, 0 if count == 1 else None
 
 
 def _device(note: KeyEntry) -> str:

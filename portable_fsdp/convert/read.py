@@ -55,9 +55,6 @@ _ALTERNATIVES = {
 _NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps", "train.epochs", 100))
 """Options without a default, the alternative of each, and an example."""
 
-_DATA = (("data.source", "text"), ("data.path", "FILES"), ("data.tokenizer", "FOLDER"))
-"""What the data is, and examples: the defaults suit a first try, not a file of another tool."""
-
 _EXPECTED = "expected a mapping of accelerate's or Trainer's keys (distributed_type, fsdp_config, ...)"
 
 
@@ -240,23 +237,14 @@ def _add(layers: LayeredValues, imported: Import, given: Mapping[str, object], o
 
 def _require_the_rest(layers: LayeredValues, imported: Import) -> None:
     """A problem where another tool's file is the config, and nothing sets the model or the length of the run."""
-    given = layers.given()
-    missing = [(option, other, example) for option, other, example in _NEEDED if not {option, other} & given.keys()]
-    if not missing:
-        return
+    missing = [needed for needed in _NEEDED if layers.given().keys().isdisjoint(needed[:2])]
     for option, _, example in missing:  # else the schema would report it once more
         layers.add_default(option, example, None)
-    needed = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
-    examples = [f"{option}={example}" for option, _, example in missing]
-    examples += [f"{option}={example}" for option, example in _DATA if option not in given]
-    layers.add_problem(
-        Origin(False, 0, str(imported.path), None),
-        (),
-        f"keys of {imported.kind} alone; a run needs {needed} too.\n"
-        f"  Add: python -m portable_fsdp.launch --config={imported.path} {' '.join(examples)}\n"
-        "  Without data.source the run trains on the bytes of CPython's documentation.\n"
-        f"  Or import it under your config: --config=YOURS.yaml --import={imported.path} (explain shows the result).",
-    )
+    if missing:
+        needed = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
+        text = f"keys of {imported.kind} alone; a run needs {needed} too.\n  Add it, and data.source, as overrides, or "
+        text += f"import the file under a config of yours: --config=YOURS.yaml --import={imported.path}."
+        layers.add_problem(Origin(False, 0, str(imported.path), None), (), text)
 
 
 # ------------------------------------------------------------------------------------------------- the keys of a file

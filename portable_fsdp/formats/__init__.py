@@ -1,13 +1,9 @@
-"""Checkpoints in the formats of other tools: a module and a row of `FORMATS` for each.
+"""Checkpoints in the formats of other tools: a `ForeignFormat` of a module and a row of `FORMATS` for each.
 
 May import `checkpoint` and what that may. `checkpoint import|export` loads the format that a user names; a training run
 loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`, `importing.py`, `exporting.py`, then
 any format.
 """
-
-from pathlib import Path
-
-from portable_fsdp.runtime.errors import CheckpointError
 
 FORMATS = ("huggingface", "dcp", "gguf", "safetensors", "torch", "xla_fsdp1")
 """The formats that we import, in the order in which `--format auto` tries them."""
@@ -18,22 +14,11 @@ EXPORTS = {"huggingface": "model/", "dcp": "", "torch": "model/", "safetensors":
 SINGLE_FILE = ("torch", "safetensors")
 """Exports that are one file; the others are folders."""
 
-OF_TRANSFORMERS = {"huggingface": "transformers", "peft": "peft"}
-"""Exports with a place for adapters, a tokenizer and a model card -> the library that opens them."""
+OF_TRANSFORMERS = ("huggingface", "peft")
+"""Exports with a place for adapters and a tokenizer."""
 
-MODULES = {"safetensors": "safetensors_file", "torch": "torch_file"}
+MODULES = {"gguf": "single_file", "peft": "huggingface", "safetensors": "single_file", "torch": "single_file"}
 """Format -> its module in this package, where that has another name."""
 
-WITHOUT_CHECKSUM = {
-    "safetensors": "the format",
-    "huggingface": "the format",
-    "gguf": "the format",
-    "dcp": "its .metadata",
-}
-"""Formats, or parts of them, in which damage that stays readable goes unnoticed. Zips of torch.save have CRC-32s."""
-
-
-def require_source(path: Path) -> None:
-    """Raises CheckpointError where there is nothing to import."""
-    if not path.exists():
-        raise CheckpointError(f"import {path}: expected a file or a folder, found none")
+WITHOUT_CHECKSUM = ("safetensors", "huggingface", "gguf", "dcp")
+"""Formats in which damage that stays readable goes unnoticed (dcp: in its .metadata). torch.save's have CRC-32s."""

@@ -1,29 +1,36 @@
-"""The interface of a format: a source of tensors to import from, or an export.
+"""The interface of a format, a source of tensors or an export, and the names that a model has by its config.
 
-A module of `FORMATS` has `matches(path)`, by names and first bytes alone, and `open_checkpoint(path, trust_metadata)`;
-`trust_metadata` lets it read pickled metadata, restricted. A module of `EXPORTS` has `export(reader, options)`, which
-checks what it can and returns the function that writes into a path. Both raise `CheckpointError`. An import and an
-export hold one tensor at a time, in the order of our files.
+Each is a `ForeignFormat`, named in capitals in its module. An import and an export hold one tensor at a time, in the
+order of our files.
 """
 
+import json
 import reprlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
+from portable_fsdp.backends.contract import persistent_buffers
 from portable_fsdp.checkpoint.format import TensorEntry, folder_of, is_too_large
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
 from portable_fsdp.formats import MODULES
+from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.files import read_regular
+from portable_fsdp.runtime.hub import import_transformers
 
 SaveTokenizer = Callable[[Path], None]
 """Writes a tokenizer's files into a folder."""
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MAX_LAYERS = 10_000
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -55,9 +62,19 @@ class ForeignCheckpoint:
     model_config: dict[str, Any] | None = None
 
 
+class ForeignFormat(NamedTuple):
+    """`matches(path)` goes by names and first bytes alone. `open_checkpoint(path, trust_metadata)`: whether to read
+    pickled metadata, restricted. `export(reader, options)` checks what it can and returns the function that writes into
+    a path. Both raise `CheckpointError`."""
+
+    matches: Callable[[Path], bool] | None = None
+    open_checkpoint: Any = None
+    export: Callable[[Reader, ExportOptions], Callable[[Path], object]] | None = None
+
+
 def load_format(name: str) -> Any:
-    """The module of a format."""
-    return import_module(f"portable_fsdp.formats.{MODULES.get(name, name)}")
+    """The `ForeignFormat` of a name in `FORMATS` or `EXPORTS`."""
+    return getattr(import_module(f"portable_fsdp.formats.{MODULES.get(name, name)}"), name.upper())
 
 
 def weights_of(reader: Reader, dtype: str | None = None) -> dict[str, TensorEntry]:
@@ -110,3 +127,82 @@ def torch_saving(path: Path) -> Generator[None]:
     except RuntimeError as error:
         cause = error.__context__ or error  # the first failure; closing the writer raises a second one
         raise OSError(f"{path.name}: {(str(cause).splitlines() or [''])[0]}") from error
+
+
+# ------------------------------------------------------------------------- the model's names, by transformers' config
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """All FQNs (several for a tied one) and the shape of each stored tensor, by its first FQN."""
+
+    aliases: dict[str, list[str]]
+    shapes: dict[str, tuple[int, ...]]
+    base: str  # the prefix that the FQNs of the model without head lack
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Further FQN of a tied tensor -> its first FQN, as in a manifest."""
+        return {name: first for first, names in self.aliases.items() for name in names if name != first}
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """transformers' config as a dict, from config.json or its folder; never code. Raises `CheckpointError`."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        _check_layers(
+            str(file), json.loads(read_regular(file, path if path.is_dir() else None))
+        )  # older releases wrote infinities, which JSON lacks
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected a config.json, found: {error}") from None
+    transformers = import_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        return config_to_json(config)
+    except Exception as error:  # transformers validates with exceptions of many classes
+        raise CheckpointError(f"{path}: expected a config.json that transformers knows, found: {error}") from None
+
+
+def config_object(model_config: Mapping[str, Any], where: str) -> Any:
+    """transformers' config from a dict. Raises `CheckpointError`."""
+    _check_layers(where, model_config)
+    try:
+        import_transformers()
+        return config_from_json(model_config)
+    except Exception as error:  # transformers validates with exceptions of many classes
+        raise CheckpointError(f"{where}: model_config: {error}") from None
+
+
+def _check_layers(where: str, config: object) -> None:
+    """Building a model on meta takes time for each layer. Raises `CheckpointError`."""
+    for key in _LAYERS if isinstance(config, Mapping) else ():
+        layers = cast(Mapping[str, object], config).get(key)
+        if isinstance(layers, int) and layers > _MAX_LAYERS:
+            raise CheckpointError(f"{where}: {key}: expected at most {_MAX_LAYERS}, found {layers}")
+
+
+def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
+    """The model of a config; None unless it is a causal language model. Raises `CheckpointError`."""
+    config = config_object(model_config, where)
+    transformers = import_transformers()
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # sizes that don't fit each other fail in many ways
+        raise CheckpointError(f"{where}: model_config: {type(error).__name__}: {error}") from None
+
+
+def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:
+    """The names in the model of a config; None unless it is a causal language model. Raises `CheckpointError`."""
+    model = None if model_config is None else model_on_meta(model_config, where)
+    if model is None:
+        return None
+    first_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    stored = dict(model.named_parameters()) | persistent_buffers(model)
+    aliases = {name: [name] for name in stored}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name != first_of[id(parameter)]:
+            aliases[first_of[id(parameter)]].append(name)
+    return ModelNames(aliases, {name: tuple(t.shape) for name, t in stored.items()}, str(model.base_model_prefix))

@@ -36,14 +36,15 @@ from portable_fsdp.checkpoint.store import Advance, Reader
 from portable_fsdp.formats.base import (
     ExportOptions,
     ForeignCheckpoint,
+    ForeignFormat,
     as_dtype,
     check_numbers,
     check_shape,
     file_inside,
+    names_of,
     torch_saving,
 )
-from portable_fsdp.formats.names import names_of
-from portable_fsdp.formats.torch_file import check_members
+from portable_fsdp.formats.single_file import check_members
 from portable_fsdp.formats.unpickle import Record, read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -78,11 +79,6 @@ class DcpEntry(NamedTuple):
     path: tuple[str, ...]
     entry: TensorEntry
     place: tuple[str, int, int]
-
-
-def matches(path: Path) -> bool:
-    """A folder with `.metadata`, or accelerate's with such folders."""
-    return bool(_folders(path))
 
 
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
@@ -139,6 +135,7 @@ def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
 
 
 def _folders(path: Path) -> list[Path]:
+    """The folder with `.metadata`, or such folders inside accelerate's."""
     if (path / METADATA).exists():
         return [path]
     inner = [path / name for name in ("pytorch_model_fsdp_0", "optimizer_0")]
@@ -351,3 +348,6 @@ def _paths_of(key: str, aliases: Mapping[str, list[str]]) -> list[tuple[str, ...
     if slash:
         return [("optimizer", "state", fqn, state)]
     return [("model", name) for name in aliases.get(key, [key])]
+
+
+DCP = ForeignFormat(lambda path: bool(_folders(path)), open_checkpoint, export)

@@ -13,19 +13,20 @@ import uuid
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from portable_fsdp.checkpoint.format import Manifest, run_name
+from portable_fsdp.backends.contract import Backend
+from portable_fsdp.checkpoint.commit import with_cause
+from portable_fsdp.checkpoint.format import Evaluated, Manifest, best_checkpoint
 from portable_fsdp.checkpoint.storage import part_of
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats import EXPORTS, OF_TRANSFORMERS, SINGLE_FILE
+from portable_fsdp.config.schema import Config
+from portable_fsdp.data.tokenize import Tokenizer
+from portable_fsdp.formats import EXPORTS, SINGLE_FILE
 from portable_fsdp.formats.base import ExportOptions, load_format
 from portable_fsdp.models.exported import MARK, hashes_of
-from portable_fsdp.runtime.errors import CheckpointError, printable
+from portable_fsdp.runtime.collective_errors import on_process_0
+from portable_fsdp.runtime.errors import CheckpointError, TrainingError
 from portable_fsdp.runtime.files import parse_json, read_regular, sync_folder, write_text_atomically
-from portable_fsdp.runtime.hub import is_hub_id
 
 log = logging.getLogger("portable_fsdp")
 
@@ -47,8 +48,6 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
             write(unfinished)
             if options.save_tokenizer is not None and not is_file:
                 options.save_tokenizer(unfinished)
-            if name in OF_TRANSFORMERS:
-                _write_card(unfinished, reader.manifest, OF_TRANSFORMERS[name])
 
 
 def require_replaceable(folder: Path) -> None:
@@ -67,16 +66,11 @@ def require_replaceable(folder: Path) -> None:
             )
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return
-        if not (folder / MARK).is_file():
-            yield (
-                f"expected a new name, an empty folder or an earlier export (with {MARK}),\n"
-                "  found something else, which is left alone. Name another folder."
-            )
         exported = _exported(folder)
         if exported is None:
             yield (
-                f"expected the names of an earlier export's files in {MARK}, found none: files\n"
-                "  that were added since can't be told from them. Delete the folder, or name another."
+                f"expected a new name, an empty folder or an earlier export (whose {MARK} lists its files),\n"
+                "  found something else, which is left alone. Name another folder."
             )
         for other in (name for name in _names(folder) if name not in (exported or ())):
             yield (
@@ -173,38 +167,36 @@ def _replace(folder: Path, new: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_card(folder: Path, manifest: Manifest, library: str) -> None:
-    """Write README.md, for the `library` that opens the folder: its base, and what was trained on what.
-
-    Names no local folder and no host. Names in a checkpoint are untrusted: each value stands in a code span.
-    """
-    front: dict[str, Any] = {"library_name": library if manifest.architecture else "pytorch", "tags": ["portable_fsdp"]}
-    data, evaluation, by = manifest.config.get("data", {}), manifest.evaluation, manifest.written_by
-    pretrained = str(manifest.config.get("model", {}).get("pretrained") or "")
-    if is_hub_id(pretrained):
-        front["base_model"] = pretrained.partition("@")[0]
-    sources = [
-        f"{source.get('source') or ''} {_public(str(source.get('path') or ''))}".strip()
-        for source in data.get("mixture") or [data]
-    ]
-    rows = {
-        "model": str((manifest.architecture or {}).get("model_type", "")),
-        "fine-tuned from": _public(pretrained),
-        "data": data.get("factory") or ", ".join(sources),
-        "checkpoint": f"step {manifest.step:,}",
-        "eval loss at its save": f"{evaluation.loss:.4f} (step {evaluation.step})" if evaluation else "",
-        "saved by": f"{by.backend} on {by.device}, torch {by.torch}, portable_fsdp {by.portable_fsdp}",
-    }
-    lines = [f"- {name}: {_code(value)}" for name, value in rows.items() if value]
-    title = f"# {_code(run_name(manifest.config) or 'model')}"
-    text = "\n".join([f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n{title}\n", *lines])
-    (folder / "README.md").write_text(f"{text}\n", encoding="utf-8")
+# ------------------------------------------------------------------------------------------ checkpoint.export of a run
 
 
-def _public(name: str) -> str:
-    return name if is_hub_id(name) else Path(name).name
+def require_room(config: Config) -> None:
+    """Raises where something else than an earlier export lies in its place."""
+    require_replaceable(_folder(config))
 
 
-def _code(text: str) -> str:
-    """A code span, in which nothing is Markdown or HTML."""
-    return "`" + " ".join(printable(text).split()).replace("`", "'") + "`"
+def export_run(
+    config: Config, backend: Backend, tokenizer: Tokenizer | None, newest: Path, history: Evaluated | None
+) -> None:
+    """Export the best checkpoint by its evaluation, the newest where there was none. *collective*"""
+    folder = _folder(config)
+    kind = "peft" if config.model.lora is not None and not config.checkpoint.merge_adapters else "huggingface"
+
+    def export() -> None:
+        checkpoint, reason = best_checkpoint(newest, history)
+        # The base may have moved since the checkpoint was saved.
+        save = tokenizer.save if tokenizer else None
+        options = ExportOptions(save_tokenizer=save, base=config.model.pretrained)
+        export_checkpoint(checkpoint, kind, folder, options)
+        log.info("exported %s%s to %s", checkpoint, reason, folder)
+
+    def as_error(error: Exception) -> TrainingError:
+        again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER{' --format peft' * (kind == 'peft')}"
+        reason = with_cause(error, folder.parent)
+        return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved: {again} repeats it.")
+
+    on_process_0(backend, export, as_error)  # nobody leaves before the folder is whole
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.run.dir) / "export"

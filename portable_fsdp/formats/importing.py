@@ -5,15 +5,15 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import xxhash
 from torch import Tensor
 
 from portable_fsdp.checkpoint import commit, format
-from portable_fsdp.checkpoint.safetensors import groups, write_tensors
+from portable_fsdp.checkpoint.safetensors import byte_chunks, groups, write_tensors
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
-from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
-from portable_fsdp.formats.base import ForeignCheckpoint, as_dtype, load_format
-from portable_fsdp.formats.names import choose_tensors, config_of, names_of
+from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM
+from portable_fsdp.formats.base import ForeignCheckpoint, ModelNames, as_dtype, config_of, load_format, names_of
 from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
@@ -48,10 +48,7 @@ def import_checkpoint(
     except ConfigError as error:
         raise CheckpointError(f"import {error}") from None
     if kind in WITHOUT_CHECKSUM and not is_verified:
-        log.warning(
-            "import %s: %s (%s) has no checksum: damage that leaves it readable would go unnoticed",
-            *(path, WITHOUT_CHECKSUM[kind], kind),
-        )
+        log.warning("import %s: %s has no checksum: damage that leaves it readable would go unnoticed", path, kind)
     model_config = None if config is None else config_of(config)
     source: ForeignCheckpoint = load_format(kind).open_checkpoint(path, trust_metadata=trust_metadata)
     model_config = model_config or source.model_config
@@ -105,7 +102,8 @@ def _new_checkpoint(final: Path) -> Generator[tuple[str, Path]]:
 
 def detect(path: Path) -> str:
     """The name of the format at `path`. Raises `CheckpointError`."""
-    require_source(path)
+    if not path.exists():
+        raise CheckpointError(f"import {path}: expected a file or a folder, found none")
     for name in FORMATS:
         if load_format(name).matches(path):
             return name
@@ -130,19 +128,81 @@ def _write(
     max_file_bytes: int,
 ) -> tuple[tuple[format.FileEntry, ...], dict[str, format.TensorEntry]]:
     """The files, and each tensor with its one piece; an empty one has none."""
-    entries: dict[str, format.TensorEntry] = {}
+    entries = {key: format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
     files: list[format.FileEntry] = []
     for part in FOLDERS:
-        below = {key: tensor for key, tensor in tensors.items() if format.folder_of(key) == part}
-        for ordinal, keys in enumerate(groups(below, max_file_bytes)):
+        below = {key: entry for key, entry in entries.items() if format.folder_of(key) == part and entry.nbytes}
+        for ordinal, keys in enumerate(groups(below, max_file_bytes) if below else ()):
             name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # `commit.py` says why
-            entries.update((key, format.TensorEntry(shape=below[key].shape, dtype=below[key].dtype)) for key in keys)
-            written = {key: below[key] for key in keys if below[key].nbytes}
-            for key, entry in written.items():
-                piece = {"files": [len(files)], "offsets": [0] * len(entry.shape), "sizes": list(entry.shape)}
-                entries[key] = entries[key].model_copy(update=piece)
-            if written:
-                metadata = dcp_metadata({key: entries[key].offsets for key in written})
-                files.append(write_tensors(folder / name, written, read, metadata, advance, name))
+            written = {key: below[key] for key in keys}
+            for entry in written.values():
+                entry.files.append(len(files))
+                entry.offsets.extend([0] * len(entry.shape))
+                entry.sizes.extend(entry.shape)
+            metadata = dcp_metadata({key: entry.offsets for key, entry in written.items()})
+            files.append(write_tensors(folder / name, written, read, metadata, advance, name))
         store_of(folder).sync(folder / part)
     return tuple(files), entries
+
+
+def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[str, str]:
+    """Our key -> the source's key, for all that we import: each tied tensor once, under its first FQN.
+
+    With `names`, the source must hold the model's tensors, in its shapes; warns of others, which it leaves out. Raises
+    `CheckpointError`: a tensor is missing, or stands twice with different bytes.
+    """
+    for key in source.tensors:
+        state, slash, name = key.rpartition("/")
+        if not name or not name.isprintable() or len(key) > 1000 or (slash and not state.isidentifier()):
+            raise CheckpointError(
+                f"expected the name of a tensor as modules have it (layers.0.weight), found {key[:200]!r}"
+            )
+    if names is None:
+        return {key: key for key in source.tensors}
+    # A folder may hold a tensor under any of its FQNs, or one without the base model's prefix (GPT-2's).
+    candidates = {
+        first: list(dict.fromkeys([*aliases, *(alias.removeprefix(f"{names.base}.") for alias in aliases)]))
+        for first, aliases in names.aliases.items()
+    }
+    first_of = {name: first for first, options in candidates.items() for name in options}
+    matches = {first: [name for name in options if name in source.tensors] for first, options in candidates.items()}
+    left_out = [key for key in source.tensors if key.rpartition("/")[2] not in first_of]
+    if missing := [first for first, options in matches.items() if not options]:
+        others = [key for key in left_out if format.folder_of(key) == "model"]
+        raise CheckpointError(
+            f"expected a tensor for each of the model's {len(matches)} (its config), found none for {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + (f".\n  The source has others, as {others[0]}" if others else "")
+            + ".\n  Is it another model's config, or are these another library's names?"
+        )
+    for first, options in matches.items():
+        _check_tensor(source, first, options, names.shapes[first])
+    chosen = {first: options[0] for first, options in matches.items()}
+    for key in source.tensors:
+        state, slash, name = key.rpartition("/")
+        if slash and name in first_of:
+            chosen.setdefault(f"{state}/{first_of[name]}", key)
+    if left_out:
+        shown = ", ".join(sorted(left_out)[:3]) + (", ..." if len(left_out) > 3 else "")
+        log.warning("left out %d tensors that are not the model's: %s", len(left_out), shown)
+    return chosen
+
+
+def _check_tensor(source: ForeignCheckpoint, first: str, options: list[str], shape: tuple[int, ...]) -> None:
+    for name in options:
+        if source.tensors[name].shape != shape:
+            raise CheckpointError(
+                f"{name}: expected {list(shape)} (the model's config), found {list(source.tensors[name].shape)}"
+            )
+    if len(options) > 1 and len({_digest(source, name) for name in options}) > 1:
+        raise CheckpointError(
+            f"{first}: expected one content for tied weights, found different ones in {' and '.join(options)}.\n"
+            "  Was it saved with tie_word_embeddings=false? Then set that in config.json."
+        )
+
+
+def _digest(source: ForeignCheckpoint, name: str) -> bytes:
+    digest = xxhash.xxh3_128(source.tensors[name].dtype.encode())
+    for chunk in byte_chunks(name, source.read, source.tensors[name]):
+        digest.update(chunk)
+    return digest.digest()

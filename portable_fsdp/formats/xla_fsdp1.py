@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
-from portable_fsdp.formats import torch_file
-from portable_fsdp.formats.base import ForeignCheckpoint, check_numbers, check_shape
-from portable_fsdp.formats.torch_file import entry_of, load_mapped
+from portable_fsdp.formats.base import ForeignCheckpoint, ForeignFormat, check_numbers, check_shape
+from portable_fsdp.formats.single_file import entry_of, is_torch, load_mapped
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import names_in
 
@@ -34,11 +33,6 @@ class Sharded(NamedTuple):
     entry: TensorEntry
     parts: list[Tensor]
     start: int
-
-
-def matches(path: Path) -> bool:
-    """A folder of torch files; `open_checkpoint` checks that they are shards."""
-    return path.is_dir() and bool(_torch_files(path))
 
 
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
@@ -85,7 +79,7 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
 def _torch_files(folder: Path) -> list[Path]:
     """If some are called `rank...`, only those: transformers' Trainer puts others beside them."""
     try:
-        files = [folder / name for name in names_in(folder) if torch_file.matches(folder / name)]
+        files = [folder / name for name in names_in(folder) if is_torch(folder / name)]
     except OSError as error:
         raise CheckpointError(f"import {folder}: {error.strerror}") from None
     return [file for file in files if re.match(r"rank[-_]?\d", file.name)] or files
@@ -152,3 +146,6 @@ def _read(sharded: Sharded) -> Tensor:
             flat[start:stop] = part.reshape(-1)[start - first : stop - first]
         first += part.numel()
     return result
+
+
+XLA_FSDP1 = ForeignFormat(lambda path: path.is_dir() and bool(_torch_files(path)), open_checkpoint)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from portable_fsdp.config import schema
-from portable_fsdp.config.patterns import matching
+from portable_fsdp.config.describe import matching
 from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture
 from portable_fsdp.models.attention import (

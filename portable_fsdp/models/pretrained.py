@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from portable_fsdp.config import schema
-from portable_fsdp.config.patterns import matches
+from portable_fsdp.config.describe import matches
 from portable_fsdp.models.architecture import last_line, mapping_of, models_of, unknown_keys
 from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.safetensors_folder import SafetensorsFolder

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from portable_fsdp.config.patterns import matching
+from portable_fsdp.config.describe import matching
 from portable_fsdp.config.schema import Memory, Precision, Sharding
 from portable_fsdp.runtime.errors import ConfigError
 

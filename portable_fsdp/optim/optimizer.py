@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.config.patterns import matching
+from portable_fsdp.config.describe import matching
 from portable_fsdp.config.schema import LARGEST_LOSS_SCALE, LEAST_LOSS_SCALE, Optim, OptimGroup
 from portable_fsdp.optim.counting import (
     SGD,

@@ -63,10 +63,10 @@ def train(
     Every process of the run calls it. `check_devices` gets the number of devices as soon as the engine has counted
     them, and may raise. `callbacks` observe the run, see `observe/callbacks.py`. `keep_output` gets the run's
     folder, once it is there, and this process's index. `exporter` writes what `checkpoint.export` asks for:
-    `portable_fsdp.formats.run_export`. Raises the errors of runtime/errors.py.
+    `portable_fsdp.formats.exporting`. Raises the errors of runtime/errors.py.
     """
     if config.checkpoint.export and exporter is None:
-        text = "checkpoint.export=true: expected train(config, exporter=portable_fsdp.formats.run_export), found none."
+        text = "checkpoint.export=true: expected train(config, exporter=portable_fsdp.formats.exporting), found none."
         raise ConfigError(text)
     with StopRequest() as stop, user_code():
         try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.config.patterns import matches
+from portable_fsdp.config.describe import matches
 from portable_fsdp.config.schema import Precision
 from portable_fsdp.data.order import sample_indices
 from portable_fsdp.models.build import build_model

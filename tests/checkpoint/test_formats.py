@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fault_injection import EVERYWHERE, Injection, patched
 from foreign_models import (
     MODELS,
     TIED,
@@ -25,7 +24,7 @@ from foreign_models import (
     trained,
     weights,
 )
-from plain_backend import PlainBackend, checkpoints, in_processes, named_tensors, small_model
+from plain_backend import PlainBackend, checkpoints, named_tensors, small_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -302,38 +301,6 @@ def test_an_import_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Pat
     assert store_of(checkpoints).names(checkpoints / left[0]) == [commit.MARK, "model", "optimizer"]
 
 
-def test_an_import_removes_what_ones_killed_at_their_beginning_left(tmp_path: Path, hub: Path) -> None:
-    """Protects a run's folder from leftovers without a mark."""
-    folder, final = tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000000"
-    deaths, hits = 0, 1
-    while hits:
-        injection = Injection(EVERYWHERE, point=deaths + 1)
-        with patched(injection):
-            in_processes(1, injection.joined(lambda _: commit.begin(final, IMPORTED)))
-        assert len(store_of(folder).names(folder)) <= 1
-        import_checkpoint(hub, tmp_path)
-        assert store_of(folder).names(folder) == ["step-00000000"]
-        shutil.rmtree(folder)
-        hits = injection.hits
-        deaths += hits
-    assert deaths > 6
-
-
-def test_two_imports_at_once_into_a_store(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = f"memory://{uuid.uuid4().hex}"
-    real = commit.commit
-
-    def second_begins(final: Path, *rest: Any) -> None:
-        commit.begin(final.with_name("step-00000200"), IMPORTED)
-        real(final, *rest)
-
-    monkeypatch.setattr(commit, "commit", second_begins)
-    path = import_checkpoint(hub, locate(url))
-    assert path == locate(f"{url}/checkpoints/step-00000000")
-    assert_same(tensors_in(path), weights(build(TIED)))
-    assert commit.MARK not in store_of(path).names(path)
-
-
 @pytest.mark.parametrize(("kept", "actual"), [(None, "no such file"), (b"only this", "9.")])
 def test_a_file_that_a_store_lost_or_cut_is_noticed_before_the_commit(
     hub: Path, monkeypatch: pytest.MonkeyPatch, kept: bytes | None, actual: str
@@ -442,11 +409,3 @@ def test_lightning_trainers_file_opens_once_its_names_are_the_models(
     exec(lines, {})
     assert main(["import", "weights.pt", "run", "--config", "hub"]) == 0
     assert_same(tensors_in(Path("run/checkpoints/step-00000000")), weights(llama))
-
-
-@pytest.mark.parametrize("key", ["model", "state_dict"])  # FSDPStrategy's, ModelParallelStrategy's
-def test_lightning_trainers_folders_are_refused(llama: Any, key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    dcp_save({key: {f"model.{name}": tensor for name, tensor in llama.state_dict().items()}}, Path("sharded"))
-    assert main(["import", "sharded", "run", "--config", "hub", "--trust-metadata"]) == 2
-    assert OTHER_NAMES in capsys.readouterr().err
-    assert not Path("run/checkpoints/step-00000000").exists()

@@ -62,14 +62,6 @@ def write(path: Path, model: Any, quantized: Any = TYPE.F32, architecture: str |
     writer.close()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_unquantised_weights_come_back_exactly(tmp_path: Path, name: str) -> None:
-    model = build(ARCHITECTURES[name])
-    write(tmp_path / "m.gguf", model)
-    path = import_checkpoint(tmp_path / "m.gguf", tmp_path / "run")
-    assert_same(tensors_in(path), weights(model))
-
-
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
 def test_it_reads_what_transformers_reads(tmp_path: Path, kind: str) -> None:
     model = build(ARCHITECTURES["llama"])

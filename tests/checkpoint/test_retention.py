@@ -81,19 +81,6 @@ def test_what_is_outdated(
 # ----------------------------------------------------------------------------------------------------------- of a run
 
 
-@pytest.mark.parametrize(
-    ("keep", "keep_every", "expected"), [(None, None, [2, 4, 6, 8]), (2, None, [6, 8]), (1, 4, [4, 8])]
-)
-def test_a_save_deletes_what_is_outdated(
-    tmp_path: Path, keep: int | None, keep_every: int | None, expected: list[int]
-) -> None:
-    ours = opened(tmp_path, keep=keep, keep_every=keep_every)
-    save(ours, plain(2, 4, 6, 8))
-    assert left(tmp_path) == expected
-    removed = [step for saved in ours.finished() for step in saved.removed]
-    assert sorted([*removed, *expected]) == [2, 4, 6, 8]
-
-
 def test_links_damaged_ones_and_those_of_others_stay(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(tmp_path, plain(1), "other")

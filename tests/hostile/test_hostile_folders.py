@@ -12,7 +12,7 @@ from invented_run import write_run
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Model
 from portable_fsdp.data.tokenize import load_tokenizer
-from portable_fsdp.formats.names import config_of
+from portable_fsdp.formats.base import config_of
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.models.pretrained import open_pretrained

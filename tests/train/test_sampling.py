@@ -8,7 +8,7 @@ import pytest
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.tokenize import ByteTokenizer, load_tokenizer
-from portable_fsdp.formats import run_export
+from portable_fsdp.formats import exporting
 from portable_fsdp.observe.callbacks import Callback, SamplesEnd, StepEnd
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import PortableFSDPError
@@ -54,7 +54,7 @@ def test_a_run_samples_what_its_export_writes(tmp_path: Path) -> None:
         hooks.seen.index(("step", s)) for s in (3, 6)
     ]
     (folder / "checkpoints/step-00000006").rename(tmp_path / "lost")  # so that it resumes from step 4
-    assert train(config(folder, **SAMPLED, export=True), device="cpu", exporter=run_export) == 0
+    assert train(config(folder, **SAMPLED, export=True), device="cpu", exporter=exporting) == 0
     rows = read_jsonl(folder / "samples.jsonl")
     assert [(row["step"], row["prompt"]) for row in rows] == [(s, p) for s in (3, 6, 8) for p in ("The ", "Grüße")]
     for row in rows[-2:]:

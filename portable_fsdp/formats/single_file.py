@@ -1,79 +1,38 @@
-"""One file of `torch.save` that holds the whole model: `torch.load(path, weights_only=True)` gives {FQN: tensor}."""
+"""Formats of one file that holds the whole model: of torch.save, safetensors, and GGUF (llama.cpp; import only)."""
 
-import struct
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
-from portable_fsdp.checkpoint.safetensors import byte_chunks
-from portable_fsdp.checkpoint.storage import part_of, require_regular
-from portable_fsdp.checkpoint.store import Advance, Reader
-from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, check_shape, torch_saving, weights_of
-from portable_fsdp.formats.names import names_of
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.checkpoint.safetensors import byte_chunks, header_of, read_tensor, write_tensors
+from portable_fsdp.checkpoint.storage import require_regular, store_of
+from portable_fsdp.checkpoint.store import Reader
+from portable_fsdp.formats.base import (
+    ExportOptions,
+    ForeignCheckpoint,
+    ForeignFormat,
+    check_shape,
+    names_of,
+    torch_saving,
+    weights_of,
+)
+from portable_fsdp.models.architecture import config_to_json
+from portable_fsdp.models.gguf import GgufFile, is_gguf
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
+from portable_fsdp.runtime.hub import import_transformers
 
 _NESTED = ("model", "state_dict", "model_state_dict")
 
-
-def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
-    """A dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
-
-    Holds a copy of one tensor beside the page cache. Ignores other values of the dict. Raises `CheckpointError`.
-    """
-    tensors = tensor_dict(path, load_mapped(path))
-    entries = {key: entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()}
-    return ForeignCheckpoint(entries, lambda key: tensors[key].clone(memory_format=torch.contiguous_format))
+# ---------------------------------------------------------------------------------------------------------- torch.save
 
 
-def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
-    """One file; all names of a tied weight share one storage in it.
-
-    torch.save writes the file without its tensors (`skip_data`, on fake ones). We copy that, with the tensors.
-    """
-    tensors = weights_of(reader, options.dtype)
-    names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
-    aliases = {} if names is None else names.aliases
-
-    def write(path: Path) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.serialization import skip_data
-
-        empty, keys = part_of(path), iter(tensors)
-        with FakeTensorMode():
-            fake = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in tensors.items()}
-        with skip_data(materialize_fake_tensors=True), torch_saving(path):
-            torch.save({name: fake[key] for key in tensors for name in aliases.get(key, [key])}, empty)
-        with zipfile.ZipFile(empty) as source, zipfile.ZipFile(path, "w") as archive:
-            for member in source.infolist():
-                name = member.filename.partition("/")[2]
-                if name.startswith("data/"):
-                    key = next(keys)
-                    chunks = byte_chunks(key, reader.read_whole, tensors[key])
-                    _write_member(archive, f"archive/{name}", chunks, options.advance)
-                elif not name.startswith("."):  # how torch aligned the file that it wrote
-                    archive.writestr(f"archive/{name}", source.read(member))
-        empty.unlink()
-
-    return write
-
-
-def _write_member(archive: zipfile.ZipFile, name: str, chunks: Iterable[memoryview], advance: Advance) -> None:
-    """Its bytes begin at a multiple of 64, as torch's own do, for tensors that are mapped."""
-    member = zipfile.ZipInfo(name)
-    padding = -(archive.start_dir + 30 + len(name) + 4 + 20) % 64  # header, name, this field and that of large files
-    member.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
-    with archive.open(member, "w", force_zip64=True) as file:
-        for chunk in chunks:
-            file.write(chunk)
-            advance(len(chunk))
-
-
-def matches(path: Path) -> bool:
+def is_torch(path: Path) -> bool:
     """Whether it is the zip that torch.save writes, whatever its suffix."""
     if not path.is_file():
         return False
@@ -84,10 +43,50 @@ def matches(path: Path) -> bool:
         return False
 
 
+def _open_torch(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
+    """A dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
+
+    Holds a copy of one tensor beside the page cache. Ignores other values of the dict. Raises `CheckpointError`.
+    """
+    tensors = tensor_dict(path, load_mapped(path))
+    entries = {key: entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()}
+    return ForeignCheckpoint(entries, lambda key: tensors[key].clone(memory_format=torch.contiguous_format))
+
+
+def _export_torch(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
+    """`torch.load(path, weights_only=True)` gives {FQN: tensor}; all names of a tied weight share one storage.
+
+    torch.save reads the tensors from mapped files beside the target, which need as much room again.
+    """
+    tensors = weights_of(reader, options.dtype)
+    names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
+    aliases = {} if names is None else names.aliases
+
+    def write(path: Path) -> None:
+        with TemporaryDirectory(prefix=f"{path.name}-", dir=path.parent) as folder:
+            saved: dict[str, Tensor] = {}
+            for number, (key, entry) in enumerate(tensors.items()):
+                file = Path(folder) / str(number)
+                store_of(file).write(file, byte_chunks(key, reader.read_whole, entry))
+                options.advance(entry.nbytes)
+                tensor = torch.empty(0, dtype=torch.uint8)
+                if entry.nbytes:
+                    tensor = torch.from_file(str(file), size=entry.nbytes, dtype=torch.uint8)
+                tensor = tensor.view(getattr(torch, entry.dtype)).reshape(entry.shape)
+                saved |= dict.fromkeys(aliases.get(key, [key]), tensor)
+            with torch_saving(path):
+                torch.save(saved, path)
+
+    return write
+
+
+TORCH = ForeignFormat(is_torch, _open_torch, _export_torch)
+
+
 def load_mapped(path: Path) -> Any:
     """`torch.load` with `weights_only`, its tensors mapped from the file. Raises `CheckpointError`."""
     require_regular(path, path.name)
-    if not matches(path):
+    if not is_torch(path):
         raise CheckpointError(
             f"{path}: expected a file of torch.save in its zip format (torch 1.6 or newer), found another.\n"
             "  Load it with torch and save it again."
@@ -151,3 +150,50 @@ def entry_of(where: str, tensor: Tensor) -> TensorEntry:
             f"{where}: expected {tensor.nbytes:,} bytes for {list(shape)}, found {tensor.untyped_storage().nbytes():,}"
         )
     return TensorEntry(shape=shape, dtype=dtype)
+
+
+# --------------------------------------------------------------------------------------------------- safetensors, GGUF
+
+
+def _is_safetensors(path: Path) -> bool:
+    return path.is_file() and path.suffix == ".safetensors"
+
+
+def _open_safetensors(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
+    require_regular(path, path.name)
+    stored = header_of(path)
+    entries = {key: tensor.entry for key, tensor in stored.items()}
+    return ForeignCheckpoint(entries, lambda key: read_tensor(path, stored[key]))
+
+
+def _export_safetensors(reader: Reader, options: ExportOptions) -> Callable[[Path], object]:
+    """A tied weight stands once."""
+    tensors = weights_of(reader, options.dtype)
+    return lambda path: write_tensors(path, tensors, reader.read_whole, {}, options.advance)
+
+
+def _open_gguf(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
+    """The model in float32 (`--dtype` converts it further), and the config that transformers reads from the file.
+
+    Maps the file; holds one dequantised tensor, and a permuted copy of some. Raises `CheckpointError`.
+    """
+    require_regular(path, path.name)
+    import_transformers()
+    try:
+        file = GgufFile(path)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+
+    def read(key: str) -> Tensor:
+        try:
+            return file.read(key, ())
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+
+    shapes = {key: check_shape(f"{path}: {file.file_of(key)}", list(shape)) for key, shape in file.shapes.items()}
+    entries = {key: TensorEntry(shape=shape, dtype="float32") for key, shape in shapes.items()}
+    return ForeignCheckpoint(entries, read, 0, config_to_json(file.config))
+
+
+SAFETENSORS = ForeignFormat(_is_safetensors, _open_safetensors, _export_safetensors)
+GGUF = ForeignFormat(is_gguf, _open_gguf)

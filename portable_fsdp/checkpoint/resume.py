@@ -1,20 +1,34 @@
-"""Finds the checkpoint that a run resumes from. All processes search together and reach the same result."""
+"""Finds the checkpoint that a run resumes from, and what differs between the run that saved it and this one.
 
+All processes search together and reach the same result.
+"""
+
+import json
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.checkpoint import commit
-from portable_fsdp.checkpoint.format import NamedSave, committed_steps, read_manifest, require_checkpoint, step_of
+from portable_fsdp.checkpoint.format import (
+    BaseFingerprint,
+    Manifest,
+    NamedSave,
+    committed_steps,
+    read_manifest,
+    require_checkpoint,
+    run_name,
+    step_of,
+)
+from portable_fsdp.checkpoint.report import changed
 from portable_fsdp.checkpoint.storage import exists, locate, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
+from portable_fsdp.config.describe import default_of, plain_values, shortened
 from portable_fsdp.runtime import collective_errors
-from portable_fsdp.runtime.errors import CheckpointError, StoreError, without_passwords
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError, StoreError, table, without_passwords
 
 log = logging.getLogger("portable_fsdp")
 
@@ -45,17 +59,17 @@ def together(backend: Backend, subject: str, work: Callable[[], T]) -> T:
 class Search:
     """Searches the checkpoints in `folder`, or checks the one that the config names."""
 
-    def __init__(self, folder: Path, backend: Backend, settings: schema.Checkpoint, run: str) -> None:
+    def __init__(self, folder: Path, backend: Backend, settings: schema.Checkpoint) -> None:
         self.damaged: set[str] = set()  # names of the checkpoints that were passed over
         self._folder = folder
         self._backend = backend
         self._settings = settings
-        self._run = run
 
     def find(self, resume: str, last_save: NamedSave | None) -> ResumePoint | None:
         """As `Checkpoints.find`."""
         self._require_shared()
-        own = [self._folder / name for name in self._on_process_0(self._own_names)]
+        names = self._on_process_0(lambda: [path.name for path in committed_steps(self._folder)])
+        own = [self._folder / name for name in names]
         if last_save is not None and resume != "none":
             self._compare(last_save, resume, own)
         if resume == "none" and own:
@@ -98,9 +112,6 @@ class Search:
     def _write_probe(self, folder: Path) -> str:
         name, store = _PROBE + uuid.uuid4().hex, store_of(folder)
         try:
-            for old in store.names(folder):
-                if old.startswith(_PROBE):  # a killed start left it
-                    store.remove(folder / old)
             store.write(folder / name, [b""])
         except OSError as error:
             raise CheckpointError(
@@ -108,10 +119,6 @@ class Search:
                 "  Set checkpoint.dir or run.dir to one."
             ) from None
         return name
-
-    def _own_names(self) -> list[str]:
-        commit.warn_of_others(self._folder, self._run)
-        return [path.name for path in committed_steps(self._folder)]
 
     def _newest(self, own: list[Path]) -> ResumePoint | None:
         reasons: list[str] = []
@@ -213,3 +220,144 @@ class Search:
 def _is_same_place(a: str, b: str) -> bool:
     """Whether two addresses, paths or URLs, name one place."""
     return locate(a).resolve() == locate(b).resolve()
+
+
+# ------------------------------------------------------------------------------------------- what differs in the config
+
+_CURVE_SECTIONS = ("model", "data", "optim", "precision")
+_CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", "train.max_grad_norm")
+"""What changes the loss curve. All else (devices, sharding, memory, micro_batch, logging) doesn't."""
+
+_BASE = "model.base"
+
+_IGNORED = ("run.name", "run.dir", "run.peer_timeout_s", "train.stop_at", "checkpoint")
+"""Where a run lies, when it saves and how long it waits."""
+
+
+class Difference(NamedTuple):
+    """A key of the config with both values; or `data.rows`, `data.tokenizer`, `model.base` (their content), and
+    `config` itself, which an import doesn't have."""
+
+    name: str
+    saved: Any
+    now: Any
+    makes_curve: bool
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """`optim.lr: 0.1, now 0.2`; for mappings one line per key that differs."""
+        return [f"{name}: {saved}, now {now}" for name, saved, now in self.rows()]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The same in columns. Long values are cut, before the place where they differ too."""
+        rows: list[tuple[str, str, str]] = []
+        for name, values in changed({self.name: self.saved}, {self.name: self.now}).items():
+            saved, now = map(json.dumps, values)
+            start = next((i - 30 for i, pair in enumerate(zip(saved, now, strict=False)) if len(set(pair)) > 1), 0)
+            saved, now = (shortened(f"...{text[start:]}" if start > 0 else text) for text in (saved, now))
+            rows.append((name, saved, now))
+        return rows
+
+
+def differences(
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    rows: str | None,
+    tokenizer: str | None,
+    base: BaseFingerprint | None = None,
+    *,
+    is_own: bool,
+) -> list[Difference]:
+    """All differences but tensors, those that change the curve first. Equal rows and tokenizer make equal data, and an
+    equal base an equal `model.pretrained`.
+
+    `is_own`: it lies among this run's own checkpoints, and must have its name.
+    """
+    if config and not manifest.config:
+        return [Difference("config", "not known to an import", "this run's", True)]
+    changes = {
+        name: Difference(name, old, new, name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS)
+        for name, old, new in _config_differences(manifest.config, config)
+    }
+    contents = (("data.rows", manifest.data.rows, rows), ("data.tokenizer", manifest.data.tokenizer, tokenizer))
+    if all(old == new and old is not None for _, old, new in contents):
+        changes = {name: change for name, change in changes.items() if not name.startswith("data.")}
+    else:
+        for name, old, new in contents:
+            if None not in (old, new) and old != new:
+                changes.setdefault(name, Difference(name, old, new, True))
+    if base is not None and manifest.base is not None:
+        changes.pop("model.pretrained", None)
+        changes.pop("model.gguf_file", None)
+        if base.fingerprint != manifest.base.fingerprint:
+            changes[_BASE] = Difference(_BASE, str(manifest.base), str(base), True)
+    if is_own and run_name(manifest.config) != run_name(config):
+        changes["run.name"] = Difference("run.name", run_name(manifest.config), run_name(config), True)
+    return sorted(changes.values(), key=lambda change: not change.makes_curve)
+
+
+def require_same_base(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
+    """Raises CheckpointError where the checkpoint leaves out another base than this run's, unless allowed."""
+    for change in changes:
+        if change.name == _BASE and not _is_allowed(_BASE, allow):
+            raise CheckpointError(
+                f"checkpoint {checkpoint}: expected the base that its adapters were trained on, which it leaves out:\n"
+                f"    {change.saved}\n  found another in model.pretrained:\n    {change.now}\n"
+                "  Bring that one back and name it in model.pretrained, wherever it lies (of the hub: "
+                f"org/name@revision).\n  To use the other one: checkpoint.allow='[{_BASE}]'."
+            )
+
+
+def require_allowed(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
+    """Raises CheckpointError with a table of the changes to the curve that `checkpoint.allow` doesn't name."""
+    refused = [change for change in changes if change.makes_curve and not _is_allowed(change.name, allow)]
+    if not refused:
+        return
+    rows = [("", "saved", "now"), *(row for change in refused for row in change.rows())]
+    shown, names = table(rows, indent="    "), ", ".join(change.name for change in refused)
+    raise CheckpointError(
+        f"checkpoint {checkpoint}: expected the config of the run that saved it, found another:\n{shown}\n"
+        f"  If you mean it, allow it by name: checkpoint.allow='[{names}]'.\n"
+        "  To start anew from its weights, name it, and a new folder: checkpoint.load=weights_only\n"
+        "  checkpoint.resume=FOLDER run.dir=ANOTHER."
+    )
+
+
+def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a name in `checkpoint.allow` that is no section or key that changes the curve."""
+    keys = [f"{section}.{key}" for section in _CURVE_SECTIONS for key in config.get(section, {})]
+    others = ("data.rows", "data.tokenizer", _BASE, "run.name", "config", "replicas")
+    unknown = [name for name in allow if name not in {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, *others}]
+    if unknown:
+        raise ConfigError(
+            f"checkpoint.allow: expected names of settings that make the loss curve ({', '.join(_CURVE_SECTIONS)}: a "
+            f"section or one of its keys; {', '.join(_CURVE_KEYS)}), found {', '.join(unknown)}.\n"
+            "  Other settings may change without being named."
+        )
+
+
+def _is_allowed(name: str, allow: Sequence[str]) -> bool:
+    return any(name == allowed or name.startswith(f"{allowed}.") for allowed in allow)
+
+
+def _config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key, saved value, present value. A key of another release has its default where it is missing."""
+    ours, theirs = _settings(now), _settings(saved)
+    names = (name for name in dict.fromkeys([*ours, *theirs]) if name not in _IGNORED)
+    values = ((name, _value(theirs, name), _value(ours, name)) for name in names)
+    return [(name, old, new) for name, old, new in values if old != new]
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`section.key` -> value."""
+    sections = ((name, keys) for name, keys in config.items() if isinstance(keys, dict) and name not in _IGNORED)
+    return {f"{name}.{key}": value for name, keys in sections for key, value in cast(dict[str, Any], keys).items()}
+
+
+def _value(settings: Mapping[str, Any], name: str) -> Any:
+    value = settings[name] if name in settings else plain_values(default_of(name))
+    if name == "model.lora" and isinstance(value, dict):
+        return {**schema.Lora().model_dump(mode="json"), **value}
+    return value

@@ -1,12 +1,17 @@
-"""Replicas of a weight must be equal bit for bit: a save compares their digests and commits nothing where they differ.
+"""What a process takes of the state for a save: copies in host memory, and digests of the replicas.
 
-Replicas apply the same reduced gradients to the same weights. Where they differ, memory, a device or a program changed
-one, and a checkpoint would silently keep the first one's values. No process copies a replica to compare it: the host
-hashes it in place with XXH3 (the writer while it writes); any other device sums its bits.
+With `async_save` the step waits for the copies alone, and a thread (`Background`) does the rest, without collectives.
+
+Replicas of a weight must be equal bit for bit: a save compares their digests and commits nothing where they differ.
+They apply the same reduced gradients to the same weights. Where they differ, memory, a device or a program changed one,
+and a checkpoint would silently keep the first one's values. No process copies a replica to compare it: the host hashes
+it in place with XXH3 (the writer while it writes); any other device sums its bits.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -18,10 +23,89 @@ from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.format import TensorEntry, committed_steps, first_rows
 from portable_fsdp.checkpoint.safetensors import chunks_of
 from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.factory import user_code
 
 log = logging.getLogger("portable_fsdp")
 
 _ELEMENTS = 1 << 22  # summed at a time on a device: 32 MiB of int64 beside them
+
+
+class Snapshot:
+    """Copies of a state in host memory, in buffers that every save reuses: at most one state's bytes.
+
+    Pinned for a state on CUDA, so that all tensors copy at once.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    def take(self, state: Iterable[tuple[str, Sequence[Piece]]]) -> dict[str, list[Piece]]:
+        """Copy the pieces and wait for the copies. Overwrites the copies of the last call."""
+        taken = {
+            key: [self._copy(key, ordinal, piece) for ordinal, piece in enumerate(pieces)] for key, pieces in state
+        }
+        if any(piece.data.is_pinned() for pieces in taken.values() for piece in pieces):
+            torch.cuda.synchronize()
+        return taken
+
+    def _copy(self, key: str, ordinal: int, piece: Piece) -> Piece:
+        buffer = self._buffers.get((key, ordinal))
+        if buffer is None or buffer.shape != piece.data.shape or buffer.dtype != piece.data.dtype:
+            on_cuda = piece.data.device.type == "cuda"
+            buffer = torch.empty(piece.data.shape, dtype=piece.data.dtype, pin_memory=on_cuda)
+            self._buffers[key, ordinal] = buffer
+        buffer.copy_(piece.data.detach(), non_blocking=True)
+        return piece._replace(data=buffer)
+
+
+class Background:
+    """One job at a time, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self.cancelled = threading.Event()  # for a job that waits
+
+    @property
+    def failed(self) -> bool:
+        """Whether the job has failed."""
+        return self._failure is not None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start a job, after `wait` for the one before."""
+
+        def run() -> None:
+            try:
+                with user_code("the save"):  # a thread would drop a SystemExit
+                    work()
+            except Exception as error:
+                self._failure = error
+
+        # A daemon: a run that fails doesn't wait for it. That kills the save, which is harmless.
+        thread = threading.Thread(target=run, name="portable_fsdp save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("%s (ulimit -u, or the container's limit of pids): saving while the training waits", error)
+            run()
+            return
+        self._thread = thread
+
+    def wait(self) -> None:
+        """Wait for the job; raises its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
+
+    def cancel(self, after_s: float) -> None:
+        """Give the job `after_s` seconds, then end it where it waits. Drops its error."""
+        if self._thread is not None:
+            self._thread.join(after_s)
+        self.cancelled.set()
+        with suppress(Exception):
+            self.wait()
 
 
 class Digests:
@@ -99,12 +183,10 @@ def require_equal(
         log.warning("%s: replicas differ in %d places; saving the first:\n%s", checkpoint.name, len(differing), shown)
         return
     last = next(iter(committed_steps(checkpoint.parent)), None)
-    minority = _minority(differing.values())
     raise CheckpointError(
         f"checkpoint {checkpoint.name}: expected equal values in all replicas, found {len(differing)} that differ:\n"
         f"{shown}\n"
-        + (f"  All others agree against {', '.join(minority)}.\n" if minority else "")
-        + "  Replicas apply the same gradients: memory, a device or a program has changed one of them since "
+        "  Replicas apply the same gradients: memory, a device or a program has changed one of them since "
         f"{last.name if last else 'the run began'}.\n"
         "  This step isn't saved. Rerun the same command: it "
         + (f"resumes from {last.name}. " if last else "begins anew. ")
@@ -132,13 +214,3 @@ def _differing(indexes: Sequence[Index], tensors: Mapping[str, TensorEntry]) -> 
                 for group in sorted(sorted(group) for group in by_digest.values())
             ]
     return differing
-
-
-def _minority(differing: Iterable[list[list[str]]]) -> list[str]:
-    """Who differs from more than half of all holders, in any of the tensors; nobody where no such majority exists."""
-    odd: dict[str, None] = {}
-    for groups in differing:
-        largest = max(groups, key=len)
-        if 2 * len(largest) > sum(map(len, groups)):
-            odd |= dict.fromkeys(holder for group in groups if group is not largest for holder in group)
-    return list(odd)
