@@ -6,7 +6,7 @@ import pytest
 
 from portable_fsdp.config.data import Data, share_held_out
 from portable_fsdp.config.load import config_text
-from portable_fsdp.config.schema import Config, Memory
+from portable_fsdp.config.schema import Config, Memory, Run
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.layout import check_batch
 from portable_fsdp.runtime.errors import ConfigError
