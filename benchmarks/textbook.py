@@ -7,7 +7,7 @@ For steps that this package can't build or that aren't its own: tensor paralleli
 from dataclasses import dataclass
 from typing import Literal
 
-from portable_fsdp.models.flops import model_flops_per_token
+from portable_fsdp.models.weights import model_flops_per_token
 from portable_fsdp.plan.hlo import Moved
 from portable_fsdp.plan.result import Work
 from portable_fsdp.plan.target import Target
@@ -35,7 +35,7 @@ class Step:
     replicas: int = 1  # of HYBRID_SHARD*
     accumulation: int = 1  # micro batches
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
-    compute: str = "bfloat16"  # as `models.flops.peak_flops` names dtypes
+    compute: str = "bfloat16"  # as `models.weights.peak_flops` names dtypes
     reduce: str = "float32"  # dtype in which gradients cross
     state_bytes: float = (
         12  # of a trained parameter at rest: the weight and the optimizer's values; 12: AdamW in float32

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from portable_fsdp.backends.native.units import _recomputed
-from portable_fsdp.models import attention
+from portable_fsdp.models import document_masks
 from portable_fsdp.models.loss import IGNORED
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -109,14 +109,14 @@ def test_a_stream_is_causal_and_padding_needs_no_argument() -> None:
 
 def test_masks_are_made_once_a_forward_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
     model = recomputed(made("gemma3_text", "flex", **LAYERS))
-    make, calls = attention.create_block_mask, 0
+    make, calls = document_masks.create_block_mask, 0
 
     def counted(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         return make(*args)
 
-    monkeypatch.setattr(attention, "create_block_mask", counted)
+    monkeypatch.setattr(document_masks, "create_block_mask", counted)
     loss = model(*batch())[0]
     assert calls == 2
     loss.backward()
@@ -125,7 +125,7 @@ def test_masks_are_made_once_a_forward_for_each_window(monkeypatch: pytest.Monke
 
 def test_nothing_is_read_on_the_host() -> None:
     with Operators() as operators:
-        attention.make_masks([None, 5], SEQ_LEN, torch.device("cpu"), segments())
+        document_masks.make_masks([None, 5], SEQ_LEN, torch.device("cpu"), segments())
     operators.require_no_reads()
 
 
@@ -137,7 +137,7 @@ def test_compiled_attention_runs_again_in_backward_without_another_program(monke
     """
     model, expected = recomputed(made("gemma2", "flex")), trained(made("gemma2", "static"))
     compiled = cache(partial(torch.compile, backend="aot_eager", dynamic=False, fullgraph=True))
-    monkeypatch.setattr(attention, "_for_device", lambda function, _: compiled(function))
+    monkeypatch.setattr(document_masks, "_for_device", lambda function, _: compiled(function))
     torch._dynamo.reset()
     graphs: set[int] = set()
     for _ in range(2):
@@ -165,7 +165,7 @@ def _by_inductor() -> list[tuple[float, float, int]]:
     model, static = made("gemma2", "flex"), made("gemma2", "static")
     losses: list[tuple[float, float, int]] = []
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(attention, "_for_device", lambda function, _: attention._compiled(function))
+        patch.setattr(document_masks, "_for_device", lambda function, _: document_masks._compiled(function))
         for turn in range(3):
             rows = [tensor.roll(turn, 0) for tensor in batch()]
             both = float(model(*rows)[0]), float(static(*rows)[0])

@@ -1,6 +1,6 @@
 import pytest
 
-from portable_fsdp.models.flops import PEAKS, model_flops_per_token, peak_flops
+from portable_fsdp.models.weights import PEAKS, model_flops_per_token, peak_flops
 
 # Device, dtype -> TFLOP/s; None: never guessed.
 KNOWN = {

@@ -112,7 +112,7 @@ def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Summe
         low = (
             (copies.of(weight), None if bias is None else copies.of(bias)) if weight.splits_gradient else get_gradients
         )
-        following = vars(module).get("following")  # set by models/head_loss.py on the head, in training
+        following = vars(module).get("following")  # set by models/loss.py on the head, in training
         if (
             following is not None
             and bias is None
