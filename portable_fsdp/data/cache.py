@@ -29,8 +29,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
-from portable_fsdp.data.examples import Broken, DocumentSource, Example, Rendered, texts_in
-from portable_fsdp.data.render import Render
+from portable_fsdp.data.examples import Broken, DocumentSource, Example, Render, Rendered, texts_in
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import read_regular, sync_folder

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from portable_fsdp.config import data as keys
-from portable_fsdp.data.order import sample_indices, seed_of, share_of_numbers
-from portable_fsdp.data.packing import ENDLESS, IGNORED, MicroBatch, Rows
+from portable_fsdp.data.packing import ENDLESS, IGNORED, MicroBatch, Rows, sample_indices, seed_of, share_of_numbers
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.factory import call_factory, described, user_code
 

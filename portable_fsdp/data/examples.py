@@ -6,7 +6,7 @@ note that begins with `LEFT_OUT` names each other one.
 
 import importlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -55,6 +55,12 @@ class Rendered(NamedTuple):
     """The prompt alone ends in other tokens than within the whole, so the model learns from another context."""
     notes: tuple[str, ...] = ()
     """See `Example.notes`."""
+
+
+Render = Callable[[Sequence[Example | Broken]], list[Rendered | Broken]]
+"""Several documents at once, each to its ids or its problem; several threads may call it."""
+
+Encode = Callable[[Sequence[tuple[Example, Any]]], list[Rendered | Broken]]
 
 
 def broken(example: Example | Broken, problem: str) -> Broken:

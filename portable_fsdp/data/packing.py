@@ -5,12 +5,19 @@
     none       one document in a row
 
 Labels are shifted here, once; models, losses and engines take `labels[r, t]` as the token after `input_ids[r, t]`.
+
+Which row comes at which position is a pure function of (seed, position), in O(1) time and memory a sample. Position =
+samples consumed since the start of the run. Each epoch visits every row once, in a pseudo-random order of its own: a
+Feistel network permutes the next power of four, and permutes values outside the rows again until they fall inside
+(cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4). World size, device
+and engine don't enter, so any run can resume anywhere by its position alone.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from math import gcd
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -19,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.data.compressed import Remember
-from portable_fsdp.data.order import Mixture, sample_indices
 from portable_fsdp.data.tokenize import Tokens
 
 Int64s = NDArray[np.int64]
@@ -54,13 +60,13 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+    def rows(self, indices: Int64s) -> dict[str, Tensor]:
         """The tensors of these rows, dimension 0 first. Of text: `input_ids` and `labels`, int64 `[len(indices),
         seq_len]`; rows of documents also have `positions`, which restart at 0 in each, and `segments`: 1, 2, ... by
         document, 0 for padding. One thread calls it."""
         ...
 
-    def micro_batches(self, indices: NDArray[np.int64], count: int) -> "list[MicroBatch]":
+    def micro_batches(self, indices: Int64s, count: int) -> "list[MicroBatch]":
         """These rows in `count` batches of one number of rows."""
         batch, size = self.rows(indices), len(indices) // count
         parts = [slice(begin, begin + size) for begin in range(0, len(indices), size)]
@@ -70,11 +76,11 @@ class Rows(Protocol):
         """What messages call a row."""
         return f"row {number}"
 
-    def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
+    def of_each_shape(self, indices: Int64s) -> list[dict[str, Tensor]]:
         """These rows in every shape that batches of a run may have, the largest last."""
         return [self.rows(indices)]
 
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def order(self, seed: int, positions: Int64s) -> Int64s:
         """The row of each position: a pure function."""
         ...
 
@@ -122,13 +128,13 @@ class PackedRows(Rows):
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+    def rows(self, indices: Int64s) -> dict[str, Tensor]:
         """`input_ids` and `labels`, int64 `[len(indices), seq_len]`, of the rows with these indices."""
         window = np.arange(self.seq_len + 1)
         tokens = torch.tensor(self.tokens[indices[:, None] * self.seq_len + window].astype(np.int64))
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def order(self, seed: int, positions: Int64s) -> Int64s:
         return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
@@ -144,11 +150,6 @@ class Pieces(NamedTuple):
     lengths: Int64s
     continues: NDArray[np.bool_]
     """The document continues after it: its last token predicts the first of the next piece."""
-
-
-def whole(starts: Int64s, lengths: Int64s) -> Pieces:
-    """Each document as it is."""
-    return Pieces(starts, lengths, np.zeros(len(starts), np.bool_))
 
 
 def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
@@ -203,7 +204,7 @@ class DocumentRows(Rows):
         """The share of all positions that hold no document."""
         return 1 - int(self._pieces.lengths.sum()) / max(1, len(self) * self.seq_len)
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+    def rows(self, indices: Int64s) -> dict[str, Tensor]:
         """`input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""
         first, count = self._starts[indices], self._starts[indices + 1] - self._starts[indices]
         pieces = self._order[_ranges(first, count)]
@@ -233,7 +234,7 @@ class DocumentRows(Rows):
         filled[place] = values
         return torch.from_numpy(filled).view(count, self.seq_len)
 
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def order(self, seed: int, positions: Int64s) -> Int64s:
         return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
@@ -260,7 +261,7 @@ class MixedRows(Rows):
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+    def rows(self, indices: Int64s) -> dict[str, Tensor]:
         part = np.searchsorted(self._firsts, indices, side="right") - 1
         batch: dict[str, Tensor] = {}
         for number in np.unique(part):
@@ -269,7 +270,7 @@ class MixedRows(Rows):
                 batch.setdefault(name, values.new_empty((len(indices), *values.shape[1:])))[places] = values
         return batch
 
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def order(self, seed: int, positions: Int64s) -> Int64s:
         return self._mixture.indices(seed, positions)
 
     def fingerprint(self) -> str:
@@ -349,3 +350,106 @@ class _Room:
             self._rows[space] = []
             insort(self._spaces, space)
         self._rows[space].append(rows)
+
+
+# --------------------------------------------------------------------------------------------------------------- order
+
+
+ROUNDS = 8  # with 6, some orders of five rows came three times as often as others
+WORD = 2**64 - 1
+
+UInt64s = NDArray[np.uint64]
+
+
+def sample_indices(seed: int, positions: Int64s, rows: int) -> Int64s:
+    """The row of each position.
+
+    Args:
+        seed: of the order; taken modulo 2**64.
+        positions: 1-D, each at least 0; they may lie in different epochs.
+        rows: rows in the corpus, at least 1.
+
+    Returns: 1-D int64, each in [0, rows).
+    """
+    epoch, index = np.divmod(positions.astype(np.uint64), np.uint64(rows))
+    half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
+    key = _mix(_mix(np.full_like(epoch, seed & WORD)) ^ epoch)
+    index = _permute(index, key, half_bits)
+    outside = index >= rows
+    while outside.any():
+        index[outside] = _permute(index[outside], key[outside], half_bits)
+        outside = index >= rows
+    return index.astype(np.int64)
+
+
+SHARES = 1000  # weights are rounded to thousandths of their sum
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several corpora, each with its share of the positions.
+
+    Positions come in blocks of `sum(shares)`. Each block holds every source as often as its share, in an order of its
+    own. So the samples of a source before a block are a product, and no earlier position matters. Each source goes
+    through its own rows in epochs of its own.
+    """
+
+    sizes: tuple[int, ...]
+    """Rows of each source."""
+    shares: tuple[int, ...]
+    """Positions of each source in a block, in lowest terms."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> Self:
+        """Shares in thousandths of the sum of the weights, at least one each; the remainder of rounding goes to those
+        that lost most by it."""
+        exact = [weight * SHARES / sum(weights) for weight in weights]
+        shares = [max(1, int(share)) for share in exact]
+        by_loss = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
+        for number in by_loss[: max(0, SHARES - sum(shares))]:
+            shares[number] += 1
+        common = gcd(*shares)
+        return cls(tuple(sizes), tuple(share // common for share in shares))
+
+    def indices(self, seed: int, positions: Int64s) -> Int64s:
+        """The row of each position, numbered through all sources: 1-D int64, as `sample_indices`."""
+        block = positions // sum(self.shares)
+        slot = sample_indices(seed_of(seed, 0), positions, sum(self.shares))
+        ends = np.cumsum(np.array(self.shares, np.int64))
+        source = np.searchsorted(ends, slot, side="right")
+        rank = slot - (ends - np.array(self.shares, np.int64))[source]
+        first_rows = np.cumsum(np.array((0, *self.sizes), np.int64))
+        rows = np.empty_like(slot)
+        for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
+            own = source == number
+            given = block[own] * share + rank[own]
+            rows[own] = first_rows[number] + sample_indices(seed_of(seed, number + 1), given, size)
+        return rows
+
+
+def share_of_numbers(number: int, share: float) -> bool:
+    """Whether `number` is in a share (0 to 1) of all numbers, chosen by its hash alone."""
+    return int(_mix(np.array([number], np.uint64))[0]) < share * 2**64
+
+
+def seed_of(seed: int, number: int) -> int:
+    """A seed for each of several orders of one run."""
+    return int(_mix(_mix(np.array([seed & WORD], np.uint64)) + np.uint64(number))[0])
+
+
+def _permute(values: UInt64s, key: UInt64s, half_bits: int) -> UInt64s:
+    """A permutation of [0, 4**half_bits): a Feistel network with two halves of `half_bits` bits."""
+    shift = np.uint64(half_bits)
+    mask = np.uint64(2**half_bits - 1)
+    left, right = values >> shift, values & mask
+    for number in range(ROUNDS):
+        left, right = right, left ^ (_mix(_mix(key ^ np.uint64(number)) ^ right) & mask)
+    return (left << shift) | right
+
+
+def _mix(values: UInt64s) -> UInt64s:
+    """splitmix64 (Steele, Lea, Flood, OOPSLA 2014): the output after one step from each value, modulo 2**64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

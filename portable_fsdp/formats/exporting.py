@@ -22,7 +22,7 @@ from portable_fsdp.checkpoint.storage import part_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats import EXPORTS, OF_TRANSFORMERS, SINGLE_FILE
 from portable_fsdp.formats.base import ExportOptions, load_format
-from portable_fsdp.models.safetensors_folder import MARK, hashes_of
+from portable_fsdp.models.tensor_files import MARK, hashes_of
 from portable_fsdp.runtime.errors import CheckpointError, printable
 from portable_fsdp.runtime.files import parse_json, read_regular, sync_folder, write_text_atomically
 from portable_fsdp.runtime.hub import is_hub_id

@@ -8,7 +8,7 @@ from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.formats.base import ForeignCheckpoint, check_shape
 from portable_fsdp.models.architecture import config_to_json
-from portable_fsdp.models.gguf import GgufFile, is_gguf
+from portable_fsdp.models.tensor_files import GgufFile, is_gguf
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.hub import import_transformers
 

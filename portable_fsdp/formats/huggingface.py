@@ -15,7 +15,7 @@ from portable_fsdp.formats.base import FLOAT_DTYPES, ExportOptions, ForeignCheck
 from portable_fsdp.formats.names import config_object, config_of
 from portable_fsdp.formats.peft import merged, opened_folder
 from portable_fsdp.models.architecture import mapping_of
-from portable_fsdp.models.safetensors_folder import INDEX, SINGLE
+from portable_fsdp.models.tensor_files import INDEX, SINGLE
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, local_folder

@@ -14,7 +14,7 @@ from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, 
 from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
 from portable_fsdp.formats.base import ForeignCheckpoint, as_dtype, load_format
 from portable_fsdp.formats.names import choose_tensors, config_of, names_of
-from portable_fsdp.models.safetensors_folder import require_as_exported
+from portable_fsdp.models.tensor_files import require_as_exported
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("portable_fsdp")

@@ -16,8 +16,8 @@ from portable_fsdp.formats.base import ExportOptions, as_dtype, weights_of
 from portable_fsdp.formats.names import model_on_meta
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
-from portable_fsdp.models.safetensors_folder import require_as_exported
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
+from portable_fsdp.models.tensor_files import require_as_exported
 from portable_fsdp.models.weights import RandomWeights
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.hub import import_transformers

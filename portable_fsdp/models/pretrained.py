@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.patterns import matches
 from portable_fsdp.models.architecture import last_line, log_unknown_keys, mapping_of, models_of, unknown_keys
-from portable_fsdp.models.gguf import GgufFile
-from portable_fsdp.models.safetensors_folder import SafetensorsFolder
+from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder

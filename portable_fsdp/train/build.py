@@ -85,7 +85,7 @@ def build_training(
         size = tokenizer.vocab_size
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
     if fill and config.model.pretrained is not None:
-        from portable_fsdp.models.safetensors_folder import require_intact
+        from portable_fsdp.models.tensor_files import require_intact
 
         require_intact(config, backend)
     task, seq_len, firsts = find_task(config.train.task, eager=eager), config.data.seq_len, None

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.config.patterns import matches
 from portable_fsdp.config.schema import Precision
-from portable_fsdp.data.order import sample_indices
+from portable_fsdp.data.packing import sample_indices
 from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.schedule import learning_rate
 

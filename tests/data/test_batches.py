@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.data.batches import STEPS_AHEAD, Batches
-from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import IGNORED, Rows, StepRows
+from portable_fsdp.data.packing import IGNORED, Rows, StepRows, sample_indices
 from portable_fsdp.runtime.errors import ConfigError
 
 SEQ_LEN = 6

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from portable_fsdp.data.build import renderer
 from portable_fsdp.data.cache import BATCH_DOCUMENTS, Recipe, TokenizedDocuments, entry_key, refusal, tokenized
 from portable_fsdp.data.examples import Broken, Example
 from portable_fsdp.data.packing import PackedRows
-from portable_fsdp.data.render import renderer
 from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.runtime.errors import DataError
 

@@ -19,8 +19,7 @@ import torch
 from portable_fsdp.config.data import Data
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data
-from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.data.packing import IGNORED, sample_indices
 from portable_fsdp.runtime.errors import ConfigError, DataError, TrainingError
 
 MODULE = """

@@ -13,7 +13,7 @@ import pytest
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.compressed import SETTLED_S, hash_of_files, remembered
-from portable_fsdp.data.packing import DocumentRows, PackedRows, Pieces, whole
+from portable_fsdp.data.packing import DocumentRows, PackedRows, Pieces, cut
 from portable_fsdp.data.tokenize import Tokens
 
 
@@ -131,8 +131,8 @@ def test_tokens_are_not_read_a_second_time_for_a_fingerprint(tmp_path: Path) -> 
     assert PackedRows(tokens, 8, remember).fingerprint() == PackedRows(tokens, 8).fingerprint()
     assert PackedRows(none, 8, remember).fingerprint() == PackedRows(tokens, 8).fingerprint()
     assert PackedRows(tokens, 9, remember).fingerprint() == PackedRows(tokens, 9).fingerprint()
-    pieces = whole(np.array([0, 5]), np.array([5, 6]))
-    fewer = whole(np.array([0, 5]), np.array([5, 5]))
+    pieces = cut(np.array([0, 5]), np.array([5, 6]), 8)
+    fewer = cut(np.array([0, 5]), np.array([5, 5]), 8)
 
     def rows(of: Tokens, pieces: Pieces = pieces, **keys: Any) -> str:
         return DocumentRows(of, None, pieces, seq_len=8, padding=0, several=True, **keys).fingerprint()

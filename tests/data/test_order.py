@@ -5,7 +5,7 @@ from math import factorial
 import numpy as np
 import pytest
 
-from portable_fsdp.data.order import Mixture, sample_indices, share_of_numbers
+from portable_fsdp.data.packing import Mixture, sample_indices, share_of_numbers
 
 WORD = 2**64 - 1
 

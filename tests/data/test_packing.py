@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from portable_fsdp.data.packing import IGNORED, DocumentRows, Int64s, MixedRows, PackedRows, best_fit, cut, whole
+from portable_fsdp.data.packing import IGNORED, DocumentRows, Int64s, MixedRows, PackedRows, best_fit, cut
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def documents(*lengths: int, seq_len: int, counted: NDArray[np.bool_] | None = N
     sizes = np.array(lengths, np.int64)
     ends = np.cumsum(sizes, dtype=np.int64)
     tokens = np.arange(100, 100 + ends[-1], dtype=np.uint16)
-    pieces = cut(ends - sizes, sizes, seq_len) if counted is None else whole(ends - sizes, sizes)
+    pieces = cut(ends - sizes, sizes, seq_len)
     given: dict[str, Any] = {"several": True, **keys}
     return DocumentRows(tokens, counted, pieces, seq_len=seq_len, padding=7, **given)
 

@@ -12,9 +12,9 @@ from chat_templates import CHATML, DATED, FAMILIES, GENERATION, TOLD_TOOLS, TOOL
 
 from portable_fsdp.config.data import Format
 from portable_fsdp.config.schema import Data
+from portable_fsdp.data.build import renderer
 from portable_fsdp.data.chat import KEPT_OUT
 from portable_fsdp.data.examples import Broken, Example, Rendered
-from portable_fsdp.data.render import renderer
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.data.tokenize import ByteTokenizer, Tokenizer
 from portable_fsdp.runtime.errors import DataError

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.layout import full_region, rows_of_shard
 from portable_fsdp.models.build import BuiltModel, build_model
-from portable_fsdp.models.gguf import GgufFile
 from portable_fsdp.models.pretrained import fingerprint
+from portable_fsdp.models.tensor_files import GgufFile
 from portable_fsdp.runtime.errors import ConfigError
 
 SEQ_LEN = 16
