@@ -31,11 +31,7 @@ MAX_LINE = 1 << 25
 MAX_UNPACKED = 1 << 30
 """Bytes: a small compressed file may unpack to terabytes."""
 
-# Strings, so that no bracket in one counts, and brackets; an unterminated string takes the rest.
-_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
-
-_BLANK = re.compile(rb"\s*")
-
+_SPACE = re.compile(r"\s*")
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
@@ -59,50 +55,46 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def is_json_array(path: Path) -> bool:
     """Whether the file begins as a JSON array; False where it can't be read."""
-    return _beginning(path).removeprefix(BOM).lstrip().startswith(b"[")
+    try:
+        with _opened(path) as file:
+            return file.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, text) of each element of a JSON array, and of what is behind it: whoever parses that
-    text sees what is wrong. Raises DataError."""
+    """(number of its first line, text) of each element of a JSON array; the rest is one from the first that can't be
+    parsed on, and so is what follows the array: whoever parses it sees what is wrong. Raises DataError."""
     if path.stat().st_size > MAX_UNPACKED:
         raise DataError(
             f"data.path: {path}: expected a JSON array of at most {MAX_UNPACKED:,} bytes, found a longer one.\n"
             "  Write one object a line: jq -c '.[]'."
         )
-    content = read_whole(path)
-    depth, begin, line, counted = 0, 0, 1, 0
-    for token in _JSON_TOKEN.finditer(content):
-        kind = token[0]
-        if kind in (b"[", b"{"):
-            depth += 1
-            begin = token.end() if depth == 1 else begin
-        elif kind in (b"]", b"}") and depth > 1:
-            depth -= 1
-        elif kind in (b"]", b"}") or (kind == b"," and depth == 1):
-            element = content[begin : token.start()].strip()
-            line, counted = line + content.count(b"\n", counted, begin), begin
-            if element or kind == b",":
-                yield line + _blank_lines(content, begin), _bounded(element, path, line)
-            begin = token.end()
-            if kind != b",":
-                break
-    if rest := content[begin:].strip():
-        yield line + content.count(b"\n", counted, begin), _bounded(rest, path, line)
+    text = read_whole(path).decode(errors="surrogateescape")
+    decoder, line, counted, is_broken = json.JSONDecoder(), 1, 0, False
+    at = _behind_space(text, text.index("[") + 1)
+    has_more = text[at : at + 1] != "]"
+    while has_more:
+        try:
+            end = decoder.raw_decode(text, at)[1]
+        except (ValueError, RecursionError):
+            end, is_broken = len(text), True
+        line, counted = line + text.count("\n", counted, at), at
+        if end - at > MAX_LINE:
+            raise DataError(
+                f"data.path: {path}:{line}: expected elements of at most {MAX_LINE:,} bytes, found a longer one."
+            )
+        yield line, text[at:end].encode(errors="surrogateescape")
+        at = _behind_space(text, end)
+        has_more = text[at : at + 1] == ","
+        at = _behind_space(text, at + has_more)
+    rest = text[at:].strip()
+    if rest != "]" and not is_broken:
+        yield line + text.count("\n", counted, at), rest.encode(errors="surrogateescape")
 
 
-def _blank_lines(content: bytes, begin: int) -> int:
-    """How many lines end before the next text."""
-    blank = _BLANK.match(content, begin)
-    return blank[0].count(b"\n") if blank else 0
-
-
-def _bounded(element: bytes, path: Path, line: int) -> bytes:
-    if len(element) > MAX_LINE:
-        raise DataError(
-            f"data.path: {path}:{line}: expected elements of at most {MAX_LINE:,} bytes, found a longer one."
-        )
-    return element
+def _behind_space(text: str, at: int) -> int:
+    return cast("re.Match[str]", _SPACE.match(text, at)).end()
 
 
 def read_whole(path: Path) -> bytes:
@@ -134,18 +126,7 @@ class TextFileSource:
         """0, unknown, where a file is compressed."""
 
     def content(self, cache: Path) -> str:
-        """`hash_of_files`, marked where a file begins with a BOM: earlier releases took it for text."""
-        mark = "without BOM " if any(_beginning(path).startswith(BOM) for path in self.files) else ""
-        return mark + hash_of_files(self.files, cache)
-
-
-def _beginning(path: Path) -> bytes:
-    """The first bytes; none if they can't be read."""
-    try:
-        with _opened(path) as file:
-            return file.read(4096)
-    except (OSError, EOFError, zlib.error):
-        return b""
+        return hash_of_files(self.files, cache)
 
 
 def _kind(path: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp), import only: `models/gguf.py` reads them, and says which."""
+"""GGUF files (llama.cpp), import only: `models/tensor_files.py` reads them, and says which."""
 
 from pathlib import Path
 

@@ -124,18 +124,6 @@ def test_muon_takes_matrices_but_no_embedding_and_no_head() -> None:
     assert not any("is_hidden" in group for group in parameter_groups(shapes, of("adamw"), tables=tables))
 
 
-@pytest.mark.parametrize("name", ["adam", "adafactor", "lion", "sgd"])
-def test_a_compiled_step_takes_its_numbers_as_inputs(name: str) -> None:
-    """Two learning rates, the step's number, and how many steps were skipped."""
-    optimizer = ours(name, True)
-    for _ in (1, 2):
-        placed = bring_numbers(optimizer, LR)
-        assert len(placed) == 4
-        for parameter in in_groups(optimizer):
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "adam", "adafactor", "lion", "muon", "sgd", "own_optimizers:Stepping"])
 def test_a_step_that_is_skipped_leaves_no_trace(name: str, compiled: bool) -> None:
