@@ -89,9 +89,6 @@ class CheckedArray:
     def __len__(self) -> int:
         return len(self._array)
 
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.asarray(self[:], dtype)
-
     def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[Any]:
         """`index`: no negative numbers in an array."""
         if isinstance(index, slice):
@@ -186,7 +183,10 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
                 if not entry.is_dir():
                     _make(entry, recipe, alone=is_locked)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise DataError(
+            f"data.cache_dir: {error.filename or folder}: can't be written: {error.strerror}.\n"
+            "  Remove the cause and start again, or set data.cache_dir to a folder on another disk."
+        ) from error
     try:
         return TokenizedDocuments.mapped(entry)
     except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
@@ -199,13 +199,6 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
             f"data.cache_dir: {error.filename or entry}: can't be read: {error.strerror}.\n"
             "  The entry may be whole: start again when the cause is gone."
         ) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> DataError:
-    return DataError(
-        f"data.cache_dir: {error.filename or folder}: can't be written: {error.strerror}.\n"
-        "  Remove the cause and start again, or set data.cache_dir to a folder on another disk."
-    )
 
 
 @contextmanager

@@ -1,11 +1,10 @@
 """Sources of documents with named columns: JSON lines or arrays, parquet files, data sets of the hub."""
 
-import contextlib
 import difflib
 import json
 import re
 import sys
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -195,23 +194,24 @@ def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]
     """Load a split, or an expression like train[:10%]; return it and the number of rows in each split."""
     datasets = extra("datasets")
     folder = Path(path)
-    with _quiet(datasets):
-        try:
-            if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-                return _part_of_saved(datasets, datasets.load_from_disk(path), split)
-            hub = re.fullmatch(_HUB_NAME, path)
-            if folder.is_dir() or hub is None:
-                part = datasets.load_dataset(path, split=split)
-            else:
-                part = datasets.load_dataset(hub["path"], hub["subset"], revision=hub["revision"], split=split)
-            return part, {name: info.num_examples for name, info in (part.info.splits or {}).items()}
-        except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise DataError(
-                f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
-                f"  data.path is {path}; a colon names a subset (org/name:subset). Offline, with HF_HUB_OFFLINE=1, the "
-                "data set must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
-            ) from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            return _part_of_saved(datasets, datasets.load_from_disk(path), split)
+        hub = re.fullmatch(_HUB_NAME, path)
+        if folder.is_dir() or hub is None:
+            part = datasets.load_dataset(path, split=split)
+        else:
+            part = datasets.load_dataset(hub["path"], hub["subset"], revision=hub["revision"], split=split)
+        return part, {name: info.num_examples for name, info in (part.info.splits or {}).items()}
+    except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise DataError(
+            f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
+            f"  data.path is {path}; a colon names a subset (org/name:subset). Offline, with HF_HUB_OFFLINE=1, the "
+            "data set must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
+        ) from error
 
 
 def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str, int]]:
@@ -223,19 +223,6 @@ def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str
     taken = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     rows = [parts[part.splitname].select(range(part.from_, part.to)) for part in taken]
     return datasets.concatenate_datasets(rows), sizes
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any) -> Generator[None]:
-    """Progress bars on a terminal only; they are a setting of the whole process."""
-    if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
 
 
 def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str]) -> dict[str, str]:

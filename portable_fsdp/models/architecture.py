@@ -226,12 +226,6 @@ def _refuse_sizes(kind: Any, config: Any, values: Mapping[str, Any], where: str)
             f"{where.rstrip('.: ')}: expected the sizes of the model, found no {', '.join(missing)} of "
             f"{kind.__name__}.\n  Add {'them' if len(missing) > 1 else 'it'}; transformers would take {defaults}."
         )
-    sizes = {kind.attribute_map.get(size, size) for size in _SIZES}
-    for name, value in values.items():
-        if kind.attribute_map.get(name, name) in sizes and isinstance(value, int) and value < 1:
-            raise ConfigError(f"{where}{name}: expected a size of at least 1, found {value}.")
-        if value != value:  # NaN
-            raise ConfigError(f"{where}{name}: expected a number, found {value}.")
 
 
 def _missing_sizes(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

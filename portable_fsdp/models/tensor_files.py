@@ -207,8 +207,6 @@ class GgufFile(TensorFile):
         reader = _opened(path)
         self.config, self._processor, names = _transformers_view(path, reader)
         self._tensors = {_hf_name(path, names, str(tensor.name)): tensor for tensor in reader.tensors}
-        if len(self._tensors) != len(reader.tensors):
-            raise ConfigError(f"{path}: expected one tensor for each name of the model, found two for one")
         self.shapes = {key: tuple(map(int, reversed(tensor.shape))) for key, tensor in self._tensors.items()}
         self._last: tuple[str, Tensor] | None = None
 

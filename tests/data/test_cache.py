@@ -177,7 +177,6 @@ def test_a_flipped_bit_is_found_when_it_is_first_read(tmp_path: Path, name: str,
     for read in (
         lambda: rows.rows(np.array([0, at // 8])),
         rows.fingerprint,
-        lambda: np.asarray(entry.tokens),
         lambda: entry.tokens[at - 5_000_000 :],
         lambda: entry.tokens[at : at + 1],
     ):
