@@ -31,7 +31,7 @@ from portable_fsdp.data.examples import (
     meaningful_columns,
     trains,
 )
-from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, share_of_numbers
+from portable_fsdp.data.packing import MixedRows, PackedRows, Rows, share_of_numbers
 from portable_fsdp.data.sources import open_apart, open_source
 from portable_fsdp.data.tokenize import Tokenizer, ended, load_tokenizer, token_dtype
 from portable_fsdp.runtime.errors import DataError
@@ -197,10 +197,10 @@ class _Builder:
             **arguments,
         )
 
-    def _document_rows(
-        self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments
-    ) -> DocumentRows:
+    def _document_rows(self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments) -> Rows:
         """Without the documents that have nothing to predict."""
+        from portable_fsdp.data.document_rows import DocumentRows, cut  # a stream needs neither
+
         seq_len, starts = self._data.seq_len, documents.starts
         keep = predicts(documents)
         _log_count((~keep).sum(), f"{source.name} left out: nothing to predict")

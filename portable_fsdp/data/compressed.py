@@ -11,10 +11,9 @@ import gzip
 import io
 import json
 import os
-import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -27,84 +26,21 @@ from portable_fsdp.runtime.files import read_regular, write_text_atomically
 BOM = b"\xef\xbb\xbf"
 """Some editors put it before UTF-8; no part of the text."""
 
-MAX_LINE = 1 << 25
 MAX_UNPACKED = 1 << 30
 """Bytes: a small compressed file may unpack to terabytes."""
 
-_SPACE = re.compile(r"\s*")
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line with its end) of each; raises DataError, which names the first line that isn't whole."""
-    number = 0
-    try:
-        with _opened(path) as file:
-            while line := file.readline(MAX_LINE + 1):
-                if len(line) > MAX_LINE:
-                    raise DataError(
-                        f"data.path: {path}:{number + 1}: expected a line of at most {MAX_LINE:,} bytes, found a "
-                        "longer one.\n  Write one document a line."
-                    )
-                number += 1
-                yield number, line.removeprefix(BOM) if number == 1 else line
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(f"{path}:{number + 1}", path, error) from error
-
-
-def is_json_array(path: Path) -> bool:
-    """Whether the file begins as a JSON array; False where it can't be read."""
-    try:
-        with _opened(path) as file:
-            return file.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
-    except (OSError, EOFError, zlib.error):
-        return False
-
-
-def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, text) of each element of a JSON array; the rest is one from the first that can't be
-    parsed on, and so is what follows the array: whoever parses it sees what is wrong. Raises DataError."""
-    if path.stat().st_size > MAX_UNPACKED:
-        raise DataError(
-            f"data.path: {path}: expected a JSON array of at most {MAX_UNPACKED:,} bytes, found a longer one.\n"
-            "  Write one object a line: jq -c '.[]'."
-        )
-    text = read_whole(path).decode(errors="surrogateescape")
-    decoder, line, counted, is_broken = json.JSONDecoder(), 1, 0, False
-    at = _behind_space(text, text.index("[") + 1)
-    has_more = text[at : at + 1] != "]"
-    while has_more:
-        try:
-            end = decoder.raw_decode(text, at)[1]
-        except (ValueError, RecursionError):
-            end, is_broken = len(text), True
-        line, counted = line + text.count("\n", counted, at), at
-        if end - at > MAX_LINE:
-            raise DataError(
-                f"data.path: {path}:{line}: expected elements of at most {MAX_LINE:,} bytes, found a longer one."
-            )
-        yield line, text[at:end].encode(errors="surrogateescape")
-        at = _behind_space(text, end)
-        has_more = text[at : at + 1] == ","
-        at = _behind_space(text, at + has_more)
-    rest = text[at:].strip()
-    if rest != "]" and not is_broken:
-        yield line + text.count("\n", counted, at), rest.encode(errors="surrogateescape")
-
-
-def _behind_space(text: str, at: int) -> int:
-    return cast("re.Match[str]", _SPACE.match(text, at)).end()
 
 
 def read_whole(path: Path) -> bytes:
     """Raises DataError."""
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             most = None if _kind(path) is None else MAX_UNPACKED
             content = file.read(-1 if most is None else most + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(str(path), path, error) from error
+        raise unreadable(str(path), path, error) from error
     if most is not None and len(content) > most:
         raise DataError(
             f"data.path: {path}: expected at most {MAX_UNPACKED:,} bytes in a compressed file, found more.\n"
@@ -138,7 +74,7 @@ def _kind(path: Path) -> str | None:
     return "gzip" if first.startswith(_GZIP) else "zstd" if first == _ZSTD else None
 
 
-def _opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BinaryIO:
     match _kind(path):
         case "gzip":
             return cast(BinaryIO, gzip.open(path, "rb"))
@@ -149,7 +85,7 @@ def _opened(path: Path) -> BinaryIO:
             return path.open("rb")
 
 
-def _unreadable(place: str, path: Path, error: Exception) -> DataError:
+def unreadable(place: str, path: Path, error: Exception) -> DataError:
     kind = _kind(path)
     if kind is None:
         return DataError(f"data.path: {place}: can't be read: {getattr(error, 'strerror', None) or error}.")

@@ -67,6 +67,28 @@ def broken(example: Example | Broken, problem: str) -> Broken:
     return Broken(example.number, example.place, example.size, problem)
 
 
+ChatMessage = dict[str, Any]
+
+
+class Conversation(NamedTuple):
+    """Messages, the functions that the assistant may call in them (JSON schemas), and whether each message trains."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[dict[str, Any]] | None = None
+    trains: Sequence[bool] = ()
+    """Empty: all do."""
+
+    @property
+    def silent(self) -> list[int]:
+        """The assistant's messages that don't train."""
+        pairs = zip(self.messages, self.trains, strict=False)
+        return [number for number, (message, trains) in enumerate(pairs) if is_answer(message) and not trains]
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant"
+
+
 class DocumentSource(Protocol):
     """Documents in an order of their own, the same each time."""
 

@@ -21,8 +21,9 @@ from portable_fsdp.config.schema import Data
 from portable_fsdp.data.build import build_data, renderer
 from portable_fsdp.data.cache import BATCH_DOCUMENTS, Recipe, TokenizedDocuments, entry_key, refusal, tokenized
 from portable_fsdp.data.compressed import SETTLED_S, hash_of_files, remembered
+from portable_fsdp.data.document_rows import DocumentRows, Pieces, cut
 from portable_fsdp.data.examples import Broken, Example
-from portable_fsdp.data.packing import DocumentRows, PackedRows, Pieces, cut
+from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.data.tokenize import ByteTokenizer, Tokens
 from portable_fsdp.runtime.errors import DataError
 

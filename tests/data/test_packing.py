@@ -9,15 +9,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from portable_fsdp.data.document_rows import DocumentRows, best_fit, cut
 from portable_fsdp.data.packing import (
     IGNORED,
-    DocumentRows,
     Int64s,
     MixedRows,
     Mixture,
     PackedRows,
-    best_fit,
-    cut,
     sample_indices,
     share_of_numbers,
 )

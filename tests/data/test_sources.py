@@ -17,7 +17,7 @@ import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.examples import Broken, Example
-from portable_fsdp.data.messages import messages_of
+from portable_fsdp.data.render import messages_of
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 

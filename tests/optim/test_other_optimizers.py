@@ -15,8 +15,9 @@ from portable_fsdp.backends.contract import zero_optimizer
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.models.wrap import table_weights
-from portable_fsdp.optim.counting import CountingOptimizer, orthogonalized
-from portable_fsdp.optim.optimizer import make_optimizer, nothing_changed_if, parameter_groups
+from portable_fsdp.optim.counting import CountingOptimizer, nothing_changed_if
+from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
+from portable_fsdp.optim.own import orthogonalized
 from portable_fsdp.runtime.errors import ConfigError
 
 LR = 0.01
