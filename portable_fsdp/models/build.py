@@ -251,8 +251,11 @@ def _int(config: Any, name: str) -> int | None:
 def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) -> None:
     positions, ids = _int(config, "max_position_embeddings"), _int(config, "vocab_size")
     heads, kv_heads = _int(config, "num_attention_heads"), _int(config, "num_key_value_heads")
-    if positions is not None and positions > 0:
-        _check_positions(positions, seq_len, seq_len_key)
+    if positions is not None and 0 < positions < seq_len:
+        raise ConfigError(
+            f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
+            f"  Lower {seq_len_key}, or take a model with more positions."
+        )
     if heads is not None and kv_heads and heads % kv_heads:
         raise ConfigError(
             f"model: expected num_key_value_heads that divides num_attention_heads={heads}, found {kv_heads}."
@@ -267,14 +270,6 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
         raise ConfigError(
             "model: expected output_router_logits=false, found true: the router's auxiliary loss is not built yet.\n"
             "  Set it to false in model.architecture (in a folder: in its config.json)."
-        )
-
-
-def _check_positions(positions: int, seq_len: int, seq_len_key: str) -> None:
-    if positions < seq_len:
-        raise ConfigError(
-            f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
-            f"  Lower {seq_len_key}, or take a model with more positions."
         )
 
 
@@ -339,11 +334,6 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
     A third of a second for 80 layers. What the model reads from its values (transformers looks for padding) can't be
     followed and isn't refused, save in experts that choose their tokens on the host.
     """
-    modules = dict(model.named_modules())
-    for name, table in modules.items():
-        if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None:
-            # RoBERTa counts from there.
-            _check_positions(table.num_embeddings - table.padding_idx - 1, seq_len, seq_len_key)
     try:
         with torch.no_grad(), torch.device("meta"):
             return trace_logits(model, torch.zeros(1, seq_len, dtype=torch.int64))
@@ -352,7 +342,7 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
             raise _misfit(
                 f"{type(model).__name__} can't run a row of {seq_len} tokens ({seq_len_key})", error
             ) from error
-        for name, module in modules.items():
+        for name, module in model.named_modules():
             if "Experts" in type(module).__name__ and not takes_implementation(module):
                 raise ConfigError(
                     f"model: {type(model).__name__}: expected experts that run in static shapes, found {name}, which "

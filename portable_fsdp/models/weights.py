@@ -149,12 +149,12 @@ class ModelSize:
     """From these sizes `model_flops_per_token` counts the FLOPs of a step."""
 
     parameters: int  # a tied weight once
-    embedding_parameters: int  # of tables that are only looked up
-    frozen_parameters: int  # without those tables
+    frozen_parameters: int  # without tables that are only looked up
     trained_parameters: int
-    layers: int
-    hidden: int  # attention heads * head_dim
-    has_experts: bool  # not every weight meets every token
+    embedding_parameters: int = 0  # of those tables
+    layers: int = 0
+    hidden: int = 0  # attention heads * head_dim
+    has_experts: bool = False  # not every weight meets every token
 
 
 def size_of(model: Any) -> ModelSize:

@@ -19,7 +19,7 @@ import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.build import build_data, renderer
-from portable_fsdp.data.cache import BATCH_DOCUMENTS, Recipe, TokenizedDocuments, entry_key, refusal, tokenized
+from portable_fsdp.data.cache import BATCH_DOCUMENTS, Recipe, TokenizedDocuments, refusal, tokenized
 from portable_fsdp.data.compressed import SETTLED_S, hash_of_files, remembered
 from portable_fsdp.data.document_rows import DocumentRows, Pieces, cut
 from portable_fsdp.data.examples import Broken, Example
@@ -80,11 +80,6 @@ def test_only_what_belongs_to_it_is_in_an_entry(tmp_path: Path) -> None:
     assert documents(entry) == [b"a\0", b"c\0"]
     assert entry.numbers.tolist() == [0, 2]
     assert len(tokenized(tmp_path, recipe(Texts(), key="empty"))) == 0
-
-
-def test_keys_follow_every_part() -> None:
-    assert entry_key(a=1, b="x") == entry_key(b="x", a=1)
-    assert len({entry_key(a=1), entry_key(a=2), entry_key(b=1), entry_key(a="1")}) == 4
 
 
 def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:

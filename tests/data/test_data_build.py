@@ -71,15 +71,6 @@ def test_every_document_is_in_one_row(lines: Path, packing: str) -> None:
     assert len(corpus.rows) == (200 if packing == "none" else pytest.approx(200 * 24.5 / 64, abs=2))
 
 
-@pytest.mark.parametrize("source", ["python_docs", "python_source"])
-def test_real_documents_waste_less_than_a_percent(source: Any) -> None:
-    corpus = build_data(Data(source=source, seq_len=2048, packing="documents"))
-    some = corpus.rows.rows(np.arange(0, len(corpus.rows), max(1, len(corpus.rows) // 500)))
-    assert (some["segments"] == 0).float().mean() < 0.01
-    whole = build_data(Data(source=source, seq_len=2048))
-    assert len(corpus.rows) <= 1.01 * len(whole.rows) + 1
-
-
 def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "long.jsonl", ["a" * 150, "b" * 10, "c" * 64])
     with caplog.at_level(logging.INFO, "portable_fsdp"):
@@ -313,18 +304,6 @@ def test_the_shares_of_a_mixture_are_held_out_of_each_part(tmp_path: Path) -> No
 # ----------------------------------------------------------------------------------------- fingerprint, tokenizer
 
 
-def test_a_changed_file_is_another_fingerprint(lines: Path) -> None:
-    def fingerprint() -> tuple[str, str]:
-        return build_data(data(lines, packing="documents")).fingerprint
-
-    before = fingerprint()
-    assert fingerprint() == before
-    lines.write_text(lines.read_text().replace("0007", "0070"))
-    after = fingerprint()
-    assert after[0] != before[0]
-    assert after[1] == before[1]
-
-
 def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer, lines: Path, tmp_path: Path) -> None:
     made = make_tokenizer()
     folder = str(tmp_path / "tokenizer")
@@ -342,11 +321,6 @@ def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer,
     assert size(corpus(tokenizer="bytes")) == 256
     own = Model(architecture={"model_type": "llama"})
     assert size(build_data(data(lines), own)) == size(build_data(data(lines))) == 256
-
-
-def test_a_tokenizer_of_the_hub_that_is_not_in_the_cache_is_refused(lines: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer: org/name: no local folder, (?s:.*) HF_HUB_OFFLINE=1"):
-        build_data(data(lines, tokenizer="org/name"))
 
 
 def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

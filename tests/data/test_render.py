@@ -265,10 +265,7 @@ THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n
 @pytest.mark.parametrize(
     ("template", "form", "fields", "expected"),
     [
-        *(
-            (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | flag, *SAID]}, ["3<|im_end|>\n"])
-            for flag in ({"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trainable": False})
-        ),
+        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"training": False}, *SAID]}, ["3<|im_end|>\n"]),
         (GENERATION, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}, *SAID]}, ["3<|im_end|>\n"]),
         (TOOLS, "chat", {"messages": SAID, "weight": 0}, []),
         (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}]}, []),
