@@ -81,17 +81,6 @@ def test_the_shards_of_a_step_are_the_global_batch_in_order(count: int, accumula
     assert Counter(drawn[:50]) == Counter(range(50))
 
 
-def test_micro_batches_have_the_shapes_and_dtypes_of_the_contract() -> None:
-    with batches(shard=(1, 2), accumulation=3) as feed:
-        step = next(feed)
-    assert len(step.micro_batches) == 3
-    for micro in step.micro_batches:
-        assert {name: (tuple(value.shape), value.dtype) for name, value in micro.items()} == {
-            "input_ids": ((2, SEQ_LEN), torch.int64),
-            "labels": ((2, SEQ_LEN), torch.int64),
-        }
-
-
 @pytest.mark.parametrize(("count", "accumulation"), [(1, 1), (1, 4), (2, 3), (3, 2)])
 def test_counts_add_up_to_the_counted_labels_of_the_global_batch(count: int, accumulation: int) -> None:
     shards = [batches(shard=(index, count), accumulation=accumulation) for index in range(count)]
@@ -146,12 +135,6 @@ def test_closing_ends_the_thread_also_with_steps_made_ahead() -> None:
     assert our_threads() == []
     with pytest.raises(ValueError, match="closed"):
         next(feed)
-
-
-def test_leaving_the_block_by_an_error_ends_the_thread() -> None:
-    with pytest.raises(RuntimeError, match="of the loop"), batches(NumberedRows(50, fails_at=1)):
-        raise RuntimeError("of the loop")
-    assert our_threads() == []
 
 
 @pytest.mark.parametrize(("count", "accumulation"), [(5, 1), (1, 5), (4, 2)])

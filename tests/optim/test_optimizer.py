@@ -259,27 +259,6 @@ def test_parameters_of_different_counts_are_corrected_by_their_own() -> None:
     assert [float(state["step"]) for state in ours.state.values()] == [11.0, 5.0]
 
 
-def test_bias_corrections_of_long_runs_keep_their_names_apart() -> None:
-    """Counts that agree in their first digits are still two."""
-    optimizer = make_optimizer(ADAMW)(shared(), True)
-    for count, parameter in zip((1234567, 1234568), in_groups(optimizer), strict=True):
-        optimizer.state[parameter]["step"] = torch.tensor(float(count))
-    assert len(step_numbers(optimizer, 0.01)) == 2 + 2 + 1
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_parameters_without_memory_give_an_optimizer_too(name: str) -> None:
-    """Backends learn the optimizer's state from a step on the meta device."""
-    matrix = nn.Parameter(torch.empty(3, 4, device="meta"))
-    config = Optim.model_validate({"name": name, "momentum": 0.9})
-    optimizer = make_optimizer(config)([{"params": [matrix], "weight_decay": 0.1}], False)
-    matrix.grad = torch.zeros_like(matrix)
-    optimizer.step()
-    shapes = {key: tuple(value.shape) for key, value in optimizer.state[matrix].items()}
-    adamw: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": (3, 4), "exp_avg_sq": (3, 4)}
-    assert shapes == ({"momentum_buffer": (3, 4)} if name == "sgd" else adamw)
-
-
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 LR = 0.5
 
