@@ -84,9 +84,7 @@ def test_only_what_belongs_to_it_is_in_an_entry(tmp_path: Path) -> None:
 
 def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
     source = Texts("a", Broken(1, "file:2", 1, "expected this, found that"), "c", Broken(3, "file:4", 1, "other"))
-    with pytest.raises(
-        DataError, match=r"data: file:2: expected this, found that\.\n  Correct it, or set data\.on_error=skip"
-    ):
+    with pytest.raises(DataError, match=r"data: file:2: expected this, found that\.\n  Correct .* data\.on_error=skip"):
         tokenized(tmp_path, recipe(source))
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
     entry = tokenized(tmp_path, recipe(source, skip_broken=True))

@@ -63,9 +63,7 @@ def test_a_glob_is_sorted_and_goes_to_any_depth(tmp_path: Path) -> None:
 
 
 def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"data\.path: expected a file or a glob that matches some, found nothing: .*\*\.txt\n"
-    ):
+    with pytest.raises(DataError, match=r"data\.path: expected .* glob that matches some, found nothing: .*\*\.txt\n"):
         read_documents(text_of(tmp_path / "*.txt"))
     with pytest.raises(DataError, match=r"found a folder: .*\n  Name its files: .*/\*\*/\*\.txt"):
         read_documents(text_of(tmp_path))

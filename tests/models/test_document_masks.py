@@ -128,9 +128,7 @@ def test_padding_behind_a_document_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_KEPT_APART)
 def test_a_model_that_cannot_keep_documents_apart_is_refused_by_name(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data\.packing=documents: expected a model that gives documents"
-    ) as refusal:
+    with pytest.raises(ConfigError, match=r"^data\.packing=documents: expected a model .* gives documents") as refusal:
         built(name)
     assert NOT_KEPT_APART[name] in str(refusal.value)
     assert "Set data.packing=none (one document a row, padded)." in str(refusal.value)

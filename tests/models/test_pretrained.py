@@ -149,9 +149,7 @@ def test_a_tied_weight_may_have_its_other_name_or_both_but_one_content(tmp_path:
         edit(tmp_path, *without, lm_head__weight=head)
         assert_filled_from(open_folder(tmp_path), stock)
     edit(tmp_path, lm_head__weight=table + torch.eye(*table.shape), model__embed_tokens__weight=table)
-    with pytest.raises(
-        ConfigError, match=r"one content for tied weights, .* model\.embed_tokens\.weight and lm_head\.weight\.\n"
-    ):
+    with pytest.raises(ConfigError, match=r"one .* weights, .* model\.embed_tokens\.weight and lm_head\.weight\.\n"):
         open_folder(tmp_path)
 
 
@@ -186,9 +184,7 @@ def test_missing_weights_that_are_allowed_are_drawn_as_in_a_new_model(
 def test_what_the_model_has_no_place_for_is_refused_unless_allowed(tmp_path: Path) -> None:
     stock = save(tmp_path, "llama")
     edit(tmp_path, vision__tower__weight=torch.ones(2), extra=torch.ones(2))
-    with pytest.raises(
-        ConfigError, match=r"LlamaForCausalLM alone, found 2 .*: extra, vision\.tower\.weight\.\n.*allow"
-    ):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM .* found 2 .*: extra, vision\.tower\.weight\.\n.*allow"):
         open_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"found 1 that it has no place for: extra\."):
         open_folder(tmp_path, "vision")
@@ -329,9 +325,7 @@ def test_new_rows_are_the_mean_of_the_old_ones(
 
 def test_another_tokenizer_makes_nothing_grow_and_a_smaller_one_nothing_shrink(tmp_path: Path) -> None:
     save(tmp_path, "llama")
-    with pytest.raises(
-        ConfigError, match=r"vocab_size of at least 107 .*, found 101\.(?s:.)*grows only with a tokenizer"
-    ):
+    with pytest.raises(ConfigError, match=r"vocab_size of at least 107 .*, found 101\.(?s:.)*grows only .* tokenizer"):
         open_folder(tmp_path, vocabulary=GROWN)
     assert open_folder(tmp_path, vocabulary=50, keeps_ids=True).config["vocab_size"] == VOCABULARY
     with pytest.raises(ConfigError, match="vocab_size of at least 107"):

@@ -110,9 +110,7 @@ def test_a_group_names_a_tied_weight_by_any_of_its_names() -> None:
     own = Optim.model_validate({"lr": 0.1, "groups": [{"match": "head", "lr": 0.2}]})
     shapes = {"embed.weight": (8, 4), "q.weight": (4, 4)}
     assert parameter_groups(shapes, own, ties=ties) == [group(["embed.weight"], 0.1, 2.0), group(["q.weight"], 0.1)]
-    with pytest.raises(
-        ConfigError, match=r"match: .*found 'head': all that it names, embed\.weight, is frozen by model"
-    ):
+    with pytest.raises(ConfigError, match=r"match: .*found 'head': all that it names, embed\.weight, is .* by model"):
         parameter_groups({"q.weight": (4, 4)}, own, ties=ties, frozen=["embed.weight"])
 
 
