@@ -1,19 +1,21 @@
-"""Groups of parameters, and the optimizer that the config names.
+"""Groups of parameters, the optimizer that the config names, and the learning rate of each step. Loads no torch.
 
 A backend makes the optimizer once its parameters are laid out: `make_optimizer` gives it the function to call. The loop
 tells it the numbers of each step (`counting.step_numbers`, `set_step_numbers`): a compiled step takes them as inputs.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from portable_fsdp.config.patterns import matching
 from portable_fsdp.config.schema import Optim, OptimGroup
 from portable_fsdp.runtime.errors import ConfigError
 
-Make = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
+if TYPE_CHECKING:
+    import torch
+
+Make = Callable[[list[dict[str, Any]], bool], "torch.optim.Optimizer"]
 
 
 def parameter_groups(
@@ -71,12 +73,12 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
     return own
 
 
-def make_optimizer(optim: Optim, compute: torch.dtype = torch.float32) -> Make:
+def make_optimizer(optim: Optim, compute: "torch.dtype | None" = None) -> Make:
     """`make(groups, compiled)`, which makes the config's optimizer from groups of parameters.
 
     A compiled step may hold no number that changes with the step: lr is then a float32 tensor, and AdamW the one of
-    own.py, whose state has the names, shapes and dtypes of torch's. `compute`: the dtype of Muon's iteration. Raises
-    ConfigError for a package that is missing, and for a factory that can't be used.
+    own.py, whose state has the names, shapes and dtypes of torch's. `compute`: the dtype of Muon's iteration;
+    None: float32. Raises ConfigError for a package that is missing, and for a factory that can't be used.
     """
     if optim.factory is None and optim.name != "adamw8bit":
         return lambda groups, compiled: _make(optim, compute, groups, compiled)
@@ -85,7 +87,11 @@ def make_optimizer(optim: Optim, compute: torch.dtype = torch.float32) -> Make:
     return from_bitsandbytes(optim) if optim.factory is None else from_factory(optim, optim.factory)
 
 
-def _make(optim: Optim, compute: torch.dtype, groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
+def _make(
+    optim: Optim, compute: "torch.dtype | None", groups: list[dict[str, Any]], compiled: bool
+) -> "torch.optim.Optimizer":
+    import torch
+
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     if optim.name in ("adamw", "adam") and not compiled and "tpu" not in devices:
         torchs = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
@@ -103,7 +109,51 @@ def _make(optim: Optim, compute: torch.dtype, groups: list[dict[str, Any]], comp
         case "adafactor":
             return own.Adafactor(groups, lr=lr)
         case "muon":
-            momentum = optim.momentum
-            return own.Muon(groups, lr=lr, betas=optim.betas, eps=optim.eps, momentum=momentum, compute=compute)
+            options = {"lr": lr, "betas": optim.betas, "eps": optim.eps, "momentum": optim.momentum}
+            return own.Muon(groups, **options, compute=compute or torch.float32)
         case _:
             return own.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, decoupled=optim.name == "adamw")
+
+
+# -------------------------------------------------------------------------------------------------- the learning rate
+
+# Linear warmup, then constant, linear, cosine or wsd (warmup, stable, decay). It is never 0: XLA compiles a program of
+# its own for an exact 0, so warmup begins at lr / warmup_steps and decay ends at min_lr_ratio * lr. wsd is that of
+# MiniCPM (arXiv 2404.06395, section 4) with a linear decay.
+
+
+def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
+    """The learning rate of `step`, which counts from 1; the schedule spans `total_steps`, and stays at its end after.
+
+    Step s of w warmup steps takes lr * s / w; step `total_steps` takes min_lr_ratio * lr, unless constant.
+    """
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    wsd = optim.schedule == "wsd"
+    decay = _wsd_decay_steps(optim, total_steps) if wsd else max(1, total_steps - optim.warmup_steps)
+    left = min(1.0, max(0, total_steps - step) / decay)  # share of the decay that is still to come
+    if optim.schedule == "cosine":
+        left = (1 - math.cos(math.pi * left)) / 2
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)
+
+
+def check_schedule(optim: Optim, total_steps: int) -> None:
+    """Raise ConfigError if the parts of the schedule don't fit into `total_steps`."""
+    if optim.warmup_steps > total_steps:
+        raise ConfigError(
+            f"optim.warmup_steps: expected at most {total_steps} (the steps of the run), found {optim.warmup_steps}.\n"
+            "  Lower optim.warmup_steps, or train longer."
+        )
+    decay = _wsd_decay_steps(optim, total_steps)
+    if optim.schedule == "wsd" and optim.warmup_steps + decay > total_steps:
+        raise ConfigError(
+            f"optim.decay_ratio: expected warmup and decay to fit into {total_steps} steps, found {optim.warmup_steps} "
+            f"steps of warmup and {decay} of decay (decay_ratio {optim.decay_ratio}).\n"
+            "  Lower optim.decay_ratio or optim.warmup_steps."
+        )
+
+
+def _wsd_decay_steps(optim: Optim, total_steps: int) -> int:
+    return max(1, round(optim.decay_ratio * total_steps))

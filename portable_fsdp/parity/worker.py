@@ -51,7 +51,7 @@ def main(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
 def run(place: Place, task: RunTask, prepare: Callable[["Training"], None]) -> PlaceRecord:
     """Train the first steps of a run. *collective*"""
     from portable_fsdp.observe.run_files import environment
-    from portable_fsdp.optim.schedule import learning_rate
+    from portable_fsdp.optim.optimizer import learning_rate
     from portable_fsdp.parity.recorder import StepRecorder, state_statistics
     from portable_fsdp.train.build import build_training, open_batches, total_steps
     from portable_fsdp.train.preflight import open_data

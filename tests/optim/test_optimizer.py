@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.optim.counting import set_step_numbers, step_numbers
-from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
+from portable_fsdp.optim.optimizer import check_schedule, learning_rate, make_optimizer, parameter_groups
 from portable_fsdp.optim.own import AdamW
-from portable_fsdp.optim.schedule import check_schedule, learning_rate
 from portable_fsdp.runtime.errors import ConfigError
 
 SHAPES = {
