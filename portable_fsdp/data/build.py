@@ -291,12 +291,6 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
     for note, count in facts.notes.items():
         if not note.startswith(LEFT_OUT):
             _log_count(count, f"{source.name}: {note}", logging.WARNING)
-    if facts.prompts_that_differ:
-        log.info(
-            f"data: {facts.prompts_that_differ:,} prompts of {source.name} end in other tokens once the completion "
-            "follows; the difference counts as completion. End prompts where a token ends (a space belongs to the "
-            "completion)."
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------- rendering

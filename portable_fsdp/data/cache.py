@@ -38,7 +38,7 @@ from portable_fsdp.runtime.lock import try_lock
 
 log = logging.getLogger("portable_fsdp")
 
-FORMAT = 3
+FORMAT = 4
 """The version of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 200_000
@@ -63,8 +63,6 @@ class Facts:
     skipped: int
     first_skipped: str
     """Its place and problem; empty where none was skipped."""
-    prompts_that_differ: int
-    """Of text."""
     notes: dict[str, int] = field(default_factory=dict[str, int])
     """`Example.notes` -> how many documents have it."""
     hashes: dict[str, str] = field(default_factory=dict[str, str])
@@ -296,7 +294,7 @@ def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | B
 def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rendered | Broken]]]) -> None:
     """All files of an entry, synced; a progress bar on a terminal."""
     starts, numbers, broken = [0], list[int](), list[Broken]()
-    has_counted, differ, notes, source = False, 0, Counter[str](), recipe.source
+    has_counted, notes, source = False, Counter[str](), recipe.source
     with (
         tqdm(
             desc=f"tokenizing {Path(source.name).name}",
@@ -322,7 +320,6 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
                     has_counted = True
                 starts.append(starts[-1] + len(document.ids))
                 numbers.append(document.number)
-                differ += document.prompt_differs
                 notes.update(note for note in document.notes if note in notes or len(notes) < MAX_NOTES)
         _sync(tokens, counted)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
@@ -332,7 +329,7 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
             _sync(file)
     hashes = {path.name: _hashes_of(path) for path in sorted(folder.glob("*.bin"))}
     counts = len(numbers), starts[-1], has_counted, len(broken)
-    facts = Facts(recipe.dtype.name, *counts, first, differ, dict(notes), hashes)
+    facts = Facts(recipe.dtype.name, *counts, first, dict(notes), hashes)
     text = json.dumps(asdict(facts)).encode()
     with (folder / "facts.json").open("wb") as file:
         file.write(text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode())

@@ -51,8 +51,6 @@ class Rendered(NamedTuple):
     number: int
     ids: NDArray[np.unsignedinteger[Any]]
     counted: NDArray[np.bool_] | None = None
-    prompt_differs: bool = False
-    """The prompt alone ends in other tokens than within the whole, so the model learns from another context."""
     notes: tuple[str, ...] = ()
     """See `Example.notes`."""
 

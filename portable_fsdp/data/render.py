@@ -110,7 +110,7 @@ def _completed(
     dtype = token_dtype(tokenizer.vocab_size)
     rendered = _masked(example, np.array(alone.ids, dtype=dtype), np.array(whole.ids, dtype=dtype))
     notes = (*(n for n in written.notes if n != KEPT_OUT), *_notes_of_roles(conversation.messages, template))
-    if rendered.prompt_differs and begin is None:
+    if rendered.notes and begin is None:
         notes += (_NOT_AS_ASKED,)
     if not whole.is_ended:
         notes += (_NO_END,)
@@ -118,7 +118,7 @@ def _completed(
     if silent:
         [without] = template.tokenized([(written.text, silent)])
         counts = counts & ~np.array(without.counted)
-    return rendered._replace(counted=counts, prompt_differs=False, notes=notes)
+    return rendered._replace(counted=counts, notes=notes)
 
 
 def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:
@@ -138,12 +138,19 @@ def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> 
     return rendered
 
 
+_PROMPT_DIFFERS = (
+    "the prompt ends in other tokens once the completion follows; the difference counts as completion; end prompts "
+    "where a token ends (a space belongs to the completion)"
+)
+
+
 def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
     """Ids count from the first that isn't the prompt's."""
     length = min(len(prompt), len(whole))
     different = np.flatnonzero(prompt[:length] != whole[:length])
     common = int(different[0]) if len(different) else length
-    return Rendered(example.number, whole, np.arange(len(whole)) >= common, prompt_differs=common < len(prompt))
+    notes = (_PROMPT_DIFFERS,) if common < len(prompt) else ()
+    return Rendered(example.number, whole, np.arange(len(whole)) >= common, notes=notes)
 
 
 def _require_use(fields: Mapping[str, Any], text: str, form: Format, used: Collection[str] = ()) -> None:

@@ -116,7 +116,7 @@ def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
     for _ in range(200):
         starts = np.concatenate([[0], np.cumsum(random.integers(0, 5, size=random.integers(0, 6)))])
         counted = random.random(starts[-1]) < 0.3
-        facts = Facts("uint8", len(starts) - 1, int(starts[-1]), True, 0, "", 0)
+        facts = Facts("uint8", len(starts) - 1, int(starts[-1]), True, 0, "")
         drawn = TokenizedDocuments(np.zeros(starts[-1], np.uint8), starts, np.arange(len(starts) - 1), counted, facts)
         expected = [bool(counted[begin + 1 : end].any()) for begin, end in pairwise(starts.tolist())]
         assert predicts(drawn).tolist() == expected
@@ -430,7 +430,7 @@ def test_a_mixture_of_streams_without_rows_names_its_parts(tmp_path: Path) -> No
         for name, count in (("a", 9), ("b", 12))
     ]
     keys = {"mixture": mixture, "seq_len": 64, "cache_dir": str(tmp_path / "cache")}
-    with pytest.raises(DataError, match=r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl in .* share"):
+    with pytest.raises(DataError, match=r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl\.\n.*share"):
         build_data(Data.model_validate({**keys, "eval_split": "10%"}))
     with pytest.raises(
         DataError, match=r"data\.mixture: .* \(data.seq_len \+ 1, one row\), found 279 in .*a\.jsonl\.\n"

@@ -118,7 +118,7 @@ def test_the_completion_and_its_end_count(make_tokenizer: MakeTokenizer, around:
     rendered = render_one("prompt_completion", tokenizer, {"prompt": "Say it:", "completion": " statement"})
     assert counted_text(tokenizer, rendered) == [" statement<end>"]
     assert text_of(tokenizer, rendered) == ("<begin>" if around else "") + "Say it: statement<end>"
-    assert not rendered.prompt_differs
+    assert rendered.notes == ()
 
 
 def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_tokenizer: MakeTokenizer) -> None:
@@ -126,7 +126,7 @@ def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_toke
     rendered = render_one("prompt_completion", tokenizer, {"prompt": "the state", "completion": "ment"})
     alone, whole = tokenizer.encode("the state").tolist(), tokenizer.encode("the statement").tolist()
     assert alone != whole[: len(alone)]  # else the case isn't there
-    assert rendered.prompt_differs
+    assert [note[:31] for note in rendered.notes] == ["the prompt ends in other tokens"]
     assert rendered.counted is not None
     common = next(length for length, pair in enumerate(zip(alone, whole, strict=False)) if pair[0] != pair[1])
     assert rendered.counted.tolist() == [False] * common + [True] * (len(whole) - common + 1)
@@ -135,7 +135,6 @@ def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_toke
 def test_prompts_of_messages_that_differ_have_a_note_of_their_own(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"))
     rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES)
-    assert not rendered.prompt_differs
     assert [note[:48] for note in rendered.notes] == ["the chat template doesn't begin an answer as it "]
 
 
