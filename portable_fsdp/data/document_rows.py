@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.data.compressed import Remember
-from portable_fsdp.data.packing import IGNORED, Int64s, Rows, hash_of, make_again, sample_indices
+from portable_fsdp.data.packing import IGNORED, Int64s, Rows, hash_of, make_again
 from portable_fsdp.data.tokenize import Tokens
 
 
@@ -104,9 +104,6 @@ class DocumentRows(Rows):
         filled = np.full(count * self.seq_len, empty, np.int64)
         filled[place] = values
         return torch.from_numpy(filled).view(count, self.seq_len)
-
-    def order(self, seed: int, positions: Int64s) -> Int64s:
-        return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
         cut = f"documents {self._tokens.dtype} {self.seq_len} {self._padding}"

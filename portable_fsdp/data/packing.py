@@ -81,7 +81,7 @@ class Rows(Protocol):
 
     def order(self, seed: int, positions: Int64s) -> Int64s:
         """The row of each position: a pure function."""
-        ...
+        return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
         """128-bit XXH3 hash in hexadecimal of everything that determines the rows."""
@@ -132,9 +132,6 @@ class PackedRows(Rows):
         window = np.arange(self.seq_len + 1)
         tokens = torch.tensor(self.tokens[indices[:, None] * self.seq_len + window].astype(np.int64))
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-
-    def order(self, seed: int, positions: Int64s) -> Int64s:
-        return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
         cut = f"{self.tokens.dtype} {self.seq_len}"

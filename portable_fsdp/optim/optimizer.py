@@ -109,7 +109,7 @@ def _make(
         case "adafactor":
             return own.Adafactor(groups, lr=lr)
         case "muon":
-            options = {"lr": lr, "betas": optim.betas, "eps": optim.eps, "momentum": optim.momentum}
+            options: dict[str, Any] = {"lr": lr, "betas": optim.betas, "eps": optim.eps, "momentum": optim.momentum}
             return own.Muon(groups, **options, compute=compute or torch.float32)
         case _:
             return own.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, decoupled=optim.name == "adamw")

@@ -36,9 +36,6 @@ class NumberedRows(Rows):
         counted = torch.arange(SEQ_LEN) < numbers % (SEQ_LEN + 1)
         return {"input_ids": numbers.clone(), "labels": torch.where(counted, numbers, IGNORED)}
 
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return sample_indices(seed, positions, self.count)
-
     def fingerprint(self) -> str:
         return str(self.count)
 
