@@ -175,6 +175,10 @@ def open_factory(
         )
     named = [*model.named_parameters(), *model.named_buffers()]
     for fqn, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"{name}: expected parameters with a shape, found {fqn} of a lazy module.\n  Give its sizes."
+            )
         if parameter.device.type != "meta":
             raise ConfigError(
                 f"{name}: expected parameters on the meta device, found {fqn} on {parameter.device}.\n"
