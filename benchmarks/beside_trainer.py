@@ -45,7 +45,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.observe.run_files import read_jsonl
-from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.optim.optimizer import learning_rate
 
 ROOT = Path(__file__).parents[1]
 OURS = {

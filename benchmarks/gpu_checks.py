@@ -26,8 +26,8 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
-from portable_fsdp.data.order import sample_indices
-from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.data.packing import sample_indices
+from portable_fsdp.optim.optimizer import learning_rate
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 from portable_fsdp.train.build import Training, build_training
 

@@ -27,12 +27,11 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
-from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import IGNORED, Rows
+from portable_fsdp.data.packing import IGNORED, Rows, sample_indices
 from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.flops import model_flops_per_token, peak_flops
+from portable_fsdp.models.weights import model_flops_per_token, peak_flops
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.measures import InFlight
 

@@ -37,7 +37,7 @@ from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.observe.callbacks import Callback, Callbacks
 from portable_fsdp.observe.console import Console
 from portable_fsdp.observe.run_files import RunFiles
-from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.optim.optimizer import learning_rate
 from portable_fsdp.runtime.signals import StopRequest
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.control import SaveTriggers, Votes

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from portable_fsdp.models.head_loss import attach_loss
-from portable_fsdp.models.loss import chunks, cross_entropy_to_compile
+from portable_fsdp.models.loss import attach_loss, chunks, cross_entropy_to_compile
 
 TOKENS, WIDTH, VOCABULARY = 8192, 4096, 128_256
 RESULT = Path(__file__).parent / "results/loss_bytes.md"

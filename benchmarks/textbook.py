@@ -7,7 +7,7 @@ For steps that this package can't build or that aren't its own: tensor paralleli
 from dataclasses import dataclass
 from typing import Literal
 
-from portable_fsdp.models.flops import model_flops_per_token
+from portable_fsdp.models.weights import model_flops_per_token
 from portable_fsdp.plan.result import Moved, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import ITEM_BYTES, over_links
@@ -34,7 +34,7 @@ class Step:
     replicas: int = 1  # of HYBRID_SHARD*
     accumulation: int = 1  # micro batches
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
-    compute: str = "bfloat16"  # as `models.flops.peak_flops` names dtypes
+    compute: str = "bfloat16"  # as `models.weights.peak_flops` names dtypes
     reduce: str = "float32"  # dtype in which gradients cross
     state_bytes: float = (
         12  # of a trained parameter at rest: the weight and the optimizer's values; 12: AdamW in float32

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portable_fsdp.data.build import build_data as build_data
     from portable_fsdp.models.attention import register_static_attention as register_static_attention
     from portable_fsdp.models.build import build_model as build_model
-    from portable_fsdp.optim.schedule import learning_rate as learning_rate
+    from portable_fsdp.optim.optimizer import learning_rate as learning_rate
     from portable_fsdp.runtime.command import errors_as_sentences as errors_as_sentences
     from portable_fsdp.train.build import build_evaluator as build_evaluator
     from portable_fsdp.train.build import build_training as build_training
@@ -35,7 +35,7 @@ _HOMES = {
     "data.build": ("build_data",),
     "models.attention": ("register_static_attention",),
     "models.build": ("build_model",),
-    "optim.schedule": ("learning_rate",),
+    "optim.optimizer": ("learning_rate",),
     "runtime.command": ("errors_as_sentences",),
     "train.build": ("build_evaluator", "build_training", "open_batches", "open_checkpoints", "shard", "total_steps"),
     "train.step": ("train_step",),

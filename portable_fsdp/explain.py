@@ -29,7 +29,7 @@ from portable_fsdp.config.load import Loaded
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
 from portable_fsdp.convert.read import read_config
-from portable_fsdp.optim.schedule import check_schedule
+from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 

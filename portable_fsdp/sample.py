@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.models.exported import require_as_exported
+from portable_fsdp.models.tensor_files import require_as_exported
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, DataError
 from portable_fsdp.runtime.files import parse_json, read_regular

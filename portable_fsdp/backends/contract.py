@@ -27,7 +27,7 @@ from portable_fsdp.runtime.errors import BackendError, Closing
 from portable_fsdp.runtime.host import host_memory_bytes
 
 if TYPE_CHECKING:
-    from portable_fsdp.optim.optimizer import LossScaler
+    from portable_fsdp.optim.counting import LossScaler
 
 T = TypeVar("T")
 

@@ -2,12 +2,13 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -17,12 +18,22 @@ from portable_fsdp.config import data as keys
 from portable_fsdp.config.schema import Model
 from portable_fsdp.data.cache import Recipe, TokenizedDocuments, entry_key, tokenized
 from portable_fsdp.data.compressed import Remember, remembered
-from portable_fsdp.data.examples import LEFT_OUT, DocumentSource
-from portable_fsdp.data.order import share_of_numbers
-from portable_fsdp.data.packing import DocumentRows, MixedRows, PackedRows, Rows, cut, whole
-from portable_fsdp.data.render import renderer
+from portable_fsdp.data.examples import (
+    LEFT_OUT,
+    Broken,
+    DocumentSource,
+    Encode,
+    Example,
+    Render,
+    Rendered,
+    broken,
+    kind,
+    meaningful_columns,
+    trains,
+)
+from portable_fsdp.data.packing import MixedRows, PackedRows, Rows, share_of_numbers
 from portable_fsdp.data.sources import open_apart, open_source
-from portable_fsdp.data.tokenize import Tokenizer, load_tokenizer, token_dtype
+from portable_fsdp.data.tokenize import Tokenizer, ended, load_tokenizer, token_dtype
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import cache_folder
 
@@ -186,10 +197,10 @@ class _Builder:
             **arguments,
         )
 
-    def _document_rows(
-        self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments
-    ) -> DocumentRows:
+    def _document_rows(self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments) -> Rows:
         """Without the documents that have nothing to predict."""
+        from portable_fsdp.data.document_rows import DocumentRows, cut  # a stream needs neither
+
         seq_len, starts = self._data.seq_len, documents.starts
         keep = predicts(documents)
         _log_count((~keep).sum(), f"{source.name} left out: nothing to predict")
@@ -197,15 +208,13 @@ class _Builder:
         too_long = keep & (lengths > seq_len)
         if part.format == "text":
             _log_count(too_long.sum(), f"{source.name} cut into pieces: longer than data.seq_len={seq_len}")
-            pieces = cut(starts[:-1][keep], lengths[keep], seq_len)
         else:
             self._check_lengths(source, documents, too_long)
             keep &= ~too_long
-            pieces = whole(starts[:-1][keep], lengths[keep])
         rows = DocumentRows(
             documents.tokens,
             documents.counted,
-            pieces,
+            cut(starts[:-1][keep], lengths[keep], seq_len),
             seq_len=seq_len,
             padding=self._tokenizer.padding,
             several=self._packing == "documents",
@@ -282,9 +291,76 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
     for note, count in facts.notes.items():
         if not note.startswith(LEFT_OUT):
             _log_count(count, f"{source.name}: {note}", logging.WARNING)
-    if facts.prompts_that_differ:
-        log.info(
-            f"data: {facts.prompts_that_differ:,} prompts of {source.name} end in other tokens once the completion "
-            "follows; the difference counts as completion. End prompts where a token ends (a space belongs to the "
-            "completion)."
-        )
+
+
+# ---------------------------------------------------------------------------------------------------------- rendering
+
+_NO_WEIGHT = "weight 0 (or train: false), left out"
+
+
+def renderer(
+    form: keys.Format,
+    tokenizer: Tokenizer,
+    *,
+    stream: bool,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    ignore: Collection[str] = (),
+) -> Render:
+    """The function of this format. Raises DataError where the tokenizer lacks a template that the format needs.
+
+    A text becomes ids that all count: with the tokenizer's special tokens around it and the end of text after it; in a
+    `stream` (`data.packing`) with the end of text alone.
+    """
+    if form == "text":
+        return partial(render_documents, form, _text, partial(_texts, tokenizer, stream=stream))
+    from portable_fsdp.data.render import preparation  # a run on text needs none
+
+    return partial(render_documents, form, *preparation(form, tokenizer, arguments, ignore))
+
+
+def render_documents(
+    form: keys.Format,
+    prepare: Callable[[Example], Any],
+    encode: Encode,
+    examples: Sequence[Example | Broken],
+) -> list[Rendered | Broken]:
+    """`prepare` returns the text to tokenize, or raises ValueError with the reason; `encode` makes the results of all
+    others at once."""
+    results: list[Any] = []
+    for example in examples:
+        try:
+            if isinstance(example, Broken):
+                results.append(example)
+            elif not trains(example.fields, "row"):
+                counted = None if form == "text" else np.empty(0, np.bool_)
+                results.append(Rendered(example.number, np.empty(0, np.uint8), counted, notes=(_NO_WEIGHT,)))
+            else:
+                results.append((example, prepare(example)))
+        except ValueError as error:
+            results.append(broken(example, str(error)))
+    encoded = iter(encode([item for item in results if not isinstance(item, (Broken, Rendered))]))
+    results = [item if isinstance(item, (Broken, Rendered)) else next(encoded) for item in results]
+    return [_with_notes(item, example, form) for item, example in zip(results, examples, strict=True)]
+
+
+def _with_notes(item: Rendered | Broken, example: Example | Broken, form: keys.Format) -> Rendered | Broken:
+    if isinstance(item, Broken) or isinstance(example, Broken):
+        return item
+    read = {*keys.FORMAT_COLUMNS[form], *meaningful_columns(form)}
+    unread = [f"{LEFT_OUT}{key[:64]}" for key in example.fields if key not in read]
+    return item._replace(notes=(*example.notes, *unread, *item.notes))
+
+
+def _text(example: Example) -> str:
+    text = example.fields["text"]
+    if not isinstance(text, str):
+        raise ValueError(f"expected text, found {kind(text)}")
+    return text
+
+
+def _texts(tokenizer: Tokenizer, items: Sequence[tuple[Example, str]], *, stream: bool) -> list[Rendered | Broken]:
+    encoded = tokenizer.encode_all([text for _, text in items], special_tokens=not stream)
+    return [
+        Rendered(example.number, ended(ids, tokenizer.end_of_text))
+        for (example, _), ids in zip(items, encoded, strict=True)
+    ]

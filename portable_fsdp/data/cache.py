@@ -29,8 +29,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 from tqdm import tqdm
 
-from portable_fsdp.data.examples import Broken, DocumentSource, Example, Rendered, texts_in
-from portable_fsdp.data.render import Render
+from portable_fsdp.data.examples import Broken, DocumentSource, Example, Render, Rendered, texts_in
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import read_regular, sync_folder, try_lock
@@ -38,7 +37,7 @@ from portable_fsdp.runtime.limits import Limit, begin, memory_limit
 
 log = logging.getLogger("portable_fsdp")
 
-FORMAT = 3
+FORMAT = 4
 """The version of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 200_000
@@ -63,8 +62,6 @@ class Facts:
     skipped: int
     first_skipped: str
     """Its place and problem; empty where none was skipped."""
-    prompts_that_differ: int
-    """Of text."""
     notes: dict[str, int] = field(default_factory=dict[str, int])
     """`Example.notes` -> how many documents have it."""
     hashes: dict[str, str] = field(default_factory=dict[str, str])
@@ -88,9 +85,6 @@ class CheckedArray:
 
     def __len__(self) -> int:
         return len(self._array)
-
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.asarray(self[:], dtype)
 
     def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[Any]:
         """`index`: no negative numbers in an array."""
@@ -186,7 +180,10 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
                 if not entry.is_dir():
                     _make(entry, recipe, alone=is_locked)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise DataError(
+            f"data.cache_dir: {error.filename or folder}: can't be written: {error.strerror}.\n"
+            "  Remove the cause and start again, or set data.cache_dir to a folder on another disk."
+        ) from error
     try:
         return TokenizedDocuments.mapped(entry)
     except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
@@ -199,13 +196,6 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
             f"data.cache_dir: {error.filename or entry}: can't be read: {error.strerror}.\n"
             "  The entry may be whole: start again when the cause is gone."
         ) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> DataError:
-    return DataError(
-        f"data.cache_dir: {error.filename or folder}: can't be written: {error.strerror}.\n"
-        "  Remove the cause and start again, or set data.cache_dir to a folder on another disk."
-    )
 
 
 @contextmanager
@@ -303,7 +293,7 @@ def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | B
 def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rendered | Broken]]]) -> None:
     """All files of an entry, synced; a progress bar on a terminal."""
     starts, numbers, broken = [0], list[int](), list[Broken]()
-    has_counted, differ, notes, source = False, 0, Counter[str](), recipe.source
+    has_counted, notes, source = False, Counter[str](), recipe.source
     with (
         tqdm(
             desc=f"tokenizing {Path(source.name).name}",
@@ -329,7 +319,6 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
                     has_counted = True
                 starts.append(starts[-1] + len(document.ids))
                 numbers.append(document.number)
-                differ += document.prompt_differs
                 notes.update(note for note in document.notes if note in notes or len(notes) < MAX_NOTES)
         _sync(tokens, counted)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
@@ -339,7 +328,7 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
             _sync(file)
     hashes = {path.name: _hashes_of(path) for path in sorted(folder.glob("*.bin"))}
     counts = len(numbers), starts[-1], has_counted, len(broken)
-    facts = Facts(recipe.dtype.name, *counts, first, differ, dict(notes), hashes)
+    facts = Facts(recipe.dtype.name, *counts, first, dict(notes), hashes)
     text = json.dumps(asdict(facts)).encode()
     with (folder / "facts.json").open("wb") as file:
         file.write(text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode())

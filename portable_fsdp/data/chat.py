@@ -15,8 +15,16 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from portable_fsdp.data.examples import LEFT_OUT, MEANINGFUL, REASONING, holds, is_empty
-from portable_fsdp.data.messages import ChatMessage, Conversation, is_answer
+from portable_fsdp.data.examples import (
+    LEFT_OUT,
+    MEANINGFUL,
+    REASONING,
+    ChatMessage,
+    Conversation,
+    holds,
+    is_answer,
+    is_empty,
+)
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.hub import import_transformers
 

@@ -11,10 +11,9 @@ import gzip
 import io
 import json
 import os
-import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -27,92 +26,21 @@ from portable_fsdp.runtime.files import read_regular, write_text_atomically
 BOM = b"\xef\xbb\xbf"
 """Some editors put it before UTF-8; no part of the text."""
 
-MAX_LINE = 1 << 25
 MAX_UNPACKED = 1 << 30
 """Bytes: a small compressed file may unpack to terabytes."""
-
-# Strings, so that no bracket in one counts, and brackets; an unterminated string takes the rest.
-_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
-
-_BLANK = re.compile(rb"\s*")
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line with its end) of each; raises DataError, which names the first line that isn't whole."""
-    number = 0
-    try:
-        with _opened(path) as file:
-            while line := file.readline(MAX_LINE + 1):
-                if len(line) > MAX_LINE:
-                    raise DataError(
-                        f"data.path: {path}:{number + 1}: expected a line of at most {MAX_LINE:,} bytes, found a "
-                        "longer one.\n  Write one document a line."
-                    )
-                number += 1
-                yield number, line.removeprefix(BOM) if number == 1 else line
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(f"{path}:{number + 1}", path, error) from error
-
-
-def is_json_array(path: Path) -> bool:
-    """Whether the file begins as a JSON array; False where it can't be read."""
-    return _beginning(path).removeprefix(BOM).lstrip().startswith(b"[")
-
-
-def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, text) of each element of a JSON array, and of what is behind it: whoever parses that
-    text sees what is wrong. Raises DataError."""
-    if path.stat().st_size > MAX_UNPACKED:
-        raise DataError(
-            f"data.path: {path}: expected a JSON array of at most {MAX_UNPACKED:,} bytes, found a longer one.\n"
-            "  Write one object a line: jq -c '.[]'."
-        )
-    content = read_whole(path)
-    depth, begin, line, counted = 0, 0, 1, 0
-    for token in _JSON_TOKEN.finditer(content):
-        kind = token[0]
-        if kind in (b"[", b"{"):
-            depth += 1
-            begin = token.end() if depth == 1 else begin
-        elif kind in (b"]", b"}") and depth > 1:
-            depth -= 1
-        elif kind in (b"]", b"}") or (kind == b"," and depth == 1):
-            element = content[begin : token.start()].strip()
-            line, counted = line + content.count(b"\n", counted, begin), begin
-            if element or kind == b",":
-                yield line + _blank_lines(content, begin), _bounded(element, path, line)
-            begin = token.end()
-            if kind != b",":
-                break
-    if rest := content[begin:].strip():
-        yield line + content.count(b"\n", counted, begin), _bounded(rest, path, line)
-
-
-def _blank_lines(content: bytes, begin: int) -> int:
-    """How many lines end before the next text."""
-    blank = _BLANK.match(content, begin)
-    return blank[0].count(b"\n") if blank else 0
-
-
-def _bounded(element: bytes, path: Path, line: int) -> bytes:
-    if len(element) > MAX_LINE:
-        raise DataError(
-            f"data.path: {path}:{line}: expected elements of at most {MAX_LINE:,} bytes, found a longer one."
-        )
-    return element
-
-
 def read_whole(path: Path) -> bytes:
     """Raises DataError."""
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             most = None if _kind(path) is None else MAX_UNPACKED
             content = file.read(-1 if most is None else most + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(str(path), path, error) from error
+        raise unreadable(str(path), path, error) from error
     if most is not None and len(content) > most:
         raise DataError(
             f"data.path: {path}: expected at most {MAX_UNPACKED:,} bytes in a compressed file, found more.\n"
@@ -134,18 +62,7 @@ class TextFileSource:
         """0, unknown, where a file is compressed."""
 
     def content(self, cache: Path) -> str:
-        """`hash_of_files`, marked where a file begins with a BOM: earlier releases took it for text."""
-        mark = "without BOM " if any(_beginning(path).startswith(BOM) for path in self.files) else ""
-        return mark + hash_of_files(self.files, cache)
-
-
-def _beginning(path: Path) -> bytes:
-    """The first bytes; none if they can't be read."""
-    try:
-        with _opened(path) as file:
-            return file.read(4096)
-    except (OSError, EOFError, zlib.error):
-        return b""
+        return hash_of_files(self.files, cache)
 
 
 def _kind(path: Path) -> str | None:
@@ -157,7 +74,7 @@ def _kind(path: Path) -> str | None:
     return "gzip" if first.startswith(_GZIP) else "zstd" if first == _ZSTD else None
 
 
-def _opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BinaryIO:
     match _kind(path):
         case "gzip":
             return cast(BinaryIO, gzip.open(path, "rb"))
@@ -168,7 +85,7 @@ def _opened(path: Path) -> BinaryIO:
             return path.open("rb")
 
 
-def _unreadable(place: str, path: Path, error: Exception) -> DataError:
+def unreadable(place: str, path: Path, error: Exception) -> DataError:
     kind = _kind(path)
     if kind is None:
         return DataError(f"data.path: {place}: can't be read: {getattr(error, 'strerror', None) or error}.")

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from portable_fsdp.config import data as keys
-from portable_fsdp.data.order import sample_indices, seed_of, share_of_numbers
-from portable_fsdp.data.packing import ENDLESS, IGNORED, MicroBatch, Rows
+from portable_fsdp.data.packing import ENDLESS, IGNORED, MicroBatch, Rows, sample_indices, seed_of, share_of_numbers
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.factory import call_factory, described, user_code
 
@@ -115,68 +114,6 @@ def _resized(value: Tensor, size: int, key: str) -> Tensor:
     return full
 
 
-class _Items:
-    """Makes batches of items, and checks them."""
-
-    def __init__(self, name: str, collate: Collate, buckets: Buckets | None) -> None:
-        self._name, self._collate, self.buckets = name, collate, buckets
-
-    def padded(self, items: list[Any], places: list[str]) -> dict[str, Tensor]:
-        """A batch in the first bucket that holds all rows. `places`: each row's, for messages."""
-        if self.buckets is None:
-            return self.batch(items)
-        return self.cut(items, places, 1)[0][1]
-
-    def cut(self, items: list[Any], places: list[str], count: int) -> list[tuple[list[int], dict[str, Tensor]]]:
-        """`count` batches, each with the places of its rows in `items`. Rows of one bucket stay together: that saves
-        padding, and changes no sum over all."""
-        assert self.buckets is not None
-        rows = [self.buckets.opened(item, place) for item, place in zip(items, places, strict=True)]
-        numbers = [self.buckets.number(row) or 0 for row in rows]
-        order, size = sorted(range(len(rows)), key=numbers.__getitem__), len(rows) // count
-        chosen = [order[begin : begin + size] for begin in range(0, len(rows), size)]
-        return [(part, self._in_bucket([rows[n] for n in part], numbers[part[-1]])) for part in chosen]
-
-    def as_they_are(self, items: list[Any], places: list[str]) -> dict[str, Tensor]:
-        """One row without padding: other sizes make no other data."""
-        return self.batch([self.buckets.opened(items[0], places[0])] if self.buckets else items)
-
-    def in_each_bucket(self, items: list[Any], places: list[str]) -> list[dict[str, Tensor]]:
-        """The rows padded or cut to each bucket; as they are without buckets."""
-        if self.buckets is None:
-            return [self.batch(items)]
-        rows = [self.buckets.opened(item, place) for item, place in zip(items, places, strict=True)]
-        return [self._in_bucket(rows, number) for number in range(len(self.buckets))]
-
-    def _in_bucket(self, rows: list[Row], number: int) -> dict[str, Tensor]:
-        assert self.buckets is not None
-        return self.batch([self.buckets.padded(row, number) for row in rows])
-
-    def batch(self, items: list[Any]) -> dict[str, Tensor]:
-        with user_code(f"data.factory: {self._name}: the collate function"):
-            try:
-                batch: object = self._collate(items)
-            except Exception as error:
-                raise DataError(
-                    f"data.factory: {self._name}: the rows don't make a batch: {described(error)}\n"
-                    "  Give all rows the same keys and shapes (data.buckets pads them), or return a collate function."
-                ) from error
-        if not isinstance(batch, Mapping) or not batch:
-            raise DataError(
-                f"data.factory: {self._name}: expected items that are dicts of tensors, found a batch of type "
-                f"{type(batch).__name__}.\n  Return a dict from __getitem__, as {{'x': x, 'labels': y}}."
-            )
-        tensors = dict(cast("Mapping[str, object]", batch))
-        for key, value in tensors.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(items):
-                actual = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise DataError(
-                    f"data.factory: {self._name}: expected tensors whose first dimension has the {len(items)} rows of "
-                    f"a batch, found {key}: {actual}."
-                )
-        return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
-
-
 def _narrow(value: Tensor) -> Tensor:
     """float32 where NumPy and Python give float64, which TPUs lack."""
     return value.float() if value.dtype == torch.float64 else value
@@ -204,26 +141,82 @@ def _seeded(seed: int) -> Generator[None]:
 class _OwnRows(Rows):
     """Rows of the user's own, of whichever kind of dataset."""
 
-    _items: _Items
+    def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets | None) -> None:
+        self._name, self._dataset, self._collate, self._buckets = name, dataset, collate, buckets
 
     @abstractmethod
     def _read(self, indices: NDArray[np.int64]) -> list[Any]:
         """The items of these rows."""
 
-    def _named(self, indices: NDArray[np.int64]) -> tuple[list[Any], list[str]]:
-        return self._read(indices), [self.place(int(number)) for number in indices]
+    def _opened(self, indices: NDArray[np.int64]) -> list[Any]:
+        """The items of these rows; with buckets, the keys that are padded as tensors."""
+        items = self._read(indices)
+        if self._buckets is None:
+            return items
+        places = [self.place(int(number)) for number in indices]
+        return [self._buckets.opened(item, place) for item, place in zip(items, places, strict=True)]
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The tensors of these rows, dimension 0 first as in `indices`."""
-        return self._items.padded(*self._named(indices))
+        """The tensors of these rows, dimension 0 first, in the first bucket that holds all of them."""
+        rows = self._opened(indices)
+        if self._buckets is None:
+            return self._batch(rows)
+        return self._in_bucket(rows, max(self._buckets.number(row) or 0 for row in rows))
 
     def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
-        if self._items.buckets is None:
+        """Rows of one bucket stay together: that saves padding, and changes no sum over all."""
+        if self._buckets is None:
             return super().micro_batches(indices, count)
-        return [MicroBatch(indices[part], batch) for part, batch in self._items.cut(*self._named(indices), count)]
+        rows = self._opened(indices)
+        numbers = [self._buckets.number(row) or 0 for row in rows]
+        order, size = sorted(range(len(rows)), key=numbers.__getitem__), len(rows) // count
+        chosen = [order[begin : begin + size] for begin in range(0, len(rows), size)]
+        batches = [self._in_bucket([rows[n] for n in part], numbers[part[-1]]) for part in chosen]
+        return [MicroBatch(indices[part], batch) for part, batch in zip(chosen, batches, strict=True)]
 
     def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
-        return self._items.in_each_bucket(*self._named(indices))
+        """The rows padded or cut to each bucket; as they are without buckets."""
+        rows = self._opened(indices)
+        if self._buckets is None:
+            return [self._batch(rows)]
+        return [self._in_bucket(rows, number) for number in range(len(self._buckets))]
+
+    def _in_bucket(self, rows: list[Row], number: int) -> dict[str, Tensor]:
+        assert self._buckets is not None
+        return self._batch([self._buckets.padded(row, number) for row in rows])
+
+    def _batch(self, items: list[Any]) -> dict[str, Tensor]:
+        with user_code(f"data.factory: {self._name}: the collate function"):
+            try:
+                batch: object = self._collate(items)
+            except Exception as error:
+                raise DataError(
+                    f"data.factory: {self._name}: the rows don't make a batch: {described(error)}\n"
+                    "  Give all rows the same keys and shapes (data.buckets pads them), or return a collate function."
+                ) from error
+        if not isinstance(batch, Mapping) or not batch:
+            raise DataError(
+                f"data.factory: {self._name}: expected items that are dicts of tensors, found a batch of type "
+                f"{type(batch).__name__}.\n  Return a dict from __getitem__, as {{'x': x, 'labels': y}}."
+            )
+        tensors = dict(cast("Mapping[str, object]", batch))
+        for key, value in tensors.items():
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(items):
+                actual = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise DataError(
+                    f"data.factory: {self._name}: expected tensors whose first dimension has the {len(items)} rows of "
+                    f"a batch, found {key}: {actual}."
+                )
+        return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
+
+    def _hash(self, kind: str, numbers: Iterable[int]) -> str:
+        """Of these rows, one by one without padding: other sizes make no other data."""
+        digest = xxhash.xxh3_128(kind.encode())
+        for number in numbers:
+            for key, value in sorted(self._batch(self._opened(np.array([number]))).items()):
+                digest.update(f"{key} {value.dtype} {list(value.shape)}".encode())
+                digest.update(value.contiguous().view(torch.uint8).numpy().data if value.numel() else b"")
+        return digest.hexdigest()
 
 
 class DatasetRows(_OwnRows):
@@ -238,8 +231,8 @@ class DatasetRows(_OwnRows):
         buckets: Buckets | None = None,
     ) -> None:
         """`chosen`: the rows that take part; None: all."""
-        self._dataset, self._chosen, self._items = dataset, chosen, _Items(name, collate, buckets)
-        self._name = name
+        super().__init__(name, dataset, collate, buckets)
+        self._chosen = chosen
 
     def __len__(self) -> int:
         return len(self._dataset) if self._chosen is None else len(self._chosen)
@@ -271,8 +264,7 @@ class DatasetRows(_OwnRows):
         """Hash the number of rows, and some of them: reading all may take hours."""
         count = len(self)
         chosen = np.unique(np.linspace(0, count - 1, min(count, _COMPARED)).astype(np.int64))
-        rows = (self._items.as_they_are(*self._named(np.array([number]))) for number in chosen)
-        return _hash(f"dataset {count}", rows)
+        return self._hash(f"dataset {count}", map(int, chosen))
 
 
 class StreamRows(_OwnRows):
@@ -284,8 +276,7 @@ class StreamRows(_OwnRows):
     """
 
     def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets | None = None) -> None:
-        self._name, self._dataset, self._collate = name, dataset, collate
-        self._items = _Items(name, collate, buckets)
+        super().__init__(name, dataset, collate, buckets)
         self._iterator: Iterator[Any] = iter(())
         self._next: int | None = None  # the number of the item that comes next
 
@@ -343,18 +334,8 @@ class StreamRows(_OwnRows):
 
     def fingerprint(self) -> str:
         """Hash the first items."""
-        again = StreamRows(self._name, self._dataset, self._collate, self._items.buckets)
-        rows = (again._items.as_they_are(*again._named(np.array([number]))) for number in range(_COMPARED))
-        return _hash("stream", rows)
-
-
-def _hash(kind: str, batches: Iterable[dict[str, Tensor]]) -> str:
-    digest = xxhash.xxh3_128(kind.encode())
-    for batch in batches:
-        for key, value in sorted(batch.items()):
-            digest.update(f"{key} {value.dtype} {list(value.shape)}".encode())
-            digest.update(value.contiguous().view(torch.uint8).numpy().data if value.numel() else b"")
-    return digest.hexdigest()
+        again = StreamRows(self._name, self._dataset, self._collate, self._buckets)
+        return again._hash("stream", range(_COMPARED))
 
 
 def open_training_rows(data: keys.Data) -> Rows:

@@ -6,7 +6,7 @@ note that begins with `LEFT_OUT` names each other one.
 
 import importlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -51,14 +51,40 @@ class Rendered(NamedTuple):
     number: int
     ids: NDArray[np.unsignedinteger[Any]]
     counted: NDArray[np.bool_] | None = None
-    prompt_differs: bool = False
-    """The prompt alone ends in other tokens than within the whole, so the model learns from another context."""
     notes: tuple[str, ...] = ()
     """See `Example.notes`."""
 
 
+Render = Callable[[Sequence[Example | Broken]], list[Rendered | Broken]]
+"""Several documents at once, each to its ids or its problem; several threads may call it."""
+
+Encode = Callable[[Sequence[tuple[Example, Any]]], list[Rendered | Broken]]
+
+
 def broken(example: Example | Broken, problem: str) -> Broken:
     return Broken(example.number, example.place, example.size, problem)
+
+
+ChatMessage = dict[str, Any]
+
+
+class Conversation(NamedTuple):
+    """Messages, the functions that the assistant may call in them (JSON schemas), and whether each message trains."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[dict[str, Any]] | None = None
+    trains: Sequence[bool] = ()
+    """Empty: all do."""
+
+    @property
+    def silent(self) -> list[int]:
+        """The assistant's messages that don't train."""
+        pairs = zip(self.messages, self.trains, strict=False)
+        return [number for number, (message, trains) in enumerate(pairs) if is_answer(message) and not trains]
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant"
 
 
 class DocumentSource(Protocol):

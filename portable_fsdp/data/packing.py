@@ -1,16 +1,22 @@
 """Packing: tokenized documents become rows of equal length, which is the one shape of a whole run.
 
     stream     all documents one after the other, cut into rows; attention crosses documents
-    documents  whole documents, several in a row where they fit
-    none       one document in a row
+    documents  whole documents, several in a row where they fit (`document_rows.py`)
+    none       one document in a row (there too)
 
 Labels are shifted here, once; models, losses and engines take `labels[r, t]` as the token after `input_ids[r, t]`.
+
+Which row comes at which position is a pure function of (seed, position), in O(1) time and memory a sample. Position =
+samples consumed since the start of the run. Each epoch visits every row once, in a pseudo-random order of its own: a
+Feistel network permutes the next power of four, and permutes values outside the rows again until they fall inside
+(cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4). World size, device
+and engine don't enter, so any run can resume anywhere by its position alone.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from math import gcd
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -19,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.data.compressed import Remember
-from portable_fsdp.data.order import Mixture, sample_indices
 from portable_fsdp.data.tokenize import Tokens
 
 Int64s = NDArray[np.int64]
@@ -54,13 +59,13 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+    def rows(self, indices: Int64s) -> dict[str, Tensor]:
         """The tensors of these rows, dimension 0 first. Of text: `input_ids` and `labels`, int64 `[len(indices),
         seq_len]`; rows of documents also have `positions`, which restart at 0 in each, and `segments`: 1, 2, ... by
         document, 0 for padding. One thread calls it."""
         ...
 
-    def micro_batches(self, indices: NDArray[np.int64], count: int) -> "list[MicroBatch]":
+    def micro_batches(self, indices: Int64s, count: int) -> "list[MicroBatch]":
         """These rows in `count` batches of one number of rows."""
         batch, size = self.rows(indices), len(indices) // count
         parts = [slice(begin, begin + size) for begin in range(0, len(indices), size)]
@@ -70,13 +75,13 @@ class Rows(Protocol):
         """What messages call a row."""
         return f"row {number}"
 
-    def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
+    def of_each_shape(self, indices: Int64s) -> list[dict[str, Tensor]]:
         """These rows in every shape that batches of a run may have, the largest last."""
         return [self.rows(indices)]
 
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def order(self, seed: int, positions: Int64s) -> Int64s:
         """The row of each position: a pure function."""
-        ...
+        return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
         """128-bit XXH3 hash in hexadecimal of everything that determines the rows."""
@@ -93,11 +98,11 @@ def count_values(batch: Mapping[str, Tensor]) -> int:
     return batch["labels"].numel()
 
 
-def _make_again(purpose: str, make: Callable[[], str]) -> str:
+def make_again(purpose: str, make: Callable[[], str]) -> str:
     return make()
 
 
-def _hash(*parts: NDArray[np.generic] | bytes) -> str:
+def hash_of(*parts: NDArray[np.generic] | bytes) -> str:
     digest = xxhash.xxh3_128()
     for part in parts:
         for begin in range(0, len(part), _HASHED):  # in pieces: a corpus may be larger than memory
@@ -113,7 +118,7 @@ class PackedRows(Rows):
     rest shorter than a row is left out.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, remember: Remember = _make_again) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, remember: Remember = make_again) -> None:
         """`remember`: gives a hash over all tokens without reading them each time."""
         self.tokens = tokens
         self.seq_len = seq_len
@@ -122,131 +127,15 @@ class PackedRows(Rows):
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+    def rows(self, indices: Int64s) -> dict[str, Tensor]:
         """`input_ids` and `labels`, int64 `[len(indices), seq_len]`, of the rows with these indices."""
         window = np.arange(self.seq_len + 1)
         tokens = torch.tensor(self.tokens[indices[:, None] * self.seq_len + window].astype(np.int64))
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return sample_indices(seed, positions, len(self))
-
     def fingerprint(self) -> str:
         cut = f"{self.tokens.dtype} {self.seq_len}"
-        return self._remember(f"stream {cut}", lambda: _hash(self.tokens, cut.encode()))
-
-
-class Pieces(NamedTuple):
-    """The contents of rows: documents, or parts of those that are longer than a row."""
-
-    starts: Int64s
-    """The first token of each, in `tokens`."""
-    lengths: Int64s
-    continues: NDArray[np.bool_]
-    """The document continues after it: its last token predicts the first of the next piece."""
-
-
-def whole(starts: Int64s, lengths: Int64s) -> Pieces:
-    """Each document as it is."""
-    return Pieces(starts, lengths, np.zeros(len(starts), np.bool_))
-
-
-def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
-    """Documents in pieces of `seq_len`; exactly one of them predicts each token but a document's first.
-
-    The last token of a document predicts nothing, so it never is a piece of its own.
-    """
-    counts = np.maximum(1, -(-(lengths - 1) // seq_len))
-    document = np.repeat(np.arange(len(counts)), counts)
-    offsets = _ranges(np.zeros(len(counts), np.int64), counts) * seq_len
-    rest = lengths[document] - offsets
-    return Pieces(starts[document] + offsets, np.minimum(rest, seq_len), rest > seq_len)
-
-
-class DocumentRows(Rows):
-    """Rows of `seq_len` positions that hold whole documents (or pieces), each to itself, padded at the end."""
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        counted: NDArray[np.bool_] | None,
-        pieces: Pieces,
-        *,
-        seq_len: int,
-        padding: int,
-        several: bool,
-        remember: Remember = _make_again,
-    ) -> None:
-        """Args:
-        tokens, counted: of all documents, see `cache.TokenizedDocuments`.
-        pieces: none longer than `seq_len`.
-        padding: the id behind the last document of a row.
-        several: put as many in a row as fit; else one.
-        remember: see `PackedRows`.
-        """
-        self._remember = remember
-        self.seq_len = seq_len
-        self._tokens = tokens
-        self._counted = counted
-        self._pieces = pieces
-        self._padding = padding
-        count = len(pieces.lengths)
-        self._order, self._starts = (
-            best_fit(pieces.lengths, seq_len) if several else (np.arange(count), np.arange(count + 1))
-        )
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    @property
-    def padded(self) -> float:
-        """The share of all positions that hold no document."""
-        return 1 - int(self._pieces.lengths.sum()) / max(1, len(self) * self.seq_len)
-
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """`input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""
-        first, count = self._starts[indices], self._starts[indices + 1] - self._starts[indices]
-        pieces = self._order[_ranges(first, count)]
-        lengths = self._pieces.lengths[pieces]
-        row = np.repeat(np.arange(len(indices)), count)
-        before = np.cumsum(lengths) - lengths
-        offset = before - before[np.cumsum(count) - count][row]  # of each piece in its row
-        within = _ranges(np.zeros_like(lengths), lengths)
-        place = np.repeat(row * self.seq_len + offset, lengths) + within
-        token = np.repeat(self._pieces.starts[pieces], lengths) + within
-        ends = (within == np.repeat(lengths - 1, lengths)) & ~np.repeat(self._pieces.continues[pieces], lengths)
-        columns = {
-            "input_ids": (self._padding, self._tokens[token]),
-            "labels": (IGNORED, self._labels(token, ends)),
-            "positions": (0, within),
-            "segments": (0, np.repeat(_ranges(np.ones_like(count), count), lengths)),
-        }
-        return {name: self._placed(place, len(indices), *column) for name, column in columns.items()}
-
-    def _labels(self, token: Int64s, ends: NDArray[np.bool_]) -> Int64s:
-        following = np.where(ends, token, token + 1)
-        ignored = ends if self._counted is None else ends | ~self._counted[following]
-        return np.where(ignored, IGNORED, self._tokens[following].astype(np.int64))
-
-    def _placed(self, place: Int64s, count: int, empty: int, values: NDArray[np.generic]) -> Tensor:
-        filled = np.full(count * self.seq_len, empty, np.int64)
-        filled[place] = values
-        return torch.from_numpy(filled).view(count, self.seq_len)
-
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return sample_indices(seed, positions, len(self))
-
-    def fingerprint(self) -> str:
-        cut = f"documents {self._tokens.dtype} {self.seq_len} {self._padding}"
-        counted = [] if self._counted is None else [self._counted]
-        places = (*self._pieces, self._order, self._starts)
-        return self._remember(f"{cut} {_hash(*places)}", lambda: _hash(cut.encode(), self._tokens, *counted, *places))
-
-
-def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
-    """`starts[i], starts[i] + 1, ...` of `lengths[i]` numbers, for each i."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
+        return self._remember(f"stream {cut}", lambda: hash_of(self.tokens, cut.encode()))
 
 
 class MixedRows(Rows):
@@ -260,7 +149,7 @@ class MixedRows(Rows):
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
+    def rows(self, indices: Int64s) -> dict[str, Tensor]:
         part = np.searchsorted(self._firsts, indices, side="right") - 1
         batch: dict[str, Tensor] = {}
         for number in np.unique(part):
@@ -269,7 +158,7 @@ class MixedRows(Rows):
                 batch.setdefault(name, values.new_empty((len(indices), *values.shape[1:])))[places] = values
         return batch
 
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def order(self, seed: int, positions: Int64s) -> Int64s:
         return self._mixture.indices(seed, positions)
 
     def fingerprint(self) -> str:
@@ -277,75 +166,104 @@ class MixedRows(Rows):
         return xxhash.xxh3_128_hexdigest(f"mixture {parts} {self._mixture.shares}".encode())
 
 
-# ------------------------------------------------------------------------------------------------------- best fit
+# --------------------------------------------------------------------------------------------------------------- order
 
 
-def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
-    """Which documents share a row, so that little of it stays empty: a pure function.
+ROUNDS = 8  # with 6, some orders of five rows came three times as often as others
+WORD = 2**64 - 1
 
-    Best-fit decreasing (arXiv 2404.10830 trains language models on such rows): documents come by length, the longest
-    first, each into the fullest row that has room, or else into a new one. A length that fits k times into a row goes
-    there k times at once, so the work grows with the number of lengths, not of documents.
+UInt64s = NDArray[np.uint64]
+
+
+def sample_indices(seed: int, positions: Int64s, rows: int) -> Int64s:
+    """The row of each position.
 
     Args:
-        lengths: 1-D, each from 1 to `capacity`.
+        seed: of the order; taken modulo 2**64.
+        positions: 1-D, each at least 0; they may lie in different epochs.
+        rows: rows in the corpus, at least 1.
 
-    Returns: `order`, the documents row by row, and `starts` [rows + 1]: row r is `order[starts[r] : starts[r + 1]]`.
+    Returns: 1-D int64, each in [0, rows).
     """
-    by_length = np.argsort(-lengths, kind="stable")
-    rows = _rows_of(lengths[by_length], capacity)
-    order = by_length[np.argsort(rows, kind="stable")]
-    starts = np.zeros(int(rows.max(initial=-1)) + 2, np.int64)
-    np.cumsum(np.bincount(rows), out=starts[1:])
-    return order, starts
+    epoch, index = np.divmod(positions.astype(np.uint64), np.uint64(rows))
+    half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
+    key = _mix(_mix(np.full_like(epoch, seed & WORD)) ^ epoch)
+    index = _permute(index, key, half_bits)
+    outside = index >= rows
+    while outside.any():
+        index[outside] = _permute(index[outside], key[outside], half_bits)
+        outside = index >= rows
+    return index.astype(np.int64)
 
 
-def _rows_of(lengths: Int64s, capacity: int) -> Int64s:
-    """The row of each document; `lengths` descend."""
-    rows = np.empty(len(lengths), np.int64)
-    room = _Room()
-    opened = 0
-    values, counts = np.unique(-lengths, return_counts=True)
-    ends = np.cumsum(counts)
-    for length, begin, end in zip((-values).tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
-        while begin < end:
-            taken = room.take(length)
-            if taken is None:
-                count = -(-(end - begin) // (capacity // length))
-                taken = capacity, np.arange(opened, opened + count)
-                opened += count
-            space, open_rows = taken
-            times = space // length
-            placed = min(end - begin, times * len(open_rows))
-            filled, rest = divmod(placed, times)
-            rows[begin : begin + placed] = np.repeat(open_rows, times)[:placed]
-            room.put(space - times * length, open_rows[:filled])
-            if rest:
-                room.put(space - rest * length, open_rows[filled : filled + 1])
-            room.put(space, open_rows[filled + bool(rest) :])
-            begin += placed
-    return rows
+SHARES = 1000  # weights are rounded to thousandths of their sum
 
 
-class _Room:
-    """The rows that have room left, by the number of tokens."""
+@dataclass(frozen=True)
+class Mixture:
+    """Several corpora, each with its share of the positions.
 
-    def __init__(self) -> None:
-        self._rows: dict[int, list[Int64s]] = {}
-        self._spaces: list[int] = []  # ascending
+    Positions come in blocks of `sum(shares)`. Each block holds every source as often as its share, in an order of its
+    own. So the samples of a source before a block are a product, and no earlier position matters. Each source goes
+    through its own rows in epochs of its own.
+    """
 
-    def take(self, length: int) -> tuple[int, Int64s] | None:
-        """The smallest space that holds `length` and all rows that have it; None where no row has."""
-        at = bisect_left(self._spaces, length)
-        if at == len(self._spaces):
-            return None
-        space = self._spaces.pop(at)
-        return space, np.concatenate(self._rows.pop(space))
+    sizes: tuple[int, ...]
+    """Rows of each source."""
+    shares: tuple[int, ...]
+    """Positions of each source in a block, in lowest terms."""
 
-    def put(self, space: int, rows: Int64s) -> None:
-        if space == 0 or len(rows) == 0:
-            return
-        if space not in self._rows:
-            self._rows[space] = []
-            insort(self._spaces, space)
-        self._rows[space].append(rows)
+    @classmethod
+    def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> Self:
+        """Shares in thousandths of the sum of the weights, at least one each; the remainder of rounding goes to those
+        that lost most by it."""
+        exact = [weight * SHARES / sum(weights) for weight in weights]
+        shares = [max(1, int(share)) for share in exact]
+        by_loss = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
+        for number in by_loss[: max(0, SHARES - sum(shares))]:
+            shares[number] += 1
+        common = gcd(*shares)
+        return cls(tuple(sizes), tuple(share // common for share in shares))
+
+    def indices(self, seed: int, positions: Int64s) -> Int64s:
+        """The row of each position, numbered through all sources: 1-D int64, as `sample_indices`."""
+        block = positions // sum(self.shares)
+        slot = sample_indices(seed_of(seed, 0), positions, sum(self.shares))
+        ends = np.cumsum(np.array(self.shares, np.int64))
+        source = np.searchsorted(ends, slot, side="right")
+        rank = slot - (ends - np.array(self.shares, np.int64))[source]
+        first_rows = np.cumsum(np.array((0, *self.sizes), np.int64))
+        rows = np.empty_like(slot)
+        for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
+            own = source == number
+            given = block[own] * share + rank[own]
+            rows[own] = first_rows[number] + sample_indices(seed_of(seed, number + 1), given, size)
+        return rows
+
+
+def share_of_numbers(number: int, share: float) -> bool:
+    """Whether `number` is in a share (0 to 1) of all numbers, chosen by its hash alone."""
+    return int(_mix(np.array([number], np.uint64))[0]) < share * 2**64
+
+
+def seed_of(seed: int, number: int) -> int:
+    """A seed for each of several orders of one run."""
+    return int(_mix(_mix(np.array([seed & WORD], np.uint64)) + np.uint64(number))[0])
+
+
+def _permute(values: UInt64s, key: UInt64s, half_bits: int) -> UInt64s:
+    """A permutation of [0, 4**half_bits): a Feistel network with two halves of `half_bits` bits."""
+    shift = np.uint64(half_bits)
+    mask = np.uint64(2**half_bits - 1)
+    left, right = values >> shift, values & mask
+    for number in range(ROUNDS):
+        left, right = right, left ^ (_mix(_mix(key ^ np.uint64(number)) ^ right) & mask)
+    return (left << shift) | right
+
+
+def _mix(values: UInt64s) -> UInt64s:
+    """splitmix64 (Steele, Lea, Flood, OOPSLA 2014): the output after one step from each value, modulo 2**64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,18 +1,26 @@
 """Sources of documents with named columns: JSON lines or arrays, parquet files, data sets of the hub."""
 
-import contextlib
 import difflib
 import json
 import re
 import sys
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
 import xxhash
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, Column
-from portable_fsdp.data.compressed import TextFileSource, hash_of_files, is_json_array, read_array, read_lines
+from portable_fsdp.data.compressed import (
+    BOM,
+    MAX_UNPACKED,
+    TextFileSource,
+    hash_of_files,
+    opened,
+    read_whole,
+    unreadable,
+)
 from portable_fsdp.data.examples import (
     AS_A_SHARE,
     LEFT_OUT,
@@ -31,6 +39,8 @@ Columns = Mapping[Column, str]
 """The format's own name of a column -> its name in the file."""
 
 ROWS_AT_ONCE = 1000
+MAX_LINE = 1 << 25
+_SPACE = re.compile(r"\s*")
 
 SHAREGPT = "conversations"
 """The column of messages in ShareGPT's files."""
@@ -94,6 +104,67 @@ def _json_object(line: bytes, expected: str) -> dict[str, Any]:
         except UnicodeEncodeError as error:
             raise ValueError("expected text, found half of a surrogate pair (\\ud800 to \\udfff)") from error
     return cast(dict[str, Any], value)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line with its end) of each; raises DataError, which names the first line that isn't whole."""
+    number = 0
+    try:
+        with opened(path) as file:
+            while line := file.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    raise DataError(
+                        f"data.path: {path}:{number + 1}: expected a line of at most {MAX_LINE:,} bytes, found a "
+                        "longer one.\n  Write one document a line."
+                    )
+                number += 1
+                yield number, line.removeprefix(BOM) if number == 1 else line
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(f"{path}:{number + 1}", path, error) from error
+
+
+def is_json_array(path: Path) -> bool:
+    """Whether the file begins as a JSON array; False where it can't be read."""
+    try:
+        with opened(path) as file:
+            return file.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number of its first line, text) of each element of a JSON array; the rest is one from the first that can't be
+    parsed on, and so is what follows the array: whoever parses it sees what is wrong. Raises DataError."""
+    if path.stat().st_size > MAX_UNPACKED:
+        raise DataError(
+            f"data.path: {path}: expected a JSON array of at most {MAX_UNPACKED:,} bytes, found a longer one.\n"
+            "  Write one object a line: jq -c '.[]'."
+        )
+    text = read_whole(path).decode(errors="surrogateescape")
+    decoder, line, counted, is_broken = json.JSONDecoder(), 1, 0, False
+    at = _behind_space(text, text.index("[") + 1)
+    has_more = text[at : at + 1] != "]"
+    while has_more:
+        try:
+            end = decoder.raw_decode(text, at)[1]
+        except (ValueError, RecursionError):
+            end, is_broken = len(text), True
+        line, counted = line + text.count("\n", counted, at), at
+        if end - at > MAX_LINE:
+            raise DataError(
+                f"data.path: {path}:{line}: expected elements of at most {MAX_LINE:,} bytes, found a longer one."
+            )
+        yield line, text[at:end].encode(errors="surrogateescape")
+        at = _behind_space(text, end)
+        has_more = text[at : at + 1] == ","
+        at = _behind_space(text, at + has_more)
+    rest = text[at:].strip()
+    if rest != "]" and not is_broken:
+        yield line + text.count("\n", counted, at), rest.encode(errors="surrogateescape")
+
+
+def _behind_space(text: str, at: int) -> int:
+    return cast("re.Match[str]", _SPACE.match(text, at)).end()
 
 
 class Parquet:
@@ -195,23 +266,24 @@ def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]
     """Load a split, or an expression like train[:10%]; return it and the number of rows in each split."""
     datasets = extra("datasets")
     folder = Path(path)
-    with _quiet(datasets):
-        try:
-            if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-                return _part_of_saved(datasets, datasets.load_from_disk(path), split)
-            hub = re.fullmatch(_HUB_NAME, path)
-            if folder.is_dir() or hub is None:
-                part = datasets.load_dataset(path, split=split)
-            else:
-                part = datasets.load_dataset(hub["path"], hub["subset"], revision=hub["revision"], split=split)
-            return part, {name: info.num_examples for name, info in (part.info.splits or {}).items()}
-        except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise DataError(
-                f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
-                f"  data.path is {path}; a colon names a subset (org/name:subset). Offline, with HF_HUB_OFFLINE=1, the "
-                "data set must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
-            ) from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            return _part_of_saved(datasets, datasets.load_from_disk(path), split)
+        hub = re.fullmatch(_HUB_NAME, path)
+        if folder.is_dir() or hub is None:
+            part = datasets.load_dataset(path, split=split)
+        else:
+            part = datasets.load_dataset(hub["path"], hub["subset"], revision=hub["revision"], split=split)
+        return part, {name: info.num_examples for name, info in (part.info.splits or {}).items()}
+    except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise DataError(
+            f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
+            f"  data.path is {path}; a colon names a subset (org/name:subset). Offline, with HF_HUB_OFFLINE=1, the "
+            "data set must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
+        ) from error
 
 
 def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str, int]]:
@@ -223,19 +295,6 @@ def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str
     taken = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     rows = [parts[part.splitname].select(range(part.from_, part.to)) for part in taken]
     return datasets.concatenate_datasets(rows), sizes
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any) -> Generator[None]:
-    """Progress bars on a terminal only; they are a setting of the whole process."""
-    if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
 
 
 def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str]) -> dict[str, str]:

@@ -1,123 +1,51 @@
-"""Rendering: a document becomes ids, with a mark on those that count in the loss.
+"""Rendering of prompts and conversations: a document becomes ids, with a mark on those that count in the loss.
 
-    text               the tokenizer's special tokens around the text, the end of text after it; all count
-    prompt_completion  texts: as above, both texts as one; messages: the chat template. Ids that the prompt alone begins
-                       with too don't count
+    prompt_completion  texts: as a text (`build.renderer`), both as one; messages: the chat template. Ids that the
+                       prompt alone begins with too don't count
     chat               the chat template; the assistant's turns count
     instruction        alpaca's columns as prompt and completion
 
-As TRL's SFTTrainer (1.16, `SFTTrainer._prepare_dataset`). In a stream (`data.packing`) a text has no special tokens but
-the end of text.
+As TRL's SFTTrainer (1.16, `SFTTrainer._prepare_dataset`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from portable_fsdp.config.data import FORMAT_COLUMNS, Format
+from portable_fsdp.config.data import Column, Format
 from portable_fsdp.data.chat import KEPT_OUT, ChatTemplate, MarkedText
 from portable_fsdp.data.examples import (
-    LEFT_OUT,
     WEIGHTS,
     Broken,
+    ChatMessage,
+    Conversation,
+    Encode,
     Example,
     Rendered,
     broken,
     contains,
+    is_answer,
     is_empty,
     kind,
     meaningful_columns,
     trains,
     without_nulls,
 )
-from portable_fsdp.data.messages import ChatMessage, Conversation, conversation_of, is_answer, messages_of
 from portable_fsdp.data.tokenize import Tokenizer, Tokens, ended, token_dtype
 from portable_fsdp.runtime.errors import DataError
-
-_NO_WEIGHT = "weight 0 (or train: false), left out"
-
-Render = Callable[[Sequence[Example | Broken]], list[Rendered | Broken]]
-"""Several documents at once, each to its ids or its problem; several threads may call it."""
-
-Encode = Callable[[Sequence[tuple[Example, Any]]], list[Rendered | Broken]]
+from portable_fsdp.runtime.files import parse_json
 
 
-def renderer(
-    form: Format,
-    tokenizer: Tokenizer,
-    *,
-    stream: bool,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-    ignore: Collection[str] = (),
-) -> Render:
-    """The function of this format; `arguments`: of the chat template; `ignore`: `data.ignore`. Raises DataError where
-    the tokenizer lacks a template that the format needs."""
-    if form == "text":
-        return partial(_render, form, _text, partial(_texts, tokenizer, stream=stream))
-    return partial(_render, form, *_preparation(form, tokenizer, arguments, ignore))
-
-
-def _render(
-    form: Format,
-    prepare: Callable[[Example], Any],
-    encode: Encode,
-    examples: Sequence[Example | Broken],
-) -> list[Rendered | Broken]:
-    """`prepare` returns the text to tokenize, or raises ValueError with the reason; `encode` makes the results of all
-    others at once."""
-    results: list[Any] = []
-    for example in examples:
-        try:
-            if isinstance(example, Broken):
-                results.append(example)
-            elif not trains(example.fields, "row"):
-                counted = None if form == "text" else np.empty(0, np.bool_)
-                results.append(Rendered(example.number, np.empty(0, np.uint8), counted, notes=(_NO_WEIGHT,)))
-            else:
-                results.append((example, prepare(example)))
-        except ValueError as error:
-            results.append(broken(example, str(error)))
-    encoded = iter(encode([item for item in results if not isinstance(item, (Broken, Rendered))]))
-    results = [item if isinstance(item, (Broken, Rendered)) else next(encoded) for item in results]
-    return [_with_notes(item, example, form) for item, example in zip(results, examples, strict=True)]
-
-
-def _with_notes(item: Rendered | Broken, example: Example | Broken, form: Format) -> Rendered | Broken:
-    if isinstance(item, Broken) or isinstance(example, Broken):
-        return item
-    read = {*FORMAT_COLUMNS[form], *meaningful_columns(form)}
-    unread = [f"{LEFT_OUT}{key[:64]}" for key in example.fields if key not in read]
-    return item._replace(notes=(*example.notes, *unread, *item.notes))
-
-
-# ------------------------------------------------------------------------------------------------------------ text
-
-
-def _text(example: Example) -> str:
-    text = example.fields["text"]
-    if not isinstance(text, str):
-        raise ValueError(f"expected text, found {kind(text)}")
-    return text
-
-
-def _texts(tokenizer: Tokenizer, items: Sequence[tuple[Example, str]], *, stream: bool) -> list[Rendered | Broken]:
-    encoded = tokenizer.encode_all([text for _, text in items], special_tokens=not stream)
-    return [
-        Rendered(example.number, ended(ids, tokenizer.end_of_text))
-        for (example, _), ids in zip(items, encoded, strict=True)
-    ]
-
-
-# --------------------------------------------------------------------------------------------------- prompts and chats
-
-
-def _preparation(
+def preparation(
     form: Format, tokenizer: Tokenizer, arguments: Mapping[str, Any], ignore: Collection[str]
 ) -> tuple[Callable[[Example], Any], Encode]:
-    """The functions that prepare a document and encode several. Raises DataError as `renderer`."""
+    """The functions that prepare a document and encode several, for `build.render_documents`.
+
+    `arguments`: of the chat template; `ignore`: `data.ignore`. Raises DataError where the tokenizer lacks a template
+    that the format needs.
+    """
     template = _required(tokenizer.chat_template).taking(arguments) if arguments else tokenizer.chat_template
     if form == "chat":
         template = _required(template)
@@ -182,7 +110,7 @@ def _completed(
     dtype = token_dtype(tokenizer.vocab_size)
     rendered = _masked(example, np.array(alone.ids, dtype=dtype), np.array(whole.ids, dtype=dtype))
     notes = (*(n for n in written.notes if n != KEPT_OUT), *_notes_of_roles(conversation.messages, template))
-    if rendered.prompt_differs and begin is None:
+    if rendered.notes and begin is None:
         notes += (_NOT_AS_ASKED,)
     if not whole.is_ended:
         notes += (_NO_END,)
@@ -190,7 +118,7 @@ def _completed(
     if silent:
         [without] = template.tokenized([(written.text, silent)])
         counts = counts & ~np.array(without.counted)
-    return rendered._replace(counted=counts, prompt_differs=False, notes=notes)
+    return rendered._replace(counted=counts, notes=notes)
 
 
 def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:
@@ -210,12 +138,19 @@ def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> 
     return rendered
 
 
+_PROMPT_DIFFERS = (
+    "the prompt ends in other tokens once the completion follows; the difference counts as completion; end prompts "
+    "where a token ends (a space belongs to the completion)"
+)
+
+
 def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
     """Ids count from the first that isn't the prompt's."""
     length = min(len(prompt), len(whole))
     different = np.flatnonzero(prompt[:length] != whole[:length])
     common = int(different[0]) if len(different) else length
-    return Rendered(example.number, whole, np.arange(len(whole)) >= common, prompt_differs=common < len(prompt))
+    notes = (_PROMPT_DIFFERS,) if common < len(prompt) else ()
+    return Rendered(example.number, whole, np.arange(len(whole)) >= common, notes=notes)
 
 
 def _require_use(fields: Mapping[str, Any], text: str, form: Format, used: Collection[str] = ()) -> None:
@@ -323,3 +258,163 @@ def _refusal(error: Exception) -> ValueError:
     message = str(error).strip() or type(error).__name__
     is_ours = message.startswith(("expected", "the chat template"))
     return ValueError(message if is_ours else f"the chat template refuses it: {message}")
+
+
+# -------------------------------------------------------------------------------------------------------- messages
+
+# One form for the messages of a row: data sets write them as OpenAI, ShareGPT, LLaMA-Factory and TRL do, and chat
+# templates of transformers read one form.
+
+_SHAREGPT_ROLES = {
+    **{"human": "user", "user": "user"},
+    **{"gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant"},
+    **{"tool": "tool", "function": "tool", "observation": "tool"},
+    **{"system": "system", "function_call": "assistant"},
+}
+
+
+def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collection[str] = ()) -> Conversation:
+    """The messages of these columns one after the other, below the row's `system`. Raises ValueError."""
+    given = [message for column in columns for message in messages_of(fields[column], ignore)]
+    messages = [message for message in given if message["role"] not in ignore]
+    names = () if "system" in ignore else ("system", "system_prompt")
+    system = next((fields[name] for name in names if not is_empty(fields.get(name))), None)
+    if system is not None and not isinstance(system, str):
+        raise ValueError(f"expected the system prompt as text, found {kind(system)}")
+    if system is not None and (not messages or messages[0].get("content") != system):
+        if messages and messages[0]["role"] in ("system", "developer"):
+            raise ValueError(
+                "the row has a system column and another system message: leave one out.\n"
+                "  data.ignore=[system] leaves out both"
+            )
+        messages = [{"role": "system", "content": system}, *messages]
+    clean = [{key: value for key, value in message.items() if key not in (*WEIGHTS, "loss")} for message in messages]
+    tools = _tools(fields)
+    if tools and contains("\n".join(str(message.get("content")) for message in clean), tools):
+        tools = None  # Hermes' rows have them in a system message too
+    return Conversation(clean, tools, [_message_trains(message) for message in messages])
+
+
+def _message_trains(message: ChatMessage) -> bool:
+    counts = trains(message, "message")
+    weight = next((key for key in (*WEIGHTS, "loss") if message.get(key)), None)
+    if weight is not None and not is_answer(message):
+        raise ValueError(
+            f"a message of the role {message['role']} has {weight}={message[weight]}: only the assistant's train.\n"
+            f"  Remove the key, or set data.ignore=[{weight}] (which ignores it in all messages)"
+        )
+    return counts
+
+
+def _tools(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
+    """The row's functions; a column of parquet has one schema, and functions have several: many data sets hold JSON."""
+    name = next((key for key in ("tools", "functions") if not is_empty(fields.get(key))), "tools")
+    expected = f"expected {name} as a list of JSON schemas, found"
+    tools = _from_json(fields.get(name), expected)
+    if is_empty(tools):
+        return None
+    if not isinstance(tools, list):
+        raise ValueError(f"{expected} {kind(tools)}")
+    schemas = [_from_json(tool, expected) for tool in cast("list[Any]", tools)]
+    if wrong := next((tool for tool in schemas if not isinstance(tool, dict)), None):
+        raise ValueError(f"{expected} {kind(wrong)} in it")
+    schemas = without_nulls(schemas)
+    if name == "functions":  # OpenAI's older form is bare
+        return [tool if "function" in tool else {"type": "function", "function": tool} for tool in schemas]
+    return schemas
+
+
+def _from_json(value: Any, expected: str) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return parse_json(value)
+    except ValueError:
+        raise ValueError(f"{expected} text that isn't JSON: {value[:40]}") from None
+
+
+def messages_of(value: Any, ignore: Collection[str] = ()) -> list[ChatMessage]:
+    """A column's messages with role, content and `tool_calls`, without null values and keys in `ignore`.
+
+    ShareGPT's turns (`from`, `value`) become `role` and `content`; `function_call` becomes `tool_calls`, with arguments
+    as mappings. Raises ValueError with what is wrong.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a list of messages, found {kind(value) if value != [] else 'an empty one'}")
+    turns = cast("list[Any]", value)
+    is_sharegpt = all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns)
+    return [_message(turn, number, is_sharegpt, ignore) for number, turn in enumerate(turns, 1)]
+
+
+def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str]) -> ChatMessage:
+    if not isinstance(turn, dict):
+        raise ValueError(f"expected messages with role and content, found {kind(turn)} as message {number}")
+    keys = f"the keys {', '.join(map(str, turn))} in message {number}"
+    message: ChatMessage = {key: item for key, item in turn.items() if key not in ignore}
+    if is_sharegpt:
+        message = _from_sharegpt(message)
+    message = {key: without_nulls(item) for key, item in message.items() if item is not None}
+    call = message.pop("function_call", None)
+    calls = [*_calls(message.pop("tool_calls", None)), *([] if is_empty(call) else _calls([call]))]
+    has_content = is_sharegpt or "content" in turn
+    if not isinstance(message.get("role"), str) or not (has_content or calls):
+        raise ValueError(f"expected messages with role and content, found {keys}")
+    if message["role"] == "function":  # OpenAI's older name
+        message["role"] = "tool"
+    content = message.get("content")
+    if isinstance(content, list) and content and all(_is_text(part) for part in cast("list[Any]", content)):
+        message["content"] = content = "".join(part["text"] for part in cast("list[Any]", content))
+    # A template would render null as nothing, and a list or a mapping in Python's notation.
+    if not isinstance(content, str) and not (content is None and calls):
+        raise ValueError(
+            f"expected messages whose content is text, found {kind(content)} as content, of {keys}"
+            + (".\n  Only parts of the type text are read" if isinstance(content, list) else "")
+            + (".\n  Write it as JSON text" if message["role"] == "tool" else "")
+            + (".\n  Write the refusal as content" if message.get("refusal") else "")
+        )
+    return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def _is_text(part: Any) -> bool:
+    """Whether it is a part of a message as OpenAI writes text."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _from_sharegpt(turn: ChatMessage) -> ChatMessage:
+    sender, text = turn.pop("from"), turn.pop("value")
+    role = _SHAREGPT_ROLES.get(sender) if isinstance(sender, str) else None
+    if role is None:
+        raise ValueError(f"expected turns from {', '.join(_SHAREGPT_ROLES)}, found {str(sender)[:40]!r}")
+    if sender != "function_call":
+        return {**turn, "role": role, "content": text}
+    calls = _from_json(text, "expected a function_call as JSON with name and arguments, found")
+    return {**turn, "role": role, "tool_calls": calls if isinstance(calls, list) else [calls]}
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """The calls in the form of transformers: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`."""
+    expected = "expected tool_calls as a list of mappings with name and arguments, found"
+    calls = _from_json(value, expected)
+    if is_empty(calls):
+        return []
+    if not isinstance(calls, list):
+        raise ValueError(f"{expected} {kind(calls)}")
+    return [_call(_from_json(call, expected), expected) for call in cast("list[Any]", calls)]
+
+
+def _call(call: Any, expected: str) -> dict[str, Any]:
+    function = cast("dict[str, Any]", call).get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{expected} {str(call)[:60]}")
+    of_arguments = f"expected the arguments of {function['name']} as a JSON object, found"
+    given = function.get("arguments", function.get("parameters"))  # Llama 3 writes calls with parameters
+    arguments = _from_json(given, of_arguments)
+    arguments = {} if is_empty(arguments) else without_nulls(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{of_arguments} {kind(arguments)}")
+    outer = {} if function is call else cast("dict[str, Any]", call)
+    for key, value in (*function.items(), *outer.items()):
+        if key not in ("name", "arguments", "parameters", "function", "id", "type", "index") and not is_empty(value):
+            raise ValueError(f"expected name and arguments in a call, found the key {key}")
+    kept = {key: value for key, value in function.items() if key != "parameters"}
+    return {"type": "function", **outer, "function": {**kept, "arguments": arguments}}

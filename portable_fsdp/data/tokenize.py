@@ -238,22 +238,16 @@ def _bytes_as_bpe() -> Any:
     NUL's token is NUL itself and not its letter in the byte alphabet (U+0100): tokenizers looks for special tokens in
     the raw text, where that letter is an ordinary one.
     """
+    import_transformers()
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {letter: byte for byte, letter in enumerate(_byte_alphabet())}
-    vocabulary = {NUL if byte == 0 else letter: byte for letter, byte in vocabulary.items()}
+    vocabulary = {NUL if byte == 0 else letter: byte for byte, letter in bytes_to_unicode().items()}
     tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(NUL, special=True, normalized=False)])
     return tokenizer
-
-
-def _byte_alphabet() -> list[str]:
-    """A visible letter for each byte, as in GPT-2: printable Latin-1 stands for itself, the others from U+0100 up."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]
 
 
 # ------------------------------------------------------------------------------------------- the model's own tokenizer

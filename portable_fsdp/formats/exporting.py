@@ -23,7 +23,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.formats import EXPORTS, SINGLE_FILE
 from portable_fsdp.formats.base import ExportOptions, load_format
-from portable_fsdp.models.exported import MARK, hashes_of
+from portable_fsdp.models.tensor_files import MARK, hashes_of
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.errors import CheckpointError, TrainingError
 from portable_fsdp.runtime.files import parse_json, read_regular, sync_folder, write_text_atomically

@@ -29,9 +29,8 @@ from portable_fsdp.formats.base import (
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.architecture import mapping_of
-from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
-from portable_fsdp.models.safetensors_folder import INDEX, SINGLE
+from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
 from portable_fsdp.models.weights import RandomWeights
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically

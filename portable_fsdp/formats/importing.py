@@ -14,7 +14,7 @@ from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
 from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM
 from portable_fsdp.formats.base import ForeignCheckpoint, ModelNames, as_dtype, config_of, load_format, names_of
-from portable_fsdp.models.exported import require_as_exported
+from portable_fsdp.models.tensor_files import require_as_exported
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("portable_fsdp")

@@ -23,7 +23,7 @@ from portable_fsdp.formats.base import (
     weights_of,
 )
 from portable_fsdp.models.architecture import config_to_json
-from portable_fsdp.models.gguf import GgufFile, is_gguf
+from portable_fsdp.models.tensor_files import GgufFile, is_gguf
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.hub import import_transformers
 

@@ -1,10 +1,9 @@
 """`model.architecture`: a mapping of the YAML file or a config.json, read as transformers' `from_pretrained` reads it.
 
 transformers accepts any key, and keeps an unknown one as an attribute that nothing reads. A class knows its fields,
-other names for them (`attribute_map`), what its default instance has, and keys of older files that it converts
-(`rotary_pct`, `torch_dtype`). The log names the unknown keys of a file, or of a mapping pasted from one (`_MARKS`
-recognises it). An unknown key that the user typed is an error, and so is a pasted one whose name is nearly that of a
-field.
+other names for them (`attribute_map`), and keys of older files that it converts (`rotary_pct`, `torch_dtype`). The log
+names the unknown keys of a file, or of a mapping pasted from one (`_MARKS` recognises it). An unknown key that the user
+typed is an error.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import difflib
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +38,7 @@ _MAPPINGS = {
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
 """Transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
 
-_READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim"}
+_READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim", "rope_parameters"}
 """Keys that models read whether their class declares them or not."""
 
 _MAX_BYTES = 16 * 2**20
@@ -102,23 +101,22 @@ def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal
         raise ConfigError(
             f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}: dropout is not built yet.\n  Leave it out."
         )
-    config: Any = None
     failure: Exception | None = None
+    config: Any = None
     try:
         config = _read(values)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         failure = error
-    unknown = list(unknown_keys(config, values))
-    for name, value, its_kind in () if is_file else unknown:
-        _refuse_unknown_key(name, value, its_kind, where, is_published)
+    unknown = dict(unknown_keys(config, values))
+    if unknown and not is_published:
+        _refuse_unknown_key(*next(iter(unknown.items())), where)
     _refuse_sizes(kind, config, values, where)
     if failure is not None:
         raise ConfigError(
             f"{where.rstrip('.: ')}: transformers refuses it: {last_line(failure)}\n  Change the key that it names."
         ) from failure
     if unknown and logs:
-        names = ", ".join(name for name, _, _ in unknown)
-        log.warning("model.architecture: %s declares no %s: probably without effect", kind.__name__, names)
+        log_unknown_keys("model.architecture", config, unknown)
     if dropout and logs:
         log.warning("model.architecture: %s: taken as 0, since dropout is not built yet", ", ".join(dropout))
     return config
@@ -183,8 +181,8 @@ def config_from_json(values: Mapping[str, Any]) -> Any:
 # ------------------------------------------------------------------------------------------------------ unknown keys
 
 
-def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and config class of each key that the class doesn't know, in parts (`text_config.`) too."""
+def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iterator[tuple[str, Any]]:
+    """Name and config class of each key that the class doesn't know, in parts (`text_config.`) too."""
     if not hasattr(config, "sub_configs"):  # no config: transformers refused the values, or the part is a plain dict
         return
     known = _names(type(config))
@@ -193,27 +191,22 @@ def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iter
             yield from unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
         # A converted key is no attribute. A key that begins with _ is transformers' own; nobody types it.
         elif name in vars(config) and name not in known and not name.startswith("_"):
-            yield f"{part}{name}", value, type(config)
+            yield f"{part}{name}", type(config)
 
 
-def _refuse_unknown_key(name: str, value: Any, kind: Any, where: str, is_published: bool) -> None:
-    key = name.rpartition(".")[2]
+def log_unknown_keys(key: str, config: Any, unknown: Iterable[str]) -> None:
+    log.warning("%s: %s declares no %s: probably without effect", key, type(config).__name__, ", ".join(unknown))
+
+
+def _refuse_unknown_key(name: str, kind: Any, where: str) -> None:
     known = sorted(_names(kind))
-    # Files have tokens of many names (eod_token_id), and the model doesn't depend on them.
-    is_typo = difflib.get_close_matches(key, known, n=1, cutoff=0.9) and not key.endswith("_token_id")
-    if is_typo or not (is_published or value is None or value is False):
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"nearest: {near[0]}" if near else f"It has: {', '.join(known)}"
-        raise ConfigError(f"{where}{name}: unknown key of {kind.__name__}.\n  {hint}.")
+    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+    hint = f"nearest: {near[0]}" if near else f"It has: {', '.join(known)}"
+    raise ConfigError(f"{where}{name}: unknown key of {kind.__name__}.\n  {hint}.")
 
 
 def _names(kind: Any) -> set[str]:
-    try:
-        default = vars(kind())
-    except Exception:  # some classes have no default that they accept
-        default = {}
-    names = {*_fields(kind), *default, *kind.attribute_map, *kind.attribute_map.values()}
-    return {name.lstrip("_") for name in names} | _READ_BY_NAME
+    return {*_fields(kind), *kind.attribute_map, *kind.attribute_map.values(), *_READ_BY_NAME}
 
 
 def _fields(kind: Any) -> dict[str, Any]:
@@ -233,12 +226,6 @@ def _refuse_sizes(kind: Any, config: Any, values: Mapping[str, Any], where: str)
             f"{where.rstrip('.: ')}: expected the sizes of the model, found no {', '.join(missing)} of "
             f"{kind.__name__}.\n  Add {'them' if len(missing) > 1 else 'it'}; transformers would take {defaults}."
         )
-    sizes = {kind.attribute_map.get(size, size) for size in _SIZES}
-    for name, value in values.items():
-        if kind.attribute_map.get(name, name) in sizes and isinstance(value, int) and value < 1:
-            raise ConfigError(f"{where}{name}: expected a size of at least 1, found {value}.")
-        if value != value:  # NaN
-            raise ConfigError(f"{where}{name}: expected a number, found {value}.")
 
 
 def _missing_sizes(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

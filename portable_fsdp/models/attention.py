@@ -1,23 +1,22 @@
-"""Attention for all engines, made of static arguments only: torch's SDPA, or its flex_attention over blocks.
+"""Attention and experts for all engines, made of static arguments and shapes only. Attention over blocks is in
+`document_masks.py`.
 
 transformers' own paths build a mask by reading a tensor on the host, which costs XLA a second program and a wait in
 every step. This function needs no mask: tracing knows causality, sliding window, softcap and sinks, and numbers tell
 apart the documents that share a row.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
+from portable_fsdp.runtime.errors import ConfigError
+
 STATIC = "portable_fsdp_static"
-FLEX = "portable_fsdp_flex"  # attention over blocks, `block_attention`
+FLEX = "portable_fsdp_flex"  # attention over blocks, `document_masks.block_attention`
 MASKED = "portable_fsdp_masked"  # transformers' own SDPA under masks that are made without a read on the host
 
 _MASKED = -1e30  # far below any score, and finite: a fully masked row gives no NaN
@@ -204,127 +203,80 @@ def _explicit(
     return F.dropout(weights, dropout) @ value
 
 
-# ----------------------------------------------------------------------------------------------- attention over blocks
+# --------------------------------------------------------------------------------------------------------- experts
+
+# transformers' own loop over experts asks the host which tokens each of them got: a wait in every layer, and a new
+# program in every step on XLA. Here only the weights of a sum depend on the routing. This costs num_experts / top_k
+# times the FLOPs of the experts; `batched_mm` costs memory instead (a copy of the chosen weights per token), and
+# `grouped_mm` sorts tokens by expert, which needs kernels that not every engine has.
+
+DENSE = "portable_fsdp_dense"
 
 
-# torch's flex_attention skips the blocks of scores that no position sees. A `BlockMask` says which blocks of 128 by 128
-# scores to compute, and has a function of two positions for blocks seen in part. A forward makes its masks before the
-# first layer, one for each window, and passes them to the layers as `block_masks`. The kernel applies softcap; sinks
-# come after it, so nothing holds the scores. transformers' own `flex_attention` asks the host in every forward whether
-# a row has several documents, and computes sinks in the compute dtype.
-
-LEAST_WIDTH = 16  # of a head, in inductor's kernel
-
-Masks = dict[int | None, BlockMask]
-"""By window, in tokens that a position sees, itself included; None: all before it."""
-
-
-def block_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    block_masks: Masks | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attend causally. Takes what transformers' `AttentionInterface` passes, as `static_attention` does.
+def dense_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of the chosen experts. Takes what transformers' `ExpertsInterface` passes.
 
     Args:
-        attention_mask: None; `block_masks` takes its place.
-        block_masks: one for each window of the layers; None: a row is one document, and this layer makes its mask.
+        self: the experts module, with `num_experts` and the layout of its weights as `use_experts_implementation` says.
+        hidden: `[tokens, hidden]`.
+        top_k_index: `[tokens, top_k]` int64; top_k_weights: `[tokens, top_k]`, any float dtype.
 
-    Returns: `[batch, seq, heads, head_dim]`, and None for the weights; on meta only a shape. Raises ValueError for
-    options that it can't apply, and KeyError for a window without a mask.
+    Returns: `[tokens, hidden]`, in the dtype of `hidden`.
     """
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    if attention_mask is not None or dropout or not causal:
-        raise ValueError("model.attention=flex: expected causal attention, no dropout and no mask of the model's own")
-    if (width := min(query.shape[-1], value.shape[-1])) < LEAST_WIDTH:
-        raise ValueError(f"model.attention=flex: expected heads of at least {LEAST_WIDTH} numbers, found {width}")
-    length = query.shape[-2]
-    window = sliding_window if sliding_window is not None and sliding_window < length else None
-    mask = None if block_masks is None else block_masks[window]
-    if value.is_meta:
-        return value.new_empty(query.shape[0], length, query.shape[1], value.shape[-1]), None
-    if mask is None:
-        mask = make_masks([window], length, value.device)[window]
-    result = _for_device(flex_attention, value.device)(
-        query,
-        key,
-        value,
-        score_mod=None if softcap is None else _capped(softcap),
-        block_mask=mask,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=None if s_aux is None else AuxRequest(lse=True),
-    )
-    out = result if s_aux is None else _with_sinks(result[0], result[1].lse, s_aux)
-    return out.transpose(1, 2).contiguous(), None
+    ids = torch.arange(self.num_experts, device=hidden.device)
+    # Compared and summed, not scattered: a partitioner splits this by rows like anything else.
+    share = ((top_k_index[..., None] == ids) * top_k_weights[..., None]).sum(dim=1)  # [tokens, experts]
+    if self.has_gate:
+        out = self._apply_gate(_linear(self, hidden, "gate_up_proj"))
+    else:
+        out = self.act_fn(_linear(self, hidden, "up_proj"))
+    out = _linear(self, out, "down_proj")
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    return (out * share.t()[..., None]).sum(dim=0).to(hidden.dtype)
 
 
-def make_masks(
-    windows: Iterable[int | None], length: int, device: torch.device, segments: Tensor | None = None
-) -> Masks:
-    """The masks of rows of `length` positions, made without a read on the host.
+def _linear(experts: Any, hidden: Tensor, name: str) -> Tensor:
+    """`[tokens, in]` or `[experts, tokens, in]` -> `[experts, tokens, out]`."""
+    weight: Tensor = getattr(experts, name)
+    out = hidden @ (weight if experts.is_transposed else weight.transpose(1, 2))
+    return out + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else out
 
-    `segments`: int64 `[batch, length]`, the document of each position; None: each row is one document.
+
+def choose_experts(model: Any, implementation: str, itemsize: int) -> None:
+    """Make `model` run its experts as `model.experts` says; `itemsize`: bytes of a number in the compute dtype.
+
+    Raises ConfigError for a model without experts, and where grouped_mm can't run these.
     """
-    rows = None if segments is None else segments.shape[0]
-    make = _for_device(create_block_mask, device)
-    return {window: make(_seen(window, segments), rows, None, length, length, device) for window in windows}
+    experts = {name: module for name, module in model.named_modules() if takes_implementation(module)}
+    if implementation != "auto" and not experts:
+        raise ConfigError(
+            f"model.experts: expected auto, found {implementation}: {type(model).__name__} has no experts whose "
+            "implementation transformers lets us choose.\n  Set model.experts=auto."
+        )
+    if implementation == "grouped_mm":
+        _check_alignment(experts, itemsize)
+    try:
+        model.set_experts_implementation(DENSE if implementation in ("auto", "dense") else implementation)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model.experts={implementation}: transformers refuses it for {type(model).__name__}: {error}\n"
+            "  Set model.experts=auto."
+        ) from error
 
 
-def windows_of(model: nn.Module, length: int) -> tuple[int | None, ...]:
-    """The windows that a forward of this model on meta looks up, in rows of `length`; () where it passes no masks on.
-
-    Configs name windows in several ways, so the layers themselves are asked.
-    """
-    looked_up: dict[int | None, None] = defaultdict(lambda: None)
-    with torch.no_grad(), torch.device("meta"):
-        model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False, block_masks=looked_up)
-    return tuple(looked_up)
-
-
-def _for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compiled, as torch requires; plain on the CPU (for trials) and inside a layer that is compiled itself."""
-    return function if device.type == "cpu" or torch.compiler.is_compiling() else _compiled(function)
+def _check_alignment(experts: dict[str, nn.Module], itemsize: int) -> None:
+    """torch's grouped product takes rows of whole 16 bytes: of weights, inputs and outputs."""
+    for name, module in experts.items():
+        for leaf, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
+                raise ConfigError(
+                    "model.experts=grouped_mm: expected experts whose rows are a multiple of 16 bytes, found "
+                    f"{name}.{leaf} {list(weight.shape)} in numbers of {itemsize} bytes.\n"
+                    "  Set model.experts=auto."
+                )
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`fullgraph`: a graph break raises, instead of running with all scores in memory."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-
-def _seen(window: int | None, segments: Tensor | None) -> Callable[..., Tensor]:
-    def seen(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        keep = key <= query
-        if window is not None:
-            keep = keep & (key > query - window)
-        return keep if segments is None else keep & (segments[row, query] == segments[row, key])
-
-    return seen
-
-
-def _capped(softcap: float) -> Callable[..., Tensor]:
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return capped
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The softmax with one more column, e^sink: all weights shrink by e^lse / (e^lse + e^sink).
-
-    `out`: `[batch, heads, seq, head_dim]`; `lse`: log of the sum of e^score, float32 `[batch, heads, seq]`; `sinks`:
-    `[heads]`.
-    """
-    return (out * torch.sigmoid(lse - sinks.float()[:, None])[..., None]).to(out.dtype)
+def takes_implementation(module: nn.Module) -> bool:
+    """Whether transformers' `use_experts_implementation` decorates the module's class."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")

@@ -19,19 +19,18 @@ from torch import nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matching
-from portable_fsdp.models import experts
 from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture
 from portable_fsdp.models.attention import (
+    DENSE,
     FLEX,
     STATIC,
-    block_attention,
+    choose_experts,
+    dense_experts,
     register_masked_attention,
     register_static_attention,
-    windows_of,
+    takes_implementation,
 )
-from portable_fsdp.models.documents import document_arguments, require_documents_apart
-from portable_fsdp.models.head_loss import LogitSteps, attach_loss, trace_logits
-from portable_fsdp.models.loss import Loss
+from portable_fsdp.models.loss import DocumentArguments, LogitSteps, Loss, attach_loss, trace_logits
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
@@ -92,7 +91,7 @@ def build_model(
         task: says which model of transformers a config means, and who computes the loss: of a causal model it is part
             of the forward.
         seq_len_key: the key that `seq_len` comes from, for messages.
-        compiler: see `head_loss.attach_loss`.
+        compiler: see `loss.attach_loss`.
 
     Raises ConfigError for a config that names no model that fits, a pattern that names nothing in it, and a model that
     wouldn't keep packed documents apart.
@@ -117,15 +116,13 @@ def build_model(
     if is_causal_lm := task.name == CAUSAL_LM.name:
         _check_causal(bare)
         steps = _check_forward(twin, seq_len, seq_len_key)
-    windows = _windows(twin, seq_len) if model.attention == "flex" else ()
     master, compute = DTYPES[precision.master], DTYPES[precision.compute]
-    if packs_documents:
-        require_documents_apart(bare, make, eager=eager)
-    attention = bare.config._attn_implementation
-    documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
+    documents = None
+    if packs_documents or model.attention == "flex":
+        documents = _documents(bare, twin, make, seq_len, compute, eager=eager, packs=packs_documents)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
-    experts.choose(bare, model.experts, compute.itemsize)
+    choose_experts(bare, model.experts, compute.itemsize)
     built = with_values(built, twin, master, pretrained, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
     if is_causal_lm:
@@ -254,8 +251,11 @@ def _int(config: Any, name: str) -> int | None:
 def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) -> None:
     positions, ids = _int(config, "max_position_embeddings"), _int(config, "vocab_size")
     heads, kv_heads = _int(config, "num_attention_heads"), _int(config, "num_key_value_heads")
-    if positions is not None and positions > 0:
-        _check_positions(positions, seq_len, seq_len_key)
+    if positions is not None and 0 < positions < seq_len:
+        raise ConfigError(
+            f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
+            f"  Lower {seq_len_key}, or take a model with more positions."
+        )
     if heads is not None and kv_heads and heads % kv_heads:
         raise ConfigError(
             f"model: expected num_key_value_heads that divides num_attention_heads={heads}, found {kv_heads}."
@@ -273,14 +273,6 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
         )
 
 
-def _check_positions(positions: int, seq_len: int, seq_len_key: str) -> None:
-    if positions < seq_len:
-        raise ConfigError(
-            f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
-            f"  Lower {seq_len_key}, or take a model with more positions."
-        )
-
-
 def _switch_off(config: Any) -> None:
     """No dropout, and no key-value cache, which training doesn't read."""
     config.use_cache = False
@@ -294,15 +286,17 @@ def _made(config: Any, attention: str, task: Task) -> Any:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.models.auto import modeling_auto
 
-    ALL_EXPERTS_FUNCTIONS.register(experts.DENSE, experts.dense_experts)
+    ALL_EXPERTS_FUNCTIONS.register(DENSE, dense_experts)
     register_static_attention()
     if attention == "flex":
         from transformers import AttentionInterface
 
+        from portable_fsdp.models.document_masks import block_attention
+
         AttentionInterface.register(FLEX, block_attention)
     kind: Any = getattr(modeling_auto, mapping_of(task.name))[type(config)]
     kind = kind[0] if isinstance(kind, tuple) else kind
-    chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": experts.DENSE}
+    chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": DENSE}
     made = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
     if task.name == CAUSAL_LM.name or is_decoder_only(made):
         return made
@@ -340,11 +334,6 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
     A third of a second for 80 layers. What the model reads from its values (transformers looks for padding) can't be
     followed and isn't refused, save in experts that choose their tokens on the host.
     """
-    modules = dict(model.named_modules())
-    for name, table in modules.items():
-        if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None:
-            # RoBERTa counts from there.
-            _check_positions(table.num_embeddings - table.padding_idx - 1, seq_len, seq_len_key)
     try:
         with torch.no_grad(), torch.device("meta"):
             return trace_logits(model, torch.zeros(1, seq_len, dtype=torch.int64))
@@ -353,8 +342,8 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
             raise _misfit(
                 f"{type(model).__name__} can't run a row of {seq_len} tokens ({seq_len_key})", error
             ) from error
-        for name, module in modules.items():
-            if "Experts" in type(module).__name__ and not experts.takes_implementation(module):
+        for name, module in model.named_modules():
+            if "Experts" in type(module).__name__ and not takes_implementation(module):
                 raise ConfigError(
                     f"model: {type(model).__name__}: expected experts that run in static shapes, found {name}, which "
                     "asks the host which tokens it got.\n  Take a model whose experts transformers lets us choose "
@@ -363,15 +352,24 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
         return None
 
 
-def _windows(model: nn.Module, seq_len: int) -> tuple[int | None, ...]:
-    """Of the layers of a model on meta, for attention over blocks."""
-    windows = windows_of(model, seq_len)
-    if not windows:
-        raise ConfigError(
-            f"model.attention=flex: expected a model that hands forward's arguments to its layers, found "
-            f"{type(model).__name__}, which doesn't.\n  Set model.attention=auto."
-        )
-    return windows
+def _documents(
+    model: Any,
+    twin: nn.Module,
+    make: Callable[[Any], Any],
+    seq_len: int,
+    compute: torch.dtype,
+    *,
+    eager: bool,
+    packs: bool,
+) -> DocumentArguments | None:
+    """Imports what a run of whole rows doesn't need."""
+    from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
+
+    attention = model.config._attn_implementation
+    windows = windows_of(twin, seq_len) if attention == FLEX else ()
+    if packs:
+        require_documents_apart(model, make, eager=eager)
+    return document_arguments(attention, compute, eager=eager, packs=packs, windows=windows)
 
 
 def _check_causal(model: nn.Module) -> None:

@@ -193,8 +193,6 @@ def open_factory(
                     f"{f'{owner}.{attribute}'.lstrip('.')}, an attribute that no device would get.\n"
                     f'  Write self.register_buffer("{attribute}", ..., persistent=False).'
                 )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"{name}: expected a parameter that trains, found none.")
     fill = RecordedWeights({fqn: tensor.detach() for fqn, tensor in named}, recording, seed, master)
     for fqn, buffer in list(model.named_buffers()):
         if buffer.device.type == "meta":
@@ -209,13 +207,6 @@ def open_factory(
 
 def plain_size(model: nn.Module) -> ModelSize:
     """The sizes of any module; its FLOPs are counted, not computed from sizes."""
-    weights = list(model.parameters())
-    return ModelSize(
-        parameters=sum(weight.numel() for weight in weights),
-        frozen_parameters=sum(weight.numel() for weight in weights if not weight.requires_grad),
-        trained_parameters=sum(weight.numel() for weight in weights if weight.requires_grad),
-        embedding_parameters=0,
-        layers=0,
-        hidden=0,
-        has_experts=False,
-    )
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    every = sum(weight.numel() for weight in model.parameters())
+    return ModelSize(parameters=every, frozen_parameters=every - trained, trained_parameters=trained)

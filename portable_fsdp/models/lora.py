@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches, matching
-from portable_fsdp.models.safetensors_folder import open_safetensors
+from portable_fsdp.models.tensor_files import open_safetensors
 from portable_fsdp.models.weights import FLOATS, TensorSlices, WeightFill, seeded
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.files import parse_json, read_regular

@@ -1,17 +1,31 @@
-"""The loss: cross entropy summed over the counted labels, in float32, with no float32 copy of all logits.
+"""The loss: cross entropy summed over the counted labels, in float32, with no float32 copy of all logits; and the
+forward of a causal language model that returns it.
 
-`head_loss.py` takes it without logits of all tokens where it can. Here they exist, in the compute dtype. The loss
-upcasts one chunk of positions at a time, computes its gradient at once, and writes that over the logits: beside them it
-holds a chunk. An engine that compiles the whole step fuses the upcast itself and takes all positions at once: chunks
-would cost it a copy of all logits each (8B on v5p:2x2x4, 4 layers: 87.7 GiB of temporaries, not 3.2).
+In training the head and the loss run on one chunk of positions at a time, where they can, and the chunk's gradient is
+taken at once (as Liger Kernel does, arXiv 2410.10989, section 3.2). This happens inside the head's forward, where an
+engine has gathered its weights: the head returns the loss in place of logits. What a model does with its logits is
+known from a run on meta, `trace_logits`; where that shows more than scales, tanh and an upcast, and for a loss of the
+user's own, logits exist, in the compute dtype.
+
+The loss of logits upcasts one chunk of positions at a time, computes its gradient at once, and writes that over the
+logits: beside them it holds a chunk. An engine that compiles the whole step fuses the upcast itself and takes all
+positions at once: chunks would cost it a copy of all logits each (8B on v5p:2x2x4, 4 layers: 87.7 GiB of temporaries,
+not 3.2).
 """
 
-from collections.abc import Callable
-from typing import Any, cast
+import operator
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from types import MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 IGNORED = -100
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -148,3 +162,249 @@ def cross_entropy_to_compile(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
     loss = torch.where(counted, log_sums - exact.gather(1, at), 0.0).sum()
     is_label = at == torch.arange(logits.shape[1], device=logits.device)
     return loss, ((exact - log_sums).exp().sub(is_label.float()) * counted).to(logits.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the loss in the head
+
+LogitSteps = tuple[Callable[[Tensor], Tensor], ...]
+"""What a model does with what its head returns, in order; each step treats every logit alike."""
+
+GradientLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""As `cross_entropy_with_gradient`."""
+
+_SCALES = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
+_MAPS = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous})
+
+
+# ---------------------------------------------------------------------------------------------------- what is known
+
+
+class TracedLogits(Tensor):
+    """Logits on meta that note what is done with them. `steps` is None from the first unknown operation on."""
+
+    steps: LogitSteps | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        traced = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TracedLogits)]
+        steps = traced[0].steps
+        step = _step(func, args) if len(traced) == 1 and not kwargs else None
+        out: Any = super().__torch_function__(func, types, args, kwargs)
+        if step is not None and steps is not None:
+            out.steps = (*steps, step)
+        else:
+            for logits in traced:  # perhaps changed in place
+                logits.steps = None
+        return out
+
+
+def _step(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor], Tensor] | None:
+    if func in _MAPS and len(args) == 1:
+        return func
+    scales = [argument for argument in args if isinstance(argument, int | float)]
+    if func not in _SCALES or len(args) != 2 or len(scales) != 1:
+        return None
+    is_division = func in (torch.div, Tensor.div, Tensor.__truediv__)
+    return partial(_divided if is_division else operator.mul, scales[0])
+
+
+def _divided(by: float, logits: Tensor) -> Tensor:
+    return logits / by
+
+
+def trace_logits(model: Any, input_ids: Tensor) -> LogitSteps | None:
+    """Run a model that lies on meta; None where it does something unknown with its logits.
+
+    Raises what its forward raises.
+    """
+    head, calls = model.get_output_embeddings(), list[Tensor]()
+
+    def traced(hidden: Tensor) -> Tensor:
+        calls.append(hidden)
+        logits = nn.Linear.forward(head, hidden).as_subclass(TracedLogits)
+        logits.steps = ()
+        return logits
+
+    if _is_linear(head):
+        head.forward = traced
+    try:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+    finally:
+        if head is not None:
+            vars(head).pop("forward", None)
+    return logits.steps if isinstance(logits, TracedLogits) and len(calls) == 1 else None
+
+
+def _is_linear(layer: nn.Module | None) -> bool:
+    return layer is not None and type(layer).forward is nn.Linear.forward
+
+
+def _takes_chunks(head: nn.Module | None) -> bool:
+    """Whether it is a linear layer, perhaps with peft's adapters, and has no hooks inside, which would see chunks."""
+    if head is None or not _is_linear(cast(Any, getattr(head, "base_layer", head))) or "forward" in vars(head):
+        return False
+    inner = [vars(module) for module in head.modules() if module is not head]
+    return not any(module["_forward_hooks"] or module["_forward_pre_hooks"] for module in inner)
+
+
+def _is_autocast(device: str) -> bool:
+    """It would keep its copy of a weight, and with it the graph of the first chunk."""
+    return is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+# ------------------------------------------------------------------------------------------------- the head's loss
+
+
+def _changed(steps: LogitSteps, output: torch.dtype | None, logits: Tensor) -> Tensor:
+    for step in steps:
+        logits = step(logits)
+    return logits if output is None else logits.to(output)
+
+
+class LossInput(NamedTuple):
+    """What the loss takes beside hidden states: a head that has a parameter `loss_input` may return the loss."""
+
+    labels: Tensor
+    change: Callable[[Tensor], Tensor]
+
+    def gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss of some of the head's logits, and its gradient for them."""
+        return with_gradient(logits, labels, self.change)
+
+
+class _Chunk(NamedTuple):
+    """How the logits of some positions come about."""
+
+    forward: Callable[[Tensor], Tensor]
+    steps: LogitSteps
+    output: torch.dtype | None
+    trained: list[nn.Parameter]
+    is_product: bool  # the first one is a linear layer's weight
+    loss: GradientLoss
+
+    def add_gradients(self, hidden: Tensor, labels: Tensor, sums: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Loss of `hidden` [positions, width] and its gradient; adds the gradients of what trains to `sums`."""
+        leaf = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            made = self.forward(leaf)
+            logits = _changed(self.steps, self.output, made)
+        loss, gradient = self.loss(logits.detach(), labels)
+        rest = self.trained[self.is_product :]
+        of_made, of_leaf, *more = torch.autograd.grad(logits, [made, leaf, *rest], gradient)
+        if self.is_product:  # in place: no second gradient of the vocabulary's size
+            torch.addmm(sums[0], of_made.T, hidden, out=sums[0])
+        for total, addend in zip(sums[self.is_product :], more, strict=True):
+            total.add_(addend)
+        return loss, of_leaf
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunk: _Chunk, vocabulary: int, labels: Tensor, hidden: Tensor, *trained: Tensor) -> Tensor:
+        positions, labels = hidden.flatten(0, -2), labels.flatten()
+        sums = [torch.zeros_like(weight) for weight in trained]
+        gradient, losses = torch.empty_like(positions), list[Tensor]()
+        for start, stop in chunks(len(positions), len(positions) * vocabulary):
+            loss, gradient[start:stop] = chunk.add_gradients(positions[start:stop], labels[start:stop], sums)
+            losses.append(loss)
+        ctx.gradients = [gradient.view_as(hidden), *sums]
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        gradients = cast(list[Tensor], ctx.gradients)
+        del ctx.gradients  # their memory, beside that of the gathered weight, takes the float32 copy that is summed
+        return (None, None, None, *(scaled(grad, outputs[0], out=torch.empty_like(grad)) for grad in gradients))
+
+
+@contextmanager
+def _loss_in_head(
+    model: nn.Module,
+    steps: LogitSteps,
+    labels: Tensor,
+    output: torch.dtype | None,
+    loss: GradientLoss | None,
+) -> Generator[list[Tensor]]:
+    """The model's head returns its loss meanwhile, which the list then holds; logits where it takes no chunks.
+
+    `loss`: of a chunk of logits; None: the engine may chunk the logits itself.
+    """
+    head: Any = cast(Any, model).get_output_embeddings()
+    losses: list[Tensor] = []
+    # After the engine's own hooks, which backward needs.
+    hook = head.register_forward_hook(lambda _, __, out: None if out.dim() else losses.append(out))
+    plain, has_own = head.forward, "forward" in vars(head)
+
+    def by_chunks(hidden: Tensor) -> Tensor:
+        # Gradients of float16 logits need a scale, with which their sums for a weight would overflow.
+        is_float16 = torch.float16 in (hidden.dtype, head.weight.dtype, output)
+        if is_float16 or hidden.shape[:-1].numel() != labels.numel() or _is_autocast(hidden.device.type):
+            return plain(hidden)
+        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad, cast(Any, loss))
+        vocabulary = getattr(head, "base_layer", head).weight.shape[0]
+        return cast(Tensor, _HeadLoss.apply(chunk, vocabulary, labels, hidden, *trained))
+
+    if loss is not None and _takes_chunks(head):
+        head.forward = by_chunks
+    elif has_own and "loss_input" in signature(plain).parameters:  # an engine's
+        head.forward = partial(plain, loss_input=LossInput(labels, partial(_changed, steps, output)))
+    try:
+        yield losses
+    finally:
+        if has_own:
+            head.forward = plain
+        else:
+            vars(head).pop("forward", None)
+        hook.remove()
+
+
+def attach_loss(
+    model: nn.Module,
+    output: torch.dtype | None = None,
+    chunked: bool = True,
+    loss: Loss | None = None,
+    documents: DocumentArguments | None = None,
+    steps: LogitSteps | None = None,
+    compiler: str | None = None,
+) -> None:
+    """Make `model(input_ids, labels, positions, segments)` return (loss_sum, token_count) of `loss`, or else of
+    `cross_entropy_sum`.
+
+    The loss takes the logits in the dtype `output`; None: the head's own. `positions` and `segments`, int64 `[batch,
+    seq]`, tell the documents of a row apart; `documents` turns them into arguments of the model's forward. Without it
+    they are unused: a row's only document comes first, and sees nothing of the padding behind it. Without labels the
+    forward returns the logits, `[batch, seq, vocabulary]`. This replaces the forward of this instance, so that the
+    model stays its own root: no wrapper, no changed name.
+
+    `steps`: of `trace_logits`. In training `cross_entropy_sum` then gets no logits: the head computes the loss itself,
+    by a program of torch.compile's backend `compiler` (auto: its default) if there is one.
+    """
+    in_head = steps if loss is None else None
+    summed = loss or partial(cross_entropy_sum, chunked=chunked)
+    head_loss = cross_entropy_with_gradient if chunked else None
+    if compiler is not None:
+        options: dict[str, Any] = {} if compiler == "auto" else {"backend": compiler}
+        head_loss = torch.compile(cross_entropy_to_compile, **options, fullgraph=True, dynamic=False)
+
+    def forward_with_loss(
+        self: nn.Module,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        more = {} if documents is None else documents(input_ids, positions, segments)
+        run = partial(cast(Any, type(self)).forward, self, input_ids=input_ids, use_cache=False, **more)
+        if labels is not None and in_head is not None and torch.is_grad_enabled():
+            with _loss_in_head(self, in_head, labels, output, head_loss) as losses:
+                logits: Tensor = run().logits
+            if losses:
+                return losses[0], (labels != IGNORED).sum().float()
+        else:
+            logits = run().logits
+        return logits if labels is None else summed(logits if output is None else logits.to(output), labels)
+
+    model.forward = MethodType(forward_with_loss, model)

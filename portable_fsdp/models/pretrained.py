@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches
-from portable_fsdp.models.architecture import last_line, mapping_of, models_of, unknown_keys
-from portable_fsdp.models.gguf import GgufFile
-from portable_fsdp.models.safetensors_folder import SafetensorsFolder
+from portable_fsdp.models.architecture import last_line, log_unknown_keys, mapping_of, models_of, unknown_keys
+from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
@@ -104,10 +103,8 @@ def _config(folder: Path, task: str) -> Any:
             f"(quantization_config: {str(method)[:80]}).\n  {_UNQUANTISED}"
         )
     values, _ = config.get_config_dict(folder, local_files_only=True)
-    if names := [name for name, _, _ in unknown_keys(config, values)]:
-        log.warning(
-            "model.pretrained: %s declares no %s: probably without effect", type(config).__name__, ", ".join(names)
-        )
+    if unknown := dict(unknown_keys(config, values)):
+        log_unknown_keys("model.pretrained", config, unknown)
     return config
 
 

@@ -51,7 +51,7 @@ class Task:
 
 
 def causal_lm(model: nn.Module, batch: TaskBatch) -> Scores:
-    """The model's forward has the loss, see `head_loss.attach_loss`."""
+    """The model's forward has the loss, see `loss.attach_loss`."""
     documents = [batch["positions"], batch["segments"]] if "segments" in batch else []
     return model(batch["input_ids"], batch["labels"], *documents)
 

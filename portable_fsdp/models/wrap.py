@@ -1,8 +1,7 @@
 """Which modules are units (gathered and freed together), layers, recomputed, or compute in a dtype of their own."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,7 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     one. A model that isn't of transformers may have none. Raises ConfigError for a class of
     `wrap_classes` that can't be a unit, and where the model has no layer.
     """
-    _check_classes(model, sharding.wrap_classes)
+    _check_units(model, sharding.wrap_classes)
     classes = set(sharding.wrap_classes) or set(getattr(model, "_no_split_modules", None) or ())
     if not classes and not hasattr(model, "_no_split_modules"):  # no model of transformers
         classes = set(_repeated(model))
@@ -57,7 +56,7 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     by_hand = set(_of_patterns(model, sharding.wrap_modules))
     by_policy: set[str] = set()
     if sharding.wrap == "TRANSFORMER_BASED_WRAP":
-        _check_classes(model, sharding.wrap_classes)
+        _check_units(model, sharding.wrap_classes)
         by_hand |= set(_of_classes(model, sharding.wrap_classes))
         by_policy = set() if sharding.wrap_classes else set(find_layers(model, sharding))
         by_policy |= {name for name in _tables(model) if not any(_is_inside(name, u) for u in by_hand | by_policy)}
@@ -84,13 +83,7 @@ def recomputed_layers(model: nn.Module, layers: Sequence[str], memory: Memory) -
         return ()
     if memory.classes:
         kinds = {name: type(module).__name__ for name, module in model.named_modules() if name and _has_forward(module)}
-        known = sorted({*kinds.values()})
-        for unknown in (name for name in memory.classes if name not in known):
-            near = get_close_matches(unknown, known, n=3, cutoff=0.4)
-            raise ConfigError(
-                f"memory.classes: {type(model).__name__} has no modules of class {unknown} inside it.\n"
-                f"  {'Nearest' if near else 'It has'}: {', '.join(near or known)}."
-            )
+        _check_classes("memory.classes", "run", model, memory.classes, kinds)
         layers = _outermost(name for name, kind in kinds.items() if kind in memory.classes)
     if not layers:
         raise ConfigError(
@@ -213,14 +206,19 @@ def _possible_units(model: nn.Module) -> dict[str, str]:
     return {name: type(m).__name__ for name, m in modules.items() if any(True for _ in m.parameters())}
 
 
-def _check_classes(model: nn.Module, classes: Iterable[str]) -> None:
-    known = sorted({*_possible_units(model).values()})
+def _check_classes(key: str, what: str, model: nn.Module, classes: Iterable[str], kinds: Mapping[str, str]) -> None:
+    """`kinds`: FQN -> class of the modules that `what` is true for."""
+    known = sorted({*kinds.values()})
     wrong = [name for name in classes if name not in known]
     if wrong:
         raise ConfigError(
-            f"sharding.wrap_classes: expected classes of modules in {type(model).__name__} that run and hold "
-            f"parameters, found {', '.join(wrong)}.\n  The model has: {', '.join(known)}."
+            f"{key}: expected classes of modules in {type(model).__name__} that {what}, found {', '.join(wrong)}.\n"
+            f"  The model has: {', '.join(known)}."
         )
+
+
+def _check_units(model: nn.Module, classes: Iterable[str]) -> None:
+    _check_classes("sharding.wrap_classes", "run and hold parameters", model, classes, _possible_units(model))
 
 
 def _of_classes(model: nn.Module, classes: Collection[str]) -> list[str]:

@@ -1,17 +1,15 @@
-"""Optimizers that count steps on the host: their base, AdamW (and Adam), SGD, Lion, Adafactor, Muon, and
-AdamW with moments in 8 bits.
-
-They run in eager and in compiled steps; of torch's own, only AdamW and Adam do better in eager ones.
+"""What every optimizer's step needs: the numbers of each step, steps that are skipped on the device, loss scaling for
+float16, and the base of optimizers that count steps on the host.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from portable_fsdp.config.schema import Optim
+from portable_fsdp.config.schema import LARGEST_LOSS_SCALE, LEAST_LOSS_SCALE
 from portable_fsdp.runtime.errors import ConfigError
 
 Number = float | Tensor
@@ -100,284 +98,123 @@ class CountingOptimizer(torch.optim.Optimizer):
         return grouped
 
 
-def adamw_prepare(group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-    """What `adamw_update` takes for all parameters of one group and count."""
-    first, second = (_bias_correction(beta, count) for beta in group["betas"])
-    return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
+def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:
+    """The host's numbers of the next step by name, for `set_step_numbers`: shares of `lr`, and `counts`.
+
+    Names may change with the step; how many there are doesn't while the same parameters train.
+    """
+    rates = {_rate(group): lr * _share(group) for group in optimizer.param_groups}
+    compiled = _compiled(optimizer)
+    return rates | compiled.counts() if compiled else rates
 
 
-def _bias_correction(beta: float, count: Number) -> Number:
-    """1 - beta^count; on the device without the digits that float32 would lose where beta^count is about 1."""
-    if isinstance(count, Tensor):
-        return -torch.expm1(count * (math.log(beta) if beta else -math.inf))
-    return 1 - beta**count
-
-
-def adamw_update(
-    state: dict[str, Any],
-    parameter: Tensor,
-    gradient: Tensor,
-    group: dict[str, Any],
-    prepared: tuple[Number, ...],
-    decoupled: bool = True,
+def set_step_numbers(
+    optimizer: torch.optim.Optimizer, numbers: Mapping[str, float], placed: Mapping[str, Tensor]
 ) -> None:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch's.
+    """Set the `step_numbers` of the next step; `placed` holds them as float32 tensors of the device.
 
-    m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
-    parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
-    Not `decoupled` it is torch's Adam: w * parameter is added to the gradient.
+    A compiled step reads these tensors as inputs. A copy into an old tensor would be a program of its own, and a number
+    of Python could become part of the program.
     """
-    (beta1, beta2), (shrink, size, root) = group["betas"], prepared
-    if not state:
-        state["step"] = torch.zeros(())
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-    state["step"] += 1
-    if group["weight_decay"] and not decoupled:
-        gradient = gradient + group["weight_decay"] * parameter
-    mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-    square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    if group["weight_decay"] and decoupled:
-        parameter.mul_(shrink)
-    parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
+    if compiled := _compiled(optimizer):
+        compiled.placed = placed
+    for group in optimizer.param_groups:
+        rate = _rate(group)
+        group["lr"] = placed[rate] if isinstance(group["lr"], Tensor) else numbers[rate]
 
 
-class AdamW(CountingOptimizer):
-    """AdamW, or Adam, for a compiled step."""
+@contextmanager
+def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Around a step, which changes no weight, state or step count where `skipped` (0-dim, bool) is true. Never waits.
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: Number,
-        betas: tuple[float, float],
-        eps: float,
-        decoupled: bool = True,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self._decoupled = decoupled
-
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return adamw_prepare(group, count)
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        adamw_update(self.state[parameter], parameter, gradient, group, prepared, self._decoupled)
-
-
-class SGD(CountingOptimizer):
-    """SGDW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 1), weight decay w scaled by lr as in torch's AdamW:
-    b = m * b + gradient; parameter = parameter * (1 - lr * w) - lr * b.
-
-    torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
+    An optimizer that doesn't heed `found_inf` needs memory for a second copy of weights and state meanwhile, except in
+    a compiled step. Step counts that it keeps on the host of a device count skipped steps too.
     """
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    found_inf = skipped.float().to(parameters[0].device)  # waits with cpu_offload, as gradients did
+    if skips_on_device(optimizer):
+        cast(Any, optimizer).found_inf = found_inf
+        yield
+        del cast(Any, optimizer).found_inf  # else it would hold for steps of the user's own too
+        return
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: Number, momentum: float) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum})
+    def changed() -> dict[tuple[Tensor, str], Tensor]:
+        trained = [p for p in parameters if p.grad is not None]
+        values = {(p, name): value for p in trained for name, value in {"": p, **optimizer.state[p]}.items()}
+        return {key: t for key, t in values.items() if isinstance(t, Tensor) and t.device == found_inf.device}
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        if group["momentum"]:
-            state = self.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            gradient = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(gradient * group["lr"])
-
-
-class Lion(CountingOptimizer):
-    """Lion (Chen et al., arXiv 2302.06675, algorithm 2), weight decay w scaled by lr:
-    parameter = parameter * (1 - lr * w) - lr * sign(b1 * m + (1 - b1) * gradient); m = b2 * m + (1 - b2) * gradient.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], *, lr: Number, betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas})
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        sign = state["exp_avg"].lerp(gradient, 1 - beta1).sign()
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(sign * group["lr"])
-        state["exp_avg"].lerp_(gradient, 1 - beta2)
+    with torch.no_grad():
+        before = {key: value.clone() for key, value in changed().items()}
+        yield
+        for key, value in changed().items():  # state begins as zeros
+            value.copy_(torch.where(found_inf > 0, before.get(key, torch.zeros_like(value)), value))
 
 
-# ----------------------------------------------------------------------------------------------------------- Adafactor
+def _compiled(optimizer: torch.optim.Optimizer) -> CountingOptimizer | None:
+    """The optimizer, if it is one of ours in a compiled step."""
+    is_compiled = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    return optimizer if is_compiled and isinstance(optimizer, CountingOptimizer) else None
 
 
-ADAFACTOR_EPS = 1e-30  # the paper's first epsilon
+def _share(group: dict[str, Any]) -> float:
+    return group.get("lr_share", 1.0)  # groups that others made have none
 
 
-class Adafactor(CountingOptimizer):
-    """Adafactor (Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5) with the learning rate of the schedule.
+def _rate(group: dict[str, Any]) -> str:
+    return f"lr * {_share(group)}"
 
-    That is transformers' with scale_parameter=False and relative_step=False, as its Trainer has it: no first moment, no
-    step relative to the weights. With k = t^-0.8 in the t-th step of a parameter, R and C (state `exp_avg_sq_row`,
-    `exp_avg_sq_col`) move by k towards the means of gradient^2 + 1e-30 over columns and rows of the last two
-    dimensions; u = gradient / sqrt(R C / mean(R)); parameter = parameter * (1 - lr * w) - lr * u / max(1, rms(u)).
-    Vectors have the whole second moment. torch's reads the norm of each parameter back to the host.
+
+# ------------------------------------------------------------------------------------------------------------- float16
+
+
+GROWTH, BACKOFF = 2.0, 0.5
+
+
+class LossScaler:
+    """Dynamic loss scaling: float16 rounds gradients below 6e-8 to 0, so backward starts from a multiple of the loss.
+
+    The rule of torch.amp.GradScaler (torch/amp/grad_scaler.py), on the device: nothing waits for it.
+
+    The scale is multiplied by BACKOFF after a step whose gradients aren't finite, and by GROWTH after each `window` of
+    finite steps, between LEAST_LOSS_SCALE and LARGEST_LOSS_SCALE. The optimizer skips the former: weights, moments and
+    step counts stay as they are.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: Number) -> None:
-        super().__init__(groups, {"lr": lr})
+    def __init__(self, scale: float, window: int, device: torch.device) -> None:
+        self._window, self._device = window, device
+        self.restore(scale, 0, 0)
 
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return (count**-0.8,)
+    def restore(self, scale: float, finite_steps: int, skipped_steps: int) -> None:
+        """`finite_steps`: in a row, since the scale last changed. `skipped_steps`: of the whole run."""
+        self.scale = torch.tensor(scale, device=self._device)  # these are replaced, never changed: metrics hold them
+        self._finite = torch.tensor(finite_steps, device=self._device)
+        self._skipped = torch.tensor(skipped_steps, device=self._device)
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        state, (share,) = self.state[parameter], prepared
-        if not state:
-            state["step"] = torch.zeros(())
-            state |= {name: gradient.new_zeros(shape) for name, shape in _shapes(parameter).items()}
-        state["step"] += 1
-        square = gradient.square() + ADAFACTOR_EPS
-        if parameter.dim() >= 2:
-            rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
-            rows.add_((_mean_by_sum(square, -1) - rows) * share)
-            columns.add_((_mean_by_sum(square, -2) - columns) * share)
-            root = (rows / _mean_by_sum(rows, -1)[..., None]).rsqrt()[..., None] * columns.rsqrt()[..., None, :]
-        else:
-            root = state["exp_avg_sq"].add_((square - state["exp_avg_sq"]) * share).rsqrt()
-        update = gradient * root
-        rms = (update.square().sum() / update.numel()).sqrt()
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(update * (group["lr"] / rms.clamp(min=1.0)))
+    def state(self) -> dict[str, float]:
+        """The arguments of `restore`. Waits for the device."""
+        finite, skipped = int(self._finite.item()), int(self._skipped.item())
+        return {"scale": self.scale.item(), "finite_steps": finite, "skipped_steps": skipped}
 
+    def update(self, overflows: Tensor, is_empty: Tensor) -> dict[str, Tensor]:
+        """Set the scale of the step after this one, which an empty step doesn't change.
 
-def _shapes(parameter: Tensor) -> dict[str, list[int]]:
-    shape = list(parameter.shape)
-    if len(shape) < 2:
-        return {"exp_avg_sq": shape}
-    return {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": [*shape[:-2], shape[-1]]}
+        0-dim, equal on all processes: whether a gradient isn't finite, and whether nothing counts in the step. Returns
+        metrics: the scale of this step, and how many steps were skipped so far since gradients overflowed.
+        """
+        used, finite = self.scale, self._finite + ~is_empty
+        is_full = finite == self._window
+        grown = torch.where(is_full, (used * GROWTH).clamp(max=LARGEST_LOSS_SCALE), used)
+        self.scale = torch.where(overflows, (used * BACKOFF).clamp(min=LEAST_LOSS_SCALE), grown)
+        self._finite = torch.where(overflows | is_full, 0, finite)
+        self._skipped = self._skipped + overflows
+        return {"loss_scale": used, "skipped_steps": self._skipped.float()}
 
-
-def _mean_by_sum(tensor: Tensor, dim: int) -> Tensor:
-    """The mean by a sum: DTensor's mean over uneven shards would weigh each process alike."""
-    return tensor.sum(dim) / tensor.shape[dim]
-
-
-# ---------------------------------------------------------------------------------------------------------------- Muon
-
-
-COEFFICIENTS, ITERATIONS, MUON_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan's, and torch.optim.Muon's
-
-
-class Muon(CountingOptimizer):
-    """Muon (Jordan et al., kellerjordan.github.io/posts/muon) of groups with `is_hidden`, AdamW of the others.
-
-    It is torch.optim.Muon(adjust_lr_fn="match_rms_adamw") (Liu et al., arXiv 2502.16982), so that one learning rate and
-    one weight decay w serve both: m = b * m + (1 - b) * gradient; O = orthogonal((1 - b) * gradient + b * m);
-    parameter = parameter * (1 - lr * w) - lr * 0.2 * sqrt(max(rows, columns)) * O.
-
-    torch's iterates in bfloat16 always, and so its rounding, hence the loss curve, would depend on the devices. It also
-    reads a device's learning rate back to the host. Here the iteration has the dtype `compute`.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: Number,
-        betas: tuple[float, float],
-        eps: float,
-        momentum: float,
-        compute: torch.dtype,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "is_hidden": False}
-        super().__init__(groups, defaults)
-        self._compute = compute
-
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return () if group["is_hidden"] else adamw_prepare(group, count)
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        state = self.state[parameter]
-        if not group["is_hidden"]:
-            adamw_update(state, parameter, gradient, group, prepared)
-            return
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        orthogonal = orthogonalized(gradient.lerp(mean, group["momentum"]), self._compute)
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(orthogonal * (group["lr"] * (0.2 * max(parameter.shape) ** 0.5)))
-
-
-def orthogonalized(matrix: Tensor, compute: torch.dtype) -> Tensor:
-    """The nearest matrix with singular values near 1 (0.7 to 1.2), by Newton and Schulz's iteration in `compute`."""
-    a, b, c = COEFFICIENTS
-    # A norm of its own: squares and one sum are the same over shards, and in XLA.
-    x = (matrix / matrix.square().sum().sqrt().clamp(min=MUON_EPS)).to(compute)
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = x.T if is_tall else x
-    for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if is_tall else x).to(matrix.dtype)
-
-
-# ----------------------------------------------------------------------------------------------------- AdamW in 8 bits
-
-
-BLOCK, SMALLEST = 256, 4096  # values of one scale, and of the smallest tensor that is quantised: bitsandbytes' own
-
-
-def from_bitsandbytes(optim: Optim) -> Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]:
-    """`make_optimizer` for optim.name=adamw8bit. Raises ConfigError without bitsandbytes."""
-    try:
-        from bitsandbytes.functional import create_dynamic_map
-    except ImportError as error:
-        raise ConfigError(
-            f"optim.name=adamw8bit: expected the package bitsandbytes, found {error}.\n"
-            "  pip install bitsandbytes, or set optim.name=adamw."
-        ) from None
-    maps: list[Tensor] = [create_dynamic_map(signed=signed) for signed in (True, False)]
-    return lambda groups, _: AdamW8bit(groups, maps, lr=optim.lr, betas=optim.betas, eps=optim.eps)
-
-
-class AdamW8bit(AdamW):
-    """AdamW with block-wise quantised moments (Dettmers et al., arXiv 2110.02861).
-
-    The state of a tensor is the same on any number of devices. Where a row of dimension 0 is whole blocks of 256
-    values, and the tensor has at least 4096, `exp_avg` and `exp_avg_sq` are uint8 codes in its shape, and
-    `exp_avg_scale`, `exp_avg_sq_scale` `[rows, blocks of a row]` float32: the largest magnitude of each block. Other
-    tensors have AdamW's own state. (bitsandbytes' own optimizer cuts blocks from what a device holds.)
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], maps: list[Tensor], **options: Any) -> None:
-        super().__init__(groups, **options)
-        self._maps = {torch.device("cpu"): maps}
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        rows, values = parameter.shape[0] if parameter.dim() else 1, parameter.numel()
-        if parameter.dim() < 2 or values < SMALLEST or values // rows % BLOCK:
-            super().update(parameter, gradient, group, *prepared)
-            return
-        state, names = self.state[parameter], ("exp_avg", "exp_avg_sq")
-        if not state:
-            state["step"] = torch.zeros(())
-            state |= {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in names}
-            scales = [rows, values // rows // BLOCK]
-            state |= {f"{name}_scale": gradient.new_zeros(scales, dtype=torch.float32) for name in names}
-        state["step"] += 1
-        # No block crosses a row, and processes hold rows: each updates what it holds.
-        local = {name: _local(value) for name, value in state.items()}
-        parameter, gradient = _local(parameter), _local(gradient)
-        if not parameter.numel():
-            return
-        if parameter.device not in self._maps:
-            self._maps[parameter.device] = [values.to(parameter.device) for values in self._maps[torch.device("cpu")]]
-        (first, second), (mean, square) = self._maps[parameter.device], (local[f"{name}_scale"] for name in names)
-        cast(Any, torch).ops.bitsandbytes.optimizer_update_8bit_blockwise(
-            "adam", gradient, parameter, local["exp_avg"], local["exp_avg_sq"], *group["betas"], 0.0, 0.0,
-            group["eps"], int(state["step"].item()), group["lr"], first, second, mean.view(-1), square.view(-1),
-            group["weight_decay"], 1.0, False,
-        )  # fmt: skip
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
-    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+    @staticmethod
+    def require_skippable(optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigError for an optimizer that can't skip a step without reading `found_inf` on the host."""
+        if not skips_on_device(optimizer):
+            raise ConfigError(
+                f"precision.compute: float16 needs an optimizer that skips a step on the device, found "
+                f"{type(optimizer).__name__}.\n  Let its step heed found_inf (docs/optimizers.md), or set "
+                "precision.compute=bfloat16 or optim.name=adamw."
+            )

@@ -30,8 +30,7 @@ from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
-from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
-from portable_fsdp.optim.schedule import check_schedule
+from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.factory import call_user
 from portable_fsdp.train.evaluate import Evaluator
@@ -84,7 +83,7 @@ def build_training(
         size = tokenizer.vocab_size
         require_own_ids(config.model, config.data.tokenizer, tokenizer)
     if fill and config.model.pretrained is not None:
-        from portable_fsdp.models.exported import require_intact
+        from portable_fsdp.models.tensor_files import require_intact
 
         require_intact(config, backend)
     task, seq_len, firsts = find_task(config.train.task, eager=eager), config.data.seq_len, None

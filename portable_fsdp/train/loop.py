@@ -21,7 +21,7 @@ from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.packing import StepRows
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, Outcome, SamplesEnd, StepEnd
-from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.optim.optimizer import learning_rate
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,

@@ -19,7 +19,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
 from portable_fsdp.models.architecture import architecture_mapping
-from portable_fsdp.optim.schedule import check_schedule
+from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 from portable_fsdp.runtime.hub import before_transformers, is_hub_id, require_folder_or_hub_id
 

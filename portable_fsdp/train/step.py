@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Batch, Metrics
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction
-from portable_fsdp.optim.optimizer import LossScaler, nothing_changed_if, set_step_numbers, step_numbers
+from portable_fsdp.optim.counting import LossScaler, nothing_changed_if, set_step_numbers, step_numbers
 
 Step = Callable[..., Metrics]
 """`step(batches, lr, control)`, see `train_step`."""

@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import Rows
+from portable_fsdp.data.packing import Rows, sample_indices
 
 VOCABULARY, SEQ_LEN, ROWS, GLOBAL_BATCH = 1009, 24, 60, 12
 _SIZES = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": VOCABULARY}

@@ -33,7 +33,7 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.layout import weight_spec
 from portable_fsdp.models.build import build_model
-from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.optim.optimizer import learning_rate
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.train.build import build_evaluator, build_training, open_batches, open_checkpoints, shard
 from portable_fsdp.train.evaluate import Evaluator

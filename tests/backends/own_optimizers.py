@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.optim.counting import Lion
+from portable_fsdp.optim.own import Lion
 
 Groups = list[dict[str, Any]]
 

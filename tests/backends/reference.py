@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.config.describe import matches
 from portable_fsdp.config.schema import Precision
-from portable_fsdp.data.order import sample_indices
+from portable_fsdp.data.packing import sample_indices
 from portable_fsdp.models.build import build_model
-from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.optim.optimizer import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
 OF_THE_LOOP = ("model.architecture", "model.freeze", "model.lora", "precision.frozen", "optim.groups", "data.packing")

@@ -26,7 +26,7 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.tasks import find_task
-from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.optim.optimizer import learning_rate
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8

@@ -21,7 +21,7 @@ from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.formats.exporting import new_file
 from portable_fsdp.formats.importing import import_checkpoint
 from portable_fsdp.models.architecture import config_from_json, config_to_json
-from portable_fsdp.models.exported import require_as_exported, require_intact
+from portable_fsdp.models.tensor_files import require_as_exported, require_intact
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.sample import sample
 

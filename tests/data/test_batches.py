@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.data.batches import STEPS_AHEAD, Batches
-from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import IGNORED, Rows, StepRows
+from portable_fsdp.data.packing import IGNORED, Rows, StepRows, sample_indices
 from portable_fsdp.runtime.errors import ConfigError
 
 SEQ_LEN = 6
@@ -36,9 +35,6 @@ class NumberedRows(Rows):
         numbers = torch.tensor(indices)[:, None].expand(-1, SEQ_LEN)
         counted = torch.arange(SEQ_LEN) < numbers % (SEQ_LEN + 1)
         return {"input_ids": numbers.clone(), "labels": torch.where(counted, numbers, IGNORED)}
-
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return sample_indices(seed, positions, self.count)
 
     def fingerprint(self) -> str:
         return str(self.count)
@@ -80,17 +76,6 @@ def test_the_shards_of_a_step_are_the_global_batch_in_order(count: int, accumula
         shard.close()
     assert drawn == sample_indices(7, np.arange(72), 50).tolist()
     assert Counter(drawn[:50]) == Counter(range(50))
-
-
-def test_micro_batches_have_the_shapes_and_dtypes_of_the_contract() -> None:
-    with batches(shard=(1, 2), accumulation=3) as feed:
-        step = next(feed)
-    assert len(step.micro_batches) == 3
-    for micro in step.micro_batches:
-        assert {name: (tuple(value.shape), value.dtype) for name, value in micro.items()} == {
-            "input_ids": ((2, SEQ_LEN), torch.int64),
-            "labels": ((2, SEQ_LEN), torch.int64),
-        }
 
 
 @pytest.mark.parametrize(("count", "accumulation"), [(1, 1), (1, 4), (2, 3), (3, 2)])
@@ -147,12 +132,6 @@ def test_closing_ends_the_thread_also_with_steps_made_ahead() -> None:
     assert our_threads() == []
     with pytest.raises(ValueError, match="closed"):
         next(feed)
-
-
-def test_leaving_the_block_by_an_error_ends_the_thread() -> None:
-    with pytest.raises(RuntimeError, match="of the loop"), batches(NumberedRows(50, fails_at=1)):
-        raise RuntimeError("of the loop")
-    assert our_threads() == []
 
 
 @pytest.mark.parametrize(("count", "accumulation"), [(5, 1), (1, 5), (4, 2)])

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -70,15 +71,6 @@ def test_every_document_is_in_one_row(lines: Path, packing: str) -> None:
     assert len(corpus.rows) == (200 if packing == "none" else pytest.approx(200 * 24.5 / 64, abs=2))
 
 
-@pytest.mark.parametrize("source", ["python_docs", "python_source"])
-def test_real_documents_waste_less_than_a_percent(source: Any) -> None:
-    corpus = build_data(Data(source=source, seq_len=2048, packing="documents"))
-    some = corpus.rows.rows(np.arange(0, len(corpus.rows), max(1, len(corpus.rows) // 500)))
-    assert (some["segments"] == 0).float().mean() < 0.01
-    whole = build_data(Data(source=source, seq_len=2048))
-    assert len(corpus.rows) <= 1.01 * len(whole.rows) + 1
-
-
 def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "long.jsonl", ["a" * 150, "b" * 10, "c" * 64])
     with caplog.at_level(logging.INFO, "portable_fsdp"):
@@ -124,7 +116,7 @@ def test_a_document_predicts_if_a_token_behind_its_first_counts() -> None:
     for _ in range(200):
         starts = np.concatenate([[0], np.cumsum(random.integers(0, 5, size=random.integers(0, 6)))])
         counted = random.random(starts[-1]) < 0.3
-        facts = Facts("uint8", len(starts) - 1, int(starts[-1]), True, 0, "", 0)
+        facts = Facts("uint8", len(starts) - 1, int(starts[-1]), True, 0, "")
         drawn = TokenizedDocuments(np.zeros(starts[-1], np.uint8), starts, np.arange(len(starts) - 1), counted, facts)
         expected = [bool(counted[begin + 1 : end].any()) for begin, end in pairwise(starts.tolist())]
         assert predicts(drawn).tolist() == expected
@@ -300,17 +292,6 @@ def mixture(tmp_path: Path, *weights: float, **keys: Any) -> Data:
     return Data.model_validate(given)
 
 
-def test_each_part_of_a_mixture_runs_through_its_own_epochs_across_a_resume_elsewhere(tmp_path: Path) -> None:
-    rows = build_data(mixture(tmp_path, 0.8, 0.2)).rows
-    assert len(rows) == 85
-    drawn = read_steps(rows, 0, 10, shards=1, accumulation=1) + read_steps(rows, 120, 15, shards=4, accumulation=3)
-    first, second = [item for item in drawn if item < 1000], [item for item in drawn if item >= 1000]
-    assert (len(first), len(second)) == (240, 60)  # 300 samples in shares of 4 to 1
-    assert Counter(first) == Counter(dict.fromkeys(range(60), 4))
-    assert set(Counter(second)) == set(range(1000, 1025))
-    assert set(Counter(second).values()) == {2, 3}
-
-
 def test_the_shares_of_a_mixture_are_held_out_of_each_part(tmp_path: Path) -> None:
     corpus = build_data(mixture(tmp_path, 1, 1, eval_split="20%"))
     assert corpus.eval_rows is not None
@@ -321,18 +302,6 @@ def test_the_shares_of_a_mixture_are_held_out_of_each_part(tmp_path: Path) -> No
 
 
 # ----------------------------------------------------------------------------------------- fingerprint, tokenizer
-
-
-def test_a_changed_file_is_another_fingerprint(lines: Path) -> None:
-    def fingerprint() -> tuple[str, str]:
-        return build_data(data(lines, packing="documents")).fingerprint
-
-    before = fingerprint()
-    assert fingerprint() == before
-    lines.write_text(lines.read_text().replace("0007", "0070"))
-    after = fingerprint()
-    assert after[0] != before[0]
-    assert after[1] == before[1]
 
 
 def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer, lines: Path, tmp_path: Path) -> None:
@@ -354,6 +323,116 @@ def test_an_automatic_tokenizer_is_the_models_own(make_tokenizer: MakeTokenizer,
     assert size(build_data(data(lines), own)) == size(build_data(data(lines))) == 256
 
 
-def test_a_tokenizer_of_the_hub_that_is_not_in_the_cache_is_refused(lines: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer: org/name: no local folder, (?s:.*) HF_HUB_OFFLINE=1"):
-        build_data(data(lines, tokenizer="org/name"))
+def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.jsonl", ["0001", "0002"])
+    held_out = write(tmp_path / "b.jsonl", ["0003"])
+    (tmp_path / "c.jsonl").symlink_to(held_out)
+    with caplog.at_level(logging.INFO, "portable_fsdp"):
+        corpus = build_data(data(tmp_path / "*.jsonl", packing="none", eval_split=str(held_out)))
+    assert corpus.eval_rows is not None
+    assert numbers(corpus.rows) == [1, 2]
+    assert numbers(corpus.eval_rows) == [3]
+    alone = build_data(data(tmp_path / "a.jsonl", packing="none"))
+    beside = build_data(data(tmp_path / "a.jsonl", packing="none", eval_split=str(held_out)))
+    assert beside.fingerprint == alone.fingerprint
+    assert corpus.rows.fingerprint() != corpus.eval_rows.fingerprint()
+    assert (
+        sum(f"not trained on, though data.path names it too: {held_out} and 1 more" in line for line in caplog.messages)
+        == 1
+    )
+    for held in (tmp_path / "a.jsonl", tmp_path / "*.jsonl"):
+        with pytest.raises(DataError, match=r"data\.eval_split: expected files beside those to train on, found all of"):
+            build_data(data(tmp_path / "a.jsonl", eval_split=str(held)))
+
+
+@pytest.mark.parametrize(
+    ("split", "eval_split", "expected"),
+    [
+        (None, "train", None),
+        (None, "train[:5%]", None),
+        ("train[:70%]", "train[60%:]", None),
+        ("train[:14]", "train[70%:]", [*range(14, 20)]),
+        ("train[:-3]+test", "train[-3:]", [17, 18, 19]),
+        ("train+test[:1]", "test", None),
+        ("train", "test", [*range(100, 120)]),
+    ],
+)
+def test_splits_that_have_rows_in_common_are_refused(
+    tmp_path: Path, split: str | None, eval_split: str, expected: list[int] | None
+) -> None:
+    texts = {name: [f"{first + at:04d}" for at in range(20)] for name, first in (("train", 0), ("test", 100))}
+    parts = {name: datasets.Dataset.from_dict({"text": text}) for name, text in texts.items()}
+    cast(Any, datasets).DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    keys = data(tmp_path / "saved", source="huggingface", packing="none", split=split, eval_split=eval_split)
+    if expected is not None:
+        corpus = build_data(keys)
+        assert corpus.eval_rows is not None
+        assert numbers(corpus.eval_rows) == expected
+        assert not {*numbers(corpus.rows)} & {*expected}
+        return
+    with pytest.raises(DataError, match=r"data\.eval_split: expected a split .*, found (?s:.)*train\[5%:\]"):
+        build_data(keys)
+
+
+@pytest.mark.parametrize("eval_split", ["none.jsonl", "5 %", "0.05"])
+def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(tmp_path: Path, eval_split: str) -> None:
+    path, problem = write(tmp_path / "a.jsonl", ["0001"]), rf"nothing: {eval_split}\n  The path is .* is written 5%\."
+    with pytest.raises(DataError, match=rf"data\.eval_split: expected a file or a glob .*, found {problem}"):
+        build_data(data(path, eval_split=eval_split))
+    datasets.Dataset.from_dict({"text": ["0001"] * 20}).save_to_disk(tmp_path / "saved")
+    keys = data(tmp_path / "saved", source="huggingface", eval_split=eval_split)
+    with pytest.raises(DataError, match=rf"data\.eval_split: .* split {eval_split}, (?s:.*) is written 5%\."):
+        build_data(keys)
+
+
+COMPLETIONS = {"format": "prompt_completion", "columns": {"prompt": "text", "completion": "text"}, "on_error": "skip"}
+NO_ROW = r"expected at least one document of 2 to 64 tokens \(data\.seq_len\) with something to predict, found none"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keys", "message"),
+    [
+        ([70, 99], {"packing": "documents"}, None),  # texts are cut
+        (
+            [70, 99],
+            COMPLETIONS,
+            rf"data: {NO_ROW} among 2 in .*\n  Change data\.seq_len, or give more text\.",
+        ),
+        ([70, 99], {"packing": "none", "eval_split": "1%"}, rf"data\.eval_split: {NO_ROW} among 0 in .*\n.*the share"),
+        (
+            [70, 99],
+            {"eval_split": "99.9%"},
+            r"data: expected at least 65 tokens .*, found 0 in .*\n.*the share that",
+        ),
+        (
+            [4] * 40,
+            {"eval_split": "20%"},
+            r"data\.eval_split: .* 65 tokens \(data\.seq_len \+ 1, one row\), found \d+",
+        ),
+        ([0, 0], {"packing": "none"}, r"data: expected at least one document of 2 to 64 .*, found none among 2 in "),
+    ],
+)
+def test_a_part_without_rows_says_why(
+    tmp_path: Path, lengths: list[int], keys: dict[str, Any], message: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = data(write(tmp_path / "a.jsonl", ["x" * length for length in lengths]), **keys)
+    if message is None:
+        assert len(build_data(given).rows)
+        return
+    with caplog.at_level(logging.INFO, "portable_fsdp"), pytest.raises(DataError, match=message):
+        build_data(given)
+    assert not [line for line in caplog.messages if " 0 rows" in line]
+
+
+def test_a_mixture_of_streams_without_rows_names_its_parts(tmp_path: Path) -> None:
+    mixture = [
+        {"source": "jsonl", "path": str(write(tmp_path / f"{name}.jsonl", ["x" * 30] * count))}
+        for name, count in (("a", 9), ("b", 12))
+    ]
+    keys = {"mixture": mixture, "seq_len": 64, "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(DataError, match=r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl\.\n.*share"):
+        build_data(Data.model_validate({**keys, "eval_split": "10%"}))
+    with pytest.raises(
+        DataError, match=r"data\.mixture: .* \(data.seq_len \+ 1, one row\), found 279 in .*a\.jsonl\.\n"
+    ):
+        build_data(Data.model_validate({**keys, "seq_len": 300}))

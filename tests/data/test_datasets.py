@@ -3,9 +3,6 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children
@@ -19,8 +16,7 @@ import torch
 from portable_fsdp.config.data import Data
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data
-from portable_fsdp.data.order import sample_indices
-from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.data.packing import IGNORED, sample_indices
 from portable_fsdp.runtime.errors import ConfigError, DataError, TrainingError
 
 MODULE = """
@@ -371,48 +367,6 @@ def test_workers_read_on_when_the_run_is_asked_to_stop(corpus: Callable[..., Cor
             os.kill(process.pid or 0, signal.SIGTERM)
         for _ in range(12):
             next(batches)
-
-
-PARENT = """
-import sys, time
-from multiprocessing import active_children
-sys.path.insert(0, sys.argv[1])
-from portable_fsdp.config.data import Data
-from portable_fsdp.data.batches import Batches
-from portable_fsdp.data.build import build_data
-if __name__ == "__main__":
-    data = Data(factory=f"{sys.argv[2]}:words", workers=2, buckets={"input_ids": [12], "labels": [12]})
-    batches = Batches(build_data(data).rows, seed=0, global_batch=4, shard=(0, 1), accumulation=1, data=data,
-        count_losses=None)
-    next(batches)
-    print(*(process.pid for process in active_children()), flush=True)
-    time.sleep(100)
-"""
-
-
-@pytest.mark.slow
-def test_no_worker_survives_its_parent(corpus: Callable[..., Corpus], tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    command = [sys.executable, str(script), str(tmp_path), corpus.__name__]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
-        assert parent.stdout is not None
-        children = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(children) == 2
-        assert all(is_running(pid) for pid in children)
-        parent.kill()
-    deadline = time.monotonic() + 20
-    while any(is_running(pid) for pid in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 def test_keys_of_text_are_refused_beside_it() -> None:

@@ -14,8 +14,8 @@ import pytest
 from chat_templates import FAMILIES, MakeTokenizer
 
 from portable_fsdp.config.schema import Data
+from portable_fsdp.data.build import renderer
 from portable_fsdp.data.examples import LEFT_OUT, Broken, Example, Rendered
-from portable_fsdp.data.render import renderer
 from portable_fsdp.data.sources import open_source
 
 Row = dict[str, Any]

@@ -12,9 +12,9 @@ from chat_templates import CHATML, DATED, FAMILIES, GENERATION, TOLD_TOOLS, TOOL
 
 from portable_fsdp.config.data import Format
 from portable_fsdp.config.schema import Data
+from portable_fsdp.data.build import renderer
 from portable_fsdp.data.chat import KEPT_OUT
 from portable_fsdp.data.examples import Broken, Example, Rendered
-from portable_fsdp.data.render import renderer
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.data.tokenize import ByteTokenizer, Tokenizer
 from portable_fsdp.runtime.errors import DataError
@@ -118,7 +118,7 @@ def test_the_completion_and_its_end_count(make_tokenizer: MakeTokenizer, around:
     rendered = render_one("prompt_completion", tokenizer, {"prompt": "Say it:", "completion": " statement"})
     assert counted_text(tokenizer, rendered) == [" statement<end>"]
     assert text_of(tokenizer, rendered) == ("<begin>" if around else "") + "Say it: statement<end>"
-    assert not rendered.prompt_differs
+    assert rendered.notes == ()
 
 
 def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_tokenizer: MakeTokenizer) -> None:
@@ -126,7 +126,7 @@ def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_toke
     rendered = render_one("prompt_completion", tokenizer, {"prompt": "the state", "completion": "ment"})
     alone, whole = tokenizer.encode("the state").tolist(), tokenizer.encode("the statement").tolist()
     assert alone != whole[: len(alone)]  # else the case isn't there
-    assert rendered.prompt_differs
+    assert [note[:31] for note in rendered.notes] == ["the prompt ends in other tokens"]
     assert rendered.counted is not None
     common = next(length for length, pair in enumerate(zip(alone, whole, strict=False)) if pair[0] != pair[1])
     assert rendered.counted.tolist() == [False] * common + [True] * (len(whole) - common + 1)
@@ -135,7 +135,6 @@ def test_a_prompt_that_ends_within_a_token_counts_from_where_they_part(make_toke
 def test_prompts_of_messages_that_differ_have_a_note_of_their_own(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>robot\n'"))
     rendered = render_one("prompt_completion", tokenizer, PROMPT_OF_MESSAGES)
-    assert not rendered.prompt_differs
     assert [note[:48] for note in rendered.notes] == ["the chat template doesn't begin an answer as it "]
 
 
@@ -182,7 +181,7 @@ def test_the_assistants_turns_count(
         assert rendered.ids.tolist() == list(tokenizer._tokenizer.apply_chat_template(CONVERSATION)["input_ids"])
 
 
-SAID_OF_USER = {"role": "user", "content": "1+2?"}
+SAID = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
 OF_KEYS = "expected messages with role and content, found the keys"
 OF_TEXT = "expected messages whose content is text, found"
 OF_TOOLS = "expected tools as a list of JSON schemas, found"
@@ -194,7 +193,7 @@ BROKEN_MESSAGES: list[tuple[Any, str]] = [
     ([{"from": "human", "value": "x"}], "expected a turn of the assistant, found none"),
     ([{"from": "human", "value": 1}], f"{OF_TEXT} a number"),
     (
-        [SAID_OF_USER, {"role": "assistant", "tool_calls": [{"name": "f", "args": {"a": 1}}]}],
+        [SAID[0], {"role": "assistant", "tool_calls": [{"name": "f", "args": {"a": 1}}]}],
         "expected name and arguments in",
     ),
     (CONVERSATION[:2], "expected a turn of the assistant, found none"),
@@ -210,11 +209,7 @@ BROKEN_MESSAGES: list[tuple[Any, str]] = [
 ]
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
     *((CHATML, {"messages": messages}, message) for messages, message in BROKEN_MESSAGES),
-    (
-        CHATML.replace("== message", "= message") + "{{ messages | length }}",
-        {},
-        "expected a chat template whose text sh",
-    ),
+    (CHATML + "{{ messages | length }}", {}, "expected a chat template whose text sh"),
     (TOOLS, {"tools": {"name": "search"}}, f"{OF_TOOLS} a mapping"),
     (TOOLS, {"tools": "search"}, f"{OF_TOOLS} text that isn't JSON: search"),
     (TOOLS, {"tools": ["search"]}, f"{OF_TOOLS} text that isn't JSON: search"),
@@ -222,13 +217,13 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     (CHATML, {"tools": SCHEMAS}, "expected a chat template that reads tools, found no `tools` in it"),
     (
         CHATML,
-        {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:2]},
-        "expected a turn of the assistant in the completion, found the roles user",
+        {"prompt": SAID, "completion": [SAID[0]]},
+        "expected a turn of the assistant in the completion, found",
     ),
     (
         CHATML,
-        {"prompt": "a", "completion": CONVERSATION[2:3]},
-        "expected prompt and completion as texts, or both as messages, found: expected a list of",
+        {"prompt": "a", "completion": SAID},
+        "expected prompt and completion as texts, or both as messages",
     ),
 ]
 
@@ -251,9 +246,10 @@ def test_a_message_of_calls_needs_no_content(make_tokenizer: MakeTokenizer, mess
     assert counted_text(tokenizer, rendered) == [f"{ONE_CALL}<|im_end|>\n"]
 
 
-SAID = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
 USED = {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
 LLAMA_CALL = {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}
+RESULT, TOLD = {"role": "function", "content": "3"}, {"role": "system", "content": json.dumps(SCHEMAS)}
+SILENT, THINKING = {"role": "assistant", "content": ""}, "<think>\n\n</think>\n\n3<|im_end|>\n"
 ADDED = '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>\n'
 ENDLESS = CHATML.replace(" + '<|im_end|>\n'", "")
 OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen").replace(
@@ -265,10 +261,7 @@ THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n
 @pytest.mark.parametrize(
     ("template", "form", "fields", "expected"),
     [
-        *(
-            (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | flag, *SAID]}, ["3<|im_end|>\n"])
-            for flag in ({"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trainable": False})
-        ),
+        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"training": False}, *SAID]}, ["3<|im_end|>\n"]),
         (GENERATION, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}, *SAID]}, ["3<|im_end|>\n"]),
         (TOOLS, "chat", {"messages": SAID, "weight": 0}, []),
         (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}]}, []),
@@ -279,35 +272,15 @@ THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n
         (TOOLS, "chat", {"messages": [SAID[0], USED], "functions": [{"name": "add"}]}, [ADDED]),
         (FAMILIES["r1"], "chat", {"messages": [SAID[0], USED]}, ['add"arguments": {"a": 1}<end>']),
         (FAMILIES["r1"], "chat", {"messages": THOUGHT}, ["\n\n3<end>"]),
-        (
-            FAMILIES["qwen3"],
-            "chat",
-            {"messages": [*SAID, *SAID]},
-            ["3<|im_end|>\n", "<think>\n\n</think>\n\n3<|im_end|>\n"],
-        ),
+        (FAMILIES["qwen3"], "chat", {"messages": [*SAID, *SAID]}, ["3<|im_end|>\n", THINKING]),
         (TOOLS, "chat", {"messages": [SAID[1], *SAID]}, ["3<|im_end|>\n"] * 2),
         (OUTSIDE, "chat", {"messages": SAID}, ["3<|im_end|>"]),
         (ENDLESS, "chat", {"messages": [*SAID, *SAID]}, ["3<|im_start|>", "3"]),
         (TOOLS, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<|im_end|>\n"]),
         (None, "instruction", {"instruction": "Add", "input": "1+2", "output": "3"}, ["3<end>"]),
-        (
-            TOOLS,
-            "chat",
-            {"messages": [SAID[0], LLAMA_CALL, {"role": "function", "content": "3"}, SAID[1]]},
-            [ADDED, "3<|im_end|>\n"],
-        ),
-        (
-            TOOLS,
-            "chat",
-            {"messages": [{"role": "system", "content": json.dumps(SCHEMAS)}, *SAID], "tools": SCHEMAS},
-            ["3<|im_end|>\n"],
-        ),
-        (
-            FAMILIES["qwen3"],
-            "chat",
-            {"messages": [SAID[0], SAID[1] | {"content": ""}, *SAID]},
-            ["<|im_end|>\n", "<think>\n\n</think>\n\n3<|im_end|>\n"],
-        ),
+        (TOOLS, "chat", {"messages": [SAID[0], LLAMA_CALL, RESULT, SAID[1]]}, [ADDED, "3<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": [TOLD, *SAID], "tools": SCHEMAS}, ["3<|im_end|>\n"]),
+        (FAMILIES["qwen3"], "chat", {"messages": [SAID[0], SILENT, *SAID]}, ["<|im_end|>\n", THINKING]),
     ],
 )
 def test_rows_as_people_write_them(
@@ -327,61 +300,28 @@ def test_rows_as_people_write_them(
     assert (fields.get("messages") is THOUGHT) == any("cuts or changes" in note for note in rendered.notes)
 
 
-@pytest.mark.parametrize(
-    ("form", "fields", "problem", "ignored"),
-    [
-        (
-            "chat",
-            {"messages": [SAID[0], SAID[1] | {"weight": 0.5}]},
-            "the message's weight is 0.5: 1 or true trains it",
-            "weight",
-        ),
-        (
-            "chat",
-            {"messages": [SAID[0], SAID[1] | {"weight": "0"}]},
-            "the message's weight is the text '0': 1 or true trains it",
-            "weight",
-        ),
-        ("chat", {"messages": [SAID[0] | {"train": True}, SAID[1]]}, "a message of the role user has train=T", "train"),
-        (
-            "chat",
-            {"messages": [SAID[0], SAID[1] | {"refusal": "I can't"}]},
-            "the chat template leaves out refusal",
-            "refusal",
-        ),
-        ("chat", {"messages": SAID, "images": ["a.png"]}, "the row's text doesn't contain the column images", "images"),
-        (
-            "chat",
-            {"messages": [{"role": "critic", "content": "?"}, *SAID]},
-            "the chat template leaves out mes",
-            "critic",
-        ),
-        (
-            "prompt_completion",
-            {"prompt": "Add", "completion": "3", "input": "1+2"},
-            "the row's text doesn't contain the column input",
-            "input",
-        ),
-        (
-            "prompt_completion",
-            {"prompt": "Add", "completion": "3", "tools": SCHEMAS},
-            "the row's text doesn't contain the column tools",
-            "tools",
-        ),
-        (
-            "chat",
-            {"messages": [{"role": "system", "content": "Be"}, *SAID], "system": "Do"},
-            "the row has a s",
-            "system",
-        ),
-        (
-            "prompt_completion",
-            {"prompt": "Add", "completion": "3", "weight": 2},
-            "the row's weight is 2: 1 or true",
-            "weight",
-        ),
-    ],
-)
+def answered(**keys: Any) -> dict[str, Any]:
+    """A chat whose answer has these keys too."""
+    return {"messages": [SAID[0], SAID[1] | keys]}
+
+
+ADD = {"prompt": "Add", "completion": "3"}
+UNUSED = "the row's text doesn't contain the column"
+UNUSABLE: list[tuple[Format, dict[str, Any], str, str]] = [
+    ("chat", answered(weight=0.5), "the message's weight is 0.5: 1 or true trains it", "weight"),
+    ("chat", answered(weight="0"), "the message's weight is the text '0': 1 or true trains it", "weight"),
+    ("chat", {"messages": [SAID[0] | {"train": True}, SAID[1]]}, "a message of the role user has train=T", "train"),
+    ("chat", answered(refusal="I can't"), "the chat template leaves out refusal", "refusal"),
+    ("chat", {"messages": SAID, "images": ["a.png"]}, f"{UNUSED} images", "images"),
+    ("chat", {"messages": [{"role": "critic", "content": "?"}, *SAID]}, "the chat template leaves out mes", "critic"),
+    ("prompt_completion", ADD | {"input": "1+2"}, f"{UNUSED} input", "input"),
+    ("prompt_completion", ADD | {"tools": SCHEMAS}, f"{UNUSED} tools", "tools"),
+    ("chat", {"messages": [CONVERSATION[0], *SAID], "system": "Do"}, "the row has a system column", "system"),
+    ("prompt_completion", ADD | {"weight": 2}, "the row's weight is 2: 1 or true", "weight"),
+]
+
+
+@pytest.mark.parametrize(("form", "fields", "problem", "ignored"), UNUSABLE)
 def test_a_row_whose_keys_cannot_be_used_is_refused_or_they_are_ignored_by_name(
     make_tokenizer: MakeTokenizer, tmp_path: Path, form: Format, fields: dict[str, Any], problem: str, ignored: str
 ) -> None:

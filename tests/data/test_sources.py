@@ -1,12 +1,23 @@
-"""Each source gives real documents, in an order that depends on their names alone."""
+"""Each source gives real documents, in an order of its own; what can't be read is named by file and line."""
 
+import gzip
+import json
+import re
+import subprocess
+import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.examples import Broken, Example
+from portable_fsdp.data.render import messages_of
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 
@@ -15,7 +26,7 @@ def read_documents(data: Data) -> list[str]:
     return [example.fields["text"] for example in open_source(data).read() if isinstance(example, Example)]
 
 
-def text(path: Path | str) -> Data:
+def text_of(path: Path | str) -> Data:
     return Data(source="text", path=str(path))
 
 
@@ -47,23 +58,21 @@ def test_a_glob_is_sorted_and_goes_to_any_depth(tmp_path: Path) -> None:
     for name in ("c.txt", "b/deep.txt/z.txt", "a [1].txt", "b/y.txt", "b/other.md"):
         (tmp_path / name).write_bytes(f"{name}\r\n\n".encode())
     names = ["a [1].txt", "b/deep.txt/z.txt", "b/y.txt", "c.txt"]
-    assert read_documents(text(tmp_path / "**" / "*.txt")) == [f"{name}\r\n\n" for name in names]
-    assert read_documents(text(tmp_path / "a [1].txt")) == ["a [1].txt\r\n\n"]
+    assert read_documents(text_of(tmp_path / "**" / "*.txt")) == [f"{name}\r\n\n" for name in names]
+    assert read_documents(text_of(tmp_path / "a [1].txt")) == ["a [1].txt\r\n\n"]
 
 
 def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"data\.path: expected a file or a glob that matches some, found nothing: .*\*\.txt\n"
-    ):
-        read_documents(text(tmp_path / "*.txt"))
+    with pytest.raises(DataError, match=r"data\.path: expected .* glob that matches some, found nothing: .*\*\.txt\n"):
+        read_documents(text_of(tmp_path / "*.txt"))
     with pytest.raises(DataError, match=r"found a folder: .*\n  Name its files: .*/\*\*/\*\.txt"):
-        read_documents(text(tmp_path))
+        read_documents(text_of(tmp_path))
 
 
 def test_text_that_is_not_utf8_is_broken_under_its_own_number(tmp_path: Path) -> None:
     for name, content in (("a", b"a"), ("b", "abc Grüße".encode("latin-1")), ("c", b"c")):
         (tmp_path / f"{name}.txt").write_bytes(content)
-    first, broken, last = open_source(text(tmp_path / "*.txt")).read()
+    first, broken, last = open_source(text_of(tmp_path / "*.txt")).read()
     assert isinstance(broken, Broken)
     assert (first.number, broken.number, last.number) == (0, 1, 2)
     assert broken.place == f"{tmp_path}/b.txt"
@@ -76,7 +85,290 @@ def test_content_follows_bytes_and_their_cut_into_files_and_not_names(tmp_path: 
             old.unlink()
         for number, file in enumerate(files):
             (tmp_path / f"{len(files)}{number}.txt").write_text(file)
-        return open_source(text(tmp_path / "*.txt")).content(tmp_path / "cache")
+        return open_source(text_of(tmp_path / "*.txt")).content(tmp_path / "cache")
 
     assert content("ab", "c") == content("ab", "c")
     assert len({content("ab", "c"), content("a", "bc"), content("abc"), content("abc", ""), content("c", "ab")}) == 5
+
+
+def read(**keys: Any) -> list[Example | Broken]:
+    given: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    return list(open_source(Data(**given)).read())
+
+
+def texts(examples: list[Example | Broken]) -> list[str]:
+    return [example.fields["text"] for example in examples if isinstance(example, Example)]
+
+
+def lines(path: Path, *values: object) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    lines(tmp_path / "b.jsonl", {"text": "3"})
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n\n  \n{"text": "2", "other": [1]}')  # no last newline
+    examples = read(source="jsonl", path=tmp_path / "*.jsonl")
+    assert texts(examples) == ["1", "2", "3"]
+    assert [example.number for example in examples] == [0, 1, 2]
+    assert [example.place.rpartition("/")[2] for example in examples] == ["a.jsonl:1", "a.jsonl:4", "b.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "x"', "expected a JSON object on one line, found at column 13: Expecting ',' delimiter"),
+        (b"[1, 2]", r"expected a JSON object on one line, found \[1, 2\]"),
+        (b'{"text": "\xff"}', "expected UTF-8, found 0xff at byte 10"),
+        (b'{"text": "\\ud800"}', "expected text, found half of a surrogate pair"),
+        (b"[" * 300_000, "expected a JSON object on one line: expected fewer levels"),
+        (b'{"a":' * 5000, "expected a JSON object on one line: expected fewer levels"),
+        (b'{"text": "x", "text": "y"}', "expected a JSON object on one line: the key 'text' stands twice"),
+        (b'{"text": "x", "a": [{"b": 1, "b": 2}]}', "expected a JSON object on one line: the key 'b' stands twice"),
+        (b'{"messages": []}', r"expected a column text, found messages.\n  Set data.format=chat\."),
+        (b'{"conversations": []}', r"expected a column text, found conversations.\n  Set data.format=chat\."),
+        (b'{"prompt": "x", "completion": "y"}', r"expected a column text.*\n  Set data.format=prompt_completion\."),
+        (b'{"txt": "x"}', r"expected a column text, found txt.\n  nearest: txt. data.columns='{text: txt}'"),
+        (b'{"body": "x"}', r"expected a column text, found body.\n  Name the column.* data.columns='{text: NAME}'"),
+    ],
+)
+def test_a_broken_line_keeps_its_number_and_says_what_is_wrong(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "1"}\n' + line + b'\n{"text": "2"}\n')
+    good, bad, after = read(source="jsonl", path=path)
+    assert isinstance(bad, Broken)
+    assert re.search(problem, bad.problem), bad.problem
+    assert (bad.place, bad.number) == (f"{path}:2", 1)
+    assert (good.number, after.number) == (0, 2)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> None:
+    """With brackets in texts, elements that are no objects, and an end that is missing or followed by more."""
+    path, texts = tmp_path / "a.json", ['a ] } , " \\" b', "", "x" * 9]
+    elements: list[object] = [{"text": text, "n": [1, {"m": [2]}]} for text in texts]
+    whole = "\ufeff\n" + json.dumps(elements, indent=indent) + "\n"
+    path.write_text(whole)
+    examples = read(source="jsonl", path=path)
+    assert [item.fields["text"] for item in examples if isinstance(item, Example)] == texts
+    lines = whole.split("\n")
+    assert all('"text"' in lines[int(item.place.rpartition(":")[2]) + bool(indent) - 1] for item in examples)
+    with gzip.open(tmp_path / "a.json.gz", "wb") as file:
+        file.write(json.dumps([*elements, 5, [1]], indent=indent).encode())
+    *_, number, inner = read(source="jsonl", path=tmp_path / "a.json.gz")
+    assert [item.problem[:31] for item in (number, inner) if isinstance(item, Broken)] == [
+        "expected a JSON object, found 5",
+        "expected a JSON object, found [",
+    ]
+    for broken in (whole.rstrip()[:-3], whole + "{}", whole.replace("},", "},,", 1)):
+        path.write_text(broken)
+        assert [type(item) for item in read(source="jsonl", path=path)].count(Broken) == 1
+
+
+def test_an_optional_column_may_be_missing_in_some_rows_but_not_in_all(tmp_path: Path) -> None:
+    rows = [{"instruction": "a", "context": None, "output": "b"}, {"instruction": "a", "output": "b"}]
+    path, keys = lines(tmp_path / "a.jsonl", *rows), {"source": "jsonl", "format": "instruction"}
+    assert [type(item) for item in read(path=path, columns={"input": "context"}, **keys)] == [Example] * 2
+    with pytest.raises(DataError, match=r"data\.columns: expected columns that a row has, found none with contex: "):
+        read(path=path, columns={"input": "contex"}, **keys)
+
+
+def test_columns_have_other_names(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"instruction": "q", "output": "a"})
+    columns = {"prompt": "instruction", "completion": "output"}
+    [example] = read(source="jsonl", path=path, format="prompt_completion", columns=columns)
+    assert isinstance(example, Example)
+    assert example.fields == {"prompt": "q", "completion": "a"}
+
+
+def test_parquet_files_are_read_by_row_group(tmp_path: Path) -> None:
+    messages = [[{"role": "user", "content": str(number)}] for number in range(2500)]
+    pq.write_table(pa.table({"messages": messages, "other": range(2500)}), tmp_path / "a.parquet", row_group_size=700)
+    pq.write_table(pa.table({"messages": messages[:1]}), tmp_path / "b.parquet")
+    examples = read(source="parquet", path=tmp_path / "*.parquet", format="chat")
+    assert [example.number for example in examples] == list(range(2501))
+    assert [example.fields["messages"] for example in examples if isinstance(example, Example)] == [
+        *messages,
+        messages[0],
+    ]
+    assert examples[-1].place == f"{tmp_path}/b.parquet: row 0"
+    assert open_source(Data(source="parquet", path=str(tmp_path / "*.parquet"), format="chat")).total == 2501
+
+
+def test_a_parquet_file_without_the_column_or_that_is_none_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"content": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"data.columns: .*a.parquet: expected a column text, found content"):
+        read(source="parquet", path=tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not at all")
+    with pytest.raises(DataError, match=r"data.path: .*b.parquet: expected a parquet file, found: "):
+        read(source="parquet", path=tmp_path / "b.parquet")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    parts = {
+        name: datasets.Dataset.from_dict({"text": [f"{name} {number}" for number in range(20)], "n": range(20)})
+        for name in ("train", "test")
+    }
+    cast(Any, datasets).DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        (None, [f"train {n}" for n in range(20)]),
+        ("test", [f"test {n}" for n in range(20)]),
+        ("train[:10%]", ["train 0", "train 1"]),
+        ("train[18:]+test[:1]", ["train 18", "train 19", "test 0"]),
+    ],
+)
+def test_a_saved_data_set_knows_split_expressions(saved: Path, split: str | None, expected: list[str]) -> None:
+    assert texts(read(source="huggingface", path=saved, split=split)) == expected
+
+
+def test_a_data_sets_content_is_that_of_its_rows(saved: Path, tmp_path: Path) -> None:
+    def content(split: str | None, path: Path = saved) -> str:
+        return open_source(Data(source="huggingface", path=str(path), split=split)).content(tmp_path / "cache")
+
+    assert content(None) == content("train") == content(None)
+    assert len({content(split) for split in ("train", "test", "train[:5]", "train[5:10]")}) == 4
+    datasets.Dataset.from_dict({"text": ["other"] * 20}).save_to_disk(tmp_path / "other")
+    assert content(None, tmp_path / "other") != content(None)
+
+
+def test_a_data_set_or_split_that_is_not_there_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"with the split validation, found: (?s:.*)data.path is .*saved"):
+        read(source="huggingface", path=saved, split="validation")
+    with pytest.raises(DataError, match=r"data.path: expected a data set that `datasets` opens"):
+        read(source="huggingface", path="nobody/nothing")
+    with pytest.raises(DataError, match=r"data.columns: .*saved \(train\): expected a column body, found text, n"):
+        read(source="huggingface", path=saved, columns={"text": "body"})
+
+
+def test_a_folder_of_files_is_a_data_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cast(Any, datasets).config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    lines(folder / "train.jsonl", {"text": "1"}, {"text": "2"})
+    assert texts(read(source="huggingface", path=folder, split="train[1:]")) == ["2"]
+
+
+def test_other_columns_may_hold_what_python_writes(tmp_path: Path) -> None:
+    """And brackets inside a text are text."""
+    line = {"text": '[\\"{' * 600_000, "score": float("nan"), "boxes": [[1, 2, 3, 4]] * 11_000}
+    assert texts(read(source="jsonl", path=lines(tmp_path / "a.jsonl", line))) == [line["text"]]
+
+
+def test_a_line_without_end_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "1"}\n{"text": "')
+        for _ in range(40):
+            file.write(b"x" * (1 << 20))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:2: expected a line of at most 33,554,432 bytes"):
+        read(source="jsonl", path=path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_sharegpts_conversations_are_messages(tmp_path: Path, kind: str) -> None:
+    turns = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+    lines(tmp_path / "a.jsonl", {"conversations": turns})
+    pq.write_table(pa.Table.from_pylist([{"conversations": turns}]), tmp_path / "a.parquet")
+    (example,) = read(source=kind, path=tmp_path / f"a.{kind}", format="chat")
+    assert isinstance(example, Example)
+    messages = messages_of(example.fields["messages"])
+    assert [(message["role"], message["content"]) for message in messages] == [("user", "x"), ("assistant", "y")]
+    with pytest.raises(ValueError, match="expected turns from human, user, gpt"):
+        messages_of([{"from": "bing", "value": "x"}])
+
+
+LINES = "".join(json.dumps({"text": f"{number} Grüße"}) + "\n" for number in range(5000)).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as file:
+        file.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+KINDS = {"gzip": gzip.compress, "zstd": zstd}
+Compress = Callable[[bytes], bytes]
+
+
+@pytest.mark.parametrize("compress", [bytes, *KINDS.values()], ids=["plain", *KINDS])
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_bom_is_no_text(tmp_path: Path, compress: Compress, source: str) -> None:
+    path = tmp_path / "a"
+    content = {"text": "Grüße".encode(), "jsonl": '{"text": "Grüße"}'.encode()}[source]
+    path.write_bytes(compress(b"\xef\xbb\xbf" + content))
+    assert texts(read(source=source, path=path)) == ["Grüße"]
+
+
+@pytest.mark.parametrize("compress", KINDS.values(), ids=KINDS)
+def test_compressed_files_stand_among_plain_ones(tmp_path: Path, compress: Compress) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n')
+    (tmp_path / "b.jsonl.z").write_bytes(
+        compress(b'{"text": "2"}\n\n{"te') + compress(b'xt": "3"}\nbroken')
+    )  # appended
+    examples = read(source="jsonl", path=tmp_path / "*.jsonl*")
+    assert texts(examples) == ["1", "2", "3"]
+    assert [(example.number, Path(example.place).name) for example in examples] == [
+        (0, "a.jsonl:1"),
+        (1, "b.jsonl.z:1"),
+        (2, "b.jsonl.z:3"),
+        (3, "b.jsonl.z:4"),
+    ]
+    totals = [open_source(Data(source="jsonl", path=str(tmp_path / glob))).total for glob in ("a.jsonl", "*.jsonl*")]
+    assert totals == [14, 0]  # 0: unknown
+
+
+@pytest.mark.parametrize("compress", KINDS.values(), ids=KINDS)
+def test_a_compressed_text_is_one_document(tmp_path: Path, compress: Compress) -> None:
+    (tmp_path / "a.txt.z").write_bytes(compress("Grüße\r\n\n".encode()))
+    (tmp_path / "b.txt.z").write_bytes(compress("Grüße".encode("latin-1")))
+    good, bad = read(source="text", path=tmp_path / "*.txt.z")
+    assert isinstance(good, Example)
+    assert (good.fields["text"], good.size) == ("Grüße\r\n\n", 10)
+    assert isinstance(bad, Broken)
+    assert bad.problem.startswith("expected UTF-8, found 0xfc at byte 2")
+
+
+@pytest.mark.parametrize("source", ["jsonl", "text"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path, kind: str, source: str) -> None:
+    path = tmp_path / "a.z"
+    path.write_bytes(KINDS[kind](LINES)[:-1000] if kind == "gzip" else zstd(LINES)[:-100])
+    with pytest.raises(DataError, match=rf"data\.path: .*a\.z(:\d+)?: expected a whole {kind} file, found: ") as error:
+        read(source=source, path=path)
+    assert f"`{kind} --test {path}` checks it" in str(error.value)
+
+
+def test_the_line_is_the_first_that_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(LINES)[:-4])  # all lines are there, and the length behind them is not
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:5001: expected a whole gzip file, found: Compressed file ended"):
+        read(source="jsonl", path=path)
+    damaged = bytearray(gzip.compress(LINES))
+    damaged[-8:-4] = b"1234"
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:\d+: expected a whole gzip file, found: CRC check failed"):
+        read(source="jsonl", path=path)
+
+
+WITHOUT = """
+import sys
+sys.modules["pyarrow"] = None  # what an import finds where it isn't installed
+from pathlib import Path
+from portable_fsdp.data.compressed import read_whole
+read_whole(Path(sys.argv[1]))
+"""
+
+
+def test_zstd_without_a_library_says_what_to_install(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(zstd(b"text"))
+    done = subprocess.run([sys.executable, "-c", WITHOUT, str(path)], capture_output=True, text=True, check=False)
+    assert f"DataError: data.source: expected the package pyarrow for {path}, which zstd compressed" in done.stderr
+    assert "pip install 'portable-fsdp[data]'" in done.stderr

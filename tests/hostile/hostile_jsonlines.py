@@ -9,7 +9,7 @@ from typing import Any
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.examples import Broken
-from portable_fsdp.data.messages import messages_of
+from portable_fsdp.data.render import messages_of
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 

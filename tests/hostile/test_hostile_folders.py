@@ -14,8 +14,8 @@ from portable_fsdp.config.schema import Model
 from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.formats.base import config_of
 from portable_fsdp.models.architecture import architecture_mapping
-from portable_fsdp.models.exported import require_as_exported
 from portable_fsdp.models.pretrained import open_pretrained
+from portable_fsdp.models.tensor_files import require_as_exported
 from portable_fsdp.plan.__main__ import _measured  # pyright: ignore[reportPrivateUsage]
 from portable_fsdp.report.read import read_run
 from portable_fsdp.runtime import files

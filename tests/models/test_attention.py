@@ -1,36 +1,23 @@
-"""The static attention gives what transformers' own gives, and reads nothing on the host."""
+"""The static attention and the dense experts give what transformers' own give, and read nothing on the host."""
 
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from small_models import ARCHITECTURES, Operators, build, logits, materialise, shake, stock_model, token_ids
+from small_models import Operators, build, families, logits, materialise, shake, token_ids
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from portable_fsdp.models.attention import static_attention
+from portable_fsdp.runtime.errors import ConfigError
 
 CAUSAL = cast(nn.Module, SimpleNamespace(is_causal=True))
-OWN = [("llama", "sdpa"), ("qwen3", "eager"), ("mistral_window", "sdpa"), ("gemma2", "eager"), ("gpt2", "eager")]
 
 
 def heads(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize(("name", "own"), OWN)
-def test_logits_equal_those_of_the_models_own_attention(name: str, own: str) -> None:
-    model = materialise(build(name))
-    shake(model)
-    assert model.config._attn_implementation == "portable_fsdp_static"
-    stock = stock_model(ARCHITECTURES[name], own).eval()
-    stock.load_state_dict(model.state_dict())
-    ids = token_ids()
-    expected = logits(stock, ids)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_sinks_equal_gpt_oss() -> None:
@@ -106,3 +93,77 @@ def test_a_mask_comes_with_as_many_key_heads_as_query_heads(
     query, key = torch.ones(1, 4, 6, 8), torch.ones(1, 2, 6, 8)
     static_attention(nn.Identity(), query, key, key, is_causal=True, sliding_window=window)
     assert seen == [(window is not None, grouped, 2 if grouped else 4)]
+
+
+EXPERTS = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"]
+
+
+def build_with(name: str, experts: str, precision: dict[str, Any] | None = None, **changes: Any) -> Any:
+    model = materialise(build(name, precision=precision, keys={"experts": experts}, **changes))
+    shake(model)
+    return model
+
+
+def loss_and_gradients(model: Any) -> dict[str, torch.Tensor]:
+    ids = token_ids(4)
+    total, count = model(ids, ids)
+    (total / count).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": (total / count).detach()} | grads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families(EXPERTS))
+def test_every_implementation_gives_what_the_loop_gives(name: str) -> None:
+    loop = build_with(name, "auto")
+    loop.set_experts_implementation("eager")
+    expected = loss_and_gradients(loop)
+    assert any("experts" in fqn for fqn in expected)
+    for experts in ("auto", "dense", "batched_mm", "grouped_mm"):
+        model = build_with(name, experts)
+        implementation = "portable_fsdp_dense" if experts in ("auto", "dense") else experts
+        assert model.config._experts_implementation == implementation
+        tensors = loss_and_gradients(model)
+        assert tensors.keys() == expected.keys()
+        for fqn, tensor in expected.items():
+            torch.testing.assert_close(
+                tensors[fqn],
+                tensor,
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda text, where=f"{experts} {fqn}": f"{where}: {text}",
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families(EXPERTS))
+def test_nothing_depends_on_the_routing(name: str) -> None:
+    """The same operators on the same shapes whatever the tokens are, and none that asks the host."""
+
+    model = build_with(name, "dense")
+    runs: list[list[Any]] = []
+    for ids in (token_ids(), torch.zeros_like(token_ids())):
+        with Operators() as operators:
+            logits(model, ids)
+        operators.require_no_reads()
+        runs.append(operators.calls)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["dense", "batched_mm", "grouped_mm"])
+def test_experts_of_a_dense_model_are_refused(experts: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.experts: expected auto, found {experts}: LlamaForCausalLM has no"):
+        build_with("llama", experts)
+
+
+def test_rows_that_the_grouped_product_cannot_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"experts=grouped_mm: .*16 bytes, .* model\.layers\.0\.mlp\.experts\..*\["):
+        build_with("qwen3_moe", "grouped_mm", moe_intermediate_size=18)
+    with pytest.raises(ConfigError, match=r"in numbers of 2 bytes"):
+        build_with("qwen3_moe", "grouped_mm", {"compute": "bfloat16"})  # 20 numbers: 40 bytes
+
+
+def test_an_auxiliary_loss_is_refused_and_not_dropped() -> None:
+    with pytest.raises(ConfigError, match=r"output_router_logits=false, found true.*auxiliary loss"):
+        build("mixtral", output_router_logits=True)

@@ -16,9 +16,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from portable_fsdp.models import head_loss, loss
-from portable_fsdp.models.head_loss import attach_loss, trace_logits
-from portable_fsdp.models.loss import cross_entropy_sum, cross_entropy_with_gradient
+from portable_fsdp.models import loss
+from portable_fsdp.models.loss import attach_loss, cross_entropy_sum, cross_entropy_with_gradient, trace_logits
 
 ROWS, SEQ_LEN, VOCABULARY = 3, 22, 37
 MEBIBYTE = 2**20
@@ -316,7 +315,7 @@ def test_the_loss_takes_logits_in_the_dtype_of_output(
         seen.append(logits)
         return cross_entropy_with_gradient(logits, labels)
 
-    monkeypatch.setattr(head_loss, "cross_entropy_with_gradient", spy)
+    monkeypatch.setattr(loss, "cross_entropy_with_gradient", spy)
     model = materialise(build("llama", precision={"master": master, "output": output}))
     ids = token_ids()
     total, count = model(ids, ids)

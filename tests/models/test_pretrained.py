@@ -1,4 +1,6 @@
-"""Hugging Face folders: which they fill bit for bit, keys too many and too few, broken ones, grown tokenizers."""
+"""Hugging Face folders and GGUF files: which they fill bit for bit, keys too many and too few, broken ones, grown
+tokenizers.
+"""
 
 import json
 import logging
@@ -9,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from foreign_models import build as build_foreign
 from safetensors.torch import load_file, save_file
 from small_models import (
     ARCHITECTURES,
+    SEQ_LEN,
     VOCABULARY,
     build,
     edit,
@@ -24,11 +28,16 @@ from small_models import (
     token_ids,
     whole_weight,
 )
+from test_gguf import ARCHITECTURES as GGUF
+from test_gguf import TYPE, write
+from transformers import AutoModelForCausalLM
 
-from portable_fsdp.config.schema import Model
+from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.layout import full_region, rows_of_shard
-from portable_fsdp.models import safetensors_folder
+from portable_fsdp.models import tensor_files
 from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.pretrained import fingerprint
+from portable_fsdp.models.tensor_files import GgufFile
 from portable_fsdp.runtime.errors import ConfigError
 
 NORM, HEAD, TABLE = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
@@ -101,8 +110,8 @@ def test_a_process_reads_its_slices_of_a_sharded_folder_and_no_more(
     stock = save(tmp_path, "llama", max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     taken: list[int] = []
-    real = safetensors_folder.safe_open
-    monkeypatch.setattr(safetensors_folder, "safe_open", lambda *args, **keys: _Counting(real(*args, **keys), taken))
+    real = tensor_files.safe_open
+    monkeypatch.setattr(tensor_files, "safe_open", lambda *args, **keys: _Counting(real(*args, **keys), taken))
     built = open_folder(tmp_path)
     assert taken == [], "building alone reads no weight"
     total = 0
@@ -140,9 +149,7 @@ def test_a_tied_weight_may_have_its_other_name_or_both_but_one_content(tmp_path:
         edit(tmp_path, *without, lm_head__weight=head)
         assert_filled_from(open_folder(tmp_path), stock)
     edit(tmp_path, lm_head__weight=table + torch.eye(*table.shape), model__embed_tokens__weight=table)
-    with pytest.raises(
-        ConfigError, match=r"one content for tied weights, .* model\.embed_tokens\.weight and lm_head\.weight\.\n"
-    ):
+    with pytest.raises(ConfigError, match=r"one .* weights, .* model\.embed_tokens\.weight and lm_head\.weight\.\n"):
         open_folder(tmp_path)
 
 
@@ -177,9 +184,7 @@ def test_missing_weights_that_are_allowed_are_drawn_as_in_a_new_model(
 def test_what_the_model_has_no_place_for_is_refused_unless_allowed(tmp_path: Path) -> None:
     stock = save(tmp_path, "llama")
     edit(tmp_path, vision__tower__weight=torch.ones(2), extra=torch.ones(2))
-    with pytest.raises(
-        ConfigError, match=r"LlamaForCausalLM alone, found 2 .*: extra, vision\.tower\.weight\.\n.*allow"
-    ):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM .* found 2 .*: extra, vision\.tower\.weight\.\n.*allow"):
         open_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"found 1 that it has no place for: extra\."):
         open_folder(tmp_path, "vision")
@@ -320,12 +325,75 @@ def test_new_rows_are_the_mean_of_the_old_ones(
 
 def test_another_tokenizer_makes_nothing_grow_and_a_smaller_one_nothing_shrink(tmp_path: Path) -> None:
     save(tmp_path, "llama")
-    with pytest.raises(
-        ConfigError, match=r"vocab_size of at least 107 .*, found 101\.(?s:.)*grows only with a tokenizer"
-    ):
+    with pytest.raises(ConfigError, match=r"vocab_size of at least 107 .*, found 101\.(?s:.)*grows only .* tokenizer"):
         open_folder(tmp_path, vocabulary=GROWN)
     assert open_folder(tmp_path, vocabulary=50, keeps_ids=True).config["vocab_size"] == VOCABULARY
     with pytest.raises(ConfigError, match="vocab_size of at least 107"):
         build_model(
             Model(architecture=ARCHITECTURES["llama"]), seed=0, seq_len=8, vocabulary=GROWN, keeps_ids=lambda: True
         )
+
+
+def open_file(folder: Path, file: str = "m.gguf", vocabulary: int = 4, **precision: Any) -> BuiltModel:
+    section = Model(pretrained=str(folder), gguf_file=file)
+    return build_model(section, Precision(**precision), seed=0, seq_len=SEQ_LEN, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "Q4_0"), ("llama_tied", "Q8_0"), ("qwen2", "F16"), ("qwen3", "F32")]
+)
+def test_it_fills_what_transformers_reads_in_the_masters_dtype(tmp_path: Path, name: str, kind: str) -> None:
+    theirs = build_foreign(GGUF[name])
+    write(tmp_path / "m.gguf", theirs, TYPE[kind])
+    if name != "qwen3":  # whose head_dim transformers 5.23 doesn't read from a GGUF; ours is the model as it was
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    built, rounded = open_file(tmp_path), open_file(tmp_path, master="bfloat16")
+    assert dict(built.model.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    for fqn, weight in theirs.named_parameters():
+        assert torch.equal(built.fill(fqn, full_region(weight.shape)), weight), fqn
+        assert torch.equal(rounded.fill(fqn, full_region(weight.shape)), weight.bfloat16()), fqn
+        for process in range(3):
+            rows = rows_of_shard(len(weight), process, 3)
+            assert torch.equal(built.fill(fqn, (rows, *full_region(weight.shape)[1:])), weight[rows]), fqn
+    config = theirs.config.to_dict()
+    for key in ("vocab_size", "hidden_size", "rms_norm_eps", "num_key_value_heads", "tie_word_embeddings"):
+        assert built.config[key] == pytest.approx(config[key], rel=1e-7)  # GGUF has float32
+    assert "quantization_config" not in built.config  # what is trained and exported is not quantised
+
+
+def test_its_fingerprint_tells_other_weights(tmp_path: Path) -> None:
+    model = build_foreign(GGUF["llama"])
+    actual: list[str] = []
+    for name in ("a.gguf", "same.gguf", "other.gguf"):
+        if name == "other.gguf":
+            with torch.no_grad():
+                model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(-1)
+        write(tmp_path / name, model, TYPE.Q8_0)
+        actual.append(fingerprint(GgufFile(tmp_path / name)))
+    assert actual[0] == actual[1] != actual[2]
+
+
+def test_it_grows_with_its_tokenizer(tmp_path: Path) -> None:
+    model = build_foreign(GGUF["llama_tied"])
+    write(tmp_path / "m.gguf", model)
+    ids = model.config.vocab_size
+    section = Model(pretrained=str(tmp_path), gguf_file="m.gguf")
+    built = build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=ids + 2, keeps_ids=lambda: True)
+    table = model.get_input_embeddings().weight
+    actual = built.fill("model.embed_tokens.weight", full_region((ids + 2, table.shape[1])))
+    assert torch.equal(actual[:ids], table)
+    assert torch.equal(actual[ids:], table.double().mean(0).float().expand(2, -1))
+
+
+def test_what_is_not_there_or_not_done_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", build_foreign(GGUF["llama"]))
+    with pytest.raises(ConfigError, match=r"model\.gguf_file: expected a file of .* the name other\.gguf\."):
+        open_file(tmp_path, "other.gguf")
+    with pytest.raises(ConfigError, match=r"config\.json, found none in it: .*\n.*model\.gguf_file"):
+        build_model(Model(pretrained=str(tmp_path)), seed=0, seq_len=SEQ_LEN, vocabulary=4)
+    write(tmp_path / "b.gguf", build_foreign(GGUF["llama"]), architecture="bloom")
+    with pytest.raises(ConfigError, match=r"b\.gguf: expected an architecture of llama, qwen2, qwen3; found bloom"):
+        open_file(tmp_path, "b.gguf")
+    (tmp_path / "c.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:500])
+    with pytest.raises(ConfigError, match=r"c\.gguf: expected a GGUF file"):
+        open_file(tmp_path, "c.gguf")

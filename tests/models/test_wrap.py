@@ -102,11 +102,9 @@ def test_modules_of_chosen_classes_are_recomputed_in_place_of_layers(
     assert recomputed_layers(build("llama").model, LLAMA_LAYERS, chosen) == expected
 
 
-def test_an_unknown_class_to_recompute_names_the_nearest() -> None:
+def test_an_unknown_class_to_recompute_is_refused_with_those_it_has() -> None:
     memory = Memory(gradient_checkpointing="full", classes=("LlamaMlp", "Attention"))
-    with pytest.raises(
-        ConfigError, match=r"memory\.classes: .* no modules of class LlamaMlp .*\n  Nearest: .*LlamaMLP"
-    ):
+    with pytest.raises(ConfigError, match=r"memory\.classes: .*, found LlamaMlp, Attention\.\n  .*has: .*LlamaMLP"):
         recomputed_layers(build("llama").model, LLAMA_LAYERS, memory)
 
 
@@ -158,11 +156,7 @@ def test_units_outer_before_inner_and_layers(
             ("llama_tied", keys, r"(?s)can't be a unit: .*model\.embed_tokens\.weight.*lm_head\.weight")
             for keys in ({"wrap_classes": ["LlamaDecoderLayer", "Embedding"]}, {"wrap_modules": ["lm_head"]})
         ),
-        (
-            "llama",
-            {"wrap_modules": ["model.layers"]},
-            r"wrap_modules: .*found model\.layers, a ModuleList.*\n.*model\.layers\.\*",
-        ),
+        ("llama", {"wrap_modules": ["model.layers"]}, r"found model\.layers, a ModuleList.*\n.*model\.layers\.\*"),
         ("llama", {"wrap_modules": ["*.mpl"]}, r"sharding\.wrap_modules: .*'\*\.mpl', which matches nothing"),
     ],
 )
@@ -272,14 +266,14 @@ def test_the_outermost_modules_of_a_pattern_have_its_dtype(
         (
             "llama",
             {"*.mlp": "float32", "model.layers.0": "bfloat16"},
-            r"'model\.layers\.0' names model\.layers\.0 \(bfloat16\), which holds model\.layers\.0\.mlp \(float32\)",
+            r"names .* \(bfloat16\), which holds .*0\.mlp",
         ),
         ("llama", {"*act_fn": "float32"}, r"precision\.modules: .*'\*act_fn', which matches nothing"),
         ("llama", {"*norm*": "float32", "model.norm": "bfloat16"}, r"modules of their own, found 'model.norm'"),
         (
             "llama_tied",
             TIED | {"model.embed_tokens": "bfloat16"},
-            r"one dtype for model.embed_tokens and lm_head.*bfloat16 and float32",
+            r"one dtype for .* and lm_head.*bfloat16 and",
         ),
     ],
 )

@@ -1,5 +1,7 @@
-"""Which parameters decay, and that each optimizer does what its formula says."""
+"""Which parameters decay, that each optimizer does what its formula says, and the learning rate of each step."""
 
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,13 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
-from portable_fsdp.optim.counting import AdamW
-from portable_fsdp.optim.optimizer import (
-    make_optimizer,
-    parameter_groups,
-    set_step_numbers,
-    step_numbers,
-)
+from portable_fsdp.optim.counting import set_step_numbers, step_numbers
+from portable_fsdp.optim.optimizer import check_schedule, learning_rate, make_optimizer, parameter_groups
+from portable_fsdp.optim.own import AdamW
 from portable_fsdp.runtime.errors import ConfigError
 
 SHAPES = {
@@ -111,9 +109,7 @@ def test_a_group_names_a_tied_weight_by_any_of_its_names() -> None:
     own = Optim.model_validate({"lr": 0.1, "groups": [{"match": "head", "lr": 0.2}]})
     shapes = {"embed.weight": (8, 4), "q.weight": (4, 4)}
     assert parameter_groups(shapes, own, ties=ties) == [group(["embed.weight"], 0.1, 2.0), group(["q.weight"], 0.1)]
-    with pytest.raises(
-        ConfigError, match=r"match: .*found 'head': all that it names, embed\.weight, is frozen by model"
-    ):
+    with pytest.raises(ConfigError, match=r"match: .*found 'head': all that it names, embed\.weight, is .* by model"):
         parameter_groups({"q.weight": (4, 4)}, own, ties=ties, frozen=["embed.weight"])
 
 
@@ -179,7 +175,7 @@ def test_state_is_that_of_the_formula_and_what_has_no_gradient_is_left_alone(
     assert torch.equal(vector.detach(), before)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adam", "adafactor", "lion"])
 def test_the_numbers_of_a_compiled_step_are_tensors_that_it_takes_as_inputs(name: str) -> None:
     optimizer = make_optimizer(Optim.model_validate({"name": name, "lr": 0.25}))(groups(*parameters(), 0.1), True)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -260,22 +256,66 @@ def test_parameters_of_different_counts_are_corrected_by_their_own() -> None:
     assert [float(state["step"]) for state in ours.state.values()] == [11.0, 5.0]
 
 
-def test_bias_corrections_of_long_runs_keep_their_names_apart() -> None:
-    """Counts that agree in their first digits are still two."""
-    optimizer = make_optimizer(ADAMW)(shared(), True)
-    for count, parameter in zip((1234567, 1234568), in_groups(optimizer), strict=True):
-        optimizer.state[parameter]["step"] = torch.tensor(float(count))
-    assert len(step_numbers(optimizer, 0.01)) == 2 + 2 + 1
+SCHEDULES = ["constant", "linear", "cosine", "wsd"]
+LR = 0.5
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_parameters_without_memory_give_an_optimizer_too(name: str) -> None:
-    """Backends learn the optimizer's state from a step on the meta device."""
-    matrix = nn.Parameter(torch.empty(3, 4, device="meta"))
-    config = Optim.model_validate({"name": name, "momentum": 0.9})
-    optimizer = make_optimizer(config)([{"params": [matrix], "weight_decay": 0.1}], False)
-    matrix.grad = torch.zeros_like(matrix)
-    optimizer.step()
-    shapes = {key: tuple(value.shape) for key, value in optimizer.state[matrix].items()}
-    adamw: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": (3, 4), "exp_avg_sq": (3, 4)}
-    assert shapes == ({"momentum_buffer": (3, 4)} if name == "sgd" else adamw)
+def optim(schedule: str, **keys: Any) -> Optim:
+    return Optim.model_validate({"lr": LR, "min_lr_ratio": 0.2, "schedule": schedule, **keys})
+
+
+def rates(config: Optim, total: int) -> list[float]:
+    return [learning_rate(config, step, total) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warmup_is_linear_and_ends_at_the_peak(schedule: str) -> None:
+    actual = rates(optim(schedule, warmup_steps=4), 20)
+    assert actual[:4] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR])
+    assert max(actual) == actual[3]
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("constant", LR), ("linear", 0.1), ("cosine", 0.1), ("wsd", 0.1)])
+@pytest.mark.parametrize("warmup", [0, 1, 7, 19])
+def test_the_last_step_has_the_floor(schedule: str, last: float, warmup: int) -> None:
+    config = optim(schedule, warmup_steps=warmup, decay_ratio=0.05)
+    assert learning_rate(config, 20, 20) == pytest.approx(last)
+    assert learning_rate(config, 25, 20) == pytest.approx(last)
+
+
+def test_linear_falls_by_equal_amounts() -> None:
+    assert rates(optim("linear", warmup_steps=2), 10)[1:] == pytest.approx([LR - 0.05 * i for i in range(9)])
+    # Without warmup the first step has begun to decay.
+    assert learning_rate(optim("linear"), 1, 10) == pytest.approx(LR - 0.04)
+    assert learning_rate(optim("constant"), 1, 10) == LR
+
+
+def test_cosine_is_half_a_wave() -> None:
+    config = optim("cosine", warmup_steps=10)
+    assert learning_rate(config, 60, 110) == pytest.approx((LR + 0.1) / 2)
+    assert learning_rate(config, 35, 110) == pytest.approx(0.1 + 0.4 * (1 + math.sqrt(0.5)) / 2)
+    assert learning_rate(config, 85, 110) == pytest.approx(0.1 + 0.4 * (1 - math.sqrt(0.5)) / 2)
+
+
+def test_wsd_is_stable_then_falls_in_its_last_share() -> None:
+    actual = rates(optim("wsd", warmup_steps=5, decay_ratio=0.25), 40)
+    assert actual[4:30] == [LR] * 26
+    assert actual[30:] == pytest.approx([LR - 0.04 * i for i in range(1, 11)])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_it_is_never_zero_and_never_rises_after_warmup(schedule: str) -> None:
+    assert all(later <= earlier for earlier, later in pairwise(rates(optim(schedule, warmup_steps=3), 50)[2:]))
+    for warmup, total in ((0, 1), (1, 1), (3, 3), (0, 7), (6, 7)):
+        config = optim(schedule, warmup_steps=warmup, min_lr_ratio=1e-6)
+        assert all(learning_rate(config, step, total) > 0 for step in range(1, total + 3))
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    check_schedule(optim("cosine", warmup_steps=10), 10)
+    with pytest.raises(ConfigError, match=r"optim\.warmup_steps: expected at most 10 .*, found 11\.\n"):
+        check_schedule(optim("cosine", warmup_steps=11), 10)
+    check_schedule(optim("wsd", warmup_steps=8, decay_ratio=0.2), 10)
+    check_schedule(optim("linear", warmup_steps=9, decay_ratio=0.2), 10)
+    with pytest.raises(ConfigError, match=r"optim\.decay_ratio: .* 10 steps, found 9 steps of warmup and 2 of decay"):
+        check_schedule(optim("wsd", warmup_steps=9, decay_ratio=0.2), 10)

@@ -15,8 +15,9 @@ from portable_fsdp.backends.contract import zero_optimizer
 from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.models.wrap import table_weights
-from portable_fsdp.optim.counting import CountingOptimizer, orthogonalized
-from portable_fsdp.optim.optimizer import make_optimizer, nothing_changed_if, parameter_groups
+from portable_fsdp.optim.counting import CountingOptimizer, nothing_changed_if
+from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
+from portable_fsdp.optim.own import orthogonalized
 from portable_fsdp.runtime.errors import ConfigError
 
 LR = 0.01
@@ -122,18 +123,6 @@ def test_muon_takes_matrices_but_no_embedding_and_no_head() -> None:
     hidden = {name for group in groups if group.get("is_hidden") for name in group["params"]}
     assert hidden == {name for name in shapes if name.endswith("proj.weight")}
     assert not any("is_hidden" in group for group in parameter_groups(shapes, of("adamw"), tables=tables))
-
-
-@pytest.mark.parametrize("name", ["adam", "adafactor", "lion", "sgd"])
-def test_a_compiled_step_takes_its_numbers_as_inputs(name: str) -> None:
-    """Two learning rates, the step's number, and how many steps were skipped."""
-    optimizer = ours(name, True)
-    for _ in (1, 2):
-        placed = bring_numbers(optimizer, LR)
-        assert len(placed) == 4
-        for parameter in in_groups(optimizer):
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

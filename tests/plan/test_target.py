@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.models.flops import peak_flops
+from portable_fsdp.models.weights import peak_flops
 from portable_fsdp.plan.target import (
     Hardware,
     accelerator_type,
@@ -120,7 +120,7 @@ def test_every_figure_has_a_source_and_figures_fit_together(hardware: Hardware) 
         assert len(link.source) >= 20
     if hardware.chip and chip_link:
         assert chip_link.value * 2 * hardware.chip.axes < bandwidth * 2
-    # models.flops has no peak for v2; a V100 has no bfloat16.
+    # models.weights has no peak for v2; a V100 has no bfloat16.
     dtype = "float32" if hardware.name.startswith("v100") else "bfloat16"
     assert (peak_flops(hardware.device_name, dtype) is None) == (hardware.name in ("v2", "cpu"))
 

@@ -19,7 +19,8 @@ from portable_fsdp.formats.exporting import export_checkpoint
 from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
-from portable_fsdp.optim.optimizer import LossScaler, make_optimizer, parameter_groups
+from portable_fsdp.optim.counting import LossScaler
+from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.train.build import shard_policy
 from portable_fsdp.train.step import Step, train_step
 

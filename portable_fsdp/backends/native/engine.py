@@ -130,7 +130,7 @@ class NativeBackend(contract.Backend):
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
         self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
         if "float16" in config.precision.dtypes:
-            from portable_fsdp.optim.optimizer import LossScaler
+            from portable_fsdp.optim.counting import LossScaler
 
             self.loss_scaler = LossScaler(config.precision.loss_scale, config.precision.loss_scale_window, self.device)
 

@@ -28,7 +28,7 @@ def chunk_length(rows: int, length: int) -> int:
 class ChunkedHead(torch.autograd.Function):
     """hidden [batch, seq, width] -> the loss of a linear head without a bias, by a copy of its weight [words, width].
 
-    `loss_input`: labels, and what the model does with logits: `models.head_loss.LossInput`. Gradients as in
+    `loss_input`: labels, and what the model does with logits: `models.loss.LossInput`. Gradients as in
     `sums._Linear`.
     """
 

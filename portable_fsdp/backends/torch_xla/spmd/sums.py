@@ -104,7 +104,7 @@ def _maker(module: nn.Module) -> Callable[..., Forward] | None:
 def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: SummedGradients) -> Forward:
     inputs_first, plain = type(module) is not nn.Linear, module.forward
 
-    def forward(x: Tensor, loss_input: Any = None) -> Tensor:  # a head's, in training: models/head_loss.py
+    def forward(x: Tensor, loss_input: Any = None) -> Tensor:  # a head's, in training: models/loss.py
         weight, bias = uses["weight"], uses.get("bias")
         if not (weight.splits_gradient or sums.is_int8) and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
             return plain(x)

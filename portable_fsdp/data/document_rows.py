@@ -1,0 +1,194 @@
+"""Rows of whole documents, several in a row where they fit, or one in a row (`data.packing`)."""
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from portable_fsdp.data.compressed import Remember
+from portable_fsdp.data.packing import IGNORED, Int64s, Rows, hash_of, make_again
+from portable_fsdp.data.tokenize import Tokens
+
+
+class Pieces(NamedTuple):
+    """The contents of rows: documents, or parts of those that are longer than a row."""
+
+    starts: Int64s
+    """The first token of each, in `tokens`."""
+    lengths: Int64s
+    continues: NDArray[np.bool_]
+    """The document continues after it: its last token predicts the first of the next piece."""
+
+
+def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
+    """Documents in pieces of `seq_len`; exactly one of them predicts each token but a document's first.
+
+    The last token of a document predicts nothing, so it never is a piece of its own.
+    """
+    counts = np.maximum(1, -(-(lengths - 1) // seq_len))
+    document = np.repeat(np.arange(len(counts)), counts)
+    offsets = _ranges(np.zeros(len(counts), np.int64), counts) * seq_len
+    rest = lengths[document] - offsets
+    return Pieces(starts[document] + offsets, np.minimum(rest, seq_len), rest > seq_len)
+
+
+class DocumentRows(Rows):
+    """Rows of `seq_len` positions that hold whole documents (or pieces), each to itself, padded at the end."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        counted: NDArray[np.bool_] | None,
+        pieces: Pieces,
+        *,
+        seq_len: int,
+        padding: int,
+        several: bool,
+        remember: Remember = make_again,
+    ) -> None:
+        """Args:
+        tokens, counted: of all documents, see `cache.TokenizedDocuments`.
+        pieces: none longer than `seq_len`.
+        padding: the id behind the last document of a row.
+        several: put as many in a row as fit; else one.
+        remember: see `PackedRows`.
+        """
+        self._remember = remember
+        self.seq_len = seq_len
+        self._tokens = tokens
+        self._counted = counted
+        self._pieces = pieces
+        self._padding = padding
+        count = len(pieces.lengths)
+        self._order, self._starts = (
+            best_fit(pieces.lengths, seq_len) if several else (np.arange(count), np.arange(count + 1))
+        )
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @property
+    def padded(self) -> float:
+        """The share of all positions that hold no document."""
+        return 1 - int(self._pieces.lengths.sum()) / max(1, len(self) * self.seq_len)
+
+    def rows(self, indices: Int64s) -> dict[str, Tensor]:
+        """`input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""
+        first, count = self._starts[indices], self._starts[indices + 1] - self._starts[indices]
+        pieces = self._order[_ranges(first, count)]
+        lengths = self._pieces.lengths[pieces]
+        row = np.repeat(np.arange(len(indices)), count)
+        before = np.cumsum(lengths) - lengths
+        offset = before - before[np.cumsum(count) - count][row]  # of each piece in its row
+        within = _ranges(np.zeros_like(lengths), lengths)
+        place = np.repeat(row * self.seq_len + offset, lengths) + within
+        token = np.repeat(self._pieces.starts[pieces], lengths) + within
+        ends = (within == np.repeat(lengths - 1, lengths)) & ~np.repeat(self._pieces.continues[pieces], lengths)
+        columns = {
+            "input_ids": (self._padding, self._tokens[token]),
+            "labels": (IGNORED, self._labels(token, ends)),
+            "positions": (0, within),
+            "segments": (0, np.repeat(_ranges(np.ones_like(count), count), lengths)),
+        }
+        return {name: self._placed(place, len(indices), *column) for name, column in columns.items()}
+
+    def _labels(self, token: Int64s, ends: NDArray[np.bool_]) -> Int64s:
+        following = np.where(ends, token, token + 1)
+        ignored = ends if self._counted is None else ends | ~self._counted[following]
+        return np.where(ignored, IGNORED, self._tokens[following].astype(np.int64))
+
+    def _placed(self, place: Int64s, count: int, empty: int, values: NDArray[np.generic]) -> Tensor:
+        filled = np.full(count * self.seq_len, empty, np.int64)
+        filled[place] = values
+        return torch.from_numpy(filled).view(count, self.seq_len)
+
+    def fingerprint(self) -> str:
+        cut = f"documents {self._tokens.dtype} {self.seq_len} {self._padding}"
+        counted = [] if self._counted is None else [self._counted]
+        places = (*self._pieces, self._order, self._starts)
+        return self._remember(
+            f"{cut} {hash_of(*places)}", lambda: hash_of(cut.encode(), self._tokens, *counted, *places)
+        )
+
+
+def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
+    """`starts[i], starts[i] + 1, ...` of `lengths[i]` numbers, for each i."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
+
+
+# ------------------------------------------------------------------------------------------------------- best fit
+
+
+def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
+    """Which documents share a row, so that little of it stays empty: a pure function.
+
+    Best-fit decreasing (arXiv 2404.10830 trains language models on such rows): documents come by length, the longest
+    first, each into the fullest row that has room, or else into a new one. A length that fits k times into a row goes
+    there k times at once, so the work grows with the number of lengths, not of documents.
+
+    Args:
+        lengths: 1-D, each from 1 to `capacity`.
+
+    Returns: `order`, the documents row by row, and `starts` [rows + 1]: row r is `order[starts[r] : starts[r + 1]]`.
+    """
+    by_length = np.argsort(-lengths, kind="stable")
+    rows = _rows_of(lengths[by_length], capacity)
+    order = by_length[np.argsort(rows, kind="stable")]
+    starts = np.zeros(int(rows.max(initial=-1)) + 2, np.int64)
+    np.cumsum(np.bincount(rows), out=starts[1:])
+    return order, starts
+
+
+def _rows_of(lengths: Int64s, capacity: int) -> Int64s:
+    """The row of each document; `lengths` descend."""
+    rows = np.empty(len(lengths), np.int64)
+    room = _Room()
+    opened = 0
+    values, counts = np.unique(-lengths, return_counts=True)
+    ends = np.cumsum(counts)
+    for length, begin, end in zip((-values).tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+        while begin < end:
+            taken = room.take(length)
+            if taken is None:
+                count = -(-(end - begin) // (capacity // length))
+                taken = capacity, np.arange(opened, opened + count)
+                opened += count
+            space, open_rows = taken
+            times = space // length
+            placed = min(end - begin, times * len(open_rows))
+            filled, rest = divmod(placed, times)
+            rows[begin : begin + placed] = np.repeat(open_rows, times)[:placed]
+            room.put(space - times * length, open_rows[:filled])
+            if rest:
+                room.put(space - rest * length, open_rows[filled : filled + 1])
+            room.put(space, open_rows[filled + bool(rest) :])
+            begin += placed
+    return rows
+
+
+class _Room:
+    """The rows that have room left, by the number of tokens."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[Int64s]] = {}
+        self._spaces: list[int] = []  # ascending
+
+    def take(self, length: int) -> tuple[int, Int64s] | None:
+        """The smallest space that holds `length` and all rows that have it; None where no row has."""
+        at = bisect_left(self._spaces, length)
+        if at == len(self._spaces):
+            return None
+        space = self._spaces.pop(at)
+        return space, np.concatenate(self._rows.pop(space))
+
+    def put(self, space: int, rows: Int64s) -> None:
+        if space == 0 or len(rows) == 0:
+            return
+        if space not in self._rows:
+            self._rows[space] = []
+            insort(self._spaces, space)
+        self._rows[space].append(rows)
