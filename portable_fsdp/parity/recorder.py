@@ -17,7 +17,7 @@ from portable_fsdp.backends.contract import Backend, Metrics
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.run_files import environment
-from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.optim.optimizer import learning_rate
 from portable_fsdp.parity.record import Place, PlaceRecord, RunTask
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.train.build import Training, build_training, open_batches, total_steps

@@ -112,8 +112,8 @@ def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Summe
         low = (
             (copies.of(weight), None if bias is None else copies.of(bias)) if weight.splits_gradient else get_gradients
         )
-        is_head = loss_input is not None and bias is None and not inputs_first
-        if is_head and sums.by_chunks(x, weight.weight, loss_input.labels):
+        takes_chunks = loss_input is not None and sums.by_chunks(x, weight.weight, loss_input.labels)
+        if takes_chunks and bias is None and not inputs_first:
             return cast(Tensor, ChunkedHead.apply(x, get_gradients[0], low[0], loss_input, sums.scatter))
         return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums))
 
