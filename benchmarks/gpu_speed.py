@@ -31,7 +31,7 @@ from portable_fsdp.data.packing import IGNORED, Rows, sample_indices
 from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.weights import model_flops_per_token, peak_flops
+from portable_fsdp.models.flops import model_flops_per_token, peak_flops
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.measures import InFlight
 

@@ -7,7 +7,7 @@ For steps that this package can't build or that aren't its own: tensor paralleli
 from dataclasses import dataclass
 from typing import Literal
 
-from portable_fsdp.models.weights import model_flops_per_token
+from portable_fsdp.models.flops import model_flops_per_token
 from portable_fsdp.plan.result import Moved, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import ITEM_BYTES, over_links

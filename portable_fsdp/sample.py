@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.models.tensor_files import require_as_exported
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, DataError
 from portable_fsdp.runtime.files import parse_json, read_regular
@@ -90,6 +89,8 @@ def sample(
 
 def _require_files(folder: Path, gguf_file: str | None) -> None:
     """Check first: transformers would take a missing folder for a repository of the hub."""
+    from portable_fsdp.models.tensor_files import require_as_exported
+
     if gguf_file is not None and not (folder / gguf_file).is_file():
         raise ConfigError(f"--gguf_file: expected a file of {folder}, found none of the name {gguf_file}.")
     patterns = [pattern for pattern in TOKENIZER_FILES if pattern != _CONFIG]
@@ -106,6 +107,8 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
 
 def _require_base(folder: Path) -> None:
     """The base of adapters, unless it is on the hub."""
+    from portable_fsdp.models.tensor_files import require_as_exported
+
     try:
         name = parse_json(read_regular(folder / _ADAPTERS, folder)).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:

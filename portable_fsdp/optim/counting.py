@@ -2,7 +2,7 @@
 float16, and the base of optimizers that count steps on the host.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -14,6 +14,9 @@ from portable_fsdp.runtime.errors import ConfigError
 
 Number = float | Tensor
 """A step's number: Python's own, or a compiled step's input."""
+
+Make = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
+"""(groups, whether a compiled step runs it) -> an optimizer."""
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

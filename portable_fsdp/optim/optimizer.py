@@ -5,7 +5,7 @@ tells it the numbers of each step (`counting.step_numbers`, `set_step_numbers`):
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from portable_fsdp.config.describe import matching
@@ -15,7 +15,7 @@ from portable_fsdp.runtime.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-Make = Callable[[list[dict[str, Any]], bool], "torch.optim.Optimizer"]
+    from portable_fsdp.optim.counting import Make
 
 
 def parameter_groups(
@@ -73,7 +73,7 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
     return own
 
 
-def make_optimizer(optim: Optim, compute: "torch.dtype | None" = None) -> Make:
+def make_optimizer(optim: Optim, compute: "torch.dtype | None" = None) -> "Make":
     """`make(groups, compiled)`, which makes the config's optimizer from groups of parameters.
 
     A compiled step may hold no number that changes with the step: lr is then a float32 tensor, and AdamW the one of

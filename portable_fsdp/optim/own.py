@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
-from portable_fsdp.optim.counting import CountingOptimizer, Number
+from portable_fsdp.optim.counting import CountingOptimizer, Make, Number
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 from portable_fsdp.runtime.factory import call_user, described, load_factory
-
-Make = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
 
 
 def adamw_prepare(group: dict[str, Any], count: Number) -> tuple[Number, ...]:

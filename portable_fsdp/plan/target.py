@@ -65,7 +65,7 @@ class Hardware:
 
     name: str
     kind: Literal["tpu", "cuda", "cpu"]  # the trainer's --device
-    device_name: str  # as its driver and `models.weights.peak_flops` name it
+    device_name: str  # as its driver and `models.flops.peak_flops` name it
     program: Figure | None  # bytes of a device that a program may have
     memory_bandwidth: Figure | None  # bytes/s of a device
     devices_per_host: int | None  # of GPUs, at most

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from annotated_types import Len
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 
-from portable_fsdp.models.weights import peak_flops
+from portable_fsdp.models.flops import peak_flops
 from portable_fsdp.plan.result import Comparison, Expected, Time, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.runtime.errors import UsageError

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from portable_fsdp.backends.contract import Backend, Pending
 from portable_fsdp.checkpoint.manager import Resumed
 from portable_fsdp.config.schema import Config
-from portable_fsdp.models.weights import ModelSize, model_flops_per_token, peak_flops
+from portable_fsdp.models.flops import model_flops_per_token, peak_flops
+from portable_fsdp.models.weights import ModelSize
 from portable_fsdp.observe.callbacks import RunStart, StepEnd
 from portable_fsdp.observe.goodput import Pace, StragglerWatch, imbalance
 from portable_fsdp.runtime.errors import TrainingError

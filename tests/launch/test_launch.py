@@ -146,7 +146,8 @@ def test_the_same_command_again_finds_nothing_to_do(
     assert "step 6 of 6 is saved already: nothing left to train" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    assert {path for path in changed if path.parent.name != "logs"} <= {finished / "events.jsonl"}
+    named = {finished / "events.jsonl", finished / "config.yaml"}  # run.dir as this command names it
+    assert {path for path in changed if path.parent.name != "logs"} <= named
 
 
 def test_export_of_a_run_that_was_finished_elsewhere(

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.models.architecture import config_from_json
-from portable_fsdp.models.weights import PEAKS, model_flops_per_token, peak_flops
+from portable_fsdp.models.flops import PEAKS, model_flops_per_token, peak_flops
 from portable_fsdp.runtime.errors import ConfigError
 
 # --------------------------------------------------------------------------------------------------- architecture

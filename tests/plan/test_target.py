@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from portable_fsdp.models.weights import peak_flops
+from portable_fsdp.models.flops import peak_flops
 from portable_fsdp.plan.target import (
     Hardware,
     accelerator_type,
