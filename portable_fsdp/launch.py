@@ -23,11 +23,11 @@ from portable_fsdp.runtime.command import (
 )
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
 from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate, tpu_workers
-from portable_fsdp.runtime.rendezvous import Hosts
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
+    from portable_fsdp.runtime.rendezvous import Hosts
 
 DESCRIPTION = """Train a causal language model. With one process per GPU of this host:
 
@@ -148,7 +148,7 @@ def _ours(options: argparse.Namespace) -> "Loaded | None":
         return None
 
 
-def _start(processes: int, argv: list[str], run_dir: Path, hosts: Hosts | None) -> int:
+def _start(processes: int, argv: list[str], run_dir: Path, hosts: "Hosts | None") -> int:
     """Run this very command in `processes` processes of this host; returns their exit code."""
     from portable_fsdp.runtime.rendezvous import run_processes
 

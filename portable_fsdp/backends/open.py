@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import keep_torch_tpu_out, tpu_chips
-from portable_fsdp.runtime.rendezvous import Hosts
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.contract import Backend
     from portable_fsdp.backends.refusals import Rule
+    from portable_fsdp.runtime.rendezvous import Hosts
 
 DEVICES = ("cpu", "cuda", "tpu")
 
@@ -52,7 +52,7 @@ class EngineSpec:
     rules: "tuple[Rule, ...]"  # refusals, beside those of every engine (`refusals.py`)
     processes: ProcessCount
     launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
-    prepare_start: Callable[[str, int, Mapping[str, str]], Hosts | None] = lambda device, processes, environ: None
+    prepare_start: "Callable[[str, int, Mapping[str, str]], Hosts | None]" = lambda device, processes, environ: None
     """(device, processes of this host, environment), in the process that starts them -> where several hosts meet."""
     planned_by: Mapping[str, PlanMethod] = field(default_factory=dict[str, PlanMethod])
     """By device; without one where nothing plans for the engine."""

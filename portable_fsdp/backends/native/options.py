@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from portable_fsdp.backends.open import EngineSpec, Package
 from portable_fsdp.backends.refusals import (
@@ -15,7 +16,9 @@ from portable_fsdp.backends.refusals import (
     shards_of_a_replica,
 )
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.rendezvous import Hosts
+
+if TYPE_CHECKING:
+    from portable_fsdp.runtime.rendezvous import Hosts
 
 
 def _compiler(config: Config, place: Deployment) -> str | None:
@@ -181,7 +184,7 @@ def _processes(device: str, requested: int | None, count: Callable[[str], int]) 
     return requested or (1 if device == "cpu" else count(device))
 
 
-def _prepare_start(device: str, processes: int, environ: Mapping[str, str]) -> Hosts | None:
+def _prepare_start(device: str, processes: int, environ: Mapping[str, str]) -> "Hosts | None":
     if device != "tpu":
         return None
     from portable_fsdp.backends.native import torchtpu
