@@ -127,7 +127,7 @@ def test_a_factory_without_its_data_is_refused(capsys: pytest.CaptureFixture[str
         flag = of_rows(tmp_path, "image_classification", "absent", {"factory": "planned_rows:model"})
         assert main([flag, where]) == 2
         error = capsys.readouterr().err
-        assert "data.factory: expected a function in" in error
+        assert "data.factory: planned_rows:absent can't be imported" in error
         assert "Traceback" not in error
 
 
@@ -205,7 +205,7 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
     assert (result["largest_micro_batch"], result["settings"]["train.micro_batch"]) == (4, 4)
 
 
-UNWRITABLE = ("plan.txt", "a" * 300 + ".png", "absent/plan.png", "FOLDER/plan.png")
+UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
 
 
 @pytest.mark.parametrize(
