@@ -28,8 +28,8 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 - Prefixes (`fsdp_`, `dynamo_` ...) may be left out. Words are read in any case; `true`, `yes`, `on` and `1` are one
   value; numbers stand for strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin
   with `_`, `//` or `#` set nothing.
-- The launcher decides the number of processes and hosts, and the device. A file's numbers must equal those of the
-  start.
+- The launcher decides the number of processes and hosts, and the device. A file's `num_processes`, and `num_machines`
+  under torchrun and by hand, must equal those of the start.
 
 A key that its own tool doesn't read sets nothing here either, and `explain` says for whom it counts. In the tables that
 stands in brackets behind the key: tools, and other keys of the file with the value that they must have. Trainer reads
