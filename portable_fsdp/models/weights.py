@@ -1,5 +1,5 @@
-"""Where weights come from, drawn from (seed, FQN) alone (here) or read from files (`pretrained.py`), how many there
-are, and what FLOPs they cost.
+"""Sources of weights, drawn from (seed, FQN) alone (here) or read from files (`pretrained.py`), how many there are, and
+what FLOPs they cost.
 
 Both sources are a `fill(fqn, slices)`: a backend asks for the pieces that its devices need, one at a time. MFU (PaLM,
 arXiv 2204.02311, appendix B) counts the FLOPs of the model, not those of recomputation, against the dense peak of the
