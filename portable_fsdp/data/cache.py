@@ -38,7 +38,7 @@ from portable_fsdp.runtime.lock import try_lock
 
 log = logging.getLogger("portable_fsdp")
 
-FORMAT = 5
+FORMAT = 4
 """The version of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 200_000
@@ -165,7 +165,9 @@ class Recipe:
 
 def entry_key(**parts: object) -> str:
     """The name of the entry with these parts: 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(json.dumps({"format": FORMAT, **parts}, sort_keys=True, default=str).encode())
+    return xxhash.xxh3_128_hexdigest(
+        json.dumps({"entry format": FORMAT, **parts}, sort_keys=True, default=str).encode()
+    )
 
 
 def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
