@@ -164,7 +164,9 @@ class Recipe:
 
 def entry_key(**parts: object) -> str:
     """The name of the entry with these parts: 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(json.dumps({"format": FORMAT, **parts}, sort_keys=True, default=str).encode())
+    return xxhash.xxh3_128_hexdigest(
+        json.dumps({"entry format": FORMAT, **parts}, sort_keys=True, default=str).encode()
+    )
 
 
 def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:

@@ -153,7 +153,7 @@ def _check(memo: Path, digest: str) -> str:
 
 
 def hash_of_files(files: Sequence[Path], cache: Path) -> str:
-    """Of their bytes and lengths in this order, without names and times; remembered in `cache`. Raises DataError."""
+    """Hash bytes and lengths in this order, without names and times; remembered in `cache`. Raises DataError."""
     try:
         return remembered(cache / "hashes", files, "files", lambda: _hash_of_files(files))
     except OSError as error:

@@ -210,7 +210,7 @@ class _OwnRows(Rows):
         return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
 
     def _hash(self, kind: str, numbers: Iterable[int]) -> str:
-        """Of these rows, one by one without padding: other sizes make no other data."""
+        """Hash these rows one by one without padding: other sizes make no other data."""
         digest = xxhash.xxh3_128(kind.encode())
         for number in numbers:
             for key, value in sorted(self._batch(self._opened(np.array([number]))).items()):

@@ -179,7 +179,7 @@ def _cut_heads(config: Any) -> None:
 LEAST_WIDTH = 16  # of a head, in inductor's kernel
 
 Masks = dict[int | None, BlockMask]
-"""By window, in tokens that a position sees, itself included; None: all before it."""
+"""Window (tokens that a position sees, itself included; None: all before it) -> its mask."""
 
 
 def block_attention(

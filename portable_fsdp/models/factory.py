@@ -27,7 +27,7 @@ from portable_fsdp.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class _MetaView:
-    """Where a meta tensor lay when it was used: a parameter's `data` may be replaced later."""
+    """The place of a meta tensor when it was used: a parameter's `data` may be replaced later."""
 
     storage: torch.UntypedStorage  # kept, so that its address stays its own
     shape: torch.Size

@@ -170,7 +170,7 @@ LogitSteps = tuple[Callable[[Tensor], Tensor], ...]
 """What a model does with what its head returns, in order; each step treats every logit alike."""
 
 GradientLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""As `cross_entropy_with_gradient`."""
+"""A function like `cross_entropy_with_gradient`."""
 
 _SCALES = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
 _MAPS = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous})

@@ -189,7 +189,7 @@ _SAMPLED_NUMBERS = 4096  # numbers; quantised tensors hold one byte each
 
 
 def is_gguf(path: Path) -> bool:
-    """By its first four bytes."""
+    """Look at its first four bytes."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

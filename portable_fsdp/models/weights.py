@@ -1,4 +1,4 @@
-"""Where weights come from, drawn from (seed, FQN) alone (here) or read from files (`pretrained.py`), and how many.
+"""Sources of weights: drawn from (seed, FQN) alone (here) or read from files (`pretrained.py`); and how many.
 
 Both sources are a `fill(fqn, slices)`: a backend asks for the pieces that its devices need, one at a time.
 """

@@ -19,7 +19,7 @@ import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.build import build_data, renderer
-from portable_fsdp.data.cache import BATCH_DOCUMENTS, Recipe, TokenizedDocuments, refusal, tokenized
+from portable_fsdp.data.cache import BATCH_DOCUMENTS, Recipe, TokenizedDocuments, entry_key, refusal, tokenized
 from portable_fsdp.data.compressed import SETTLED_S, hash_of_files, remembered
 from portable_fsdp.data.document_rows import DocumentRows, Pieces, cut
 from portable_fsdp.data.examples import Broken, Example
@@ -91,6 +91,13 @@ def test_what_is_broken_stops_or_is_counted(tmp_path: Path) -> None:
     assert documents(entry) == [b"a\0", b"c\0"]
     assert entry.numbers.tolist() == [0, 2]
     assert (entry.facts.skipped, entry.facts.first_skipped) == (2, "file:2: expected this, found that")
+
+
+def test_another_version_of_the_code_makes_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = entry_key(format="text", content="x")
+    assert key == entry_key(content="x", format="text")
+    monkeypatch.setattr("portable_fsdp.data.cache.FORMAT", 99)
+    assert entry_key(format="text", content="x") != key
 
 
 @pytest.mark.parametrize(
