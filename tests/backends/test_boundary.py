@@ -1,19 +1,22 @@
 """Models whose blocks take, return and keep more than tensors, and scalar weights, against a plain PyTorch loop."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from assemble import assemble
+from cases import assemble
+from jobs import numbers, open_group, pieces
 from torch import nn
-from unit_models import MODELS, plain_run
-from workers import Group, JobFailed, Workers
+from torch.distributed.tensor import DTensor
+from unit_models import MODELS, loss_of_rows, plain_run, rows_of_step
+from workers import GetWorkers, Group, JobFailed, Workers
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.scalars import cast_scalars
+from portable_fsdp.config.load import make_config
+from portable_fsdp.train.build import shard
+from portable_fsdp.train.step import train_step
 
-GetWorkers = Callable[[Group], Workers]
 Settings = dict[str, dict[str, Any]]
 
 TWO, FOUR, XLA, LR = Group("native", 2), Group("native", 4), Group("xla", 2), 1e-2
@@ -25,11 +28,33 @@ REFUSED = ("InputInPlace", "Parts", "Hidden")
 TRAINED = [name for name in MODELS if name not in REFUSED]
 
 
+def train_module(name: str, steps: int, settings: dict[str, dict[str, Any]], micro_batches: int = 1) -> dict[str, Any]:
+    """A model of unit_models.py, trained through the library: what each step measured, where the gradients are after
+    each, and the state at both ends."""
+    config = make_config(**settings)
+    with open_group(config) as backend:
+        model, optimizer = shard(MODELS[name], config, backend)
+        initial = pieces(backend.state(model, optimizer))
+        step = train_step(backend, model, optimizer, accumulation=micro_batches, max_grad_norm=1.0, task=loss_of_rows)
+        part, metrics, addresses = backend.data_shard, list[dict[str, float]](), list[list[int]]()
+        for number in range(steps):
+            rows = {name: value.chunk(part.count)[part.index] for name, value in rows_of_step(number).items()}
+            batches = [
+                backend.place({name: value.chunk(micro_batches)[micro].clone() for name, value in rows.items()})
+                for micro in range(micro_batches)
+            ]
+            metrics.append(numbers(backend.fetch(step(batches, config.optim.lr))))
+            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            addresses.append([g.to_local().data_ptr() for g in gradients if isinstance(g, DTensor)])
+        final = pieces(backend.state(model, optimizer))
+        return {"metrics": metrics, "initial": initial, "final": final, "gradients": addresses}
+
+
 def train(workers: Workers, name: str, settings: Settings, steps: int = 3, micro_batches: int = 1) -> dict[str, Any]:
     """What the first process of the group measured."""
     optim = {"lr": LR, "schedule": "constant", "weight_decay": 0.0, **settings.get("optim", {})}
     settings = {**settings, "optim": optim}
-    answers = workers.run("train_module", name=name, steps=steps, settings=settings, micro_batches=micro_batches)
+    answers = workers.run(train_module, name=name, steps=steps, settings=settings, micro_batches=micro_batches)
     final, losses = assemble([answer["final"] for answer in answers]), answers[0]["metrics"]
     assert all(answer["metrics"] == losses for answer in answers)
     return {**answers[0], "final": final}

@@ -2,22 +2,25 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import jobs
 import pytest
 import torch
-from assemble import assemble, assert_equal_states
-from cases import GLOBAL_BATCH, Case, CaseRows
+from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, assemble, assert_equal_states
+from jobs import Collective, Operators, open_case, running
 from reference import evaluate, generate, reference
-from workers import Group, JobFailed, Workers
+from workers import GetWorkers, Group, JobFailed, Run
 
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.runtime.errors import BackendError
-
-Run = Callable[[Group, Case], list[dict[str, Any]]]
-GetWorkers = Callable[[Group], Workers]
+from portable_fsdp.data.tokenize import ByteTokenizer
+from portable_fsdp.runtime.errors import BackendError, ConfigError
+from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.preflight import require_same
+from portable_fsdp.train.sampling import Sampler
 
 ADAMW = Case(model="llama", steps=50)
 # Plain SGD, unclipped: AdamW and clipping both hide a wrong gradient scale.
@@ -40,11 +43,11 @@ def test_c1_gradients_are_sums_over_the_global_batch(group: Group, run: Run) -> 
 
 def test_c2_a_step_reads_nothing_on_the_host(group: Group, workers: GetWorkers) -> None:
     # SGD: torch's AdamW reads its step count, a host tensor under native, in Python.
-    assert [answer["reads"] for answer in workers(group).run("host_reads", case=SGD)] == [0] * _processes(group)
+    assert [answer["reads"] for answer in workers(group).run(jobs.host_reads, case=SGD)] == [0] * _processes(group)
 
 
 def test_c2_the_stop_flag_of_any_process_reaches_all_in_the_same_step(group: Group, workers: GetWorkers) -> None:
-    answers = workers(group).run("train", case=replace(SGD, steps=3), stop_in=2)
+    answers = workers(group).run(jobs.train, case=replace(SGD, steps=3), stop_in=2)
     for answer in answers:
         assert [metrics["votes"][0] > 0 for metrics in answer["metrics"]] == [False, True, False]
 
@@ -156,6 +159,58 @@ SAMPLED = {"train.sample_every": 2, "train.sample_prompts": PROMPTS, "train.samp
 EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2, **SAMPLED}
 
 
+class Ids(ByteTokenizer):
+    """Shows each id of a text, also those that are no bytes."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
+    """Two runs of a case: with evaluations over `rows` rows and samples after steps 2 and 5 (`early`: before too), and
+    without."""
+    with running(case) as run:
+        backend = run.backend
+        before = backend.compilations
+        evaluator = Evaluator(backend, run.model, CaseRows(rows), run.config.train)
+        sampler = Sampler(backend, run.model, Ids(), run.config.train, SEQ_LEN)
+        untrained = evaluator() if early else None
+        metrics = run.train(1, 2)
+        counted = backend.collectives
+        evaluation, texts = evaluator(), sampler()
+        at = run.state()
+        sent = _three_more(run, metrics)
+        evaluator()
+        sampler()
+        answer = {
+            "untrained": untrained,
+            "evaluation": evaluation,
+            "texts": texts,
+            "at": at,
+            "metrics": metrics,
+            "sent": sent,
+            "collectives": [counted, backend.collectives],
+            "compilations": backend.compilations - before,
+            "expected_compilations": backend.expected_compilations,
+            "final": run.state(),
+        }
+        with Operators() as last:
+            evaluator()
+        plain = Run(backend, run.config)
+        metrics = plain.train(1, 2)
+        at = plain.state()
+        sent = _three_more(plain, metrics)
+        without = {"at": at, "metrics": metrics, "sent": sent, "final": plain.state()}
+        return {**answer, "reads": last.reads, "plain": without}
+
+
+def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[Collective]:
+    """The collectives on the wire. Where XLA makes them nobody looks: under a mode of torch's it is another program."""
+    with nullcontext() if run.backend.expected_compilations else Operators() as operators:
+        metrics += run.train(3, 5)
+    return operators.collectives if operators else []
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -168,7 +223,7 @@ EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2, **SAMPLED}
 )
 def test_an_evaluation_changes_nothing(group: Group, workers: GetWorkers, settings: dict[str, Any]) -> None:
     """Neither the curve nor the state, nor what a step sends; it is compiled once, and reads nothing on the host."""
-    answers = workers(group).run("evaluated", case=evaluated_case(settings), rows=53, early=not group.engine.compiles)
+    answers = workers(group).run(evaluated, case=evaluated_case(settings), rows=53, early=not group.engine.compiles)
     assert_evaluation_changes_nothing(answers)
     counts = {(answer["compilations"], answer["expected_compilations"]) for answer in answers}
     if group.engine.threads and counts == {(5, 3)}:
@@ -208,8 +263,28 @@ def assert_evaluation_changes_nothing(answers: list[dict[str, Any]]) -> None:
         assert evaluation.loss == pytest.approx(loss, rel=1e-6)
 
 
+def agree_and_sum() -> dict[str, Any]:
+    """What the small methods of the contract give on each process."""
+    backend, _ = open_case(Case())
+    with backend:
+        agreed = backend.agree({"from": backend.process.index, "list": [1, 2]})
+        gathered = backend.gather("x" * backend.process.index)
+        require_same(backend, {"data": "a"})
+        message = ""
+        try:
+            require_same(backend, {"data": "a", "model.pretrained": f"c{backend.process.index}"})
+        except ConfigError as error:
+            message = str(error).partition(".\n")[0]
+        rows = torch.arange(GLOBAL_BATCH // backend.data_shard.count).float() + 100 * backend.data_shard.index
+        placed = backend.place({"rows": rows})["rows"]
+        add = backend.compile(lambda rows: {"total": backend.sum(rows.sum())}, "total")
+        total = backend.fetch(add(placed)).result()["total"].item()
+        shard = (backend.data_shard.index, backend.data_shard.count)
+        return {"agreed": agreed, "gathered": gathered, "refused": message, "total": total, "shard": shard}
+
+
 def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
-    answers = workers(group).run("agree_and_sum")
+    answers = workers(group).run(agree_and_sum)
     shards = {answer["shard"] for answer in answers}
     expected = sum(sum(range(GLOBAL_BATCH // count)) + 100 * index * (GLOBAL_BATCH // count) for index, count in shards)
     for answer in answers:
@@ -246,11 +321,11 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("case", "message"), REFUSALS)
 def test_c5_refused_when_it_opens(group: Group, workers: GetWorkers, case: Case, message: str) -> None:
-    if not any(workers(group).run("is_refused", case=case)):
-        workers(group).run("opened", case=case)  # honoured here
+    if not any(workers(group).run(jobs.is_refused, case=case)):
+        workers(group).run(jobs.opened, case=case)  # honoured here
         return
     with pytest.raises(JobFailed) as failure:
-        workers(group).run("opened", case=case)
+        workers(group).run(jobs.opened, case=case)
     assert failure.value.kind in ("BackendError", "ConfigError")
     assert re.search(message, failure.value.message)
 

@@ -1,18 +1,14 @@
 """Promise 2: the same curve on every engine and device count as in a plain single-process loop."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jobs
 import pytest
 import torch
-from assemble import assemble
-from cases import GLOBAL_BATCH, Case
+from cases import GLOBAL_BATCH, Case, assemble
 from reference import reference
-from workers import Group, Workers
-
-Run = Callable[[Group, Case], list[dict[str, Any]]]
-GetWorkers = Callable[[Group], Workers]
+from workers import GetWorkers, Group, Run
 
 # Relative bounds of DESIGN.md's "equal curves"; rounding alone reaches 4e-6 at 40 steps.
 FP32_20_STEPS, FP32_50_STEPS, BF16_20_STEPS = 1e-5, 5e-5, 2e-3
@@ -58,7 +54,7 @@ def assert_equal_curves(answers: list[dict[str, Any]], case: Case, bound: float 
 @pytest.mark.parametrize("name", [*SUITE, *(pytest.param(name, marks=pytest.mark.proof) for name in PROOFS)])
 def test_fp32_equals_a_plain_loop(group: Group, workers: GetWorkers, run: Run, name: str) -> None:
     case = (SUITE | PROOFS)[name]
-    if any(workers(group).run("is_refused", case=case)):  # optimizers of whole matrices, on flat shards
+    if any(workers(group).run(jobs.is_refused, case=case)):  # optimizers of whole matrices, on flat shards
         return
     if case.micro_batch is None or GLOBAL_BATCH % (case.micro_batch * group.devices) == 0:
         assert_equal_curves(run(group, case), case)
@@ -75,7 +71,7 @@ def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
 def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, workers: GetWorkers, run: Run) -> None:
     """Small updates are lost in bfloat16 weights, so the curve is near that of float32 and not equal to it."""
     case = Case(compute="bfloat16", steps=8, settings={"precision.master": "bfloat16"})
-    if any(workers(group).run("is_refused", case=case)):
+    if any(workers(group).run(jobs.is_refused, case=case)):
         return
     answers = run(group, case)
     state = assemble([answer["final"] for answer in answers])

@@ -1,16 +1,22 @@
 """The TPU's attention kernel in a model's layers, interpreted on CPU devices: the steps of torch's formula."""
 
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from functools import partial
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
-from cases import ARCHITECTURES, Case
+from cases import ARCHITECTURES, GLOBAL_BATCH, VOCABULARY, Case
+from jobs import open_case
 from test_curves import SGD
 from torch._subclasses.fake_tensor import FakeTensorMode
-from workers import Group, Workers
+from workers import GetWorkers, Group
 
+from portable_fsdp.backends.torch_xla.spmd import engine, splash
 from portable_fsdp.backends.torch_xla.spmd.attention import _operations
+from portable_fsdp.config.schema import Config
+from portable_fsdp.train.build import build_training
 
 pytestmark = pytest.mark.xla
 
@@ -49,14 +55,50 @@ CASES = {
 IN_SUITE = ("scanned, recomputed, documents", "windows and sinks, recomputed, documents")
 
 
+def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
+    """Three steps on rows of `data.seq_len` tokens: with the TPU's attention kernel in an interpreter, or without."""
+    backend, config = open_case(case)
+    calls: Counter[str] = Counter()
+
+    def counted(kernel: splash.Kernel, function: Any, *tensors: Any) -> list[torch.Tensor]:
+        calls[function.__name__] += 1
+        return run(kernel, function, *tensors)
+
+    run = splash.Kernel._run
+    with (
+        backend,
+        patch.object(splash.Kernel, "_run", counted),
+        patch.object(engine, "LayerAttention", partial(engine.LayerAttention, interpret=True)),
+    ):
+        cast(Any, backend)._tensors.for_tpu = interpreted
+        training = build_training(config, backend, vocabulary=256)
+        metrics: list[dict[str, list[float]]] = []
+        for step in range(3):
+            rows = _long_rows(config, step)
+            pending = backend.fetch(training.step([backend.place(rows)], 0.01, [float(rows["labels"].numel())]))
+            metrics.append({name: value.tolist() for name, value in pending.result().items()})
+        weights = {fqn: parameter.detach().cpu() for fqn, parameter in training.model.named_parameters()}
+    return {"metrics": metrics, "weights": weights, "calls": dict(calls), "compilations": backend.compilations}
+
+
+def _long_rows(config: Config, seed: int) -> dict[str, torch.Tensor]:
+    shape = (GLOBAL_BATCH, config.data.seq_len)
+    ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    if config.data.packing == "documents":
+        cut = shape[1] // 3
+        segments = (torch.arange(shape[1]) >= cut).long().expand(shape) + 1
+        positions = (torch.arange(shape[1]) - cut * (segments - 1)).contiguous()
+        batch |= {"segments": segments.contiguous(), "positions": positions}
+    return batch
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.proof] * (name not in IN_SUITE)) for name in CASES]
 )
-def test_steps_are_those_of_torchs_formula_and_a_second_run_calls_no_kernel(
-    name: str, workers: Callable[[Group], Workers]
-) -> None:
+def test_steps_are_those_of_torchs_formula_and_a_second_run_calls_no_kernel(name: str, workers: GetWorkers) -> None:
     plain, kernel = (
-        workers(Group("xla", DEVICES)).run("kernel_run", case=CASES[name], interpreted=interpreted)[0]
+        workers(Group("xla", DEVICES)).run(kernel_run, case=CASES[name], interpreted=interpreted)[0]
         for interpreted in (False, True)
     )
     assert plain["calls"] == {}

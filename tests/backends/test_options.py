@@ -12,19 +12,18 @@ from functools import partial
 from itertools import combinations, product
 from typing import Any
 
+import jobs
 import pytest
 import workers
-from assemble import assemble
-from cases import Case
+from cases import Case, assemble
 from test_curves import BF16_20_STEPS, assert_equal_curves
-from workers import Group, JobFailed, Workers
+from workers import GetWorkers, Group, JobFailed
 
 from portable_fsdp.backends.open import ENGINES
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.runtime.errors import BackendError
 
 Settings = dict[str, Any]
-GetWorkers = Callable[[Group], Workers]
 
 SYNCED_ONCE: Settings = {"train.micro_batch": 1, "sharding.sync_each_micro_batch": False}
 OPTIONS: dict[str, dict[str, Settings]] = {
@@ -193,10 +192,10 @@ def assert_curve(get: GetWorkers, engine: str, row: Row) -> None:
     taken = taken_by(engine, row)
     if taken != row:
         with pytest.raises(JobFailed) as failure:
-            group.run("opened", case=case_of(row), build=True)
+            group.run(jobs.opened, case=case_of(row), build=True)
         assert failure.value.kind == "BackendError"
     case = case_of(taken)
-    answers = group.run("train", case=case)
+    answers = group.run(jobs.train, case=case)
     exact = row["precision"] == "float32"
     assert_equal_curves(answers, case, None if exact else BF16_20_STEPS)
     assemble([answer["final"] for answer in answers])

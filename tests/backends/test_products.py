@@ -4,29 +4,30 @@ On CPUs torchao emulates float8 products in bfloat16, of numbers that are rounde
 """
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jobs
 import pytest
 import torch
-from assemble import assemble, assert_equal_states
-from cases import ARCHITECTURES, Case
+from cases import ARCHITECTURES, Case, CaseRows, assemble, assert_equal_states
+from jobs import device_count, open_case, running
 from torch import nn
-from workers import Group, JobFailed, Workers
+from workers import GetWorkers, Group, JobFailed, Run
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.float8 import use_float8
+from portable_fsdp.backends.torch_xla.spmd.sums import int8_product
 from portable_fsdp.backends.weight_uses import eight_bit_layers
 from portable_fsdp.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
-Run = Callable[[Group, Case], list[dict[str, Any]]]
-GetWorkers = Callable[[Group], Workers]
 
 TWO = Group("native", 2)
 
@@ -93,10 +94,10 @@ def test_curves_stay_by_those_of_bfloat16(group: Group, products: str, settings:
 def test_a_resume_is_bit_for_bit_and_a_checkpoint_travels_with_its_masters(workers: GetWorkers, tmp_path: Path) -> None:
     """From float8 on two devices to bfloat16 on one and on two of another engine, and to rows on four."""
     case = replace(of("float8"), steps=8)
-    answers = workers(TWO).run("write", case=case, folder=str(tmp_path), at=4)
+    answers = workers(TWO).run(jobs.write, case=case, folder=str(tmp_path), at=4)
     saved = assemble([answer["state"] for answer in answers])
     assert {tensor.dtype for key, tensor in saved.items() if key.endswith("weight")} == {torch.float32}
-    again = workers(TWO).run("read", case=case, folders={"it": str(tmp_path)}, at=4)
+    again = workers(TWO).run(jobs.read, case=case, folders={"it": str(tmp_path)}, at=4)
     assert repr(again[0]["it"]["metrics"]) == repr(answers[0]["metrics"])
     for group, products in (
         (Group("native", 1), "auto"),
@@ -104,7 +105,7 @@ def test_a_resume_is_bit_for_bit_and_a_checkpoint_travels_with_its_masters(worke
         (Group("native", 4), "float8_rowwise"),
     ):
         reader, key = replace(of(products), steps=8), ("precision.products",)
-        read = workers(group).run("read", case=reader, folders={"it": str(tmp_path)}, at=4, allow=key)
+        read = workers(group).run(jobs.read, case=reader, folders={"it": str(tmp_path)}, at=4, allow=key)
         assert_equal_states(assemble([answer["it"]["state"] for answer in read]), saved)
         assert greatest_difference(losses(read[0]["it"]), losses(answers[0])) < BAND
 
@@ -114,9 +115,9 @@ def test_a_load_into_a_run_under_way_scales_the_loaded_weights(workers: GetWorke
     folders = {name: str(tmp_path / name) for name in ("first", "second")}
     cases = {name: replace(of("float8"), steps=6, seed=seed) for seed, name in enumerate(folders)}
     for name, folder in folders.items():
-        workers(TWO).run("write", case=cases[name], folder=folder, at=4)
-    together = workers(TWO).run("read", case=cases["second"], folders=folders, at=4, allow=("run.seed",))[0]
-    alone = workers(TWO).run("read", case=cases["second"], folders={"it": folders["second"]}, at=4)[0]
+        workers(TWO).run(jobs.write, case=cases[name], folder=folder, at=4)
+    together = workers(TWO).run(jobs.read, case=cases["second"], folders=folders, at=4, allow=("run.seed",))[0]
+    alone = workers(TWO).run(jobs.read, case=cases["second"], folders={"it": folders["second"]}, at=4)[0]
     assert repr(together["second"]["metrics"]) == repr(alone["it"]["metrics"])
 
 
@@ -124,24 +125,46 @@ def test_shards_are_gathered_in_float8_and_a_step_reads_nothing_of_the_device(wo
     gathered = {
         products: sum(
             collective.bytes
-            for collective in workers(TWO).run("collectives", case=of(products))[0]["steps"][1]["wire"]
+            for collective in workers(TWO).run(jobs.collectives, case=of(products))[0]["steps"][1]["wire"]
             if "allgather" in collective.name
         )
         for products in ("auto", "float8", "float8_rowwise")
     }
     assert gathered["float8"] < 0.9 * gathered["auto"]  # embedding and head are not
     assert gathered["float8_rowwise"] == gathered["auto"]
-    assert [answer["reads"] for answer in workers(TWO).run("host_reads", case=of("float8"))] == [0, 0]
+    assert [answer["reads"] for answer in workers(TWO).run(jobs.host_reads, case=of("float8"))] == [0, 0]
+
+
+def traced_products(case: Case) -> dict[str, int]:
+    """The products in forward and backward of a step: `s8 s8 -> s32` -> how many; nothing of them runs."""
+    import torch_xla
+
+    with running(case) as run:
+        rows = run.backend.place(CaseRows().rows(torch.arange(device_count()).numpy()))
+        weights = list(run.model.parameters())
+        loss = run.model(rows["input_ids"], rows["labels"])[0]
+        gradients = torch.autograd.grad(loss, weights)
+        text: str = cast(Any, torch_xla)._XLAC._get_xla_tensors_hlo(list(gradients))
+        dots = re.findall(r"= (\w+)\[\S+ dot\((\w+)\[[^%]* %[^%]*?(\w+)\[", text)
+        return Counter(f"{left} {right} -> {result}" for result, left, right in dots)
 
 
 @pytest.mark.xla
 def test_products_of_int8_have_operands_of_8_bits_and_a_result_of_32(workers: GetWorkers) -> None:
     """Seven layers in two blocks: forward and the gradient of activations; gradients of weights are in bfloat16."""
-    dots = workers(Group("xla", 2)).run("traced_products", case=of("int8"))[0]
-    plain = workers(Group("xla", 2)).run("traced_products", case=of("auto"))[0]
+    dots = workers(Group("xla", 2)).run(traced_products, case=of("int8"))[0]
+    plain = workers(Group("xla", 2)).run(traced_products, case=of("auto"))[0]
     assert dots["s8 s8 -> s32"] == 2 * 7 * 2
     assert set(plain) == set(dots) - {"s8 s8 -> s32"}
     assert sum(dots.values()) == sum(plain.values())
+
+
+def int8_product_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    import torch_xla
+
+    with open_case(Case())[0]:
+        device = torch_xla.device()
+        return int8_product(x.to(device), weight.to(device)).cpu()
 
 
 @pytest.mark.xla
@@ -150,13 +173,13 @@ def test_a_product_of_int8_is_exact_for_whole_numbers_and_close_for_others(worke
     whole = [torch.randint(-127, 128, (2, 3, 64)).float(), torch.randint(-127, 128, (5, 64)).float()]
     for tensor in whole:
         tensor[..., 0] = 127  # each row's scale is 1
-    ours = workers(Group("xla", 2)).run("int8_product_of", x=whole[0], weight=whole[1])[0]
+    ours = workers(Group("xla", 2)).run(int8_product_of, x=whole[0], weight=whole[1])[0]
     assert torch.equal(ours, whole[0] @ whole[1].t())
     x, weight = (
         torch.randn(64, 512) * sizes[:, None] for sizes in (torch.logspace(3, -6, 64), torch.logspace(-6, 3, 64))
     )
     x[1] = 0
-    exact, ours = x @ weight.t(), workers(Group("xla", 2)).run("int8_product_of", x=x, weight=weight)[0]
+    exact, ours = x @ weight.t(), workers(Group("xla", 2)).run(int8_product_of, x=x, weight=weight)[0]
     # The greatest of 512 normal values is about 3.0, a 127th of that over the root of 12 is 0.007, for each factor.
     # So is the error of a product over the size of a typical one, the product of the norms over the root of 512.
     typical = x.norm(dim=1).clamp(min=1e-30)[:, None] * weight.norm(dim=1) / 512**0.5
@@ -195,7 +218,7 @@ def test_a_model_without_such_layers_is_refused_when_it_is_laid_out(
     group: Group, products: str, workers: GetWorkers
 ) -> None:
     with pytest.raises(JobFailed, match="expected linear layers of sizes that 16 divides in the layers of Llama"):
-        workers(group).run("opened", case=uneven(products), build=True)
+        workers(group).run(jobs.opened, case=uneven(products), build=True)
 
 
 def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,21 @@ CPU devices say that they are chips of a torus; what the TPU compiler makes of i
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import jobs
 import pytest
 import torch
 from cases import ARCHITECTURES, Case
-from workers import Group, Workers
+from jobs import device_count
+from test_xla import xla_run
+from workers import GetWorkers, Group, Workers
 
+from portable_fsdp.backends.torch_xla.spmd import head, scatter
 from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, scatter_over
 
 STEPS = 6
@@ -54,6 +59,37 @@ CASES = [
 ]
 
 
+def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_batch: int) -> dict[str, Any]:
+    """As `xla_run`, on CPU devices that say where on a torus they are: slices, y, x. Empty: nowhere, as they are.
+
+    Besides `head_chunks`: how often the head's gradient was computed for some of the positions, and in which dtypes.
+    """
+    places = list(product(*map(range, torus))) if torus else []
+    chips = [{"name": f"TPU:{i}", "slice_index": at, "coords": [x, y, 0]} for i, (at, y, x) in enumerate(places)]
+    rows = {"train.global_batch": global_batch, "train.micro_batch": case.micro_batch or global_batch // device_count()}
+    with (
+        _chips(chips or [{"name": "CPU:0"}]),
+        patch.object(scatter, "LARGEST_OF_COMPILER", 1),
+        patch.object(head, "POSITIONS", 16),
+        patch.object(head, "product_in", wraps=head.product_in) as products,
+        patch.object(jobs, "GLOBAL_BATCH", global_batch),
+    ):
+        run = xla_run(replace(case, settings=case.settings | rows), folder)
+    dtypes = {str(call.args[1].dtype).removeprefix("torch.") for call in products.call_args_list}
+    return {**run, "head_chunks": products.call_count, "head_dtypes": dtypes}
+
+
+def torus_of_chips(chips: list[dict[str, Any]]) -> tuple[int, ...]:
+    with _chips(chips):
+        return scatter.torus_of_run()
+
+
+def _chips(attributes: list[dict[str, Any]]) -> Any:
+    import torch_xla.runtime
+
+    return patch.object(torch_xla.runtime, "global_runtime_device_attributes", lambda: attributes)
+
+
 @pytest.mark.xla
 @pytest.mark.parametrize(("torus", "of"), CASES)
 def test_the_curve_is_that_of_the_compilers_sums(
@@ -70,8 +106,7 @@ def test_the_curve_is_that_of_the_compilers_sums(
     exact = replace(of, compute="float32") if has_head else of
     try:
         by_axis, plain = (
-            workers.run("xla_run_on_chips", torus=on, case=ran, **arguments)[0]
-            for on, ran in ((torus, of), ((), exact))
+            workers.run(xla_run_on_chips, torus=on, case=ran, **arguments)[0] for on, ran in ((torus, of), ((), exact))
         )
     finally:
         workers.close()
@@ -130,13 +165,13 @@ def test_a_mesh_with_an_axis_beyond_replicas_and_shards_has_no_sums_by_hand(
 
 
 @pytest.mark.xla
-def test_a_run_reads_its_torus_from_its_chips(workers: Callable[[Group], Workers]) -> None:
+def test_a_run_reads_its_torus_from_its_chips(workers: GetWorkers) -> None:
     chips = [{"name": f"TPU:{i}", "coords": [i % 4, i // 4, 0]} for i in range(8)]
     group = workers(Group("xla", 3))
-    assert group.run("torus_of_chips", chips=chips[::-1])[0] == (1, 1, 2, 4)
+    assert group.run(torus_of_chips, chips=chips[::-1])[0] == (1, 1, 2, 4)
     two = [{**chip, "name": f"TPU:{i + 8 * at}", "slice_index": at} for at in (0, 1) for i, chip in enumerate(chips)]
-    assert group.run("torus_of_chips", chips=two)[0] == (2, 1, 2, 4)
+    assert group.run(torus_of_chips, chips=two)[0] == (2, 1, 2, 4)
     snake = [{**chip, "coords": chips[i]["coords"]} for chip, i in zip(chips, (0, 1, 2, 3, 7, 6, 5, 4), strict=True)]
     cores = [{"name": f"TPU:{i}", "coords": [i // 2, 0, 0], "core_on_chip": i % 2} for i in range(8)]
     for others in (snake, cores, [{"name": "CPU:0"}]):
-        assert group.run("torus_of_chips", chips=others)[0] == ()
+        assert group.run(torus_of_chips, chips=others)[0] == ()

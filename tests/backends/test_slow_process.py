@@ -1,11 +1,15 @@
 """A process that the others wait for is named, by the time that it spends alone: whole runs of three processes."""
 
 import socket
-from collections.abc import Callable
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
-from workers import Group, Workers
+import torch.distributed as dist
+from workers import GetWorkers, Group
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.run_files import read_jsonl
@@ -17,9 +21,33 @@ MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermedi
 }
 
 
+def train_with_a_slow_process(config: Config, slow: int | None, place: str, seconds: float) -> None:
+    """A whole run. Process `slow` sleeps in each step: in its layers' forward, or as it waits for rows."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    from portable_fsdp.data.batches import Batches
+    from portable_fsdp.train.loop import train
+
+    def sleep(module: Any, _: Any) -> None:
+        if place == "forward" and type(module).__name__ == "LlamaMLP" and dist.get_rank() == slow:
+            time.sleep(seconds)
+
+    def late(batches: Batches) -> Any:
+        time.sleep(seconds)
+        return following(batches)
+
+    following, hook = Batches.__next__, register_module_forward_pre_hook(sleep)
+    is_late = place == "rows" and dist.get_rank() == slow
+    try:
+        with patch.object(Batches, "__next__", late) if is_late else nullcontext():
+            assert train(config, device="cpu", backend="native") == 0
+    finally:
+        hook.remove()
+
+
 @pytest.mark.parametrize(("slow", "place"), [(2, "forward"), (0, "rows"), (None, "nowhere")])
 def test_a_slow_process_is_named_once_within_10_steps(
-    slow: int | None, place: str, workers: Callable[[Group], Workers], tmp_path: Path
+    slow: int | None, place: str, workers: GetWorkers, tmp_path: Path
 ) -> None:
     config = Config.model_validate(
         {
@@ -30,7 +58,7 @@ def test_a_slow_process_is_named_once_within_10_steps(
             "optim": {"warmup_steps": 1},
         }
     )
-    workers(THREE).run("train_with_a_slow_process", config=config, slow=slow, place=place, seconds=0.1)
+    workers(THREE).run(train_with_a_slow_process, config=config, slow=slow, place=place, seconds=0.1)
     named = [event for event in read_jsonl(tmp_path / "run/events.jsonl") if event["event"] == "straggler"]
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
     loads = rows[-1]["processes"]

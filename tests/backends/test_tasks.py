@@ -4,8 +4,9 @@ Of ours the loop has the initial weights and the order of the rows. Models of tr
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,24 @@ import numpy as np
 import pytest
 import task_rows
 import torch
-from assemble import assemble, assert_equal_states
+from cases import assemble, assert_equal_states
+from jobs import device_count, numbers, open_group, pieces
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
-from workers import Group, JobFailed, Workers, marked
+from workers import GetWorkers, Group, JobFailed, marked
 
-from portable_fsdp.config.load import load_config
+from portable_fsdp.backends.contract import Backend
+from portable_fsdp.config.load import load_config, make_config
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.tasks import find_task
 from portable_fsdp.optim.schedule import learning_rate
+from portable_fsdp.train.build import build_evaluator, build_training, open_batches, open_checkpoints, shard
+from portable_fsdp.train.step import train_step
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -166,11 +171,39 @@ def plain_run(example: Example) -> tuple[list[float], float | None, float | None
     return losses, loss, None if example.loss is of_transformers or is_right is None else is_right.float().mean().item()
 
 
-GetWorkers = Callable[[Group], Workers]
-
-
 NATIVE, XLA = Group("native", 2), Group("xla", 3)
 IN_SUITE = ("classifier", "own_count", "dpo", "t5")
+
+
+def train_task(path: str, overrides: Sequence[str], last: int, folder: str) -> dict[str, Any]:
+    """The run of a config file until step `last`, from its newest checkpoint in `folder` if there is one."""
+    config = load_config(path, [*overrides, f"run.dir={folder}"])
+    with open_group(config) as engine:
+        corpus = build_data(config.data, config.model)
+        training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
+        before, losses = engine.compilations, list[float]()
+        with open_checkpoints(config, engine, training, corpus) as checkpoints:
+            point = checkpoints.find("auto")
+            resumed = checkpoints.load(point, training.model, training.optimizer) if point else None
+            loaded = pieces(engine.state(training.model, training.optimizer))
+            with open_batches(config, engine, training, corpus, resumed) as batches:
+                for step in range(resumed.step + 1 if resumed else 1, last + 1):
+                    rows, lr = next(batches), learning_rate(config.optim, step, config.train.steps or 0)
+                    placed = [engine.place(batch) for batch in rows.micro_batches]
+                    losses.append(engine.fetch(training.step(placed, lr, [rows.count])).result()["loss"].item())
+                position = batches.position
+            evaluator = build_evaluator(config, engine, training, corpus)
+            evaluation = None if evaluator is None else evaluator()
+            compilations = engine.compilations - before
+            checkpoints.save(last, training.model, training.optimizer, position)
+            checkpoints.wait()
+        return {
+            "losses": losses,
+            "evaluation": evaluation,
+            "compilations": (compilations, engine.expected_compilations),
+            "loaded": loaded,
+            "saved": pieces(engine.state(training.model, training.optimizer)),
+        }
 
 
 @pytest.mark.parametrize(
@@ -187,7 +220,7 @@ def test_a_task_has_the_losses_of_a_plain_loop(
     example = EXAMPLES[name]
     settings = [*example.settings, "optim.weight_decay=0.0"]
     answers = workers(group).run(
-        "train_task", path=str(ROOT / example.config), overrides=settings, last=STEPS, folder=str(tmp_path)
+        train_task, path=str(ROOT / example.config), overrides=settings, last=STEPS, folder=str(tmp_path)
     )
     expected, held_out, accuracy = plain_run(example)
     for answer in answers:
@@ -211,8 +244,8 @@ def test_a_task_resumes_on_another_engine_bit_for_bit(
     path = str(ROOT / EXAMPLES["dpo"].config)
     settings = ["optim.weight_decay=0.0"]
     run = {"path": path, "overrides": settings, "folder": str(tmp_path)}
-    before = workers(NATIVE).run("train_task", **run, last=4)
-    after = workers(XLA).run("train_task", **run, last=STEPS)
+    before = workers(NATIVE).run(train_task, **run, last=4)
+    after = workers(XLA).run(train_task, **run, last=STEPS)
     assert_equal_states(assemble([a["saved"] for a in before]), assemble([a["loaded"] for a in after]))
     assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_losses(EXAMPLES["dpo"]), rel=1e-5)
 
@@ -237,7 +270,7 @@ def test_rows_in_buckets_have_the_losses_of_rows_without_padding(
     example = Example(IN_BUCKETS.config, IN_BUCKETS.loss, (*IN_BUCKETS.settings, *settings))
     overrides = [*example.settings, "optim.weight_decay=0.0"]
     answers = workers(group).run(
-        "train_task", path=str(ROOT / example.config), overrides=overrides, last=STEPS, folder=str(tmp_path)
+        train_task, path=str(ROOT / example.config), overrides=overrides, last=STEPS, folder=str(tmp_path)
     )
     expected = plain_losses(example)
     for answer in answers:
@@ -250,8 +283,8 @@ def test_buckets_resume_on_another_engine(workers: GetWorkers, tmp_path: Path, m
     monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
     settings = [*IN_BUCKETS.settings, "optim.weight_decay=0.0"]
     run = {"path": str(ROOT / IN_BUCKETS.config), "overrides": settings, "folder": str(tmp_path)}
-    before = workers(NATIVE).run("train_task", **run, last=4)
-    after = workers(Group("xla", 2)).run("train_task", **run, last=STEPS)
+    before = workers(NATIVE).run(train_task, **run, last=4)
+    after = workers(Group("xla", 2)).run(train_task, **run, last=STEPS)
     assert_equal_states(assemble([a["saved"] for a in before]), assemble([a["loaded"] for a in after]))
     assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_losses(IN_BUCKETS), rel=1e-5)
 
@@ -266,7 +299,7 @@ def test_inputs_are_cast_unless_cast_inputs_is_false(
         path, shared = str(ROOT / "examples/image_classifier.yaml"), ("precision.compute=bfloat16", *settings)
         overrides = [f"model.factory=task_rows:{factory}", "data.eval_split=null", "train.eval_every=null", *shared]
         folder = str(tmp_path / factory / str(len(settings)))
-        return workers(group).run("train_task", path=path, overrides=overrides, last=1, folder=folder)
+        return workers(group).run(train_task, path=path, overrides=overrides, last=1, folder=folder)
 
     assert all(len(answer["losses"]) == 1 for answer in run("sees_bfloat16"))
     assert all(len(answer["losses"]) == 1 for answer in run("sees_float32", "precision.cast_inputs=false"))
@@ -311,6 +344,38 @@ def plain_turns(first: list[dict[str, Tensor]]) -> tuple[list[list[float]], list
 FULL, WHOLE, KEPT = ({"sharding": {"strategy": name}} for name in ("FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"))
 
 
+def two_optimizers(settings: dict[str, Any], accumulation: int, steps: int) -> dict[str, Any]:
+    """A generator and a critic by turns, each with its own optimizer and learning rates of torch's scheduler."""
+    train = {"steps": 100, "global_batch": 12, "micro_batch": 12 // accumulation // device_count()}
+    config = make_config(**{"optim": {"lr": 1e-2, "weight_decay": 0.1}, "train": train, **settings})
+    with open_group(config) as engine:
+        models = [shard(make, config, engine) for make in (task_rows.generator, task_rows.critic)]
+        (imitates, _), (judges, _) = models
+        tasks = [partial(task_rows.generators_losses, judge=judges), task_rows.critics_losses]
+        make = partial(train_step, engine, accumulation=accumulation, max_grad_norm=0.5)
+        turns = [make(*pair, task=task) for pair, task in zip(models, tasks, strict=True)]
+        rates = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in models]
+        first = [pieces(engine.state(*pair)) for pair in models]
+        out, compiled = list[dict[str, float]](), 0
+        for step in range(1, steps + 1):
+            batches = [engine.place(batch) for batch in _micro_batches(engine, step, accumulation)]
+            with engine.evaluate():
+                fakes = [{**batch, "fake": imitates(batch["noise"]) * 1} for batch in batches]
+            for turn, given, rate in ((turns[1], fakes, rates[1]), (turns[0], batches, rates[0])):
+                out.append(numbers(engine.fetch(turn(given, rate.get_last_lr()[0]))))
+                rate.step()
+            compiled = engine.compilations if step == 2 else compiled
+        states = [pieces(engine.state(*pair)) for pair in models]
+        return {"first": first, "metrics": out, "states": states, "late": engine.compilations - compiled}
+
+
+def _micro_batches(engine: Backend, step: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+    """This process's rows."""
+    shard, batch = engine.data_shard, task_rows.pairs_of(step)
+    own = {name: rows.chunk(shard.count)[shard.index].chunk(accumulation) for name, rows in batch.items()}
+    return [{name: parts[number] for name, parts in own.items()} for number in range(accumulation)]
+
+
 @pytest.mark.parametrize(
     ("group", "settings", "accumulation"),
     [
@@ -328,7 +393,7 @@ def test_two_models_train_by_turns_as_in_a_plain_loop(
 ) -> None:
     """No gradient that the other's loss left counts; a turn in which nothing counts changes nothing; the tensor that
     torch's scheduler gives is a learning rate, and compiles nothing."""
-    answers = workers(group).run("two_optimizers", settings=settings, accumulation=accumulation, steps=TURNS)
+    answers = workers(group).run(two_optimizers, settings=settings, accumulation=accumulation, steps=TURNS)
     first, states = ([assemble([a[key][model] for a in answers]) for model in (0, 1)] for key in ("first", "states"))
     turns, weights = plain_turns(first)
     for answer in answers:

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import Case
+from jobs import running
 from test_contract import ADAMW, GetWorkers, Run
 from workers import GROUPS, Group, marked
 
@@ -15,12 +17,28 @@ from portable_fsdp.observe.profiles import summarize
 STEPS = 3  # recorded ones
 
 
+def traced(case: Case, first: int, last: int, folder: str) -> dict[str, Any]:
+    """A run until step `last`, of which process 0 records the steps from `first` on."""
+    with running(case) as run:
+        before = run.backend.compilations
+        metrics = run.train(1, first - 1)
+        stop = run.backend.start_trace(Path(folder)) if run.backend.process.index == 0 else lambda: list
+        metrics += run.train(first, last)
+        return {
+            "metrics": metrics,
+            "operations": stop()(),
+            "compilations": run.backend.compilations - before,
+            "expected_compilations": run.backend.expected_compilations,
+            "collectives": run.backend.collectives,
+        }
+
+
 @pytest.mark.parametrize("group", [marked(group) for group in GROUPS])
 def test_a_trace_changes_neither_losses_nor_programs(
     group: Group, workers: GetWorkers, run: Run, tmp_path: Path
 ) -> None:
     losses = [step["loss"] for step in run(group, ADAMW)[0]["metrics"]]
-    answers = workers(group).run("traced", case=ADAMW, first=3, last=2 + STEPS, folder=str(tmp_path))
+    answers = workers(group).run(traced, case=ADAMW, first=3, last=2 + STEPS, folder=str(tmp_path))
     for answer in answers:
         assert [step["loss"] for step in answer["metrics"]] == losses[: 2 + STEPS]
         assert answer["compilations"] <= answer["expected_compilations"]  # fewer: programs of an earlier job

@@ -1,15 +1,16 @@
 """The third engine, beyond the contract: its own options, its layouts, and its checkpoints on the other engines."""
 
-from collections.abc import Callable
-from typing import Any
+import re
+from typing import Any, cast
 
+import jobs
 import pytest
 import torch
-from assemble import assemble, assert_equal_states
-from cases import Case
+from cases import Case, CaseRows, assemble, assert_equal_states
+from jobs import running
 from reference import reference
 from test_curves import assert_equal_curves
-from workers import Group, JobFailed, Workers
+from workers import GetWorkers, Group, JobFailed, Run
 
 from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.backends.open import local_processes, resolve
@@ -20,8 +21,6 @@ from portable_fsdp.runtime.errors import BackendError
 pytestmark = pytest.mark.xla
 proof = pytest.mark.proof
 
-Run = Callable[[Group, Case], list[dict[str, Any]]]
-GetWorkers = Callable[[Group], Workers]
 
 ONE, TWO, FOUR = (Group("xla_fsdp1", devices) for devices in (1, 2, 4))
 NO_DECAY = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
@@ -105,8 +104,32 @@ def test_bf16_reduced_in_float32_is_near_the_float32_curve(run: Run) -> None:
 # ------------------------------------------------------------------------- each option is seen in the step's program
 
 
+def fsdp1_program(case: Case) -> dict[str, Any]:
+    """What forward and backward of a step would run, read from the traced program; nothing of it runs."""
+    import torch_xla
+
+    with running(case) as run:
+        rows = run.backend.place(CaseRows().rows(torch.arange(2).numpy()))
+        parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+        before = {parameter: parameter.detach().cpu() for parameter in parameters}
+        run.model(rows["input_ids"], rows["labels"])[0].backward()
+        text: str = cast(Any, torch_xla)._XLAC._get_xla_tensors_hlo([p.grad for p in parameters])
+        for parameter in parameters:  # barriers made them results of what shall not run
+            parameter.grad = None
+            parameter.data = run.backend.place({"as before": before[parameter]})["as before"]
+        out: dict[str, Any] = {
+            name: len(re.findall(rf" {name}\(", text)) for name in ("all-gather", "reduce-scatter", "all-reduce", "dot")
+        }
+        out["reduced"] = set(re.findall(r"= \(?(\w+)\[[^=]* reduce-scatter\(", text))
+        out["gathered"] = set(re.findall(r"= \(?(\w+)\[[^=]* all-gather\(", text))
+        out["pinned"] = text.count("constrain_layout=true")
+        out["shards"] = {name: tuple(p.shape) for name, p in run.model.named_parameters()}
+        out["buffers"] = {name: str(buffer.dtype) for name, buffer in run.model.named_buffers()}
+        return out
+
+
 def _program(workers: GetWorkers, case: Case) -> dict[str, Any]:
-    return workers(TWO).run("fsdp1_program", case=case)[0]
+    return workers(TWO).run(fsdp1_program, case=case)[0]
 
 
 def test_shard_grad_op_gathers_each_layer_once(workers: GetWorkers) -> None:
@@ -191,7 +214,7 @@ def test_boxes_tile_a_range_in_order() -> None:
 def test_c5_refused_when_it_opens(workers: GetWorkers) -> None:
     """By its table, which tests/backends/test_refusals.py walks."""
     with pytest.raises(JobFailed, match=r"xla_fsdp1\.flatten_parameters=true with weight decay") as failure:
-        workers(ONE).run("opened", case=Case(settings=FLAT))
+        workers(ONE).run(jobs.opened, case=Case(settings=FLAT))
     assert failure.value.kind == "BackendError"
 
 

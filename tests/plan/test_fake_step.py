@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from live_storages import measure
 from programs import LLAMA_8B
 from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, T5, VIT, gpus, plans, step, step_of_rows
 from test_options import DEVICES as OPTION_DEVICES
@@ -118,7 +119,7 @@ def _require_equal(configs: dict[str, Config], worker: Worker) -> None:
     workers = Workers(Group("native", 2))
     try:
         for (name, config), (memory, work) in zip(configs.items(), planned, strict=True):
-            measured = workers.run("live_storages", config=config)
+            measured = workers.run(measure, config=config)
             most = max(process.peak_bytes for process in measured)
             assert most > 100 * 2**20
             assert memory.peak_bytes == pytest.approx(most, rel=0.05), name
