@@ -2,17 +2,19 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import jobs
+import numpy as np
 import pytest
 import torch
-from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, assemble, assert_equal_states
-from jobs import Collective, Operators, open_case, running
-from reference import evaluate, generate, reference
+from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, assemble, assert_equal_states
+from jobs import Operators, numbers, open_case, running
+from reference import evaluate, generate, losses_of_documents, reference
+from test_curves import assert_equal_curves
 from workers import GetWorkers, Group, JobFailed, Run
 
 from portable_fsdp.backends.refusals import Deployment, require_supported
@@ -174,41 +176,29 @@ def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
         before = backend.compilations
         evaluator = Evaluator(backend, run.model, CaseRows(rows), run.config.train)
         sampler = Sampler(backend, run.model, Ids(), run.config.train, SEQ_LEN)
-        untrained = evaluator() if early else None
-        metrics = run.train(1, 2)
-        counted = backend.collectives
-        evaluation, texts = evaluator(), sampler()
-        at = run.state()
-        sent = _three_more(run, metrics)
-        evaluator()
-        sampler()
-        answer = {
-            "untrained": untrained,
-            "evaluation": evaluation,
-            "texts": texts,
-            "at": at,
-            "metrics": metrics,
-            "sent": sent,
-            "collectives": [counted, backend.collectives],
-            "compilations": backend.compilations - before,
-            "expected_compilations": backend.expected_compilations,
-            "final": run.state(),
-        }
+        answer = {"untrained": evaluator() if early else None}
+        answer |= _five_steps(run, lambda: {"evaluation": evaluator(), "texts": sampler()})
+        answer |= {"compilations": backend.compilations - before, "expected": backend.expected_compilations}
         with Operators() as last:
             evaluator()
-        plain = Run(backend, run.config)
-        metrics = plain.train(1, 2)
-        at = plain.state()
-        sent = _three_more(plain, metrics)
-        without = {"at": at, "metrics": metrics, "sent": sent, "final": plain.state()}
-        return {**answer, "reads": last.reads, "plain": without}
+        return {**answer, "reads": last.reads, "plain": _five_steps(jobs.Run(backend, run.config), dict)}
 
 
-def _three_more(run: Run, metrics: list[dict[str, float]]) -> list[Collective]:
-    """The collectives on the wire. Where XLA makes them nobody looks: under a mode of torch's it is another program."""
+def _five_steps(run: jobs.Run, after_two_and_five: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    metrics, counted = run.train(1, 2), run.backend.collectives
+    more, at = after_two_and_five(), run.state()
+    # What XLA sends nobody looks at: under a mode of torch's its step is another program.
     with nullcontext() if run.backend.expected_compilations else Operators() as operators:
         metrics += run.train(3, 5)
-    return operators.collectives if operators else []
+    after_two_and_five()
+    return {
+        "metrics": metrics,
+        "sent": operators.collectives if operators else [],
+        "collectives": [counted, run.backend.collectives],
+        "at": at,
+        "final": run.state(),
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -225,7 +215,7 @@ def test_an_evaluation_changes_nothing(group: Group, workers: GetWorkers, settin
     """Neither the curve nor the state, nor what a step sends; it is compiled once, and reads nothing on the host."""
     answers = workers(group).run(evaluated, case=evaluated_case(settings), rows=53, early=not group.engine.compiles)
     assert_evaluation_changes_nothing(answers)
-    counts = {(answer["compilations"], answer["expected_compilations"]) for answer in answers}
+    counts = {(answer["compilations"], answer["expected"]) for answer in answers}
     if group.engine.threads and counts == {(5, 3)}:
         pytest.xfail("with two devices the step is compiled again after an evaluation, and evaluations after another")
     # Less where an earlier job of the worker compiled the same program, which is kept as long as the process.
@@ -328,6 +318,71 @@ def test_c5_refused_when_it_opens(group: Group, workers: GetWorkers, case: Case,
         workers(group).run(jobs.opened, case=case)
     assert failure.value.kind in ("BackendError", "ConfigError")
     assert re.search(message, failure.value.message)
+
+
+# ---------------------------------------------------------------------------- documents that share a row
+
+
+def packed(model: str = "llama", checkpointing: str = "none", scan: bool = False, **options: Any) -> Case:
+    """SGD keeps no state: steps with a learning rate of 0, which give the documents' losses, leave no trace."""
+    settings = {"data.packing": "documents", "compile.scan_layers": scan}
+    return Case(model, optim=SGD.optim, max_grad_norm=None, checkpointing=checkpointing, settings=settings, **options)
+
+
+PACKED = {
+    "plain": packed(),
+    "scanned, recomputed": packed(checkpointing="full", scan=True),
+    "windows, recomputed": packed("gemma2", checkpointing="full"),
+    "scanned": packed(scan=True),
+    "kept gathered": packed("gpt2", strategy="SHARD_GRAD_OP"),
+}
+PACKED_IN_SUITE = ("plain", "scanned")
+
+
+def train_documents(case: Case) -> dict[str, Any]:
+    """The loss of each document of a global batch with the initial weights, by steps that change nothing, as each
+    row's documents come; then a whole run."""
+    with running(case) as run:
+        backend = run.backend
+        rows, before = GLOBAL_BATCH // backend.data_shard.count, backend.compilations
+        losses: list[float] = []
+        batch = PackedCaseRows().rows(np.arange(GLOBAL_BATCH))
+        own = slice(backend.data_shard.index * rows, (backend.data_shard.index + 1) * rows)
+        for row in range(GLOBAL_BATCH):
+            for number in range(1, int(batch["segments"][row].max()) + 1):
+                labels = torch.full_like(batch["labels"], -100)
+                is_its = batch["segments"][row] == number
+                labels[row, is_its] = batch["labels"][row, is_its]
+                shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
+                control = run.control(float((shard["labels"] != -100).sum()))
+                losses.append(numbers(backend.fetch(run.step([backend.place(shard)], 0.0, control)))["loss"])
+        return {
+            "documents": losses,
+            "metrics": run.train(1, case.steps),
+            "compilations": backend.compilations - before,
+            "expected_compilations": backend.expected_compilations,
+        }
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.proof] * (name not in PACKED_IN_SUITE)) for name in PACKED]
+)
+def test_each_document_has_its_own_loss_and_the_run_its_curve(group: Group, name: str, workers: GetWorkers) -> None:
+    case = PACKED[name]
+    if any(workers(group).run(jobs.is_refused, case=case)):
+        return
+    expected = losses_of_documents(case)
+    assert len(expected) == 36
+    for answer in workers(group).run(train_documents, case=case):
+        assert answer["documents"] == pytest.approx(expected, rel=1e-5)
+        assert_equal_curves([answer], case)
+        assert answer["compilations"] == answer["expected_compilations"]
+
+
+def test_a_model_that_lets_documents_see_each_other_is_refused(group: Group, workers: GetWorkers) -> None:
+    with pytest.raises(JobFailed, match="Mamba2ForCausalLM: logits differ") as failure:
+        workers(group).run(train_documents, case=packed("mamba2"))
+    assert failure.value.kind == "ConfigError"
 
 
 def _processes(group: Group) -> int:
