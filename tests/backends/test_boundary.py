@@ -38,11 +38,10 @@ TRAINED = [name for name in MODELS if name not in REFUSED]
 
 def train_module(name: str, steps: int, settings: dict[str, dict[str, Any]], micro_batches: int = 1) -> dict[str, Any]:
     """A model of unit_models.py, trained through the library: what each step measured, where the gradients are after
-    each, and the state at both ends."""
+    it, and the last state."""
     config = make_config(**settings)
     with open_group(config) as backend:
         model, optimizer = shard(MODELS[name], config, backend)
-        initial = pieces(backend.state(model, optimizer))
         step = train_step(backend, model, optimizer, accumulation=micro_batches, max_grad_norm=1.0, task=loss_of_rows)
         part, metrics, addresses = backend.data_shard, list[dict[str, float]](), list[list[int]]()
         for number in range(steps):
@@ -54,8 +53,7 @@ def train_module(name: str, steps: int, settings: dict[str, dict[str, Any]], mic
             metrics.append(numbers(backend.fetch(step(batches, config.optim.lr))))
             gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
             addresses.append([g.to_local().data_ptr() for g in gradients if isinstance(g, DTensor)])
-        final = pieces(backend.state(model, optimizer))
-        return {"metrics": metrics, "initial": initial, "final": final, "gradients": addresses}
+        return {"metrics": metrics, "final": pieces(backend.state(model, optimizer)), "gradients": addresses}
 
 
 def train(workers: Workers, name: str, settings: Settings, steps: int = 3, micro_batches: int = 1) -> dict[str, Any]:

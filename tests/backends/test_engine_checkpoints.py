@@ -15,9 +15,10 @@ from jobs import checkpoints_in, load_newest, open_case, running
 from memory import RETURN_FREED_MEMORY, Peak, anonymous
 from reference import reference
 from torch.distributed.tensor import DTensor
-from workers import GROUPS, GetWorkers, Group, Run, Workers, marked
+from workers import GROUPS, GetWorkers, Group, Workers, marked
 
 from portable_fsdp.backends.contract import Backend
+from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.checkpoint.format import committed_steps
 from portable_fsdp.config import schema
 from portable_fsdp.layout import weight_spec
@@ -102,9 +103,6 @@ def test_states_of_other_optimizers_strategies_and_dtypes_travel(
         assert [row["loss"] for row in answers[0]["it"]["metrics"]] == pytest.approx(losses, rel=bound)
 
 
-# ------------------------------------------------------------------------------------------------ a kill at any instant
-
-
 # --------------------------------------------------------------- replicas; tests/checkpoint/test_replica_digests.py too
 
 KEY = "model.layers.1.mlp.up_proj.weight"
@@ -165,15 +163,14 @@ def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None
         parameter.data = cast(Any, backend)._make(host.shape, host.dtype, weight_spec(host.dim()), piece)
     elif backend.process.index == backend.process.count - 1:
         parameter = parameter if parameter is not None else list(model.parameters())[-1]  # FQNs of the wrappers
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        local = local_part(parameter)
         change = torch.zeros(local.shape)
         change.view(-1)[0] = 0.5
         with torch.no_grad():
-            parameter_data = local + change.to(local.device)
             if isinstance(parameter, DTensor):
-                local.copy_(parameter_data)
+                local.add_(change)
             else:
-                parameter.data = parameter_data
+                parameter.data = local + change.to(local.device)
 
 
 @pytest.mark.parametrize(
@@ -195,26 +192,25 @@ def test_a_save_refuses_replicas_that_differ_and_no_others(
 
 # -------------------------------------------------------------------------------------------------- memory of a load
 
-MIB = 2**20
-SLACK = 64 * MIB
+SLACK = 64 * 2**20
 # 120 MiB of weights, and AdamW's two moments: half of the state is more than the largest tensor and the slack.
 SIZES = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
 LARGE = {"model_type": "llama", "num_attention_heads": 8, "max_position_embeddings": 64, **SIZES}
 
 
-def save_untrained(case: Case, folder: str) -> None:
-    """The state that training starts from."""
-    with running(case) as run:
-        checkpoints_in(folder, run).save(1, run.model, run.optimizer, (0, 0))
+def memory_of_a_load(case: Case, folder: str, saves: bool) -> dict[str, int]:
+    """Bytes: what the model takes, and what the load adds at most; this process's shards, the largest tensor.
 
-
-def memory_of_a_load(case: Case, folder: str) -> dict[str, int]:
-    """Bytes: what the model takes, and what the load adds at most; this process's shards, the largest tensor."""
+    `saves`: saves the state that training starts from, and measures nothing.
+    """
     backend, config = open_case(case)
     with backend:
         before = anonymous()
-        run = Run(backend, config)
+        run = jobs.Run(backend, config)
         checkpoints = checkpoints_in(folder, run)
+        if saves:
+            checkpoints.save(1, run.model, run.optimizer, (0, 0))
+            return {}
         with Peak() as loading:
             load_newest(checkpoints, run)
         state = backend.state(run.model, run.optimizer)
@@ -236,11 +232,10 @@ def test_a_load_holds_one_tensor_beside_its_shards(tmp_path: Path, monkeypatch: 
         workers = Workers(group)
         try:
             if not list(tmp_path.iterdir()):
-                workers.run(save_untrained, case=case, folder=str(tmp_path))
-            answers = workers.run(memory_of_a_load, case=case, folder=str(tmp_path))
+                workers.run(memory_of_a_load, case=case, folder=str(tmp_path), saves=True)
+            answers = workers.run(memory_of_a_load, case=case, folder=str(tmp_path), saves=False)
         finally:
             workers.close()
         for answer in answers:
-            print(group, {name: round(value / MIB) for name, value in answer.items()})
             assert answer["before"] > 0.9 * answer["shards"], "what was measured holds the shards"
             assert answer["grown"] <= answer["largest"] + SLACK < answer["shards"]

@@ -51,40 +51,23 @@ def test_scales_and_skipped_steps_are_those_of_grad_scaler(run: Run) -> None:
     assert losses[-1] < losses[0] - 0.05
 
 
-SGD, LION = {"name": "sgd", "lr": 0.5, "momentum": 0.9}, {"name": "lion", "lr": 3e-4}
-
-
-@pytest.mark.parametrize(
-    ("optim", "micro_batch"),
-    [
-        (SGD, 2),
-        (LION, None),
-        pytest.param(SGD, None, marks=pytest.mark.proof),
-        pytest.param(LION, 2, marks=pytest.mark.proof),
-    ],
+SGD, LION = (
+    {"name": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.0},
+    {"name": "lion", "lr": 3e-4, "weight_decay": 0.0},
 )
-def test_optimizers_without_a_fused_step_skip_the_same_steps(
-    run: Run, optim: dict[str, Any], micro_batch: int | None
-) -> None:
-    case = replace(CASE, steps=20, optim={**optim, "weight_decay": 0.0}, micro_batch=micro_batch)
-    answer, _ = run(TWO, case)
-    plain = train_by_grad_scaler(case, parts=12 // (micro_batch or 6))
-    assert numbers(answer, "loss_scale") == plain.scales
-    assert numbers(answer, "loss") == pytest.approx(plain.losses, rel=BF16_20_STEPS)
-    assert skipped_steps(answer) == plain.skipped != ()
+HYBRID = {"sharding.strategy": "HYBRID_SHARD", "sharding.replicas": 2, "model.freeze": ["model.embed_tokens"]}
+LIKE_PLAIN: list[tuple[int, Case]] = [  # optimizers without a fused step, and other layouts
+    (2, replace(CASE, steps=20, optim=SGD, micro_batch=2)),
+    (2, replace(CASE, steps=20, optim=LION)),
+    (2, replace(CASE, steps=12, checkpointing="full", settings=PLANTED | {"memory.cpu_offload": True})),
+    (4, replace(CASE, steps=12, settings=PLANTED | HYBRID)),
+]
 
 
-@pytest.mark.parametrize(
-    ("devices", "settings"),
-    [
-        (2, {"memory.cpu_offload": True, "memory.gradient_checkpointing": "full"}),
-        (4, {"sharding.strategy": "HYBRID_SHARD", "sharding.replicas": 2, "model.freeze": ["model.embed_tokens"]}),
-    ],
-)
-def test_other_layouts_skip_the_same_steps(run: Run, devices: int, settings: dict[str, Any]) -> None:
-    case = replace(CASE, steps=12, settings=PLANTED | settings)
+@pytest.mark.parametrize(("devices", "case"), LIKE_PLAIN, ids=["sgd", "lion", "offloaded", "replicas"])
+def test_other_optimizers_and_layouts_skip_the_same_steps(run: Run, devices: int, case: Case) -> None:
     answer, *others = run(Group("native", devices), case)
-    plain = train_by_grad_scaler(case, parts=devices)
+    plain = train_by_grad_scaler(case, parts=12 // (case.micro_batch or 12 // devices))
     assert numbers(answer, "loss_scale") == plain.scales
     assert numbers(answer, "loss") == pytest.approx(plain.losses, rel=BF16_20_STEPS)
     assert skipped_steps(answer) == plain.skipped != ()
@@ -167,8 +150,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_processes(
 
 
 def test_c2_a_step_reads_nothing_of_the_device_and_sends_no_more(workers: GetWorkers) -> None:
-    sgd = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.0}
-    assert [answer["reads"] for answer in workers(TWO).run(jobs.host_reads, case=replace(CASE, optim=sgd))] == [0, 0]
+    assert [answer["reads"] for answer in workers(TWO).run(jobs.host_reads, case=replace(CASE, optim=SGD))] == [0, 0]
     sent = [
         [(kind, bytes, world) for kind, _, bytes, world in answer["steps"][1]["wire"]]
         for dtype in ("bfloat16", "float16")

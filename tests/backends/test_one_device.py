@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import CaseRows
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -16,7 +17,6 @@ from portable_fsdp.backends.contract import Backend, dropouts
 from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.backends.torch_xla.runtime import require_no_dropout
 from portable_fsdp.config.schema import Train
-from portable_fsdp.data.packing import Rows
 from portable_fsdp.models.factory import open_factory
 from portable_fsdp.models.tasks import Task
 from portable_fsdp.runtime.errors import BackendError, ConfigError
@@ -225,7 +225,7 @@ def test_an_evaluation_is_plain_pytorchs_eval_and_changes_nothing() -> None:
     with pf.open_backend(pf.make_config(), device="cpu", backend="native") as engine:
         model, _ = pf.shard(Net, pf.make_config(), engine)
         model.get_submodule("blocks.1").eval()  # as its author left it
-        evaluate = Evaluator(engine, model, OwnRows(), train, Task("squares", squares, counts_labels=False))
+        evaluate = Evaluator(engine, model, OwnRows(16), train, Task("squares", squares, counts_labels=False))
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         evaluation = evaluate()
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
@@ -239,20 +239,11 @@ def test_an_evaluation_is_plain_pytorchs_eval_and_changes_nothing() -> None:
     assert evaluation.loss == pytest.approx((total / count).item(), rel=1e-6)
 
 
-class OwnRows(Rows):
-    """Sixteen rows of eight numbers."""
-
-    def __len__(self) -> int:
-        return 16
+class OwnRows(CaseRows):
+    """Rows of eight numbers."""
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         return {"x": x_of(1)[torch.from_numpy(indices)]}
-
-    def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return positions
-
-    def fingerprint(self) -> str:
-        return "own"
 
 
 def test_a_step_takes_as_many_micro_batches_as_it_was_made_for() -> None:
