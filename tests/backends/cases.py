@@ -221,3 +221,8 @@ def assert_equal_states(actual: dict[str, torch.Tensor], expected: dict[str, tor
     assert actual.keys() == expected.keys()
     differ = [k for k in expected if actual[k].dtype != expected[k].dtype or not torch.equal(actual[k], expected[k])]
     assert not differ, f"{len(differ)} of {len(expected)} tensors differ: {differ[:3]}"
+
+
+def size_of(shape: tuple[int, ...], shards: int = 1) -> int:
+    """Elements of a tensor, its rows padded to a multiple of `shards`."""
+    return -(-shape[0] // shards) * shards * torch.Size(shape[1:]).numel()

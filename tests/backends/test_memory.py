@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from cases import ARCHITECTURES, Case, CaseRows
+from cases import ARCHITECTURES, Case, CaseRows, size_of
 from jobs import running
 from live_storages import LiveStorages
 from reference import reference
@@ -48,11 +48,6 @@ DEEP = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 12
 SELECTIVE = {**DEEP, "memory.gradient_checkpointing": "selective"}
 RECOMPUTED = {"memory.gradient_checkpointing": "full"}
 FULL = DEEP | RECOMPUTED
-
-
-def size_of(shape: tuple[int, ...], shards: int = 1) -> int:
-    """Elements of a tensor, its rows padded to a multiple of `shards`."""
-    return -(-shape[0] // shards) * shards * torch.Size(shape[1:]).numel()
 
 
 # ----------------------------------------------------------------------------------------------- kept until backward

@@ -8,12 +8,11 @@ from unittest.mock import patch
 import jobs
 import pytest
 import torch
-from cases import Case, CaseRows
+from cases import Case, CaseRows, size_of
 from jobs import running
 from reference import reference
 from test_contract import assert_evaluation_changes_nothing, evaluated, evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
-from test_memory import size_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from workers import GetWorkers, Group, Run
