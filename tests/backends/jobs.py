@@ -1,7 +1,4 @@
-"""What the worker processes run. Each job opens the backend of its own process group, and returns plain data.
-
-These run on every engine; native_jobs.py and xla_jobs.py have those of one.
-"""
+"""What the worker processes run for several tests. Each job opens the backend of its own process group."""
 
 import os
 from collections.abc import Generator
@@ -147,7 +144,6 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
             "expected_compilations": backend.expected_compilations,
             "memory": backend.memory(),
             "data_shard": (backend.data_shard.index, backend.data_shard.count),
-            "process": (backend.process.index, backend.process.count),
             "devices": backend.devices,
         }
 
@@ -182,30 +178,25 @@ def write(case: Case, folder: str, at: int) -> dict[str, Any]:
 
 def read(case: Case, folders: dict[str, str], at: int, allow: tuple[str, ...] = ()) -> dict[str, Any]:
     """Load what each writer saved into one model, read it back, and train on from there."""
-    backend, config = open_case(case)
     out: dict[str, Any] = {}
-    with backend:
-        run = Run(backend, config)
+    with running(case) as run:
         for writer, folder in folders.items():
             _, resumed = load_newest(checkpoints_in(folder, run, schema.Checkpoint(allow=allow)), run)
             state = run.state()
             out[writer] = {"state": state, "position": resumed.position, "metrics": run.train(at + 1, case.steps)}
-        out["compilations"] = backend.compilations
-    return out
+        return {**out, "compilations": run.backend.compilations}
 
 
-def host_reads(case: Case) -> dict[str, int]:
-    """How often a step after the first reads a tensor on the host (aten::_local_scalar_dense)."""
-    backend, config = open_case(case)
-    with backend:
-        run = Run(backend, config)
-        rows = GLOBAL_BATCH // backend.data_shard.count // run.accumulation
+def reads_nothing_on_the_host(case: Case) -> None:
+    """A step after the first reads no tensor there (aten::_local_scalar_dense)."""
+    with running(case) as run:
+        rows = GLOBAL_BATCH // run.backend.data_shard.count // run.accumulation
         run.train(1, 1)
-        placed = backend.place(CaseRows().rows(np.arange(rows)))
+        placed = run.backend.place(CaseRows().rows(np.arange(rows)))
         with Operators() as step:
             metrics = run.step([placed] * run.accumulation, 1e-3, run.control(float(rows)))
-        backend.fetch(metrics).result()
-        return {"reads": step.reads}
+        run.backend.fetch(metrics).result()
+        assert step.reads == 0
 
 
 class Collective(NamedTuple):

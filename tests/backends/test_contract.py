@@ -45,7 +45,7 @@ def test_c1_gradients_are_sums_over_the_global_batch(group: Group, run: Run) -> 
 
 def test_c2_a_step_reads_nothing_on_the_host(group: Group, workers: GetWorkers) -> None:
     # SGD: torch's AdamW reads its step count, a host tensor under native, in Python.
-    assert [answer["reads"] for answer in workers(group).run(jobs.host_reads, case=SGD)] == [0] * _processes(group)
+    workers(group).run(jobs.reads_nothing_on_the_host, case=SGD)
 
 
 def test_c2_the_stop_flag_of_any_process_reaches_all_in_the_same_step(group: Group, workers: GetWorkers) -> None:
@@ -253,36 +253,25 @@ def assert_evaluation_changes_nothing(answers: list[dict[str, Any]]) -> None:
         assert evaluation.loss == pytest.approx(loss, rel=1e-6)
 
 
-def agree_and_sum() -> dict[str, Any]:
-    """What the small methods of the contract give on each process."""
+def use_small_methods() -> None:
     backend, _ = open_case(Case())
     with backend:
-        agreed = backend.agree({"from": backend.process.index, "list": [1, 2]})
-        gathered = backend.gather("x" * backend.process.index)
+        process, shard = backend.process, backend.data_shard
+        assert backend.agree({"from": process.index, "list": [1, 2]}) == {"from": 0, "list": [1, 2]}
+        assert backend.gather("x" * process.index) == ["x" * index for index in range(process.count)]
         require_same(backend, {"data": "a"})
-        message = ""
-        try:
-            require_same(backend, {"data": "a", "model.pretrained": f"c{backend.process.index}"})
-        except ConfigError as error:
-            message = str(error).partition(".\n")[0]
-        rows = torch.arange(GLOBAL_BATCH // backend.data_shard.count).float() + 100 * backend.data_shard.index
-        placed = backend.place({"rows": rows})["rows"]
+        differ = "model.pretrained: expected the same on all processes, found c0 on process 0 and c1 on process 1"
+        with pytest.raises(ConfigError, match=differ) if process.count > 1 else nullcontext():
+            require_same(backend, {"data": "a", "model.pretrained": f"c{process.index}"})
+        rows = GLOBAL_BATCH // shard.count
+        placed = backend.place({"rows": torch.arange(rows).float() + 100 * shard.index})["rows"]
         add = backend.compile(lambda rows: {"total": backend.sum(rows.sum())}, "total")
         total = backend.fetch(add(placed)).result()["total"].item()
-        shard = (backend.data_shard.index, backend.data_shard.count)
-        return {"agreed": agreed, "gathered": gathered, "refused": message, "total": total, "shard": shard}
+        assert total == sum(sum(range(rows)) + 100 * index * rows for index in range(shard.count))
 
 
 def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
-    answers = workers(group).run(agree_and_sum)
-    shards = {answer["shard"] for answer in answers}
-    expected = sum(sum(range(GLOBAL_BATCH // count)) + 100 * index * (GLOBAL_BATCH // count) for index, count in shards)
-    for answer in answers:
-        assert answer["agreed"] == {"from": 0, "list": [1, 2]}
-        assert answer["gathered"] == ["x" * index for index in range(len(answers))]
-        differ = "model.pretrained: expected the same on all processes, found c0 on process 0 and c1 on process 1"
-        assert answer["refused"] == (differ if len(answers) > 1 else "")
-        assert answer["total"] == expected
+    workers(group).run(use_small_methods)
 
 
 def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: Run) -> None:

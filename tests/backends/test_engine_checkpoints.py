@@ -122,29 +122,34 @@ REPLICAS: list[tuple[Group, Case, dict[str, bool], str, bool]] = [  # ..., the e
 ]
 
 
-def save_unequal_replicas(case: Case, folder: str, key: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Save step 1; change one number of `key` in the last replica, train on, and save step 2, and 3 in its place.
+def save_unequal_replicas(case: Case, folder: str, settings: dict[str, Any], equal: str) -> None:
+    """Save step 1; change one number of `KEY` in the last replica, train on, and save step 2, which is refused.
 
-    Then load what is found and save that step 3.
+    Then load what is found and save step 3.
     """
     with running(case) as run:
         checkpoints = checkpoints_in(folder, run, schema.Checkpoint(**settings))
-        run.train(1, 1)
-        checkpoints.save(1, run.model, run.optimizer, (0, GLOBAL_BATCH))
-        checkpoints.wait()
-        change_a_replica(run.backend, run.model, key)
-        run.train(2, 2)
-        message, left = "", list[str]()
-        try:
-            checkpoints.save(2, run.model, run.optimizer, (0, 2 * GLOBAL_BATCH))
+
+        def save(step: int) -> None:
+            checkpoints.save(step, run.model, run.optimizer, (0, step * GLOBAL_BATCH))
             checkpoints.wait()
-        except CheckpointError as error:
-            message, left = str(error), sorted(path.name for path in Path(folder).iterdir())
+
+        run.train(1, 1)
+        save(1)
+        change_a_replica(run.backend, run.model, KEY)
+        run.train(2, 2)
+        with pytest.raises(CheckpointError) as refusal:
+            save(2)
+        message = str(refusal.value)
+        assert "checkpoint step-00000002: expected equal values in all replicas, found 1 that differ" in message
+        assert re.search(rf"\n    {re.escape(KEY)}.*  {re.escape(equal)}\n", message), message
+        assert "resumes from step-00000001" in message
+        if run.backend.process.index == 0:
+            assert [path.name for path in Path(folder).iterdir()] == ["step-00000001"]
         path, _ = load_newest(checkpoints, run)
+        assert path.name == "step-00000001"
         run.train(2, 3)
-        checkpoints.save(3, run.model, run.optimizer, (0, 3 * GLOBAL_BATCH))
-        checkpoints.wait()
-        return {"message": message, "left": left, "resumed_from": path.name}
+        save(3)
 
 
 def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None:
@@ -180,13 +185,7 @@ def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None
 def test_a_save_refuses_replicas_that_differ_and_no_others(
     group: Group, case: Case, settings: dict[str, bool], equal: str, workers: GetWorkers, tmp_path: Path
 ) -> None:
-    answers = workers(group).run(save_unequal_replicas, case=case, folder=str(tmp_path), key=KEY, settings=settings)
-    [message] = {answer["message"] for answer in answers}
-    assert "checkpoint step-00000002: expected equal values in all replicas, found 1 that differ" in message
-    assert re.search(rf"\n    {re.escape(KEY)}.*  {re.escape(equal)}\n", message), message
-    assert "resumes from step-00000001" in message
-    assert answers[0]["left"] == ["step-00000001"]
-    assert {answer["resumed_from"] for answer in answers} == {"step-00000001"}
+    workers(group).run(save_unequal_replicas, case=case, folder=str(tmp_path), settings=settings, equal=equal)
     assert [path.name for path in committed_steps(tmp_path)] == ["step-00000003", "step-00000001"]
 
 
@@ -198,11 +197,8 @@ SIZES = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "nu
 LARGE = {"model_type": "llama", "num_attention_heads": 8, "max_position_embeddings": 64, **SIZES}
 
 
-def memory_of_a_load(case: Case, folder: str, saves: bool) -> dict[str, int]:
-    """Bytes: what the model takes, and what the load adds at most; this process's shards, the largest tensor.
-
-    `saves`: saves the state that training starts from, and measures nothing.
-    """
+def load_in_little_memory(case: Case, folder: str, saves: bool) -> None:
+    """A load adds at most the largest tensor and a constant. `saves`: only save the state that training starts from."""
     backend, config = open_case(case)
     with backend:
         before = anonymous()
@@ -210,16 +206,14 @@ def memory_of_a_load(case: Case, folder: str, saves: bool) -> dict[str, int]:
         checkpoints = checkpoints_in(folder, run)
         if saves:
             checkpoints.save(1, run.model, run.optimizer, (0, 0))
-            return {}
+            return
         with Peak() as loading:
             load_newest(checkpoints, run)
         state = backend.state(run.model, run.optimizer)
-        return {
-            "before": loading.before - before,
-            "grown": loading.grown,
-            "shards": sum(piece.data.nbytes for tensor in state.values() for piece in tensor.pieces()),
-            "largest": max(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.values()),
-        }
+        shards = sum(piece.data.nbytes for tensor in state.values() for piece in tensor.pieces())
+        largest = max(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.values())
+        assert loading.before - before > 0.9 * shards, "what was measured holds the shards"
+        assert loading.grown <= largest + SLACK < shards
 
 
 @pytest.mark.xla
@@ -232,10 +226,7 @@ def test_a_load_holds_one_tensor_beside_its_shards(tmp_path: Path, monkeypatch: 
         workers = Workers(group)
         try:
             if not list(tmp_path.iterdir()):
-                workers.run(memory_of_a_load, case=case, folder=str(tmp_path), saves=True)
-            answers = workers.run(memory_of_a_load, case=case, folder=str(tmp_path), saves=False)
+                workers.run(load_in_little_memory, case=case, folder=str(tmp_path), saves=True)
+            workers.run(load_in_little_memory, case=case, folder=str(tmp_path), saves=False)
         finally:
             workers.close()
-        for answer in answers:
-            assert answer["before"] > 0.9 * answer["shards"], "what was measured holds the shards"
-            assert answer["grown"] <= answer["largest"] + SLACK < answer["shards"]

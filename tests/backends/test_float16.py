@@ -8,13 +8,15 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from cases import Case
-from jobs import open_case
+from cases import Case, assert_equal_states
 from reference import reference, train_by_grad_scaler
 from test_curves import BF16_20_STEPS, FP32_20_STEPS
+from torch import nn
 from workers import GetWorkers, Group, JobFailed, Run, marked
 
 from portable_fsdp.backends.native.units import local_part
+from portable_fsdp.train.build import shard
+from portable_fsdp.train.step import train_step
 
 TWO = Group("native", 2)
 PLANTED = {"precision.loss_scale": 2.0**24, "precision.loss_scale_window": 4}
@@ -102,32 +104,33 @@ def test_a_checkpoint_travels_between_dtypes(workers: GetWorkers, tmp_path: Path
     assert read[0]["it"]["metrics"][0]["loss_scale"] == PLANTED["precision.loss_scale"]
 
 
-def overflow_in_one_shard(case: Case) -> list[dict[str, Any]]:
+def weighted(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = model(batch["inputs"]) * batch["weights"]
+    return outputs.float().sum(), torch.tensor(float(len(outputs)))
+
+
+def overflow_in_one_shard(case: Case) -> None:
     """Three steps of one weight of four rows. In the second a row of process 0 makes the gradient of the last row of
-    the weight overflow, which the last process holds. What this process holds after each step, and the metrics."""
-    from torch import nn
-
-    from portable_fsdp.train.build import shard
-    from portable_fsdp.train.step import train_step
-
-    def weighted(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = model(batch["inputs"]) * batch["weights"]
-        return outputs.float().sum(), torch.tensor(float(len(outputs)))
-
-    backend, config = open_case(case)
-    out: list[dict[str, Any]] = []
+    the weight overflow, which the last process holds."""
+    backend, config = jobs.open_case(case)
     with backend:
         model, optimizer = shard(lambda: nn.Linear(3, 4, bias=False), config, backend)
         step = train_step(backend, model, optimizer, accumulation=1, max_grad_norm=1.0, task=weighted)
         [weight] = model.parameters()
+        states, metrics = list[dict[str, torch.Tensor]](), list[dict[str, Any]]()
         for number in (1, 2, 3):
             weights = torch.ones(1, 4)
             weights[0, 3] = 8.0 if number == 2 and backend.process.index == 0 else 1.0
-            metrics = backend.fetch(step([backend.place({"inputs": torch.ones(1, 3), "weights": weights})], 1e-2))
-            state = {name: local_part(value).clone() for name, value in optimizer.state[weight].items()}
-            numbers = {name: value.item() for name, value in metrics.result().items()}
-            out.append({"state": {"weight": local_part(weight).clone(), **state}, "metrics": numbers})
-    return out
+            batch = backend.place({"inputs": torch.ones(1, 3), "weights": weights})
+            metrics.append(jobs.numbers(backend.fetch(step([batch], 1e-2))))
+            state = {"weight": weight, **optimizer.state[weight]}
+            states.append({name: local_part(value).clone() for name, value in state.items()})
+    assert [row["loss_scale"] for row in metrics] == [65536, 65536, 32768]
+    assert [row["skipped_steps"] for row in metrics] == [0, 1, 1]
+    first, second, third = states
+    assert_equal_states(second, first)
+    assert not torch.equal(third["weight"], first["weight"])
+    assert third.get("step", 2) == 2
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -136,21 +139,11 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_processes(
     workers: GetWorkers, name: str, strategy: str
 ) -> None:
     optim = {"name": name, "lr": 1e-2, **({"momentum": 0.9} if name == "sgd" else {})}
-    case = Case(compute="float16", optim=optim, strategy=strategy)
-    answers = workers(TWO).run(overflow_in_one_shard, case=case)
-    for first, second, third in answers:
-        assert [step["metrics"]["loss_scale"] for step in (first, second, third)] == [65536, 65536, 32768]
-        assert [step["metrics"]["skipped_steps"] for step in (first, second, third)] == [0, 1, 1]
-        assert first["state"].keys() == second["state"].keys()
-        for key, value in second["state"].items():
-            assert torch.equal(value, first["state"][key]), key
-        assert not torch.equal(third["state"]["weight"], first["state"]["weight"])
-        if name == "adamw":
-            assert third["state"]["step"] == 2
+    workers(TWO).run(overflow_in_one_shard, case=Case(compute="float16", optim=optim, strategy=strategy))
 
 
 def test_c2_a_step_reads_nothing_of_the_device_and_sends_no_more(workers: GetWorkers) -> None:
-    assert [answer["reads"] for answer in workers(TWO).run(jobs.host_reads, case=replace(CASE, optim=SGD))] == [0, 0]
+    workers(TWO).run(jobs.reads_nothing_on_the_host, case=replace(CASE, optim=SGD))
     sent = [
         [(kind, bytes, world) for kind, _, bytes, world in answer["steps"][1]["wire"]]
         for dtype in ("bfloat16", "float16")
