@@ -78,6 +78,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+TINY: dict[str, dict[str, Any]] = {
+    "run": {"dir": "run"},
+    "model": {
+        "architecture": {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    },
+    "data": {"source": "python_docs", "seq_len": 32},
+    "train": {"steps": 4, "global_batch": 4},
+    "optim": {"warmup_steps": 1},
+}
+"""The config of a whole run of seconds."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One run: what is trained, and how. Devices are not part of it."""

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from cases import Case
+from cases import TINY, Case
 from jobs import running
 from test_contract import ADAMW
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -94,10 +94,6 @@ def test_kernels_of_a_gpu_belong_to_the_unit_that_launched_them() -> None:
 # ------------------------------------------------------------ processes that the others wait for
 
 THREE = Group("native", 3)
-MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64} | {
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
 
 
 def train_with_a_slow_process(config: Config, slow: int | None, place: str, seconds: float) -> None:
@@ -124,15 +120,8 @@ def train_with_a_slow_process(config: Config, slow: int | None, place: str, seco
 def test_a_slow_process_is_named_once_within_10_steps(
     slow: int | None, place: str, workers: GetWorkers, tmp_path: Path
 ) -> None:
-    config = Config.model_validate(
-        {
-            "run": {"dir": str(tmp_path / "run")},
-            "model": {"architecture": MODEL},
-            "data": {"source": "python_docs", "seq_len": 32},
-            "train": {"steps": 12, "global_batch": 3, "log_every": 6},
-            "optim": {"warmup_steps": 1},
-        }
-    )
+    own = {"run": {"dir": str(tmp_path / "run")}, "train": {"steps": 12, "global_batch": 3, "log_every": 6}}
+    config = Config.model_validate(TINY | own)
     workers(THREE).run(train_with_a_slow_process, config=config, slow=slow, place=place, seconds=0.1)
     named = [event for event in read_jsonl(tmp_path / "run/events.jsonl") if event["event"] == "straggler"]
     rows = read_jsonl(tmp_path / "run/metrics.jsonl")
