@@ -33,7 +33,6 @@ class Reference:
     grad_norms: list[float]
     gradients: dict[str, Tensor]  # of step 1, before clipping
     initial: dict[str, Tensor]
-    final: dict[str, Tensor]
 
 
 def _model(case: Case) -> nn.Module:
@@ -144,9 +143,6 @@ def generate(case: Case, weights: dict[str, Tensor]) -> list[str]:
     return texts
 
 
-_trained: dict[str, Reference] = {}
-
-
 def reference(case: Case, skipped: tuple[int, ...] = ()) -> Reference:
     """The float32 run of a case; what only concerns engines (strategy, precision, micro batches) doesn't change it.
 
@@ -158,6 +154,9 @@ def reference(case: Case, skipped: tuple[int, ...] = ()) -> Reference:
     if key not in _trained:
         _trained[key] = _train(plain, skipped)
     return _trained[key]
+
+
+_trained: dict[str, Reference] = {}
 
 
 class Scaled(NamedTuple):
@@ -208,7 +207,7 @@ def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
     torch.set_num_threads(1)
     model = _model(case)
     optimizer = _optimizer(case, model)
-    out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()}, {})
+    out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()})
     for step in range(1, case.steps + 1):
         loss = loss_of_step(case, model, step)
         loss.backward()
@@ -222,5 +221,4 @@ def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
         optimizer.zero_grad()
         out.losses.append(loss.item())
         out.grad_norms.append(norm.item())
-    out.final = {n: p.detach().clone() for n, p in model.named_parameters()}
     return out
