@@ -235,7 +235,10 @@ def test_a_task_has_the_losses_of_a_plain_loop(workers: GetWorkers, group: Group
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize(("example", "reader"), [(EXAMPLES["dpo"], XLA), (IN_BUCKETS, Group("xla", 2))], ids=str)
+@pytest.mark.parametrize(
+    ("example", "reader"),
+    [pytest.param(EXAMPLES["dpo"], XLA, id="dpo-xla-3"), pytest.param(IN_BUCKETS, Group("xla", 2), id="buckets-xla-2")],
+)
 def test_a_task_resumes_on_another_engine_bit_for_bit(
     workers: GetWorkers, tmp_path: Path, example: Example, reader: Group
 ) -> None:
