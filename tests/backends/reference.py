@@ -93,12 +93,8 @@ def loss_of_step(case: Case, model: nn.Module, step: int) -> Tensor:
     """The mean loss over the counted labels of a step's global batch, by the model's own logits."""
     rows = rows_of(case.config(1))
     indices = _indices(case, step)
-    if isinstance(rows, PackedCaseRows):
-        alone = rows.alone(indices)
-        batch = {name: torch.cat([row[name] for row in alone]) for name in alone[0]}
-    else:
-        batch = rows.rows(indices)
-    return _loss(model, batch)
+    packed = isinstance(rows, PackedCaseRows)
+    return _loss(model, _together(rows.alone(indices)) if packed else rows.rows(indices))
 
 
 def _indices(case: Case, step: int) -> np.ndarray:
@@ -198,9 +194,13 @@ def train_by_grad_scaler(case: Case, parts: int) -> Scaled:
 
 @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
 def losses_of_documents(case: Case) -> list[float]:
-    """Of the first rows, with the initial weights: each document in a row of its own."""
-    model = _model(case)
-    return [_loss(model, batch).item() for batch in PackedCaseRows().alone(np.arange(GLOBAL_BATCH))]
+    """Of the first, second and third documents of the first rows, each in a row of its own, with the initial weights."""
+    model, alone = _model(case), PackedCaseRows().alone(np.arange(GLOBAL_BATCH))
+    return [_loss(model, _together(alone[number::3])).item() for number in range(3)]
+
+
+def _together(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def _train(case: Case, skipped: tuple[int, ...]) -> Reference:

@@ -329,22 +329,17 @@ PACKED_IN_SUITE = ("plain", "scanned")
 
 
 def train_documents(case: Case) -> dict[str, Any]:
-    """The loss of each document of a global batch with the initial weights, by steps that change nothing, as each
-    row's documents come; then a whole run."""
+    """The losses of the first, second and third documents of a global batch's rows with the initial weights, by steps
+    that change nothing; then a whole run."""
     with running(case) as run:
-        backend = run.backend
+        backend, batch, losses = run.backend, PackedCaseRows().rows(np.arange(GLOBAL_BATCH)), list[float]()
         rows, before = GLOBAL_BATCH // backend.data_shard.count, backend.compilations
-        losses: list[float] = []
-        batch = PackedCaseRows().rows(np.arange(GLOBAL_BATCH))
         own = slice(backend.data_shard.index * rows, (backend.data_shard.index + 1) * rows)
-        for row in range(GLOBAL_BATCH):
-            for number in range(1, int(batch["segments"][row].max()) + 1):
-                labels = torch.full_like(batch["labels"], -100)
-                is_its = batch["segments"][row] == number
-                labels[row, is_its] = batch["labels"][row, is_its]
-                shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
-                control = run.control(float((shard["labels"] != -100).sum()))
-                losses.append(numbers(backend.fetch(run.step([backend.place(shard)], 0.0, control)))["loss"])
+        for number in (1, 2, 3):
+            labels = batch["labels"].where(batch["segments"] == number, -100)
+            shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
+            control = run.control(float((shard["labels"] != -100).sum()))
+            losses.append(numbers(backend.fetch(run.step([backend.place(shard)], 0.0, control)))["loss"])
         return {
             "documents": losses,
             "metrics": run.train(1, case.steps),
@@ -361,7 +356,6 @@ def test_each_document_has_its_own_loss_and_the_run_its_curve(group: Group, name
     if any(workers(group).run(jobs.is_refused, case=case)):
         return
     expected = losses_of_documents(case)
-    assert len(expected) == 36
     for answer in workers(group).run(train_documents, case=case):
         assert answer["documents"] == pytest.approx(expected, rel=1e-5)
         assert_equal_curves([answer], case)
