@@ -194,7 +194,7 @@ def train_by_grad_scaler(case: Case, parts: int) -> Scaled:
 
 @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
 def losses_of_documents(case: Case) -> list[float]:
-    """Of the first, second and third documents of the first rows, each in a row of its own, with the initial weights."""
+    """Of the first, second and third documents of rows, each in a row of its own, with the initial weights."""
     model, alone = _model(case), PackedCaseRows().alone(np.arange(GLOBAL_BATCH))
     return [_loss(model, _together(alone[number::3])).item() for number in range(3)]
 
