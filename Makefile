@@ -17,7 +17,7 @@ LATEST := .venv-latest/bin/python
 TORCHTPU := .venv-torchtpu/bin/python
 TPU_STAND_IN := lammps-jax-pjrt-cpu==0.11.2
 PYTEST_ON_TORCHTPU := TEST_TORCHTPU=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHON_WITH_XLA=$(abspath $(RUN)) $(TORCHTPU) -m pytest
-ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py torchtpu_start.py contract.py packed_documents.py)
+ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py torchtpu_start.py contract.py)
 ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_fake_step.py tests/train tests/launch/test_launch.py
 
 # The same of configs/finetune_smollm2.yaml. The package holds the model's GGUF file; nothing of it is run or installed.

@@ -80,13 +80,8 @@ def cases(plain: Path, folder: Path) -> Iterator[tuple[str, str, list[Example], 
     yield "prompt_completion of messages", "prompt_completion", asked, plain, None
     messages: list[Example] = [{"messages": one} for one in chats]
     yield "chat, template without {% generation %}", "chat", messages, plain, marked(plain)
-    yield (
-        "chat, template with {% generation %}",
-        "chat",
-        messages,
-        with_template(plain, folder / "told", marked(plain)),
-        None,
-    )
+    told = with_template(plain, folder / "told", marked(plain))
+    yield "chat, template with {% generation %}", "chat", messages, told, None
     for family in ("llama3", "phi3", "gemma", "qwen2_5"):
         without_system: list[Example] = [{"messages": [m for m in one if m["role"] != "system"]} for one in chats]
         original, training = trl_template(family), trl_template(f"{family}_training")

@@ -300,7 +300,6 @@ def main() -> None:
                 result = report(seconds, plan(Path(mine)), size)
                 print(table(result))
                 out: Path = arguments.out or RESULTS / "checkpoints.json"
-                out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json.dumps(result, indent=2) + "\n")
             dist.barrier()
     dist.destroy_process_group()

@@ -13,7 +13,6 @@ left for is named. It needs no network. Exit code 1 where a check or a run faile
 
 import argparse
 import contextlib
-import importlib
 import importlib.util
 import json
 import os
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
 RESULTS = HERE / "results"
 NEEDED = ("torch", "transformers", "pydantic", "absl", "yaml", "safetensors", "tokenizers", "psutil", "numpy", "xxhash")
 WAYS = ("ours", "plain", "trainer", "liger")
@@ -108,15 +106,8 @@ class Benchmark:
         answer = self._process(job, seconds)
         self.result["checks"] = answer.get("checks", [])
         if "error" in answer:  # those that were answered before it are in the file
-            self.result["checks"].append(
-                {
-                    "name": "the process",
-                    "outcome": answer["status"],
-                    "note": answer["error"],
-                    "figures": {},
-                    "seconds": 0.0,
-                }
-            )
+            failed = {"name": "the process", "outcome": answer["status"], "note": answer["error"]}
+            self.result["checks"].append({**failed, "figures": {}, "seconds": 0.0})
         self.write()
         print("\n".join(_check_lines(self.result["checks"])), flush=True)
 
@@ -342,12 +333,6 @@ def _line(run: dict[str, Any]) -> str:
 def _require_ready(tiny: bool) -> None:
     """Exit with one line about all that is missing, before anything is started."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if not missing:
-        sys.path.insert(0, str(ROOT))
-        try:
-            importlib.import_module("portable_fsdp.config.load")
-        except ImportError as error:  # a dependency of a dependency: pydantic_core, annotated_types
-            missing = [error.name or str(error)]
     if missing:
         sys.exit(f"benchmarks/gpu.py: expected the packages of pyproject.toml; missing here: {', '.join(missing)}.")
     if not tiny:

@@ -10,7 +10,8 @@ import os
 import platform
 import sys
 import traceback
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,15 +39,8 @@ def environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES if find_spec(name)},
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def write(path: Path, answer: dict[str, Any]) -> None:

@@ -254,7 +254,6 @@ def main() -> None:
             if backend.process.index == 0:
                 result = report(seconds, training.built.size.parameters, arguments.null)
                 print(table(result))
-                out.parent.mkdir(parents=True, exist_ok=True)
                 out.write_text(json.dumps(result, indent=2) + "\n")
     dist.destroy_process_group()
 

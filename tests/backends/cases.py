@@ -1,4 +1,7 @@
-"""The models and rows that runs on all engines are compared on, in odd sizes: nothing divides by 3 or 4 devices."""
+"""The models and rows that runs on all engines are compared on, in odd sizes: nothing divides by 3 or 4 devices.
+
+And the global tensors that a group's processes hold together.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +75,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"state_size": 10, "num_heads": 6, "head_dim": 24, "expand": 2, "n_groups": 1, "chunk_size": 8}
     | {"bos_token_id": 1, "eos_token_id": 2},
 }
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "run": {"dir": "run"},
+    "model": {
+        "architecture": {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
+        | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    },
+    "data": {"source": "python_docs", "seq_len": 32},
+    "train": {"steps": 4, "global_batch": 4},
+    "optim": {"warmup_steps": 1},
+}
+"""The config of a whole run of seconds."""
 
 
 @dataclass(frozen=True)
@@ -188,3 +204,37 @@ def _filled(values: torch.Tensor, padding: int) -> torch.Tensor:
 
 def rows_of(config: Config) -> CaseRows:
     return PackedCaseRows() if config.data.resolved_packing == "documents" else CaseRows()
+
+
+def assemble(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Each tensor put together; fails unless the pieces of all processes tile it exactly once (C4)."""
+    keys = {tuple(state) for state in states}
+    assert len(keys) == 1, "processes name different tensors"
+    whole: dict[str, torch.Tensor] = {}
+    for key in states[0]:
+        kinds = {(tuple(state[key][0]), state[key][1]) for state in states}
+        assert len(kinds) == 1, f"{key}: processes disagree: {kinds}"
+        shape, dtype = kinds.pop()
+        tensor = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        written = torch.zeros(shape, dtype=torch.int32)
+        for state in states:
+            for offset, data in state[key][2]:
+                assert data.dtype == tensor.dtype, f"{key}: piece is {data.dtype}"
+                where = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
+                tensor[where] = data
+                written[where] += 1
+        assert bool((written == 1).all()), f"{key}: written {written.min()} to {written.max()} times"
+        whole[key] = tensor
+    return whole
+
+
+def assert_equal_states(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, keys and dtypes included."""
+    assert actual.keys() == expected.keys()
+    differ = [k for k in expected if actual[k].dtype != expected[k].dtype or not torch.equal(actual[k], expected[k])]
+    assert not differ, f"{len(differ)} of {len(expected)} tensors differ: {differ[:3]}"
+
+
+def size_of(shape: tuple[int, ...], shards: int = 1) -> int:
+    """Elements of a tensor, its rows padded to a multiple of `shards`."""
+    return -(-shape[0] // shards) * shards * torch.Size(shape[1:]).numel()

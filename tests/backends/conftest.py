@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jobs
 import psutil
 import pytest
 from workers import GROUPS, Group, Workers, marked
@@ -67,7 +68,7 @@ def run(workers: Callable[[Group], Workers]) -> Callable[..., list[dict[str, Any
 
     @cache
     def once(group: Group, key: str) -> list[dict[str, Any]]:
-        return workers(group).run("train", case=cases[key])
+        return workers(group).run(jobs.train, case=cases[key])
 
     cases: dict[str, Any] = {}
 

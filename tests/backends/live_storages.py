@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jobs import open_group
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends.contract import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
@@ -32,21 +32,22 @@ class Measured(NamedTuple):
     collectives: dict[str, tuple[int, int]]  # kind -> calls, bytes, as the engine counts its first step
 
 
-def measure(backend: Backend, config: Config) -> Measured:
+def measure(config: Config) -> Measured:
     """Train so many steps; the weights and the optimizer's state are there before."""
-    rows = build_data(config.data).rows if config.data.factory else None
-    training = build_training(config, backend, vocabulary=256, rows=rows)
-    state = [value for values in training.optimizer.state.values() for value in values.values()]
-    with LiveStorages() as live:
-        live.see([*training.model.parameters(), *training.model.buffers(), *state])
-        for _ in range(STEPS):
-            made = [_batch(config, rows) for _ in range(training.accumulation)]
-            batches = [backend.place(batch) for batch in made]
-            control = [float(config.train.resolved_micro_batch * config.data.seq_len * len(made)), 0.0]
-            control += [0.0] * VOTES * backend.process.count
-            backend.fetch(training.step(batches, 1e-3, control)).result()
-    counted = backend.collectives or {}
-    return Measured(live.peak, {kind: (traffic.calls, traffic.bytes) for kind, traffic in counted.items()})
+    with open_group(config) as backend:
+        rows = build_data(config.data).rows if config.data.factory else None
+        training = build_training(config, backend, vocabulary=256, rows=rows)
+        state = [value for values in training.optimizer.state.values() for value in values.values()]
+        with LiveStorages() as live:
+            live.see([*training.model.parameters(), *training.model.buffers(), *state])
+            for _ in range(STEPS):
+                made = [_batch(config, rows) for _ in range(training.accumulation)]
+                batches = [backend.place(batch) for batch in made]
+                control = [float(config.train.resolved_micro_batch * config.data.seq_len * len(made)), 0.0]
+                control += [0.0] * VOTES * backend.process.count
+                backend.fetch(training.step(batches, 1e-3, control)).result()
+        counted = backend.collectives or {}
+        return Measured(live.peak, {kind: (traffic.calls, traffic.bytes) for kind, traffic in counted.items()})
 
 
 def _batch(config: Config, rows: Rows | None) -> dict[str, Tensor]:
@@ -62,11 +63,11 @@ def _batch(config: Config, rows: Rows | None) -> dict[str, Tensor]:
 
 
 class LiveStorages(TorchDispatchMode):
-    """`peak`: the most bytes that storages of tensors held at once, seen at operators."""
+    """`bytes` that storages of tensors hold, and the most that they held at once, both seen at operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
+        self.bytes = self.peak = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def see(self, values: Any) -> None:
@@ -77,11 +78,9 @@ class LiveStorages(TorchDispatchMode):
             if is_real and leaf.device.type == "cpu":
                 storage = leaf.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
-        self._look()
-
-    def _look(self) -> None:
         self._storages = {key: reference for key, reference in self._storages.items() if reference() is not None}
-        self.peak = max(self.peak, sum(_bytes(reference()) for reference in self._storages.values()))
+        self.bytes = sum(_bytes(reference()) for reference in self._storages.values())
+        self.peak = max(self.peak, self.bytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import peft
 import torch
 import transformers
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
@@ -19,7 +18,7 @@ from portable_fsdp.config.describe import matches
 from portable_fsdp.config.schema import Precision
 from portable_fsdp.data.packing import sample_indices
 from portable_fsdp.models.build import build_model
-from portable_fsdp.optim.optimizer import learning_rate
+from portable_fsdp.optim.optimizer import learning_rate, make_optimizer
 
 # Settings that change what is computed; all others only say how an engine does it.
 OF_THE_LOOP = ("model.architecture", "model.freeze", "model.lora", "precision.frozen", "optim.groups", "data.packing")
@@ -31,9 +30,8 @@ OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager", "mamba
 class Reference:
     losses: list[float]
     grad_norms: list[float]
-    gradients: dict[str, torch.Tensor]  # of step 1, before clipping
-    initial: dict[str, torch.Tensor]
-    final: dict[str, torch.Tensor]
+    gradients: dict[str, Tensor]  # of step 1, before clipping
+    initial: dict[str, Tensor]
 
 
 def _model(case: Case) -> nn.Module:
@@ -48,6 +46,8 @@ def _model(case: Case) -> nn.Module:
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=OWN_ATTENTION.get(config.model_type, "sdpa"))
     if section.lora is not None:
+        import peft
+
         settings = peft.LoraConfig(
             r=section.lora.r, lora_alpha=cast(int, section.lora.alpha), target_modules="all-linear"
         )
@@ -73,97 +73,61 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
             decay = decay if own.weight_decay is None else own.weight_decay
             share = 1.0 if own.lr is None else own.lr / optim.lr
         groups.append({"params": [parameter], "weight_decay": decay, "share": share})
-    moments: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas}
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     if optim.name == "adafactor":  # as transformers' Trainer makes it
         return transformers.Adafactor(groups, lr=optim.lr, scale_parameter=False, relative_step=False)
-    if optim.name == "lion" or optim.factory is not None:  # own_optimizers.py
-        return PlainLion(groups, moments | ({"betas": (0.9, 0.99)} if optim.factory else {}))
-    if optim.name == "muon":
+    if optim.name in ("lion", "muon") or optim.factory is not None:  # formulas of their own: tests/optim
         tables = [getattr(model, way)() for way in ("get_input_embeddings", "get_output_embeddings")]
         outer = {id(table.weight) for table in tables}
         for group in groups:
-            group["is_matrix"] = group["params"][0].dim() == 2 and id(group["params"][0]) not in outer
-        return PlainMuon(groups, {**moments, "eps": optim.eps, "momentum": optim.momentum})
+            [weight] = group["params"]
+            group |= {"is_hidden": True} if weight.dim() == 2 and id(weight) not in outer else {}
+        return make_optimizer(optim)(groups, False)
     torchs = torch.optim.Adam if optim.name == "adam" else torch.optim.AdamW
-    return torchs(groups, **moments, eps=optim.eps)
-
-
-class PlainLion(torch.optim.Optimizer):
-    """Program 1 of arXiv 2302.06675."""
-
-    @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            for p in group["params"]:
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                update = torch.sign(beta1 * m + (1 - beta1) * p.grad)
-                m.copy_(beta2 * m + (1 - beta2) * p.grad)
-                p -= lr * (update + group["weight_decay"] * p)
-
-
-class PlainMuon(torch.optim.Optimizer):
-    """torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), but in float32, of matrices; AdamW of the rest."""
-
-    @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            lr, (beta1, beta2), mu = group["lr"], group["betas"], group["momentum"]
-            for p in group["params"]:
-                g, state = p.grad, self.state[p]
-                state["t"] = state.get("t", 0) + 1
-                m, v = (state.setdefault(key, torch.zeros_like(p)) for key in ("m", "v"))
-                p *= 1 - lr * group["weight_decay"]
-                if group["is_matrix"]:
-                    m.copy_(mu * m + (1 - mu) * g)
-                    x = (1 - mu) * g + mu * m
-                    x = x / x.norm()
-                    for _ in range(5):
-                        a = x @ x.T
-                        x = 3.4445 * x - 4.775 * a @ x + 2.0315 * a @ a @ x
-                    p -= lr * 0.2 * max(p.shape) ** 0.5 * x
-                else:
-                    m.copy_(beta1 * m + (1 - beta1) * g)
-                    v.copy_(beta2 * v + (1 - beta2) * g * g)
-                    root = (v / (1 - beta2 ** state["t"])).sqrt() + group["eps"]
-                    p -= lr * m / (1 - beta1 ** state["t"]) / root
+    return torchs(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
 def loss_of_step(case: Case, model: nn.Module, step: int) -> Tensor:
     """The mean loss over the counted labels of a step's global batch, by the model's own logits."""
     rows = rows_of(case.config(1))
-    positions = torch.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH).numpy()
-    indices = sample_indices(case.seed, positions, len(rows))
-    batch = _together(rows.alone(indices)) if isinstance(rows, PackedCaseRows) else rows.rows(indices)
+    indices = _indices(case, step)
+    packed = isinstance(rows, PackedCaseRows)
+    return _loss(model, _together(rows.alone(indices)) if packed else rows.rows(indices))
+
+
+def _indices(case: Case, step: int) -> np.ndarray:
+    positions = np.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH)
+    return sample_indices(case.seed, positions, len(rows_of(case.config(1))))
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
 
 
-def evaluate(case: Case, weights: dict[str, torch.Tensor], rows: CaseRows) -> tuple[float, int]:
-    """The mean loss over the counted labels of all rows, and their number, row by row."""
+def _holding(case: Case, weights: dict[str, Tensor]) -> nn.Module:
     model = _model(case)
-    parameters = dict(model.named_parameters())
-    total, tokens = 0.0, 0
-    with torch.no_grad():
-        for fqn, parameter in parameters.items():
-            parameter.copy_(weights[fqn])
-        for index in range(len(rows)):
-            batch = rows.rows(torch.tensor([index]).numpy())
-            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-            labels = batch["labels"].flatten()
-            total += F.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=-100, reduction="sum").item()
-            tokens += int((labels != -100).sum())
-    return total / tokens, tokens
-
-
-def generate(case: Case, weights: dict[str, torch.Tensor]) -> list[str]:
-    """The ids that transformers generates after each of train.sample_prompts, whose ids are their bytes."""
-    model, train = _model(case).eval(), case.config(1).train
     with torch.no_grad():
         for fqn, parameter in model.named_parameters():
             parameter.copy_(weights[fqn])
+    return model
+
+
+def evaluate(case: Case, weights: dict[str, Tensor], rows: CaseRows) -> tuple[float, int]:
+    """The mean loss over the counted labels of all rows, and their number, row by row."""
+    model, total, tokens = _holding(case, weights), 0.0, 0
+    for index in range(len(rows)):
+        batch = rows.rows(np.array([index]))
+        with torch.no_grad():
+            total += _loss(model, batch, "sum").item()
+        tokens += int((batch["labels"] != -100).sum())
+    return total / tokens, tokens
+
+
+def generate(case: Case, weights: dict[str, Tensor]) -> list[str]:
+    """The ids that transformers generates after each of train.sample_prompts, whose ids are their bytes."""
+    model, train = _holding(case, weights).eval(), case.config(1).train
     texts: list[str] = []
     for prompt in train.sample_prompts:
         ids = torch.tensor([list(prompt.encode())])
@@ -172,9 +136,6 @@ def generate(case: Case, weights: dict[str, torch.Tensor]) -> list[str]:
         )
         texts.append(" ".join(map(str, text.tolist())))
     return texts
-
-
-_trained: dict[str, Reference] = {}
 
 
 def reference(case: Case, skipped: tuple[int, ...] = ()) -> Reference:
@@ -188,6 +149,9 @@ def reference(case: Case, skipped: tuple[int, ...] = ()) -> Reference:
     if key not in _trained:
         _trained[key] = _train(plain, skipped)
     return _trained[key]
+
+
+_trained: dict[str, Reference] = {}
 
 
 class Scaled(NamedTuple):
@@ -207,8 +171,7 @@ def train_by_grad_scaler(case: Case, parts: int) -> Scaled:
     window = precision.loss_scale_window
     scaler = torch.GradScaler("cpu", init_scale=precision.loss_scale, growth_interval=window)
     for step in range(1, case.steps + 1):
-        positions = torch.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH).numpy()
-        batch = CaseRows().rows(sample_indices(case.seed, positions, len(CaseRows())))
+        batch = CaseRows().rows(_indices(case, step))
         count, loss, scale = (batch["labels"] != -100).sum(), 0.0, scaler.get_scale()
         for ids, labels in zip(*(batch[name].chunk(parts) for name in ("input_ids", "labels")), strict=True):
             halves = {name: weight.half() for name, weight in model.named_parameters()}
@@ -228,17 +191,14 @@ def train_by_grad_scaler(case: Case, parts: int) -> Scaled:
     return out
 
 
+@torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
 def losses_of_documents(case: Case) -> list[float]:
-    """Of the first rows, with the initial weights: each document in a row of its own."""
-    model, losses = _model(case), []
-    for batch in PackedCaseRows().alone(np.arange(GLOBAL_BATCH)):
-        with torch.no_grad():
-            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        losses.append(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100).item())
-    return losses
+    """Of the first, second and third documents of rows, each in a row of its own, with the initial weights."""
+    model, alone = _model(case), PackedCaseRows().alone(np.arange(GLOBAL_BATCH))
+    return [_loss(model, _together(alone[number::3])).item() for number in range(3)]
 
 
-def _together(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _together(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
@@ -246,7 +206,7 @@ def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
     torch.set_num_threads(1)
     model = _model(case)
     optimizer = _optimizer(case, model)
-    out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()}, {})
+    out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()})
     for step in range(1, case.steps + 1):
         loss = loss_of_step(case, model, step)
         loss.backward()
@@ -260,5 +220,4 @@ def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
         optimizer.zero_grad()
         out.losses.append(loss.item())
         out.grad_norms.append(norm.item())
-    out.final = {n: p.detach().clone() for n, p in model.named_parameters()}
     return out

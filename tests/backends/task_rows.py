@@ -1,5 +1,7 @@
 """Rows and a loss of one's own for test_tasks.py, which a config finds beside it."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,7 +11,7 @@ from torch.utils.data import Dataset
 class Texts(Dataset[dict[str, Tensor]]):
     """Padded ids whose labels follow from them."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, split: str) -> None:
         self.kind = kind
 
     def __len__(self) -> int:
@@ -26,28 +28,14 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "attention_mask": mask, "labels": of_row.get(self.kind, each)}
 
 
-def rows(split: str) -> Texts:
-    return Texts("rows")
-
-
-def scores(split: str) -> Texts:
-    return Texts("scores")
-
-
-def tags(split: str) -> Texts:
-    return Texts("tags")
-
-
-def words(split: str) -> Texts:
-    return Texts("words")
-
-
-def masked(split: str) -> Texts:
-    return Texts("masked")
+rows, scores, tags, words, masked = (partial(Texts, kind) for kind in ("rows", "scores", "tags", "words", "masked"))
 
 
 class Lengths(Dataset[dict[str, Tensor]]):
     """Rows of 3 to 12 tokens; the first id tells how many."""
+
+    def __init__(self, split: str) -> None:
+        pass
 
     def __len__(self) -> int:
         return 60
@@ -56,10 +44,6 @@ class Lengths(Dataset[dict[str, Tensor]]):
         length = 3 + index % 10
         ids = torch.randint(3, 40, (length,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": torch.cat([torch.tensor([40 + length]), ids[1:]]), "labels": ids % 3}
-
-
-def lengths(split: str) -> Lengths:
-    return Lengths()
 
 
 class Sees(nn.Module):
@@ -75,12 +59,7 @@ class Sees(nn.Module):
         return self.head(images.flatten(1).to(self.head.weight.dtype))
 
 
-def sees_float32() -> Sees:
-    return Sees(torch.float32)
-
-
-def sees_bfloat16() -> Sees:
-    return Sees(torch.bfloat16)
+sees_float32, sees_bfloat16 = partial(Sees, torch.float32), partial(Sees, torch.bfloat16)
 
 
 def some_rows(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

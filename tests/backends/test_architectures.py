@@ -4,19 +4,18 @@ What it learnt, exported, opens in transformers with the same weights and the sa
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import jobs
 import pytest
 import torch
-from assemble import assemble
-from cases import ARCHITECTURES, Case
+from cases import ARCHITECTURES, Case, assemble
 from reference import OWN_ATTENTION, loss_of_step
 from test_curves import FP32_20_STEPS, assert_equal_curves
 from torch import nn
 from transformers import AutoModelForCausalLM
-from workers import Group, Workers, marked
+from workers import GetWorkers, Group, Workers, marked
 
 from portable_fsdp.formats.base import ExportOptions
 from portable_fsdp.formats.exporting import export_checkpoint
@@ -26,7 +25,7 @@ SAVED_AT, STEPS = 19, 20
 
 def assert_it_trains_and_opens(workers: Workers, model: str, folder: Path) -> None:
     case = Case(model=model, steps=STEPS)
-    answers = workers.run("write", case=case, folder=str(folder / "checkpoints"), at=SAVED_AT)
+    answers = workers.run(jobs.write, case=case, folder=str(folder / "checkpoints"), at=SAVED_AT)
     assert_equal_curves([{"metrics": answer["before"] + answer["metrics"]} for answer in answers], case)
     for answer in answers:
         assert answer["compilations"] == answer["expected_compilations"]
@@ -73,9 +72,7 @@ EACH = [
 
 
 @pytest.mark.parametrize(("where", "model"), EACH)
-def test_eight_families_train_and_open(
-    where: Group, model: str, workers: Callable[[Group], Workers], tmp_path: Path
-) -> None:
+def test_eight_families_train_and_open(where: Group, model: str, workers: GetWorkers, tmp_path: Path) -> None:
     assert_it_trains_and_opens(workers(where), model, tmp_path)
 
 
@@ -91,7 +88,5 @@ def test_the_page_lists_every_family() -> None:
 @pytest.mark.xla
 @pytest.mark.parametrize("where", [Group("native", 3), Group("xla", 4)], ids=str)
 @pytest.mark.parametrize("model", ARCHITECTURES)
-def test_every_family_trains_and_opens(
-    where: Group, model: str, workers: Callable[[Group], Workers], tmp_path: Path
-) -> None:
+def test_every_family_trains_and_opens(where: Group, model: str, workers: GetWorkers, tmp_path: Path) -> None:
     assert_it_trains_and_opens(workers(where), model, tmp_path)

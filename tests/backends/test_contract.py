@@ -2,22 +2,27 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import jobs
+import numpy as np
 import pytest
 import torch
-from assemble import assemble, assert_equal_states
-from cases import GLOBAL_BATCH, Case, CaseRows
-from reference import evaluate, generate, reference
-from workers import Group, JobFailed, Workers
+from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, assemble, assert_equal_states
+from jobs import Operators, numbers, open_case, running
+from reference import evaluate, generate, losses_of_documents, reference
+from test_curves import assert_equal_curves
+from workers import GetWorkers, Group, JobFailed, Run
 
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.runtime.errors import BackendError
-
-Run = Callable[[Group, Case], list[dict[str, Any]]]
-GetWorkers = Callable[[Group], Workers]
+from portable_fsdp.data.tokenize import ByteTokenizer
+from portable_fsdp.runtime.errors import BackendError, ConfigError
+from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.preflight import require_same
+from portable_fsdp.train.sampling import Sampler
 
 ADAMW = Case(model="llama", steps=50)
 # Plain SGD, unclipped: AdamW and clipping both hide a wrong gradient scale.
@@ -40,11 +45,11 @@ def test_c1_gradients_are_sums_over_the_global_batch(group: Group, run: Run) -> 
 
 def test_c2_a_step_reads_nothing_on_the_host(group: Group, workers: GetWorkers) -> None:
     # SGD: torch's AdamW reads its step count, a host tensor under native, in Python.
-    assert [answer["reads"] for answer in workers(group).run("host_reads", case=SGD)] == [0] * _processes(group)
+    workers(group).run(jobs.reads_nothing_on_the_host, case=SGD)
 
 
 def test_c2_the_stop_flag_of_any_process_reaches_all_in_the_same_step(group: Group, workers: GetWorkers) -> None:
-    answers = workers(group).run("train", case=replace(SGD, steps=3), stop_in=2)
+    answers = workers(group).run(jobs.train, case=replace(SGD, steps=3), stop_in=2)
     for answer in answers:
         assert [metrics["votes"][0] > 0 for metrics in answer["metrics"]] == [False, True, False]
 
@@ -156,6 +161,46 @@ SAMPLED = {"train.sample_every": 2, "train.sample_prompts": PROMPTS, "train.samp
 EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2, **SAMPLED}
 
 
+class Ids(ByteTokenizer):
+    """Shows each id of a text, also those that are no bytes."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def evaluated(case: Case, rows: int, early: bool) -> dict[str, Any]:
+    """Two runs of a case: with evaluations over `rows` rows and samples after steps 2 and 5 (`early`: before too), and
+    without."""
+    with running(case) as run:
+        backend = run.backend
+        before = backend.compilations
+        evaluator = Evaluator(backend, run.model, CaseRows(rows), run.config.train)
+        sampler = Sampler(backend, run.model, Ids(), run.config.train, SEQ_LEN)
+        answer = {"untrained": evaluator() if early else None}
+        answer |= _five_steps(run, lambda: {"evaluation": evaluator(), "texts": sampler()})
+        answer |= {"compilations": backend.compilations - before, "expected": backend.expected_compilations}
+        with Operators() as last:
+            evaluator()
+        return {**answer, "reads": last.reads, "plain": _five_steps(jobs.Run(backend, run.config), dict)}
+
+
+def _five_steps(run: jobs.Run, after_two_and_five: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    metrics, counted = run.train(1, 2), run.backend.collectives
+    more, at = after_two_and_five(), run.state()
+    # What XLA sends nobody looks at: under a mode of torch's its step is another program.
+    with nullcontext() if run.backend.expected_compilations else Operators() as operators:
+        metrics += run.train(3, 5)
+    after_two_and_five()
+    return {
+        "metrics": metrics,
+        "sent": operators.collectives if operators else [],
+        "collectives": [counted, run.backend.collectives],
+        "at": at,
+        "final": run.state(),
+        **more,
+    }
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -168,9 +213,9 @@ EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2, **SAMPLED}
 )
 def test_an_evaluation_changes_nothing(group: Group, workers: GetWorkers, settings: dict[str, Any]) -> None:
     """Neither the curve nor the state, nor what a step sends; it is compiled once, and reads nothing on the host."""
-    answers = workers(group).run("evaluated", case=evaluated_case(settings), rows=53, early=not group.engine.compiles)
+    answers = workers(group).run(evaluated, case=evaluated_case(settings), rows=53, early=not group.engine.compiles)
     assert_evaluation_changes_nothing(answers)
-    counts = {(answer["compilations"], answer["expected_compilations"]) for answer in answers}
+    counts = {(answer["compilations"], answer["expected"]) for answer in answers}
     if group.engine.threads and counts == {(5, 3)}:
         pytest.xfail("with two devices the step is compiled again after an evaluation, and evaluations after another")
     # Less where an earlier job of the worker compiled the same program, which is kept as long as the process.
@@ -208,16 +253,25 @@ def assert_evaluation_changes_nothing(answers: list[dict[str, Any]]) -> None:
         assert evaluation.loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
-    answers = workers(group).run("agree_and_sum")
-    shards = {answer["shard"] for answer in answers}
-    expected = sum(sum(range(GLOBAL_BATCH // count)) + 100 * index * (GLOBAL_BATCH // count) for index, count in shards)
-    for answer in answers:
-        assert answer["agreed"] == {"from": 0, "list": [1, 2]}
-        assert answer["gathered"] == ["x" * index for index in range(len(answers))]
+def use_small_methods() -> None:
+    backend, _ = open_case(Case())
+    with backend:
+        process, shard = backend.process, backend.data_shard
+        assert backend.agree({"from": process.index, "list": [1, 2]}) == {"from": 0, "list": [1, 2]}
+        assert backend.gather("x" * process.index) == ["x" * index for index in range(process.count)]
+        require_same(backend, {"data": "a"})
         differ = "model.pretrained: expected the same on all processes, found c0 on process 0 and c1 on process 1"
-        assert answer["refused"] == (differ if len(answers) > 1 else "")
-        assert answer["total"] == expected
+        with pytest.raises(ConfigError, match=differ) if process.count > 1 else nullcontext():
+            require_same(backend, {"data": "a", "model.pretrained": f"c{process.index}"})
+        rows = GLOBAL_BATCH // shard.count
+        placed = backend.place({"rows": torch.arange(rows).float() + 100 * shard.index})["rows"]
+        add = backend.compile(lambda rows: {"total": backend.sum(rows.sum())}, "total")
+        total = backend.fetch(add(placed)).result()["total"].item()
+        assert total == sum(sum(range(rows)) + 100 * index * rows for index in range(shard.count))
+
+
+def test_sum_place_agree_and_gather(group: Group, workers: GetWorkers) -> None:
+    workers(group).run(use_small_methods)
 
 
 def test_every_process_feeds_its_rows_and_memory_is_measured(group: Group, run: Run) -> None:
@@ -246,13 +300,72 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("case", "message"), REFUSALS)
 def test_c5_refused_when_it_opens(group: Group, workers: GetWorkers, case: Case, message: str) -> None:
-    if not any(workers(group).run("is_refused", case=case)):
-        workers(group).run("opened", case=case)  # honoured here
+    if not any(workers(group).run(jobs.is_refused, case=case)):
+        workers(group).run(jobs.opened, case=case)  # honoured here
         return
     with pytest.raises(JobFailed) as failure:
-        workers(group).run("opened", case=case)
+        workers(group).run(jobs.opened, case=case)
     assert failure.value.kind in ("BackendError", "ConfigError")
     assert re.search(message, failure.value.message)
+
+
+# ---------------------------------------------------------------------------- documents that share a row
+
+
+def packed(model: str = "llama", checkpointing: str = "none", scan: bool = False, **options: Any) -> Case:
+    """SGD keeps no state: steps with a learning rate of 0, which give the documents' losses, leave no trace."""
+    settings = {"data.packing": "documents", "compile.scan_layers": scan}
+    return Case(model, optim=SGD.optim, max_grad_norm=None, checkpointing=checkpointing, settings=settings, **options)
+
+
+PACKED = {
+    "plain": packed(),
+    "scanned, recomputed": packed(checkpointing="full", scan=True),
+    "windows, recomputed": packed("gemma2", checkpointing="full"),
+    "scanned": packed(scan=True),
+    "kept gathered": packed("gpt2", strategy="SHARD_GRAD_OP"),
+}
+PACKED_IN_SUITE = ("plain", "scanned")
+
+
+def train_documents(case: Case) -> dict[str, Any]:
+    """The losses of the first, second and third documents of a global batch's rows with the initial weights, by steps
+    that change nothing; then a whole run."""
+    with running(case) as run:
+        backend, batch, losses = run.backend, PackedCaseRows().rows(np.arange(GLOBAL_BATCH)), list[float]()
+        rows, before = GLOBAL_BATCH // backend.data_shard.count, backend.compilations
+        own = slice(backend.data_shard.index * rows, (backend.data_shard.index + 1) * rows)
+        for number in (1, 2, 3):
+            labels = batch["labels"].where(batch["segments"] == number, -100)
+            shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
+            control = run.control(float((shard["labels"] != -100).sum()))
+            losses.append(numbers(backend.fetch(run.step([backend.place(shard)], 0.0, control)))["loss"])
+        return {
+            "documents": losses,
+            "metrics": run.train(1, case.steps),
+            "compilations": backend.compilations - before,
+            "expected_compilations": backend.expected_compilations,
+        }
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.proof] * (name not in PACKED_IN_SUITE)) for name in PACKED]
+)
+def test_each_document_has_its_own_loss_and_the_run_its_curve(group: Group, name: str, workers: GetWorkers) -> None:
+    case = PACKED[name]
+    if any(workers(group).run(jobs.is_refused, case=case)):
+        return
+    expected = losses_of_documents(case)
+    for answer in workers(group).run(train_documents, case=case):
+        assert answer["documents"] == pytest.approx(expected, rel=1e-5)
+        assert_equal_curves([answer], case)
+        assert answer["compilations"] == answer["expected_compilations"]
+
+
+def test_a_model_that_lets_documents_see_each_other_is_refused(group: Group, workers: GetWorkers) -> None:
+    with pytest.raises(JobFailed, match="Mamba2ForCausalLM: logits differ") as failure:
+        workers(group).run(train_documents, case=packed("mamba2"))
+    assert failure.value.kind == "ConfigError"
 
 
 def _processes(group: Group) -> int:

@@ -1,18 +1,15 @@
-"""Promise 2: the same curve on every engine and device count as in a plain single-process loop."""
+"""Promise 2: the same curve on every engine and device count as in a plain loop; and optimizers that can't have it."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import torch
-from assemble import assemble
-from cases import GLOBAL_BATCH, Case
+from cases import ARCHITECTURES, GLOBAL_BATCH, Case, assemble, assert_equal_states
 from reference import reference
-from workers import Group, Workers
-
-Run = Callable[[Group, Case], list[dict[str, Any]]]
-GetWorkers = Callable[[Group], Workers]
+from workers import GetWorkers, Group, JobFailed, Run, marked
 
 # Relative bounds of DESIGN.md's "equal curves"; rounding alone reaches 4e-6 at 40 steps.
 FP32_20_STEPS, FP32_50_STEPS, BF16_20_STEPS = 1e-5, 5e-5, 2e-3
@@ -58,7 +55,7 @@ def assert_equal_curves(answers: list[dict[str, Any]], case: Case, bound: float 
 @pytest.mark.parametrize("name", [*SUITE, *(pytest.param(name, marks=pytest.mark.proof) for name in PROOFS)])
 def test_fp32_equals_a_plain_loop(group: Group, workers: GetWorkers, run: Run, name: str) -> None:
     case = (SUITE | PROOFS)[name]
-    if any(workers(group).run("is_refused", case=case)):  # optimizers of whole matrices, on flat shards
+    if any(workers(group).run(jobs.is_refused, case=case)):  # optimizers of whole matrices, on flat shards
         return
     if case.micro_batch is None or GLOBAL_BATCH % (case.micro_batch * group.devices) == 0:
         assert_equal_curves(run(group, case), case)
@@ -75,7 +72,7 @@ def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:
 def test_all_in_bfloat16_learns_and_stays_bfloat16(group: Group, workers: GetWorkers, run: Run) -> None:
     """Small updates are lost in bfloat16 weights, so the curve is near that of float32 and not equal to it."""
     case = Case(compute="bfloat16", steps=8, settings={"precision.master": "bfloat16"})
-    if any(workers(group).run("is_refused", case=case)):
+    if any(workers(group).run(jobs.is_refused, case=case)):
         return
     answers = run(group, case)
     state = assemble([answer["final"] for answer in answers])
@@ -96,3 +93,51 @@ def test_a_wrong_divisor_would_be_seen(run: Run) -> None:
     for other in (Case(seed=8), Case(optim={"name": "adamw", "lr": 1.001e-3, "weight_decay": 0.1})):
         with pytest.raises(AssertionError):
             assert_equal_curves(run(group, other), Case())
+
+
+# ------------------------------------------------------------------------------------- optimizers
+
+NATIVE, XLA = Group("native", 3), Group("xla", 3)
+
+
+def of_own(name: str) -> Case:
+    return Case(steps=1, optim={"factory": f"own_optimizers:{name}", "lr": 1e-3, "weight_decay": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "words"),
+    [
+        *(
+            marked(group, "Scaled", ("found Scaled,", "own_optimizers.py:", ".norm().item()"))
+            for group in (NATIVE, XLA)
+        ),
+        marked(XLA, "torchs_sgd", ("found SGD,", "torch/optim/")),  # it reads a learning rate that is a tensor
+    ],
+)
+def test_an_optimizer_that_reads_the_device_is_refused_before_the_first_step(
+    group: Group, name: str, words: tuple[str, ...], workers: GetWorkers
+) -> None:
+    workers(NATIVE).run(jobs.opened, case=of_own("torchs_sgd"), build=True)
+    with pytest.raises(JobFailed) as failure:
+        workers(group).run(jobs.opened, case=of_own(name), build=True)
+    assert failure.value.kind == "BackendError"
+    assert all(word in failure.value.message for word in (*words, "which can't step without values"))
+
+
+@pytest.mark.proof
+def test_eight_bit_states_travel_and_learn(workers: GetWorkers, tmp_path: Path) -> None:
+    """On gloo processes, by bitsandbytes' kernel for CPUs."""
+    sizes = ARCHITECTURES["llama"] | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    case = Case(steps=12, optim={"name": "adamw8bit", "lr": 1e-3}, settings={"model.architecture": sizes})
+    answers = workers(NATIVE).run(jobs.write, case=case, folder=str(tmp_path), at=6)
+    saved = assemble([answer["state"] for answer in answers])
+    scales = {key for key in saved if key.startswith("exp_avg_scale/")}
+    assert "exp_avg_scale/model.layers.0.mlp.down_proj.weight" in scales
+    assert "exp_avg_scale/model.norm.weight" not in scales
+    losses = [row["loss"] for row in answers[0]["metrics"]]
+    full = reference(Case(steps=12, optim={"name": "adamw", "lr": 1e-3}, settings=case.settings))
+    assert losses == pytest.approx(full.losses[6:], rel=5e-3)
+    for group in (Group("native", 1), Group("native", 2)):
+        [answer, *_] = answers = workers(group).run(jobs.read, case=case, folders={"it": str(tmp_path)}, at=6)
+        assert_equal_states(assemble([answer["it"]["state"] for answer in answers]), saved)
+        assert [row["loss"] for row in answer["it"]["metrics"]] == pytest.approx(losses, rel=1e-4)

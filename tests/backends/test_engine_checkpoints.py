@@ -1,21 +1,29 @@
 """Checkpoints of the real engines: promise 3 (they travel) and promise 6 (a kill loses nothing)."""
 
+import math
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jobs
 import pytest
-from assemble import assemble, assert_equal_states
-from cases import GLOBAL_BATCH, Case
-from memory import RETURN_FREED_MEMORY
+import torch
+from cases import GLOBAL_BATCH, Case, assemble, assert_equal_states
+from jobs import checkpoints_in, load_newest, open_case, running
+from memory import RETURN_FREED_MEMORY, Peak, anonymous
 from reference import reference
-from workers import GROUPS, Group, Workers, marked
+from torch.distributed.tensor import DTensor
+from workers import GROUPS, GetWorkers, Group, Workers, marked
 
-from portable_fsdp.checkpoint.format import committed_steps, read_manifest
+from portable_fsdp.backends.contract import Backend
+from portable_fsdp.backends.native.units import local_part
+from portable_fsdp.checkpoint.format import committed_steps
+from portable_fsdp.config import schema
+from portable_fsdp.layout import weight_spec
+from portable_fsdp.runtime.errors import CheckpointError
 
-GetWorkers = Callable[[Group], Workers]
 Written = Callable[[Group], tuple[Path, list[dict[str, Any]]]]
 
 proof = pytest.mark.proof
@@ -32,7 +40,7 @@ def written(workers: GetWorkers, tmp_path_factory: pytest.TempPathFactory) -> Wr
     @cache
     def write(group: Group) -> tuple[Path, list[dict[str, Any]]]:
         folder = tmp_path_factory.mktemp(str(group))
-        return folder, workers(group).run("write", case=TRAVELS, folder=str(folder), at=AT)
+        return folder, workers(group).run(jobs.write, case=TRAVELS, folder=str(folder), at=AT)
 
     return write
 
@@ -48,7 +56,7 @@ def test_any_reader_opens_any_writer_bit_for_bit(
         group for group in GROUPS if (is_proof or group.in_suite) and not (without_xla and group.engine.needs_xla)
     ]
     folders = {str(writer): str(written(writer)[0]) for writer in writers}
-    answers = workers(reader).run("read", case=TRAVELS, folders=folders, at=AT)
+    answers = workers(reader).run(jobs.read, case=TRAVELS, folders=folders, at=AT)
     for writer in writers:
         saved_by = written(writer)[1]
         saved = assemble([answer["state"] for answer in saved_by])
@@ -82,55 +90,17 @@ OTHERS = [
 def test_states_of_other_optimizers_strategies_and_dtypes_travel(
     case: Case, writer: Group, workers: GetWorkers, tmp_path: Path
 ) -> None:
-    if any(workers(writer).run("is_refused", case=case)):
+    if any(workers(writer).run(jobs.is_refused, case=case)):
         return
-    answers = workers(writer).run("write", case=case, folder=str(tmp_path), at=AT)
+    answers = workers(writer).run(jobs.write, case=case, folder=str(tmp_path), at=AT)
     saved, losses = assemble([answer["state"] for answer in answers]), [row["loss"] for row in answers[0]["metrics"]]
     for reader in (group for group in GROUPS if group.devices in (1, 3)):
-        if any(workers(reader).run("is_refused", case=case)):
+        if any(workers(reader).run(jobs.is_refused, case=case)):
             continue
-        answers = workers(reader).run("read", case=case, folders={"it": str(tmp_path)}, at=AT)
+        answers = workers(reader).run(jobs.read, case=case, folders={"it": str(tmp_path)}, at=AT)
         assert_equal_states(assemble([answer["it"]["state"] for answer in answers]), saved)
         bound = 1e-5 if case.compute == "float32" else 2e-3
         assert [row["loss"] for row in answers[0]["it"]["metrics"]] == pytest.approx(losses, rel=bound)
-
-
-# ------------------------------------------------------------------------------------------------ a kill at any instant
-
-
-@proof
-@pytest.mark.xla
-@pytest.mark.parametrize(
-    ("writer", "reader", "operations"),
-    [(Group("native", 2), Group("xla", 3), 85), (Group("xla", 4), Group("native", 3), 60)],
-    ids=str,
-)
-def test_every_instant_of_a_save_resumes_elsewhere(
-    writer: Group, reader: Group, operations: int, workers: GetWorkers, tmp_path: Path
-) -> None:
-    """The files of every instant of a save are kept; another engine resumes from each, on other devices.
-
-    tests/checkpoint/test_faults.py kills at each of the same operations, with another backend.
-    """
-    (kept := tmp_path / "kept").mkdir()
-    case = Case(model="llama_tied", steps=3)
-    saved = workers(writer).run("save_by_instants", case=case, folder=str(tmp_path / "run"), kept=str(kept))
-    assert sum(answer["operations"] for answer in saved) >= operations
-    expected = {step: assemble([answer["states"][step] for answer in saved]) for step in (1, 2)}
-    instants = sorted(path for path in kept.iterdir() if path.is_dir())
-    committed = [2 if (path / "step-00000002" / "manifest.json").exists() else 1 for path in instants]
-    assert len(instants) >= operations / 2
-    assert 5 < committed.count(2) < len(instants) - 20, "instants before the commit, and of the retention after it"
-    answers = workers(reader).run("resume_each", case=case, folders=[str(path) for path in instants], expected=expected)
-    for answer in answers:
-        assert [folder["differ"] for folder in answer] == [[]] * len(instants)
-        assert [folder["step"] for folder in answer] == committed
-        assert [folder["position"] for folder in answer] == [(0, step * GLOBAL_BATCH) for step in committed]
-    for instant in instants:
-        assert [path.name for path in instant.iterdir()] == ["step-00000003"], "debris"
-        [path] = committed_steps(instant)
-        files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-        assert files == {"manifest.json", *(file.name for file in read_manifest(path).files)}
 
 
 # --------------------------------------------------------------- replicas; tests/checkpoint/test_replica_digests.py too
@@ -152,6 +122,62 @@ REPLICAS: list[tuple[Group, Case, dict[str, bool], str, bool]] = [  # ..., the e
 ]
 
 
+def save_unequal_replicas(case: Case, folder: str, settings: dict[str, Any], equal: str) -> None:
+    """Save step 1; change one number of `KEY` in the last replica, train on, and save step 2, which is refused.
+
+    Then load what is found and save step 3.
+    """
+    with running(case) as run:
+        checkpoints = checkpoints_in(folder, run, schema.Checkpoint(**settings))
+
+        def save(step: int) -> None:
+            checkpoints.save(step, run.model, run.optimizer, (0, step * GLOBAL_BATCH))
+            checkpoints.wait()
+
+        run.train(1, 1)
+        save(1)
+        change_a_replica(run.backend, run.model, KEY)
+        run.train(2, 2)
+        with pytest.raises(CheckpointError) as refusal:
+            save(2)
+        message = str(refusal.value)
+        assert "checkpoint step-00000002: expected equal values in all replicas, found 1 that differ" in message
+        assert re.search(rf"\n    {re.escape(KEY)}.*  {re.escape(equal)}\n", message), message
+        assert "resumes from step-00000001" in message
+        if run.backend.process.index == 0:
+            assert [path.name for path in Path(folder).iterdir()] == ["step-00000001"]
+        path, _ = load_newest(checkpoints, run)
+        assert path.name == "step-00000001"
+        run.train(2, 3)
+        save(3)
+
+
+def change_a_replica(backend: Backend, model: torch.nn.Module, key: str) -> None:
+    """Add 0.5 to one number of a weight in the last replica of the last shard alone."""
+    parameter = dict(model.named_parameters()).get(key)
+    if backend.name == "xla":
+        calls = iter(range(backend.devices))
+
+        def piece(slices: tuple[slice, ...]) -> torch.Tensor:
+            data = host[slices].clone()
+            data[0, 0] += 0.5 * (next(calls) == backend.devices - 1)
+            return data
+
+        assert parameter is not None
+        host = parameter.detach().cpu()
+        parameter.data = cast(Any, backend)._make(host.shape, host.dtype, weight_spec(host.dim()), piece)
+    elif backend.process.index == backend.process.count - 1:
+        parameter = parameter if parameter is not None else list(model.parameters())[-1]  # FQNs of the wrappers
+        local = local_part(parameter)
+        change = torch.zeros(local.shape)
+        change.view(-1)[0] = 0.5
+        with torch.no_grad():
+            if isinstance(parameter, DTensor):
+                local.add_(change)
+            else:
+                parameter.data = local + change.to(local.device)
+
+
 @pytest.mark.parametrize(
     ("group", "case", "settings", "equal"),
     [marked(group, *rest, in_suite=in_suite) for group, *rest, in_suite in REPLICAS],
@@ -159,23 +185,35 @@ REPLICAS: list[tuple[Group, Case, dict[str, bool], str, bool]] = [  # ..., the e
 def test_a_save_refuses_replicas_that_differ_and_no_others(
     group: Group, case: Case, settings: dict[str, bool], equal: str, workers: GetWorkers, tmp_path: Path
 ) -> None:
-    answers = workers(group).run("save_unequal_replicas", case=case, folder=str(tmp_path), key=KEY, settings=settings)
-    [message] = {answer["message"] for answer in answers}
-    assert "checkpoint step-00000002: expected equal values in all replicas, found 1 that differ" in message
-    assert re.search(rf"\n    {re.escape(KEY)}.*  {re.escape(equal)}\n", message), message
-    assert "resumes from step-00000001" in message
-    assert answers[0]["left"] == ["step-00000001"]
-    assert {answer["resumed_from"] for answer in answers} == {"step-00000001"}
+    workers(group).run(save_unequal_replicas, case=case, folder=str(tmp_path), settings=settings, equal=equal)
     assert [path.name for path in committed_steps(tmp_path)] == ["step-00000003", "step-00000001"]
 
 
 # -------------------------------------------------------------------------------------------------- memory of a load
 
-MIB = 2**20
-SLACK = 64 * MIB
+SLACK = 64 * 2**20
 # 120 MiB of weights, and AdamW's two moments: half of the state is more than the largest tensor and the slack.
 SIZES = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
 LARGE = {"model_type": "llama", "num_attention_heads": 8, "max_position_embeddings": 64, **SIZES}
+
+
+def load_in_little_memory(case: Case, folder: str, saves: bool) -> None:
+    """A load adds at most the largest tensor and a constant. `saves`: only save the state that training starts from."""
+    backend, config = open_case(case)
+    with backend:
+        before = anonymous()
+        run = jobs.Run(backend, config)
+        checkpoints = checkpoints_in(folder, run)
+        if saves:
+            checkpoints.save(1, run.model, run.optimizer, (0, 0))
+            return
+        with Peak() as loading:
+            load_newest(checkpoints, run)
+        state = backend.state(run.model, run.optimizer)
+        shards = sum(piece.data.nbytes for tensor in state.values() for piece in tensor.pieces())
+        largest = max(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.values())
+        assert loading.before - before > 0.9 * shards, "what was measured holds the shards"
+        assert loading.grown <= largest + SLACK < shards
 
 
 @pytest.mark.xla
@@ -188,11 +226,7 @@ def test_a_load_holds_one_tensor_beside_its_shards(tmp_path: Path, monkeypatch: 
         workers = Workers(group)
         try:
             if not list(tmp_path.iterdir()):
-                workers.run("save_untrained", case=case, folder=str(tmp_path))
-            answers = workers.run("memory_of_a_load", case=case, folder=str(tmp_path))
+                workers.run(load_in_little_memory, case=case, folder=str(tmp_path), saves=True)
+            workers.run(load_in_little_memory, case=case, folder=str(tmp_path), saves=False)
         finally:
             workers.close()
-        for answer in answers:
-            print(group, {name: round(value / MIB) for name, value in answer.items()})
-            assert answer["before"] > 0.9 * answer["shards"], "what was measured holds the shards"
-            assert answer["grown"] <= answer["largest"] + SLACK < answer["shards"]

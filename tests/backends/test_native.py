@@ -1,29 +1,34 @@
-"""FSDP2 honours the whole policy: bytes at rest, collectives, what is recomputed, when units are gathered."""
+"""FSDP2 honours the whole policy: bytes at rest, collectives, when units are gathered, and equal curves."""
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
+import jobs
 import pytest
-from cases import ARCHITECTURES, Case
+import torch
+from cases import Case, CaseRows, size_of
+from jobs import running
 from reference import reference
-from test_contract import assert_evaluation_changes_nothing, evaluated_case
+from test_contract import assert_evaluation_changes_nothing, evaluated, evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
-from workers import Group, Workers
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from workers import GetWorkers, Group, Run
 
-from portable_fsdp.backends.contract import Traffic
+from portable_fsdp.backends.contract import ShardPolicy, Traffic
+from portable_fsdp.backends.native import unsharded
+from portable_fsdp.backends.native.units import local_part
+from portable_fsdp.config.load import make_config
+from portable_fsdp.layout import weight_spec
+from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.train.build import shard
 
-GetWorkers = Callable[[Group], Workers]
-Run = Callable[[Group, Case], list[dict[str, Any]]]
 Settings = dict[str, Any]
 
-FOUR = Group("native", 4)
-GIB = 2**30
+TWO, FOUR = Group("native", 2), Group("native", 4)
+NORMS = {"precision.modules": {"*norm*": "float32"}}
 
 
 class Strategy(NamedTuple):
@@ -35,6 +40,7 @@ class Strategy(NamedTuple):
     reduces_replicas: bool
 
 
+STATES = ("step", "exp_avg", "exp_avg_sq")
 STRATEGIES = {
     "FULL_SHARD": Strategy({"sharding.strategy": "FULL_SHARD"}, 4, 2, False),
     "SHARD_GRAD_OP": Strategy({"sharding.strategy": "SHARD_GRAD_OP"}, 4, 1, False),
@@ -44,49 +50,60 @@ STRATEGIES = {
 }
 
 
-def _size(shape: tuple[int, ...], shards: int = 1) -> int:
-    """Elements of a tensor, its rows padded to a multiple of `shards`."""
-    elements = -(-shape[0] // shards) * shards
-    for length in shape[1:]:
-        elements *= length
-    return elements
-
-
 # ---------------------------------------------------------------------------------------------------- bytes at rest
+
+
+def resting(case: Case) -> dict[str, Any]:
+    """Parameters, gradients and optimizer state of this process after a backward: FQN -> bytes, shape and device."""
+
+    def measure(tensor: Tensor) -> tuple[int, tuple[int, ...], str]:
+        return local_part(tensor).nbytes, tuple(tensor.shape), str(local_part(tensor).device)
+
+    with running(case) as run:
+        run.train(1, 1)
+        rows = CaseRows().rows(torch.arange(2).numpy())
+        with run.backend.accumulate(True):
+            run.model(rows["input_ids"], rows["labels"])[0].backward()
+        named = dict(run.model.named_parameters())
+        states = {fqn: run.optimizer.state[weight] for fqn, weight in named.items() if weight in run.optimizer.state}
+        return {
+            "parameters": {fqn: measure(p) for fqn, p in named.items()},
+            "gradients": {fqn: measure(p.grad) for fqn, p in named.items() if p.grad is not None},
+            **{name: {fqn: measure(state[name]) for fqn, state in states.items()} for name in STATES},
+        }
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_device_rests_its_share(name: str, workers: GetWorkers) -> None:
-    strategy = STRATEGIES[name]
-    answers = workers(FOUR).run("resting", case=Case(steps=1, settings=strategy.settings))
-    for kind in ("parameters", "gradients", "state"):
-        for key, first in answers[0][kind].items():
-            sizes = [answer[kind][key]["bytes"] for answer in answers]
+    shards = STRATEGIES[name].shards
+    answers = workers(FOUR).run(resting, case=Case(steps=1, settings=STRATEGIES[name].settings))
+    for kind in ("parameters", "gradients", "exp_avg", "exp_avg_sq"):
+        assert answers[0][kind].keys() == answers[0]["parameters"].keys()
+        for fqn, (_, shape, _) in answers[0][kind].items():
+            sizes = [answer[kind][fqn][0] for answer in answers]
             # Each replica holds each row once.
-            assert sum(sizes) == 4 * _size(first["shape"]) * 4 // strategy.shards, f"{kind} {key}"
-            assert max(sizes) <= 4 * _size(first["shape"], strategy.shards) // strategy.shards, f"{kind} {key}"
-    assert answers[0]["parameters"].keys() == answers[0]["gradients"].keys()
-    assert {key.split("/")[1] for key in answers[0]["state"]} == answers[0]["parameters"].keys()
+            assert sum(sizes) == 4 * size_of(shape) * 4 // shards, f"{kind} {fqn}"
+            assert max(sizes) <= 4 * size_of(shape, shards) // shards, f"{kind} {fqn}"
 
 
-def test_frozen_weights_have_neither_gradient_nor_state(workers: GetWorkers, run: Run) -> None:
+def test_frozen_weights_have_neither_gradient_nor_state(workers: GetWorkers) -> None:
     frozen = ("model.embed_tokens.", "model.layers.0.")
     case = Case(steps=2, settings={"model.freeze": ["model.embed_tokens", "model.layers.0"]})
-    for answer in workers(FOUR).run("resting", case=case):
-        assert any(fqn.startswith(frozen) for fqn in answer["parameters"])
+    for answer in workers(FOUR).run(resting, case=case):
         trained = {fqn for fqn in answer["parameters"] if not fqn.startswith(frozen)}
-        assert answer["gradients"].keys() == trained
-        assert {key.split("/")[1] for key in answer["state"]} == trained
-    reduced = workers(FOUR).run("collectives", case=case)[0]["backend"]["reduce_scatter"].calls
-    everything = workers(FOUR).run("collectives", case=Case(steps=2))[0]["backend"]["reduce_scatter"].calls
+        assert trained < answer["parameters"].keys()
+        assert answer["gradients"].keys() == answer["exp_avg"].keys() == trained
+    reduced, everything = (
+        workers(FOUR).run(jobs.collectives, case=of)[0]["backend"]["reduce_scatter"].calls
+        for of in (case, Case(steps=2))
+    )
     assert reduced == everything - 2  # the embedding's and the layer's
 
 
 def test_offloaded_tensors_rest_on_the_host(workers: GetWorkers) -> None:
     """On CPU the host is the device: this shows that the logic runs, not where bytes lie. A GPU must show that."""
-    (answer,) = workers(Group("native", 1)).run("resting", case=Case(steps=1, settings={"memory.cpu_offload": True}))
-    for kind in ("parameters", "gradients", "state", "counts"):
-        assert {value["device"] for value in answer[kind].values()} == {"cpu"}
+    (answer,) = workers(Group("native", 1)).run(resting, case=Case(steps=1, settings={"memory.cpu_offload": True}))
+    assert {device for kind in answer.values() for _, _, device in kind.values()} == {"cpu"}
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
@@ -97,14 +114,14 @@ def test_offloaded_tensors_rest_on_the_host(workers: GetWorkers) -> None:
 def test_collectives_are_the_textbooks(name: str, micro_batches: int, workers: GetWorkers) -> None:
     strategy = STRATEGIES[name]
     case = Case(steps=2, micro_batch=3 // micro_batches, settings=strategy.settings)
-    answer = workers(FOUR).run("collectives", case=case)[0]
+    answer = workers(FOUR).run(jobs.collectives, case=case)[0]
     shapes = {fqn: tuple(weight.shape) for fqn, weight in reference(Case(steps=1)).initial.items()}
-    weights = 4 * sum(_size(shape, strategy.shards) for shape in shapes.values())
+    weights = 4 * sum(size_of(shape, strategy.shards) for shape in shapes.values())
     groups = 5  # the embedding, two layers, the head, the root
     sums = groups if strategy.shards > 1 else 1  # without shards in buckets, which all weights fill but a part of
     counted = answer["backend"]
     gathered = [name for name in shapes if name.startswith("model.layers.")]  # in backward too; the others once
-    again = 4 * sum(_size(shapes[name], strategy.shards) for name in gathered) * (strategy.gathers - 1)
+    again = 4 * sum(size_of(shapes[name], strategy.shards) for name in gathered) * (strategy.gathers - 1)
     gathers = groups + 2 * (strategy.gathers - 1) if strategy.gathers else 0
     sharded, replicas = strategy.shards > 1, strategy.reduces_replicas
     norm = sharded and replicas  # its parts are gathered, so that replicas add them up in one order
@@ -141,7 +158,7 @@ def test_gradients_synced_once_a_step_are_reduced_once(name: str, workers: GetWo
     def reduced(**settings: bool) -> Traffic:
         strategy = STRATEGIES[name].settings | {f"sharding.{key}": value for key, value in settings.items()}
         case = Case(steps=2, micro_batch=1, settings=strategy)
-        return workers(FOUR).run("collectives", case=case)[0]["backend"]["reduce_scatter"]
+        return workers(FOUR).run(jobs.collectives, case=case)[0]["backend"]["reduce_scatter"]
 
     once, each = reduced(sync_each_micro_batch=False), reduced()
     assert (3 * once.calls, 3 * once.bytes) == tuple(each)
@@ -153,7 +170,7 @@ def test_units_resharded_over_a_number_of_devices_are_gathered_from_those_in_bac
 ) -> None:
     """Two layers, again in backward; the embedding, the head and the root in forward only."""
     case = Case(steps=2, settings={"sharding.reshard_after_forward": number})
-    for answer in workers(FOUR).run("collectives", case=case):
+    for answer in workers(FOUR).run(jobs.collectives, case=case):
         for step in answer["steps"]:
             over = [devices for kind, _, _, devices in step["wire"] if kind == "c10d::_allgather_base_"]
             assert over == [4] * 5 + [in_backward] * 2
@@ -161,103 +178,89 @@ def test_units_resharded_over_a_number_of_devices_are_gathered_from_those_in_bac
 
 def test_recomputation_gathers_no_unit_again(workers: GetWorkers) -> None:
     plain, recomputed = (
-        workers(FOUR).run("collectives", case=Case(steps=2, checkpointing=checkpointing))[0]["backend"]
+        workers(FOUR).run(jobs.collectives, case=Case(steps=2, checkpointing=checkpointing))[0]["backend"]
         for checkpointing in ("none", "full")
     )
     assert plain == recomputed
 
 
-DTYPES = {
-    "bf16": ({"precision.compute": "bfloat16"}, {"bfloat16"}, {"float32"}),
-    "bf16 reduced in bf16": (
-        {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"},
-        {"bfloat16"},
-        {"bfloat16"},
-    ),
-    "bf16 masters": ({"precision.compute": "bfloat16", "precision.master": "bfloat16"}, {"bfloat16"}, {"float32"}),
-    "norms in fp32": (
-        {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32"}},
-        {"bfloat16", "float32"},
-        {"float32"},
-    ),
+DTYPES: dict[str, tuple[Settings, set[str], set[str]]] = {  # gathered in, reduced in
+    "bf16": ({}, {"bfloat16"}, {"float32"}),
+    "bf16 reduced in bf16": ({"precision.reduce": "bfloat16"}, {"bfloat16"}, {"bfloat16"}),
+    "bf16 masters": ({"precision.master": "bfloat16"}, {"bfloat16"}, {"float32"}),
+    "norms in fp32": (NORMS, {"bfloat16", "float32"}, {"float32"}),
 }
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_wire_carries_the_dtypes_asked_for(name: str, workers: GetWorkers) -> None:
     settings, gathered, reduced = DTYPES[name]
-    wire = workers(Group("native", 2)).run("collectives", case=Case(steps=2, settings=settings))[0]["steps"][0]["wire"]
-
-    def dtypes(op: str) -> set[str]:
-        return {dtype for kind, dtype, *_ in wire if kind == op}
-
-    assert (dtypes("c10d::_allgather_base_"), dtypes("c10d::_reduce_scatter_base_")) == (gathered, reduced)
+    case = Case(steps=2, compute="bfloat16", settings=settings)
+    wire = workers(TWO).run(jobs.collectives, case=case)[0]["steps"][0]["wire"]
+    gathers, reductions = (
+        [collective for collective in wire if collective.name == f"c10d::{op}_base_"]
+        for op in ("_allgather", "_reduce_scatter")
+    )
+    assert {gather.dtype for gather in gathers} == gathered
+    assert {reduction.dtype for reduction in reductions} == reduced
     if name == "norms in fp32":
-        gathers = [(dtype, size) for kind, dtype, size, _ in wire if kind == "c10d::_allgather_base_"]
-        norms = sum(size for dtype, size in gathers if dtype == "float32")
+        norms = sum(gather.bytes for gather in gathers if gather.dtype == "float32")
         assert norms == 4 * 72 * (2 * 2 * 2 + 1)  # two norms a layer, gathered twice, and the root's
 
 
-# ------------------------------------------------------------------------------------------------- what is recomputed
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.last = nn.Linear(8, 1)
 
-# As many heads for keys as for queries: only then SDPA has a kernel on CPU, which is what "attention" names.
-DEEP = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 12, "num_key_value_heads": 6}}
-SELECTIVE = {**DEEP, "memory.gradient_checkpointing": "selective"}
-FULL = {**DEEP, "memory.gradient_checkpointing": "full"}
-
-
-def test_recomputation_keeps_less_and_computes_more(workers: GetWorkers) -> None:
-    def kept(settings: Settings) -> dict[str, int]:
-        return workers(Group("native", 1)).run("kept_for_backward", case=Case(settings=settings))[0]
-
-    none, full = kept(DEEP), kept(FULL)
-    assert full["bytes"] <= 0.3 * none["bytes"]
-    every = [kept({**SELECTIVE, "memory.every": number}) for number in (2, 3, 4)]
-    by_bytes = [full["bytes"], *(run["bytes"] for run in every), none["bytes"]]
-    assert by_bytes == sorted(set(by_bytes))
-    by_flops = [none["flops"], *(run["flops"] for run in reversed(every)), full["flops"]]
-    assert by_flops == sorted(set(by_flops))
-    matmul, attention, both = (kept({**SELECTIVE, "memory.save_ops": ops}) for ops in SAVED)
-    assert full["bytes"] < attention["bytes"] < matmul["bytes"] < both["bytes"] < none["bytes"]
-    assert matmul["flops"] == both["flops"] == none["flops"] < attention["flops"] == full["flops"]
-    assert none["attentions"] == attention["attentions"] == both["attentions"] == 12
-    assert matmul["attentions"] == full["attentions"] == 24
-    parts, both_parts, all_at_once = (
-        kept({**FULL, "memory.classes": classes})
-        for classes in (["LlamaMLP"], ["LlamaMLP", "LlamaAttention"], ["LlamaModel"])
-    )
-    assert full["bytes"] < both_parts["bytes"] < parts["bytes"] < none["bytes"]
-    assert all_at_once["bytes"] < full["bytes"]
-    assert none["flops"] < parts["flops"] < both_parts["flops"] < full["flops"]
-    assert (parts["attentions"], both_parts["attentions"]) == (12, 24)
+    def forward(self, inputs: Tensor, branch: int) -> Tensor:
+        return self.last(torch.tanh(self.branches[branch](inputs))).sum()
 
 
-def test_on_one_device_no_copy_of_a_weight_is_kept_for_backward(workers: GetWorkers) -> None:
-    """But with SHARD_GRAD_OP, which keeps what FULL_SHARD makes again; also under recomputation."""
+def gradients_of_branches() -> None:
+    """Each replica's rows take another branch: all get the sums, and no gradient of what none uses."""
+    config = make_config(sharding={"strategy": "NO_SHARD"})
+    with patch.object(unsharded, "BUCKET_BYTES", 300), jobs.open_group(config) as backend:
+        model: Any = shard(Branches, config, backend)[0]
+        plain = Branches()
+        plain.load_state_dict(model.state_dict())
+        rank, ranks = backend.process.index, backend.process.count
+        rows = [[torch.full((1, 8), 0.1 * (1 + process + 2 * number)) for number in (0, 1)] for process in range(ranks)]
 
-    def kept(**settings: str) -> int:
-        case = Case(settings=DEEP | {"precision.compute": "bfloat16"} | settings)
-        return workers(Group("native", 1)).run("kept_for_backward", case=case)[0]["bytes"]
+        def train() -> None:
+            for last, row in enumerate(rows[rank]):
+                with backend.accumulate(bool(last)):
+                    model(row, rank).backward()
 
-    shapes = {fqn: tuple(weight.shape) for fqn, weight in reference(Case(steps=1, settings=DEEP)).initial.items()}
-    copies = 2 * sum(_size(shape) for shape in shapes.values() if len(shape) > 1)  # the products', in bfloat16
-    # The embedding's backward needs none, and the head has its gradient in forward.
-    copies -= 2 * (_size(shapes["model.embed_tokens.weight"]) + _size(shapes["lm_head.weight"]))
-    again, stays = kept(), kept(**{"sharding.strategy": "SHARD_GRAD_OP"})
-    assert again + copies <= stays <= again + 1.1 * copies
-    recomputed = kept(**{"memory.gradient_checkpointing": "full"})
-    assert recomputed <= 0.3 * again
+        def assert_sums(but: tuple[str, ...] = ()) -> None:
+            for fqn, weight in plain.named_parameters():
+                actual = model.get_parameter(fqn).grad
+                if weight.grad is None or fqn in but:
+                    assert actual is None, fqn
+                else:
+                    torch.testing.assert_close(actual, weight.grad)
+
+        for process in range(ranks):
+            for row in rows[process]:
+                plain(row, process).backward()
+        train()
+        assert_sums()
+        [of_model] = cast(Any, backend)._sums.values()
+        assert len(of_model._buckets) > 1
+        model.zero_grad()
+        with backend.accumulate(True):
+            model(rows[rank][0], rank).backward()
+            with pytest.raises(BackendError, match="found a second gradient"):
+                model(rows[rank][0], rank).backward()
+        model.zero_grad()
+        model.last.requires_grad_(False)  # the hooks of an earlier step know it
+        train()
+        assert_sums(but=("last.weight", "last.bias"))
 
 
 def test_replicas_sum_gradients_of_weights_that_only_some_use(workers: GetWorkers) -> None:
-    """Each replica's rows take another branch: all get the sums, and no gradient of what none uses."""
-    for answer in workers(Group("native", 2)).run("gradients_of_branches"):
-        assert answer["buckets"] > 1
-        assert answer["sums"] == answer["expected"] == answer["later"]
-        assert answer["before"] != answer["expected"]  # an earlier micro batch stays a process's own
-
-
-SAVED: tuple[list[str], ...] = (["matmul"], ["attention"], ["matmul", "attention"])
+    workers(TWO).run(gradients_of_branches)
 
 
 # ---------------------------------------------------------------------------------------------------------- prefetch
@@ -284,163 +287,83 @@ ORDERS: list[tuple[str, int, str, int, str]] = [  # ..., forward_prefetch, backw
 ]
 
 
+class Backwards(nn.Module):
+    """Runs its layers from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.scale = nn.Parameter(torch.empty(64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs * self.scale
+        for number in (3, 2, 1, 0):
+            with record_function(f"compute layers.{number}"):
+                hidden = torch.tanh(self.layers[number](hidden))
+        return hidden.sum()
+
+
+def order_of_gathers(policy: dict[str, Any]) -> str:
+    """What a step after the first does, in the words of `ORDERS`; "b" is a product in backward."""
+    with torch.device("meta"):
+        model = Backwards()
+    units = tuple(f"layers.{number}" for number in range(4))
+    layouts = {fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()}
+    backend, _ = jobs.open_case(Case())
+    with backend:
+        backend.shard_model(
+            model,
+            ShardPolicy(units, layers=units, layouts=layouts, **policy),
+            lambda _, part: torch.full([s.stop - s.start for s in part], 0.1),
+        )
+
+        def step() -> None:
+            with backend.accumulate(True):
+                model(torch.ones(2, 64)).backward()
+
+        step()
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            step()
+    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
+    return " ".join(word for event in events if (word := _word(event.name)))
+
+
+def _word(name: str) -> str:
+    if name == "MmBackward0":
+        return "b"
+    match = re.fullmatch(r"(FSDP::all_gather|FSDP::post_backward_reduce|compute)(?: \(?(?:layers\.(\d)\)?))?", name)
+    letters = {"FSDP::all_gather": "g", "FSDP::post_backward_reduce": "r", "compute": "c"}
+    return "" if match is None else letters[match[1]] + (match[2] or "root")
+
+
 @pytest.mark.parametrize(("name", "forward", "when", "units", "backward"), ORDERS, ids=[name for name, *_ in ORDERS])
 def test_units_are_gathered_ahead_in_the_order_in_which_they_run(
     name: str, forward: int, when: str, units: int, backward: str, workers: GetWorkers
 ) -> None:
-    recompute = ("layers.2", "layers.0") if name == "recomputed" else ()
-    prefetch = {"forward_prefetch": forward, "backward_prefetch": when, "backward_prefetch_units": units}
-    for order in workers(Group("native", 2)).run("order_of_gathers", policy={**prefetch, "recompute": recompute}):
-        short = (word[0] + word[1:].partition(" ")[2].replace("layers.", "") for word in order)  # gather layers.3 -> g3
-        assert " ".join(short) == f"groot {FORWARD[forward]} {backward}"
-
-
-# ----------------------------------------------------------------------------------------------- compilation, matmul
-
-TWELVE = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 12}}
-COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager"}
-RECOMPUTED = {"memory.gradient_checkpointing": "full"}
-OFFLOADED = RECOMPUTED | {"memory.offload": "activations"}
-
-
-CAST = {"precision.compute": "bfloat16", "precision.modules": {"*norm*": "float32"}}
-
-
-@pytest.mark.parametrize(
-    ("devices", "settings", "tolerance"),
-    [(2, {}, 1e-5), pytest.param(2, OFFLOADED, 1e-5, marks=pytest.mark.proof), (1, CAST | OFFLOADED, 1e-3)],
-    ids=["plain", "offloaded", "one device, offloaded, of two dtypes"],
-)
-def test_equal_layers_are_one_program_without_breaks(
-    devices: int, settings: Settings, tolerance: float, workers: GetWorkers
-) -> None:
-    plain = workers(Group("native", devices)).run("programs", case=Case(settings=TWELVE | settings))[0]
-    answer = workers(Group("native", devices)).run("programs", case=Case(settings=TWELVE | COMPILED | settings))[0]
-    assert (plain["programs"], answer["programs"]) == (0, 2)  # all layers, and the loss
-    assert answer["breaks"] == {}
-    assert answer["losses"] == pytest.approx(plain["losses"], rel=tolerance)
-
-
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.proof)])
-def test_a_budget_bounds_what_compiled_layers_keep_and_leaves_the_curve(devices: int, workers: GetWorkers) -> None:
-    def run(**settings: Any) -> dict[str, Any]:
-        return workers(Group("native", devices)).run("programs", case=Case(settings=settings))[0]
-
-    def within(budget: float) -> dict[str, Any]:
-        return run(**COMPILED, **{"memory.gradient_checkpointing": "budget", "memory.budget": budget})
-
-    plain, half, least = run(**COMPILED), within(0.5), within(0.0)
-    assert 0.95 * plain["kept"] > half["kept"] > least["kept"]
-    for answer in (half, least):
-        assert (answer["programs"], answer["breaks"]) == (2, {})
-        assert answer["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-    assert 0.95 * run(**COMPILED)["kept"] > half["kept"]  # the setting ends with its backend
-
-
-@pytest.mark.proof  # it needs a C++ compiler
-@pytest.mark.timeout(300)
-def test_inductor_compiles_units_over_shards(workers: GetWorkers, tmp_path: Path) -> None:
-    """torch's default compiler, which builds kernels for GPUs, here builds C++; a start with it on CPU is refused."""
-    two_layers = Case(settings=COMPILED)
-    eager = workers(Group("native", 2)).run("programs", case=Case())[0]
-    answer = workers(Group("native", 2)).run("programs", case=two_layers, inductor=str(tmp_path))[0]
-    assert (answer["programs"], answer["breaks"]) == (2, {})
-    assert answer["kernels"] >= 2  # forward and backward
-    assert answer["losses"] == pytest.approx(eager["losses"], rel=1e-5)
-    again = workers(Group("native", 2)).run("programs", case=two_layers, inductor=str(tmp_path))[0]
-    assert (answer["cached"], again["cached"]) == (0, 2)  # forward and backward
-
-
-def test_matmul_precision_is_set_while_open(workers: GetWorkers) -> None:
-    for precision, inside in (("highest", "highest"), ("high", "high"), ("default", "medium")):
-        case = Case(settings={"precision.matmul": precision})
-        assert workers(Group("native", 1)).run("matmul_precision", case=case) == [["highest", inside, "highest"]]
-
-
-# ------------------------------------------------------------------------------------------------------- paper scale
-
-LLAMA = {
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
-}
-BILLIONS = {"8B": 8.03, "70B": 70.55, "405B": 405.85}  # Llama 3 (arXiv 2407.21783), untied
-
-
-def _at_scale(name: str, devices: int) -> dict[str, Any]:
-    sizes = {**LLAMA[name], "num_key_value_heads": 8}
-    script = f"import json, native_jobs; print(json.dumps(native_jobs.at_scale({sizes}, {devices})))"
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": "8"}
-    where = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "GROUP_BACKEND": "native",
-        "GROUP_DEVICE": "cpu",
-        "USE_TORCH_XLA": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parent,
-        env={**os.environ, **launched, **where, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize(
-    ("name", "devices"),
-    [
-        pytest.param("8B", 8, marks=pytest.mark.proof),
-        pytest.param("8B", 1024, marks=pytest.mark.proof),
-        ("70B", 512),
-        pytest.param("405B", 512, marks=pytest.mark.proof),
-    ],
-)
-def test_a_model_of_paper_scale_is_sharded_without_its_memory(name: str, devices: int) -> None:
-    answer = _at_scale(name, devices)
-    shapes = [tuple(shape) for shape in answer["shapes"]]
-    assert sum(map(_size, shapes)) == pytest.approx(BILLIONS[name] * 1e9, rel=1e-3)
-    share = 4 * sum(_size(shape, devices) // devices for shape in shapes)
-    assert answer["parameters"] == share
-    assert answer["state"] == 2 * share
-    assert answer["host_bytes"] < 4 * GIB
+    policy = {"forward_prefetch": forward, "backward_prefetch": when, "backward_prefetch_units": units}
+    policy |= {"recompute": ("layers.2", "layers.0") if name == "recomputed" else ()}
+    for order in workers(TWO).run(order_of_gathers, policy=policy):
+        assert order == f"groot {FORWARD[forward]} {backward}"
 
 
 # ------------------------------------------------------------------------------------------------------ equal curves
 
-TWO = Group("native", 2)
-KEEP_ATTENTION = {"memory.gradient_checkpointing": "selective", "memory.save_ops": ["attention"]}
-AHEAD = {"sharding.forward_prefetch": 2, "sharding.backward_prefetch_units": 2}
+RECOMPUTED = {"memory.gradient_checkpointing": "full"}
 POST = {"sharding.forward_prefetch": 1, "sharding.backward_prefetch": "BACKWARD_POST"}
-NORMS = {"precision.modules": {"*norm*": "float32"}}
+
+
+def in_float32(module: str, model: str = "llama") -> tuple[Group, Case]:
+    return TWO, Case(model, compute="bfloat16", settings={"precision.modules": {module: "float32"}})
+
 
 # What the pairs of test_options.py don't hold.
 CURVES: dict[str, tuple[Group, Case]] = {
-    "HYBRID_SHARD_ZERO2, attention kept": (
-        FOUR,
-        Case(settings={**STRATEGIES["HYBRID_SHARD_ZERO2"].settings, **KEEP_ATTENTION}),
-    ),
     "resharded over 2": (FOUR, Case(settings={"sharding.reshard_after_forward": 2, **RECOMPUTED})),
-    "offload, accumulated": (TWO, Case(settings={"memory.cpu_offload": True}, micro_batch=3)),
-    "frozen layer, two ahead": (
-        TWO,
-        Case(settings={"model.freeze": ["model.embed_tokens", "model.layers.0"], **AHEAD}),
-    ),
+    "attention kept": (FOUR, Case(checkpointing="selective", settings={"memory.save_ops": ["attention"]})),
     "units in units, post": (TWO, Case(settings={"sharding.wrap_modules": ["*mlp", "*q_proj"], **RECOMPUTED, **POST})),
-    "norms in fp32, recomputed, post": (TWO, Case(compute="bfloat16", settings={**NORMS, **RECOMPUTED, **POST})),
-    "head in fp32": (
-        TWO,
-        Case(compute="bfloat16", settings={"precision.modules": {"lm_head": "float32", "model.norm": "float32"}}),
-    ),
-    "tied head in fp32": (
-        TWO,
-        Case("llama_tied", compute="bfloat16", settings={"precision.modules": {"lm_head": "float32"}}),
-    ),
-    "a layer in fp32": (TWO, Case(compute="bfloat16", settings={"precision.modules": {"model.layers.0": "float32"}})),
+    "head in fp32": in_float32("lm_head"),
+    "tied head in fp32": in_float32("lm_head", "llama_tied"),
+    "a layer in fp32": in_float32("model.layers.0"),
 }
 
 
@@ -462,16 +385,12 @@ def test_modules_of_another_dtype_are_computed_in_it(run: Run) -> None:
     "settings",
     [
         {"sharding.forward_prefetch": 2, "sharding.backward_prefetch_units": 2},
-        {"sharding.backward_prefetch": "BACKWARD_POST", "memory.gradient_checkpointing": "full"},
-        pytest.param(
-            {"sharding.strategy": "HYBRID_SHARD_ZERO2", "sharding.replicas": 2, "sharding.forward_prefetch": 1},
-            marks=pytest.mark.proof,
-        ),
+        RECOMPUTED | {"sharding.backward_prefetch": "BACKWARD_POST"},
         pytest.param({"sharding.reshard_after_forward": 2}, marks=pytest.mark.proof),
     ],
-    ids=["prefetch", "recomputed", "hybrid", "resharded over two"],
+    ids=["prefetch", "recomputed", "resharded over two"],
 )
 def test_an_evaluation_is_no_first_forward_and_leaves_shards(settings: Settings, workers: GetWorkers) -> None:
     """What is gathered ahead follows the first forward of training, and all rests as shards after an evaluation."""
     case = evaluated_case({"train.micro_batch": 3, **settings})
-    assert_evaluation_changes_nothing(workers(FOUR).run("evaluated", case=case, rows=53, early=True))
+    assert_evaluation_changes_nothing(workers(FOUR).run(evaluated, case=case, rows=53, early=True))

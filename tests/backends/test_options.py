@@ -1,9 +1,9 @@
 """Each option on each engine, and every two options together: the curve stays that of a plain loop.
 
 `OPTIONS` is the whole table: a new option, or a new value, is one entry. `covering_rows` takes as few combinations as
-hold every pair of values once, on each engine that takes it. The suite runs those that hold every value once,
-`make proof` all of them, and a whole product. What an engine refuses
-(backends/refusals.py), it must refuse here too, and the row runs on without it.
+hold every pair of values once, on each engine that takes it. The suite runs those that hold every value once, and
+`make proof` all of them. What an engine refuses (backends/refusals.py), it must refuse here too, and the row runs on
+without it.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,19 +12,18 @@ from functools import partial
 from itertools import combinations, product
 from typing import Any
 
+import jobs
 import pytest
 import workers
-from assemble import assemble
-from cases import Case
+from cases import Case, assemble
 from test_curves import BF16_20_STEPS, assert_equal_curves
-from workers import Group, JobFailed, Workers
+from workers import GetWorkers, Group, JobFailed, marked
 
 from portable_fsdp.backends.open import ENGINES
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.runtime.errors import BackendError
 
 Settings = dict[str, Any]
-GetWorkers = Callable[[Group], Workers]
 
 SYNCED_ONCE: Settings = {"train.micro_batch": 1, "sharding.sync_each_micro_batch": False}
 OPTIONS: dict[str, dict[str, Settings]] = {
@@ -179,55 +178,34 @@ TESTED = [name for name in ENGINES if name in workers.ENGINES]
 SUITE = {engine: rows_with_each_value(engine) for engine in TESTED if workers.ENGINES[engine].in_suite}
 
 
-def _marked(engine: str, *row: Row, is_proof: bool = False) -> Any:
-    marks = [pytest.mark.xla] * workers.ENGINES[engine].needs_xla
-    names = "-".join("-".join(values.values()) for values in row)
-    return pytest.param(engine, *row, marks=[*marks, *[pytest.mark.proof] * is_proof], id=f"{names}-{engine}")
+EACH = [
+    marked(Group(engine, DEVICES), "-".join(row.values()), row, in_suite=row in SUITE.get(engine, []))
+    for engine in TESTED
+    for row in ROWS
+]
 
 
-EACH = [_marked(engine, row, is_proof=row not in SUITE.get(engine, [])) for engine in TESTED for row in ROWS]
-
-
-def assert_curve(get: GetWorkers, engine: str, row: Row) -> None:
-    group = get(Group(engine, DEVICES))
-    taken = taken_by(engine, row)
+@pytest.mark.parametrize(("where", "name", "row"), EACH)
+def test_every_two_options_together_keep_the_curve(where: Group, name: str, row: Row, workers: GetWorkers) -> None:
+    taken = taken_by(where.backend, row)
     if taken != row:
         with pytest.raises(JobFailed) as failure:
-            group.run("opened", case=case_of(row), build=True)
+            workers(where).run(jobs.opened, case=case_of(row), build=True)
         assert failure.value.kind == "BackendError"
     case = case_of(taken)
-    answers = group.run("train", case=case)
-    exact = row["precision"] == "float32"
-    assert_equal_curves(answers, case, None if exact else BF16_20_STEPS)
+    answers = workers(where).run(jobs.train, case=case)
+    assert_equal_curves(answers, case, None if row["precision"] == "float32" else BF16_20_STEPS)
     assemble([answer["final"] for answer in answers])
     for answer in answers:
         # An earlier row had the same program, which a worker keeps: without what is refused, rows are alike.
-        again = workers.ENGINES[engine].compiles and answer["compilations"] == 0
+        again = where.engine.compiles and answer["compilations"] == 0
         assert again or answer["compilations"] == answer["expected_compilations"]
-
-
-@pytest.mark.parametrize(("engine", "row"), EACH)
-def test_every_two_options_together_keep_the_curve(engine: str, row: Row, workers: GetWorkers) -> None:
-    assert_curve(workers, engine, row)
 
 
 def test_the_rows_hold_every_pair_on_each_engine() -> None:
     assert {pair for row in ROWS for pair in pairs_of(row)} == all_pairs()
     assert [pair for engine in ENGINES for pair in pairs_taken(engine) - pairs_run(engine, ROWS)] == []
     assert len(ROWS) <= 36
-
-
-PRODUCT = [
-    dict(zip(("strategy", "wrap", "checkpointing"), names, strict=True))
-    for names in product(*(OPTIONS[option] for option in ("strategy", "wrap", "checkpointing")))
-]
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("engine", [_marked(engine) for engine in TESTED])
-@pytest.mark.parametrize("row", PRODUCT, ids=lambda row: "-".join(row.values()))
-def test_the_whole_product_keeps_the_curve(engine: str, row: Row, workers: GetWorkers) -> None:
-    assert_curve(workers, engine, {**PLAIN, **row})
 
 
 def test_a_frozen_weight_and_a_group_change_the_curve() -> None:

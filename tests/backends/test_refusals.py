@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from portable_fsdp.backends.native.torchtpu import check_installation
 from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on, spec_of
 from portable_fsdp.backends.refusals import (
     Deployment,
@@ -275,3 +277,40 @@ def test_the_words_of_refusals(assert_golden: Callable[[Path, str], None]) -> No
             require_supported(config_of(settings), place)
         messages.append(f"{settings}\n{refusal.value}\n")
     assert_golden(Path(__file__).parent / "goldens/refusals.txt", "\n".join(messages))
+
+
+METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+NEEDS = ("torch<=2.15,>=2.11", "libtpu>=0.0.50")
+FITTING = {"torch": "2.13.0+cpu", "torch_tpu": "0.2.0", "libtpu": "0.0.52"}
+PROBLEMS: dict[str, tuple[dict[str, str], str]] = {
+    "none": (FITTING, ""),
+    "torch_xla": (FITTING | {"torch_xla": "2.9.0"}, r"torch_tpu 0\.2\.0 and torch_xla 2\.9\.0 are both installed"),
+    "no libtpu": ({"torch": "2.13.0", "torch_tpu": "0.2.0"}, r"torch_tpu 0\.2\.0 needs libtpu>=0\.0\.50, found none"),
+    "an older torch": (FITTING | {"torch": "2.10.0"}, r"needs torch<=2\.15,>=2\.11, found 2\.10\.0"),
+    "a newer torch": (FITTING | {"torch": "2.16.0"}, r"needs torch<=2\.15,>=2\.11, found 2\.16\.0"),
+}
+
+
+def install_only(site: Path, monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> None:
+    """Metadata as pip leaves it, and no other package."""
+    for name, version in packages.items():
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir()
+        lines = "".join(f"Requires-Dist: {line}\n" for line in NEEDS) if name == "torch_tpu" else ""
+        (info / "METADATA").write_text(METADATA.format(name=name, version=version) + lines)
+    monkeypatch.setattr(sys, "path", [str(site)])
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_packages_beside_torch_tpu_that_do_not_fit_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is needed here: native reads metadata alone."""
+    packages, message = PROBLEMS[name]
+    install_only(tmp_path, monkeypatch, packages)
+    if not message:
+        check_installation()
+        return
+    with pytest.raises(BackendError, match=message) as refusal:
+        check_installation()
+    assert "environment" in str(refusal.value)

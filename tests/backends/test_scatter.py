@@ -3,17 +3,21 @@
 CPU devices say that they are chips of a torus; what the TPU compiler makes of it is in tests/plan/test_tpu.py.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import jobs
 import pytest
 import torch
 from cases import ARCHITECTURES, Case
-from workers import Group, Workers
+from jobs import device_count
+from test_xla import xla_run
+from workers import GetWorkers, Group, Workers
 
+from portable_fsdp.backends.torch_xla.spmd import head, scatter
 from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, scatter_over
 
 STEPS = 6
@@ -42,8 +46,6 @@ CASES = [
     # What a module takes and gives is cast around the layer whose gradient is summed here.
     pytest.param((1, 2, 2), case(LLAMA | HEAD, compute="bfloat16"), id="head in float32"),
     proof("gpt2, replicas, micro batches", (1, 2, 2), case(GPT2, "gpt2", "HYBRID_SHARD", micro_batch=1)),
-    proof("float32", (1, 2, 2), case(LLAMA)),
-    proof("bfloat16", (1, 2, 2), case(LLAMA, compute="bfloat16")),
     proof("float32 sums", (1, 2, 2), case(LLAMA | FLOAT32_SUMS, compute="bfloat16", checkpointing="full")),
     proof("frozen", (1, 2, 2), case(LLAMA | FROZEN, checkpointing="full")),
     proof("scan, grad_op", (1, 2, 2), case(LLAMA | SCAN, strategy="SHARD_GRAD_OP")),
@@ -52,6 +54,37 @@ CASES = [
     proof("eight", (1, 2, 4), case(LLAMA)),
     proof("eight, replicas in slices", (2, 2, 2), case(LLAMA, strategy="HYBRID_SHARD", compute="bfloat16")),
 ]
+
+
+def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_batch: int) -> dict[str, Any]:
+    """As `xla_run`, on CPU devices that say where on a torus they are: slices, y, x. Empty: nowhere, as they are.
+
+    Besides `head_chunks`: how often the head's gradient was computed for some of the positions, and in which dtypes.
+    """
+    places = list(product(*map(range, torus))) if torus else []
+    chips = [{"name": f"TPU:{i}", "slice_index": at, "coords": [x, y, 0]} for i, (at, y, x) in enumerate(places)]
+    rows = {"train.global_batch": global_batch, "train.micro_batch": case.micro_batch or global_batch // device_count()}
+    with (
+        _chips(chips or [{"name": "CPU:0"}]),
+        patch.object(scatter, "LARGEST_OF_COMPILER", 1),
+        patch.object(head, "POSITIONS", 16),
+        patch.object(head, "product_in", wraps=head.product_in) as products,
+        patch.object(jobs, "GLOBAL_BATCH", global_batch),
+    ):
+        run = xla_run(replace(case, settings=case.settings | rows), folder)
+    dtypes = {str(call.args[1].dtype).removeprefix("torch.") for call in products.call_args_list}
+    return {**run, "head_chunks": products.call_count, "head_dtypes": dtypes}
+
+
+def torus_of_chips(chips: list[dict[str, Any]]) -> tuple[int, ...]:
+    with _chips(chips):
+        return scatter.torus_of_run()
+
+
+def _chips(attributes: list[dict[str, Any]]) -> Any:
+    import torch_xla.runtime
+
+    return patch.object(torch_xla.runtime, "global_runtime_device_attributes", lambda: attributes)
 
 
 @pytest.mark.xla
@@ -70,8 +103,7 @@ def test_the_curve_is_that_of_the_compilers_sums(
     exact = replace(of, compute="float32") if has_head else of
     try:
         by_axis, plain = (
-            workers.run("xla_run_on_chips", torus=on, case=ran, **arguments)[0]
-            for on, ran in ((torus, of), ((), exact))
+            workers.run(xla_run_on_chips, torus=on, case=ran, **arguments)[0] for on, ran in ((torus, of), ((), exact))
         )
     finally:
         workers.close()
@@ -91,52 +123,41 @@ def test_the_curve_is_that_of_the_compilers_sums(
 
 
 @pytest.mark.parametrize(
-    ("torus", "replicas", "shards", "expected"),
+    ("torus", "axes", "expected"),
     [
-        ((1, 4, 4), 1, 16, Scatter(1, 1, (4, 4))),
-        ((1, 4, 2, 2), 1, 16, Scatter(1, 1, (4, 2, 2))),
-        ((1, 2, 2, 2), 1, 8, Scatter(1, 1, (2, 2, 2))),
-        ((2, 4, 4), 1, 32, Scatter(1, 2, (4, 4))),
-        ((2, 4, 4), 2, 16, Scatter(2, 1, (4, 4))),
-        ((1, 4, 4), 2, 8, Scatter(2, 1, (2, 4))),
-        ((1, 4, 4), 8, 2, Scatter(8, 1, (2,))),
-        ((1, 4, 4), 16, 1, None),  # NO_SHARD
-        ((1, 2, 4), 1, 8, None),  # libtpu's own
-        ((1, 2, 2, 1), 1, 4, None),
-        ((), 1, 8, None),
-        ((1, 4, 4), 1, 8, None),  # not this mesh's chips
-        ((1, 3, 4), 2, 6, None),  # 6 shards are no part of rows of 4
+        ((1, 4, 4), (1, 16), Scatter(1, 1, (4, 4))),
+        ((1, 4, 2, 2), (1, 16), Scatter(1, 1, (4, 2, 2))),
+        ((1, 2, 2, 2), (1, 8), Scatter(1, 1, (2, 2, 2))),
+        ((2, 4, 4), (1, 32), Scatter(1, 2, (4, 4))),
+        ((2, 4, 4), (2, 16), Scatter(2, 1, (4, 4))),
+        ((1, 4, 4), (2, 8), Scatter(2, 1, (2, 4))),
+        ((1, 4, 4), (8, 2), Scatter(8, 1, (2,))),
+        ((1, 4, 4), (16, 1), None),  # NO_SHARD
+        ((1, 2, 4), (1, 8), None),  # libtpu's own
+        ((1, 2, 2, 1), (1, 4), None),
+        ((), (1, 8), None),
+        ((1, 4, 4), (1, 8), None),  # not this mesh's chips
+        ((1, 3, 4), (2, 6), None),  # 6 shards are no part of rows of 4
+        # Groups of replicate x shard devices would leave the other devices without a part of the sum.
+        ((1, 4, 4), (1, 8, 2), None),
+        ((2, 4, 4), (1, 16, 2), None),
+        ((1, 4, 2, 2), (1, 4, 4), None),
+        ((1, 4, 4), (1, 16, 1), Scatter(1, 1, (4, 4))),
     ],
 )
-def test_the_axes_of_a_mesh(torus: tuple[int, ...], replicas: int, shards: int, expected: Scatter | None) -> None:
-    assert scatter_over(torus, {"replicate": replicas, "shard": shards}) == expected
-
-
-@pytest.mark.parametrize(
-    ("torus", "axes"),
-    [
-        ((1, 4, 4), {"replicate": 1, "shard": 8, "tensor": 2}),
-        ((1, 4, 4), {"replicate": 2, "shard": 4, "expert": 2}),
-        ((2, 4, 4), {"replicate": 1, "shard": 16, "context": 2}),
-        ((1, 4, 2, 2), {"replicate": 1, "shard": 4, "expert": 2, "tensor": 2}),
-    ],
-)
-def test_a_mesh_with_an_axis_beyond_replicas_and_shards_has_no_sums_by_hand(
-    torus: tuple[int, ...], axes: dict[str, int]
-) -> None:
-    """Groups of replicate x shard devices would leave the other devices without a part of the sum."""
-    assert scatter_over(torus, axes) is None
-    assert scatter_over(torus, {"replicate": 1, "shard": math.prod(torus), "tensor": 1}) is not None
+def test_the_axes_of_a_mesh(torus: tuple[int, ...], axes: tuple[int, ...], expected: Scatter | None) -> None:
+    """Replicas, shards, and perhaps devices of another axis."""
+    assert scatter_over(torus, dict(zip(("replicate", "shard", "tensor"), axes, strict=False))) == expected
 
 
 @pytest.mark.xla
-def test_a_run_reads_its_torus_from_its_chips(workers: Callable[[Group], Workers]) -> None:
+def test_a_run_reads_its_torus_from_its_chips(workers: GetWorkers) -> None:
     chips = [{"name": f"TPU:{i}", "coords": [i % 4, i // 4, 0]} for i in range(8)]
     group = workers(Group("xla", 3))
-    assert group.run("torus_of_chips", chips=chips[::-1])[0] == (1, 1, 2, 4)
+    assert group.run(torus_of_chips, chips=chips[::-1])[0] == (1, 1, 2, 4)
     two = [{**chip, "name": f"TPU:{i + 8 * at}", "slice_index": at} for at in (0, 1) for i, chip in enumerate(chips)]
-    assert group.run("torus_of_chips", chips=two)[0] == (2, 1, 2, 4)
+    assert group.run(torus_of_chips, chips=two)[0] == (2, 1, 2, 4)
     snake = [{**chip, "coords": chips[i]["coords"]} for chip, i in zip(chips, (0, 1, 2, 3, 7, 6, 5, 4), strict=True)]
     cores = [{"name": f"TPU:{i}", "coords": [i // 2, 0, 0], "core_on_chip": i % 2} for i in range(8)]
     for others in (snake, cores, [{"name": "CPU:0"}]):
-        assert group.run("torus_of_chips", chips=others)[0] == ()
+        assert group.run(torus_of_chips, chips=others)[0] == ()

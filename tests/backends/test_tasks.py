@@ -4,8 +4,9 @@ Of ours the loop has the initial weights and the order of the rows. Models of tr
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,23 @@ import numpy as np
 import pytest
 import task_rows
 import torch
-from assemble import assemble, assert_equal_states
+from cases import assemble, assert_equal_states
+from jobs import device_count, numbers, open_group, pieces
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
-from workers import Group, JobFailed, Workers, marked
+from workers import GetWorkers, Group, JobFailed, Workers, marked
 
-from portable_fsdp.config.load import load_config
-from portable_fsdp.config.schema import Config
+from portable_fsdp.backends.contract import Backend
+from portable_fsdp.config.load import load_config, make_config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.tasks import find_task
 from portable_fsdp.optim.optimizer import learning_rate
+from portable_fsdp.train.build import build_evaluator, build_training, open_batches, open_checkpoints, shard
+from portable_fsdp.train.step import train_step
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -86,8 +90,9 @@ def of_texts(kind: str, more: str, task: str, rows: str) -> Example:
 
 
 SIZES_OF_ROWS = ("data.buckets={input_ids: [9, 12], labels: [9, 12]}", "data.eval_split=30%")
-BUCKETS = of_texts("bert", "num_labels: 3, max_position_embeddings: 12", "token_classification", "lengths")
-ONE_MICRO_BATCH = ("train.global_batch=4", "data.eval_split=null", "train.eval_every=null")
+BUCKETS = of_texts("bert", "num_labels: 3, max_position_embeddings: 12", "token_classification", "Lengths")
+WITHOUT_EVALUATION = ("data.eval_split=null", "train.eval_every=null")
+ONE_MICRO_BATCH = ("train.global_batch=4", *WITHOUT_EVALUATION)
 IN_BUCKETS = Example(BUCKETS.config, of_rows_alone, (*BUCKETS.settings, *SIZES_OF_ROWS))
 
 EXAMPLES = {
@@ -95,7 +100,7 @@ EXAMPLES = {
     "own_count": Example(
         "examples/image_classifier.yaml",
         of_some_rows,
-        ("train.task=task_rows:some_rows", "train.micro_batch=2", "data.eval_split=null", "train.eval_every=null"),
+        ("train.task=task_rows:some_rows", "train.micro_batch=2", *WITHOUT_EVALUATION),
     ),
     "dpo": Example("examples/dpo.yaml", of_pairs),
     "vit": Example("examples/vit.yaml", of_transformers),
@@ -112,17 +117,9 @@ EXAMPLES = {
 }
 
 
-def config_of(example: Example) -> Config:
-    return load_config(ROOT / example.config, [*example.settings, "optim.weight_decay=0.0"])
-
-
-def plain_losses(example: Example) -> list[float]:
-    return plain_run(example)[0]
-
-
 def plain_run(example: Example) -> tuple[list[float], float | None, float | None]:
     """The losses; and over the rows held out the last loss, and the share that a classifier of images gets right."""
-    config = config_of(example)
+    config = load_config(ROOT / example.config, [*example.settings, "optim.weight_decay=0.0"])
     corpus = build_data(config.data, config.model)
     task = find_task(config.train.task)
     built = build_model(config.model, seed=config.run.seed, seq_len=12, vocabulary=0, task=task)
@@ -166,11 +163,51 @@ def plain_run(example: Example) -> tuple[list[float], float | None, float | None
     return losses, loss, None if example.loss is of_transformers or is_right is None else is_right.float().mean().item()
 
 
-GetWorkers = Callable[[Group], Workers]
-
-
 NATIVE, XLA = Group("native", 2), Group("xla", 3)
 IN_SUITE = ("classifier", "own_count", "dpo", "t5")
+
+
+def train_task(path: str, overrides: Sequence[str], last: int, folder: str) -> dict[str, Any]:
+    """The run of a config file until step `last`, from its newest checkpoint in `folder` if there is one."""
+    config = load_config(path, [*overrides, f"run.dir={folder}"])
+    with open_group(config) as engine:
+        corpus = build_data(config.data, config.model)
+        training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
+        before, losses = engine.compilations, list[float]()
+        with open_checkpoints(config, engine, training, corpus) as checkpoints:
+            point = checkpoints.find("auto")
+            resumed = checkpoints.load(point, training.model, training.optimizer) if point else None
+            loaded = pieces(engine.state(training.model, training.optimizer))
+            with open_batches(config, engine, training, corpus, resumed) as batches:
+                for step in range(resumed.step + 1 if resumed else 1, last + 1):
+                    rows, lr = next(batches), learning_rate(config.optim, step, config.train.steps or 0)
+                    placed = [engine.place(batch) for batch in rows.micro_batches]
+                    losses.append(engine.fetch(training.step(placed, lr, [rows.count])).result()["loss"].item())
+                position = batches.position
+            evaluator = build_evaluator(config, engine, training, corpus)
+            evaluation = None if evaluator is None else evaluator()
+            compilations = engine.compilations - before
+            checkpoints.save(last, training.model, training.optimizer, position)
+            checkpoints.wait()
+        return {
+            "losses": losses,
+            "evaluation": evaluation,
+            "compilations": (compilations, engine.expected_compilations),
+            "loaded": loaded,
+            "saved": pieces(engine.state(training.model, training.optimizer)),
+        }
+
+
+def trained(workers: Workers, example: Example, last: int, folder: Path) -> list[dict[str, Any]]:
+    settings = [*example.settings, "optim.weight_decay=0.0"]
+    path = str(ROOT / example.config)
+    return workers.run(train_task, path=path, overrides=settings, last=last, folder=str(folder))
+
+
+@pytest.fixture(autouse=True)
+def same_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_config` puts the config's folder there."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.mark.parametrize(
@@ -180,15 +217,9 @@ IN_SUITE = ("classifier", "own_count", "dpo", "t5")
         *(marked(XLA, name, in_suite=name in IN_SUITE) for name in EXAMPLES),
     ],
 )
-def test_a_task_has_the_losses_of_a_plain_loop(
-    workers: GetWorkers, group: Group, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
+def test_a_task_has_the_losses_of_a_plain_loop(workers: GetWorkers, group: Group, name: str, tmp_path: Path) -> None:
     example = EXAMPLES[name]
-    settings = [*example.settings, "optim.weight_decay=0.0"]
-    answers = workers(group).run(
-        "train_task", path=str(ROOT / example.config), overrides=settings, last=STEPS, folder=str(tmp_path)
-    )
+    answers = trained(workers(group), example, STEPS, tmp_path)
     expected, held_out, accuracy = plain_run(example)
     for answer in answers:
         assert answer["losses"] == pytest.approx(expected, rel=1e-5)
@@ -204,17 +235,16 @@ def test_a_task_has_the_losses_of_a_plain_loop(
 
 
 @pytest.mark.xla
+@pytest.mark.parametrize(
+    ("example", "reader"),
+    [pytest.param(EXAMPLES["dpo"], XLA, id="dpo-xla-3"), pytest.param(IN_BUCKETS, Group("xla", 2), id="buckets-xla-2")],
+)
 def test_a_task_resumes_on_another_engine_bit_for_bit(
-    workers: GetWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: GetWorkers, tmp_path: Path, example: Example, reader: Group
 ) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
-    path = str(ROOT / EXAMPLES["dpo"].config)
-    settings = ["optim.weight_decay=0.0"]
-    run = {"path": path, "overrides": settings, "folder": str(tmp_path)}
-    before = workers(NATIVE).run("train_task", **run, last=4)
-    after = workers(XLA).run("train_task", **run, last=STEPS)
+    before, after = (trained(workers(group), example, last, tmp_path) for group, last in ((NATIVE, 4), (reader, STEPS)))
     assert_equal_states(assemble([a["saved"] for a in before]), assemble([a["loaded"] for a in after]))
-    assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_losses(EXAMPLES["dpo"]), rel=1e-5)
+    assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_run(example)[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -226,50 +256,24 @@ def test_a_task_resumes_on_another_engine_bit_for_bit(
     ],
 )
 def test_rows_in_buckets_have_the_losses_of_rows_without_padding(
-    workers: GetWorkers,
-    group: Group,
-    settings: tuple[str, ...],
-    programs: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    workers: GetWorkers, group: Group, settings: tuple[str, ...], programs: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
-    example = Example(IN_BUCKETS.config, IN_BUCKETS.loss, (*IN_BUCKETS.settings, *settings))
-    overrides = [*example.settings, "optim.weight_decay=0.0"]
-    answers = workers(group).run(
-        "train_task", path=str(ROOT / example.config), overrides=overrides, last=STEPS, folder=str(tmp_path)
-    )
-    expected = plain_losses(example)
-    for answer in answers:
+    example = replace(IN_BUCKETS, settings=(*IN_BUCKETS.settings, *settings))
+    expected = plain_run(example)[0]
+    for answer in trained(workers(group), example, STEPS, tmp_path):
         assert answer["losses"] == pytest.approx(expected, rel=1e-5)
         assert answer["compilations"] == (programs, programs)
 
 
-@pytest.mark.xla
-def test_buckets_resume_on_another_engine(workers: GetWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
-    settings = [*IN_BUCKETS.settings, "optim.weight_decay=0.0"]
-    run = {"path": str(ROOT / IN_BUCKETS.config), "overrides": settings, "folder": str(tmp_path)}
-    before = workers(NATIVE).run("train_task", **run, last=4)
-    after = workers(Group("xla", 2)).run("train_task", **run, last=STEPS)
-    assert_equal_states(assemble([a["saved"] for a in before]), assemble([a["loaded"] for a in after]))
-    assert [*before[0]["losses"], *after[0]["losses"]] == pytest.approx(plain_losses(IN_BUCKETS), rel=1e-5)
-
-
 @pytest.mark.parametrize("group", [Group("native", 1), NATIVE, pytest.param(XLA, marks=pytest.mark.xla)])
-def test_inputs_are_cast_unless_cast_inputs_is_false(
-    workers: GetWorkers, group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # load_config puts the config's folder there
+def test_inputs_are_cast_unless_cast_inputs_is_false(workers: GetWorkers, group: Group, tmp_path: Path) -> None:
+    def run(factory: str, *settings: str) -> None:
+        settings = (f"model.factory=task_rows:{factory}", "precision.compute=bfloat16", *WITHOUT_EVALUATION, *settings)
+        folder = tmp_path / factory / str(len(settings))
+        trained(workers(group), replace(EXAMPLES["classifier"], settings=settings), 1, folder)
 
-    def run(factory: str, *settings: str) -> list[Any]:
-        path, shared = str(ROOT / "examples/image_classifier.yaml"), ("precision.compute=bfloat16", *settings)
-        overrides = [f"model.factory=task_rows:{factory}", "data.eval_split=null", "train.eval_every=null", *shared]
-        folder = str(tmp_path / factory / str(len(settings)))
-        return workers(group).run("train_task", path=path, overrides=overrides, last=1, folder=folder)
-
-    assert all(len(answer["losses"]) == 1 for answer in run("sees_bfloat16"))
-    assert all(len(answer["losses"]) == 1 for answer in run("sees_float32", "precision.cast_inputs=false"))
+    run("sees_bfloat16")
+    run("sees_float32", "precision.cast_inputs=false")
     with pytest.raises(JobFailed, match=r"images are torch\.bfloat16"):
         run("sees_float32")
 
@@ -311,6 +315,38 @@ def plain_turns(first: list[dict[str, Tensor]]) -> tuple[list[list[float]], list
 FULL, WHOLE, KEPT = ({"sharding": {"strategy": name}} for name in ("FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"))
 
 
+def two_optimizers(settings: dict[str, Any], accumulation: int, steps: int) -> dict[str, Any]:
+    """A generator and a critic by turns, each with its own optimizer and learning rates of torch's scheduler."""
+    train = {"steps": 100, "global_batch": 12, "micro_batch": 12 // accumulation // device_count()}
+    config = make_config(**{"optim": {"lr": 1e-2, "weight_decay": 0.1}, "train": train, **settings})
+    with open_group(config) as engine:
+        models = [shard(make, config, engine) for make in (task_rows.generator, task_rows.critic)]
+        (imitates, _), (judges, _) = models
+        tasks = [partial(task_rows.generators_losses, judge=judges), task_rows.critics_losses]
+        make = partial(train_step, engine, accumulation=accumulation, max_grad_norm=0.5)
+        turns = [make(*pair, task=task) for pair, task in zip(models, tasks, strict=True)]
+        rates = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in models]
+        first = [pieces(engine.state(*pair)) for pair in models]
+        out, compiled = list[dict[str, float]](), 0
+        for step in range(1, steps + 1):
+            batches = [engine.place(batch) for batch in _micro_batches(engine, step, accumulation)]
+            with engine.evaluate():
+                fakes = [{**batch, "fake": imitates(batch["noise"]) * 1} for batch in batches]
+            for turn, given, rate in ((turns[1], fakes, rates[1]), (turns[0], batches, rates[0])):
+                out.append(numbers(engine.fetch(turn(given, rate.get_last_lr()[0]))))
+                rate.step()
+            compiled = engine.compilations if step == 2 else compiled
+        states = [pieces(engine.state(*pair)) for pair in models]
+        return {"first": first, "metrics": out, "states": states, "late": engine.compilations - compiled}
+
+
+def _micro_batches(engine: Backend, step: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+    """This process's rows."""
+    shard, batch = engine.data_shard, task_rows.pairs_of(step)
+    own = {name: rows.chunk(shard.count)[shard.index].chunk(accumulation) for name, rows in batch.items()}
+    return [{name: parts[number] for name, parts in own.items()} for number in range(accumulation)]
+
+
 @pytest.mark.parametrize(
     ("group", "settings", "accumulation"),
     [
@@ -328,7 +364,7 @@ def test_two_models_train_by_turns_as_in_a_plain_loop(
 ) -> None:
     """No gradient that the other's loss left counts; a turn in which nothing counts changes nothing; the tensor that
     torch's scheduler gives is a learning rate, and compiles nothing."""
-    answers = workers(group).run("two_optimizers", settings=settings, accumulation=accumulation, steps=TURNS)
+    answers = workers(group).run(two_optimizers, settings=settings, accumulation=accumulation, steps=TURNS)
     first, states = ([assemble([a[key][model] for a in answers]) for model in (0, 1)] for key in ("first", "states"))
     turns, weights = plain_turns(first)
     for answer in answers:

@@ -3,23 +3,22 @@
 Only `make test-torchtpu` collects this file: it needs an environment of its own.
 """
 
+import logging
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jobs
 import pytest
-from assemble import assemble, assert_equal_states
-from cases import Case
+import torch
+from cases import Case, CaseRows, assemble, assert_equal_states
+from jobs import running
 from safetensors.torch import load_file
 from travel import AT, TRAVELS
-from workers import Group, Workers
-
-Run = Callable[[Group, Case], list[dict[str, Any]]]
-GetWorkers = Callable[[Group], Workers]
+from workers import GetWorkers, Group, Run
 
 ROOT = Path(__file__).parents[2]
 BOUND = 1e-6  # relative, of each of 20 losses in float32
@@ -70,11 +69,55 @@ def test_bfloat16_is_near_float32_and_not_equal(run: Run) -> None:
     assert rounded != pytest.approx(exact, rel=1e-5)
 
 
+def programs_of_steps(case: Case, log: str) -> dict[str, Any]:
+    """On TorchTPU: how many programs each step compiled, and what stands in stderr after these steps, after an
+    evaluation of fewer rows and two more steps, and after an operation of another shape and one more step.
+
+    `log`: a file that is stderr meanwhile, TorchTPU's own lines included.
+    """
+    logger, handler = logging.getLogger("portable_fsdp"), logging.FileHandler(log)
+    logger.addHandler(handler)
+    stderr = os.dup(2)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 2)
+    texts = list[str]()
+
+    def note() -> None:
+        texts.append(Path(log).read_text()[sum(map(len, texts)) :])
+
+    try:
+        with running(case) as run:
+            programs, new = cast(Any, run.backend)._programs, list[int]()
+            for step in range(1, case.steps + 1):
+                before = programs.count
+                run.train(step, step)
+                new.append(programs.count - before)
+            note()
+            rows = CaseRows().rows(torch.arange(3).numpy())
+            with run.backend.evaluate():
+                loss, _ = run.model(*(run.backend.place(rows)[name] for name in ("input_ids", "labels")))
+                loss.item()
+            run.train(case.steps, case.steps)
+            run.train(case.steps, case.steps)
+            note()
+            torch.ones(7, 11, 13, device="tpu").cos().sum().item()
+            run.train(case.steps, case.steps)
+            note()
+            count = programs.count
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(file)
+        logger.removeHandler(handler)
+        handler.close()
+    return {"programs": count, "new": new, "texts": texts}
+
+
 def test_no_program_is_new_after_step_3(workers: GetWorkers, tmp_path: Path) -> None:
     """Those of an evaluation belong to no step. One that is new, by an operation of another shape, is printed, and then
     warned of."""
     log = str(tmp_path / "log")
-    answer = workers(Group("torchtpu", 1)).run("programs_of_steps", case=Case(steps=8), log=log)[0]
+    answer = workers(Group("torchtpu", 1)).run(programs_of_steps, case=Case(steps=8), log=log)[0]
     assert answer["new"][3:] == [0] * 5
     assert answer["programs"] > 100  # a process keeps those of earlier jobs
     *earlier, another_shape = answer["texts"]
@@ -96,7 +139,7 @@ def test_checkpoints_travel_in_all_six_directions(workers: GetWorkers, tmp_path:
     folders = {name: str(tmp_path / name) for name in (*groups, "xla")}
     held = {
         (name, name): [
-            answer["state"] for answer in workers(group).run("write", case=TRAVELS, folder=folders[name], at=AT)
+            answer["state"] for answer in workers(group).run(jobs.write, case=TRAVELS, folder=folders[name], at=AT)
         ]
         for name, group in groups.items()
     }
@@ -119,7 +162,7 @@ def test_checkpoints_travel_in_all_six_directions(workers: GetWorkers, tmp_path:
         whole["xla", name] = load_file(tmp_path / "held" / f"{name}.safetensors")
     for reader, group in groups.items():
         elsewhere = {name: folder for name, folder in folders.items() if name != reader}
-        answers = workers(group).run("read", case=TRAVELS, folders=elsewhere, at=AT)
+        answers = workers(group).run(jobs.read, case=TRAVELS, folders=elsewhere, at=AT)
         for writer in elsewhere:
             whole[reader, writer] = assemble([answer[writer]["state"] for answer in answers])
     for writer in folders:

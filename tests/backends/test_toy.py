@@ -10,22 +10,12 @@ from pathlib import Path
 import pytest
 import toy
 import yaml
+from cases import TINY
 
 from portable_fsdp import explain, launch
 from portable_fsdp.backends.open import ENGINES, spec_of
 from portable_fsdp.backends.refusals import lines_of, rules_of
 from portable_fsdp.observe.run_files import read_jsonl
-
-CONFIG = {
-    "run": {"dir": "run"},
-    "model": {
-        "architecture": {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
-        | {"num_hidden_layers": 1, "num_attention_heads": 2}
-    },
-    "data": {"source": "python_docs", "seq_len": 32},
-    "train": {"steps": 4, "global_batch": 4},
-    "optim": {"warmup_steps": 1},
-}
 
 
 @pytest.fixture
@@ -33,7 +23,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A file for an engine that is known as long as the test runs."""
     monkeypatch.setitem(ENGINES, "toy", toy.SPEC)
     monkeypatch.chdir(tmp_path)
-    Path("toy.yaml").write_text(yaml.safe_dump(CONFIG))
+    Path("toy.yaml").write_text(yaml.safe_dump(TINY))
     yield "--config=toy.yaml"
     for cached in (spec_of, lines_of, rules_of):
         cached.cache_clear()

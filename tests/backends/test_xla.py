@@ -5,20 +5,23 @@ say so.
 """
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jobs
 import pytest
 import torch
-from assemble import assemble, assert_equal_states
-from cases import ARCHITECTURES, GLOBAL_BATCH, Case
-from test_contract import evaluated_case
+from cases import ARCHITECTURES, GLOBAL_BATCH, Case, assemble, assert_equal_states
+from jobs import device_count, open_case, running
+from test_contract import evaluated, evaluated_case
 from test_curves import BF16_20_STEPS, assert_equal_curves
-from workers import Group, JobFailed, Workers
+from torch import Tensor, nn
+from workers import GetWorkers, Group, JobFailed, Workers
+
+from portable_fsdp.plan.hlo import collectives_by_dtype
+from portable_fsdp.train.build import shard
 
 pytestmark = pytest.mark.xla
 
@@ -27,7 +30,6 @@ SCAN = {"compile.scan_layers": True}
 DEEPER = {"model.architecture": {**ARCHITECTURES["llama"], "num_hidden_layers": 4}}
 FROZEN = {"model.freeze": ["model.embed_tokens", "model.layers.0"]}
 FLOAT32_SUMS = {"precision.reduce": "float32", "precision.modules": {"*norm*": "float32"}}
-NORMS = {"precision.modules": {"*norm*": "float32", "lm_head": "float32"}}
 
 
 def case(
@@ -46,7 +48,6 @@ CASES = {
     "full": case(),
     "full, recompute": case(checkpointing="full"),
     "full, every second": case(checkpointing="selective", settings={"memory.every": 2}),
-    "full, frozen, recompute": case(checkpointing="full", settings=FROZEN),
     "grad_op": case("SHARD_GRAD_OP"),
     "grad_op, recompute": case("SHARD_GRAD_OP", "full"),
     "no_shard": case("NO_SHARD"),
@@ -59,23 +60,58 @@ CASES = {
         checkpointing="full",
         settings={"sharding.wrap": "NO_WRAP", "sharding.wrap_modules": ["model.layers.0", "*.mlp", "*.mlp.up_proj"]},
     ),
-    "norms in float32": case(compute="bfloat16", settings=NORMS),
-    "float32 sums": case(compute="bfloat16", settings=FLOAT32_SUMS),
     "float32 sums, recompute, frozen": case("HYBRID_SHARD", "full", compute="bfloat16", settings=FLOAT32_SUMS | FROZEN),
-    "float32 sums, grad_op, micro batches": case("SHARD_GRAD_OP", "full", 1, compute="bfloat16", settings=FLOAT32_SUMS),
 }
-FOR_PROOFS = {
-    "hybrid_zero2",
-    "full, frozen, recompute",
-    "norms in float32",
-    "float32 sums",
-    "float32 sums, grad_op, micro batches",
-}
-"""Combinations that test_options.py has too."""
-NAMES = [pytest.param(name, marks=pytest.mark.proof) if name in FOR_PROOFS else name for name in CASES]
 
-Answer = dict[str, Any]
-GetAnswer = Callable[[str], Answer]
+GetAnswer = Callable[[str], dict[str, Any]]
+
+
+def xla_run(case: Case, folder: str) -> dict[str, Any]:
+    """A whole run: its metrics, what each device holds after it, and the programs that XLA wrote into `folder`."""
+    with running(case) as run:
+        backend = run.backend
+        metrics = run.train(1, case.steps)
+        held = {fqn: _on_devices(parameter) for fqn, parameter in run.model.named_parameters()}
+        for fqn, parameter in run.model.named_parameters():
+            for name, value in run.optimizer.state.get(parameter, {}).items():
+                held[f"{name}/{fqn}"] = _on_devices(value)
+        return {
+            "metrics": metrics,
+            "held": held,
+            "final": run.state(),
+            "programs": _programs(Path(folder), backend.devices),
+            "compilations": backend.compilations,
+            "expected_compilations": backend.expected_compilations,
+        }
+
+
+def _on_devices(tensor: Tensor) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The shape of a global tensor, and that of the piece on each device, padding included."""
+    import torch_xla
+
+    bridge: Any = cast(Any, torch_xla)._XLAC
+    devices = device_count()
+    if tensor.device.type == "cpu" or "devices=" not in bridge._get_xla_sharding_spec(tensor):
+        return tuple(tensor.shape), [tuple(tensor.shape)] * devices
+    (shards,) = bridge._get_local_shards([tensor])
+    return tuple(tensor.shape), [tuple(shard.shape) for shard, _ in shards]
+
+
+def _programs(folder: Path, devices: int) -> dict[str, Any]:
+    """Name -> what stands in the program after partitioning. Empties the folder: another process names files alike."""
+    programs: dict[str, Any] = {}
+    for path in folder.iterdir():
+        text = path.read_text(errors="ignore")
+        path.unlink()
+        if path.name.endswith("cpu_after_optimizations.txt"):
+            gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+            programs[path.name.split(".")[1]] = {
+                "collectives": collectives_by_dtype(text, devices),
+                "gathered": [tuple(int(size) for size in shape.split(",")) for shape in gathers],
+                "dots": text.count(" dot("),
+                "loops": text.count(" while("),
+            }
+    return programs
 
 
 @pytest.fixture(scope="module")
@@ -86,25 +122,20 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetAnswer]:
     workers = Workers(Group("xla", DEVICES), xla_flags=flags)
 
     @cache
-    def get(name: str) -> Answer:
-        return workers.run("xla_run", case=CASES[name], folder=str(folder))[0]
+    def get(name: str) -> dict[str, Any]:
+        return workers.run(xla_run, case=CASES[name], folder=str(folder))[0]
 
     yield get
     workers.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_curve_is_that_of_a_plain_loop_in_known_programs(answer: GetAnswer, name: str) -> None:
     """And the state tiles once (C4): the first replica alone writes copies."""
     assert_equal_curves([answer(name)], CASES[name], BF16_20_STEPS if CASES[name].compute == "bfloat16" else None)
     expected = 2 if CASES[name].micro_batch else 1
     assert (answer(name)["compilations"], answer(name)["expected_compilations"]) == (expected, expected)
     assemble([answer(name)["final"]])
-
-
-def test_the_curve_on_a_number_of_devices_that_divides_nothing(workers: Callable[[Group], Workers]) -> None:
-    odd = case("SHARD_GRAD_OP", "full", settings={"sharding.wrap": "SIZE_BASED_WRAP", "sharding.min_num_params": 10000})
-    assert_equal_curves(workers(Group("xla", 3)).run("train", case=odd), odd)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +206,47 @@ def test_a_scanned_program_does_not_grow_with_the_layers(answer: GetAnswer) -> N
     assert answer("scan, recompute")["programs"]["train_step"]["dots"] == two["dots"] + 8
 
 
-def test_gradients_are_summed_in_float32_where_asked_for(workers: Callable[[Group], Workers]) -> None:
+class _Products(nn.Module):
+    """An embedding, a linear layer and GPT-2's, each with an output gradient of its own; no dimension divides by 4."""
+
+    def __init__(self) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        self.table, self.linear, self.conv1d = nn.Embedding(11, 6), nn.Linear(6, 7), Conv1D(5, 6)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, ids: Tensor, x: Tensor, table: Tensor, linear: Tensor, conv1d: Tensor) -> Tensor:
+        return (self.table(ids) * table).sum() + (self.linear(x) * linear).sum() + (self.conv1d(x) * conv1d).sum()
+
+
+def xla_gradients(reduce: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Name -> the gradient of a bfloat16 weight, and the same in float64."""
+    draw = torch.Generator().manual_seed(3)
+    x, *outer = (torch.randn(GLOBAL_BATCH, 40, size, generator=draw).bfloat16() for size in (6, 6, 7, 5))
+    batch = {"ids": torch.randint(11, x.shape[:2], generator=draw), "x": x}
+    batch |= dict(zip(("table", "linear", "conv1d"), outer, strict=True))
+    backend, config = open_case(Case(compute="bfloat16", reduce=reduce))
+    with backend:
+        model, _ = shard(_Products, config, backend)
+
+        def gradients(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            model(**batch).backward()
+            return {fqn: cast(Tensor, weight.grad) for fqn, weight in model.named_parameters()}
+
+        actual = backend.fetch(backend.compile(gradients, "gradients")(backend.place(batch))).result()
+    exact = _Products().double()
+    exact(**{name: value.double() if value.is_floating_point() else value for name, value in batch.items()}).backward()
+    return {fqn: (actual[fqn], cast(Tensor, weight.grad)) for fqn, weight in exact.named_parameters()}
+
+
+def test_gradients_are_summed_in_float32_where_asked_for(workers: GetWorkers) -> None:
     """Of bfloat16 factors: the products are exact in float64, as is their sum, near enough."""
     group = workers(Group("xla", DEVICES))
-    summed, plain = (group.run("xla_gradients", reduce=reduce)[0] for reduce in ("float32", "auto"))
-    assert summed.keys() == {"table", "linear", "bias", "conv1d", "conv1d_bias"}
+    summed, plain = (group.run(xla_gradients, reduce=reduce)[0] for reduce in ("float32", "auto"))
+    assert len(summed) == 5
     for name, (gradient, exact) in summed.items():
         assert gradient.dtype == torch.float32
         assert float((gradient - exact).norm() / exact.norm()) < 1e-6, name
@@ -206,129 +273,27 @@ REFUSED = {
 
 
 def test_what_a_model_cannot_have_is_refused_when_it_is_laid_out(
-    workers: Callable[[Group], Workers], assert_golden: Callable[[Path, str], None]
+    workers: GetWorkers, assert_golden: Callable[[Path, str], None]
 ) -> None:
     messages: list[str] = []
     for name, refused in REFUSED.items():
         with pytest.raises(JobFailed) as failure:
-            workers(Group("xla", 1)).run("opened", case=refused, build=True)
+            workers(Group("xla", 1)).run(jobs.opened, case=refused, build=True)
         messages.append(f"{name}: {failure.value.kind}\n{failure.value.message}\n")
     assert_golden(Path(__file__).parent / "goldens/refused_on_xla.txt", "\n".join(messages))
 
 
-def test_scanned_layers_learn_after_an_evaluation_that_came_first(workers: Callable[[Group], Workers]) -> None:
+def test_scanned_layers_learn_after_an_evaluation_that_came_first(workers: GetWorkers) -> None:
     """What the loop's body was traced to without gradients is no program for a step."""
-    (answer,) = workers(Group("xla", DEVICES)).run("evaluated", case=evaluated_case(SCAN), rows=53, early=True)
+    (answer,) = workers(Group("xla", DEVICES)).run(evaluated, case=evaluated_case(SCAN), rows=53, early=True)
     assert answer["untrained"].loss > answer["evaluation"].loss
     assert answer["metrics"] == answer["plain"]["metrics"]
     assert_equal_states(assemble([answer["final"]]), assemble([answer["plain"]["final"]]))
 
 
-HOST = "would run on the host"
-
-
-@pytest.mark.parametrize(
-    ("how", "devices", "problem"),
-    [
-        ("value", 3, rf"aten::_local_scalar_dense {HOST} in\n.*rows\.sum\(\)\.item"),
-        ("operation", 1, rf"aten::_linalg_solve_ex\S* {HOST} in\n.*linalg\.solve"),
-        ("operation on an input", 1, rf"aten::_unique2 {HOST} in\n.*torch\.unique"),
-        ("gradient", 1, rf"aten::masked_select {HOST} in the backward of\n.*masked_scatter"),
-        ("gradient", 3, rf"aten::masked_select {HOST} in the backward of\n.*masked_scatter"),
-        ("value of a gradient", 3, rf"aten::_local_scalar_dense {HOST} in\n.*outer\[0\]\.sum\(\) < 0"),
-        ("copy of a gradient", 1, r"a value is read on the host in\n.*outer\[0\]\.cpu"),
-        ("broken gradient", 1, r"torch_xla fails in the backward of\n.*slogdet"),
-        # torch_xla compiles it for one device.
-        ("evaluation", 3, r"torch_xla fails in\n.*\.masked_scatter.*\n  aten\.masked_scatter\S*: "),
-    ],
-)
-def test_what_is_no_program_is_refused_by_its_operation_and_line(
-    workers: Callable[[Group], Workers], how: str, devices: int, problem: str
-) -> None:
-    """In forward, in backward and when it is compiled, whatever the number of devices; closing hides nothing."""
-    with pytest.raises(JobFailed) as failure:
-        workers(Group("xla", devices)).run("no_program", case=case(), how=how)
-    assert failure.value.kind == "BackendError"
-    assert re.search(rf"'asks': XLA can't compile it: {problem}", failure.value.message)
-    assert re.search(r"xla_jobs\.py:\d+: ", failure.value.message)
-    assert not re.search("Traceback|stack trace", failure.value.message)
-
-
-def test_a_backward_before_the_first_device_is_refused_in_one_sentence() -> None:
-    """torch counts the devices at a process's first backward: its own words are an assertion and `report a bug`."""
-    program = (
-        "import torch\n"
-        "torch.ones(1, requires_grad=True).sum().backward()\n"
-        "from portable_fsdp.backends.torch_xla.runtime import set_environment\n"
-        "from portable_fsdp.backends.torch_xla.program import run_program\n"
-        "set_environment('cpu')\n"
-        "import torch_xla\n"
-        "rows = torch.ones(1, device='xla', requires_grad=True)\n"
-        "run_program(lambda: rows.sum().backward(), 'backend xla', 'step')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert "BackendError: backend xla: expected that no backward runs in a process before" in done.stderr
-
-
-def test_an_error_of_the_models_own_stays_as_it_is(workers: Callable[[Group], Workers]) -> None:
-    with pytest.raises(JobFailed) as failure:
-        workers(Group("xla", 1)).run("no_program", case=case(), how="own mistake")
-    assert failure.value.kind == "KeyError"
-
-
-def test_a_program_that_is_compiled_again_is_named_with_the_cause(workers: Callable[[Group], Workers]) -> None:
-    """The learning rate changes at each step, and is never the cause."""
-    by_change = workers(Group("xla", 1)).run("compiled_again", case=case())[0]
-    causes = {
-        how: [text.partition("Cause: ")[2] for text in texts if "Cause: " in text] for how, texts in by_change.items()
-    }
-    before = f"[{GLOBAL_BATCH}, 2] torch.float32"
-    assert causes.pop("nothing") == []
-    assert causes.pop("shape") == [f"rows changed from {before} to [{GLOBAL_BATCH}, 3, 2] torch.float32."]
-    lost = [f"the gradient of second.{name} changed from present to absent" for name in ("weight", "bias")]
-    assert causes.pop("gradient") == ["; ".join(lost) + "."]
-    assert causes.pop("number") == ["betas of optimizer group 0 changed from (0.5, 0.9) to (0.0, 0.9)."]
-    assert [cause[:40] for cause in causes.pop("branch")] == ["no input, gradient or number of the opti"]
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")  # torch's own, on the host
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("LSTM", {"num_layers": 2, "bidirectional": True}),
-        ("LSTM", {"proj_size": 2, "bias": False}),
-        ("GRU", {"num_layers": 2}),
-        ("RNN", {"bidirectional": True, "bias": False, "nonlinearity": "relu"}),
-    ],
-)
-def test_recurrent_layers_are_loops_with_the_values_of_torch(
-    workers: Callable[[Group], Workers], kind: str, options: dict[str, Any]
-) -> None:
-    """Unrolled they would compile for minutes; torch_xla's GRU loses gradients after an evaluation."""
-    data = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1))
-    answer = workers(Group("xla", 1)).run("recurrent", case=case(), kind=kind, options=options, data=data)[0]
-    torch.manual_seed(0)
-    layer: Any = getattr(torch.nn, kind)(3, 3, batch_first=True, **options)
-    embedded = data.clone().requires_grad_()
-    output, last = layer(embedded)
-    states = last if isinstance(last, tuple) else (last,)
-    (output.square().sum() + layer(data)[0].cos().sum() + sum(state.sin().sum() for state in states)).backward()
-    assert answer.pop("loops") == options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
-    expected = {"output": output, "input": embedded.grad, **{name: w.grad for name, w in layer.named_parameters()}}
-    torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["highest", "default"])
-def test_matmul_precision_holds_while_the_backend_is_open(workers: Callable[[Group], Workers], precision: str) -> None:
-    chosen = case(settings={"precision.matmul": precision})
-    (before, during, after), product = workers(Group("xla", 1)).run("xla_matmul_precision", case=chosen)[0]
-    assert (before, during, after) == ("default", precision, "default")
-    assert ("operand_precision={highest,highest}" in product) == (precision == "highest")
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("model", ["llama_tied", "qwen3", "gpt2", "opt"])
-def test_models_that_can_be_scanned(workers: Callable[[Group], Workers], model: str, checkpointing: str) -> None:
+def test_models_that_can_be_scanned(workers: GetWorkers, model: str, checkpointing: str) -> None:
     scanned = case(model=model, checkpointing=checkpointing, settings=SCAN)
-    assert_equal_curves(workers(Group("xla", DEVICES)).run("train", case=scanned), scanned)
+    assert_equal_curves(workers(Group("xla", DEVICES)).run(jobs.train, case=scanned), scanned)

@@ -1,15 +1,16 @@
 """The third engine, beyond the contract: its own options, its layouts, and its checkpoints on the other engines."""
 
-from collections.abc import Callable
-from typing import Any
+import re
+from typing import Any, cast
 
+import jobs
 import pytest
 import torch
-from assemble import assemble, assert_equal_states
-from cases import Case
+from cases import Case, CaseRows, assemble, assert_equal_states
+from jobs import running
 from reference import reference
-from test_curves import assert_equal_curves
-from workers import Group, JobFailed, Workers
+from test_curves import BF16_20_STEPS, assert_equal_curves
+from workers import GetWorkers, Group, JobFailed, Run
 
 from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.backends.open import local_processes, resolve
@@ -18,95 +19,89 @@ from portable_fsdp.backends.torch_xla.runtime import require_devices
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.xla
-proof = pytest.mark.proof
 
-Run = Callable[[Group, Case], list[dict[str, Any]]]
-GetWorkers = Callable[[Group], Workers]
 
 ONE, TWO, FOUR = (Group("xla_fsdp1", devices) for devices in (1, 2, 4))
 NO_DECAY = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
 FLAT = {"xla_fsdp1.flatten_parameters": True}
 FROZEN = {"model.freeze": ["model.embed_tokens", "*norm*"]}
+LORA = {"model.lora": {"r": 5, "alpha": 160.0}}
 
 
-def _check(answers: list[dict[str, Any]], case: Case, bound: float | None = None) -> None:
+REPLICAS = {"sharding.replicas": 2}
+IN_SUITE: dict[str, tuple[Group, Case]] = {
+    "four devices": (FOUR, Case("llama_tied")),
+    "replicas": (FOUR, Case(strategy="HYBRID_SHARD", settings=REPLICAS)),
+    "accumulated": (TWO, Case(micro_batch=2)),
+    "cut flat": (TWO, Case(settings={"xla_fsdp1.shard_param_on_dim_0": False}, strategy="SHARD_GRAD_OP")),
+    "frozen, recomputed": (TWO, Case(settings=FROZEN, checkpointing="full", micro_batch=3)),
+    "bfloat16": (TWO, Case(compute="bfloat16", reduce="float32", checkpointing="full")),
+}
+PROOFS: dict[str, tuple[Group, Case]] = {
+    "one device": (ONE, Case("llama_tied")),
+    "replicas, kept gathered": (FOUR, Case(strategy="HYBRID_SHARD_ZERO2", settings=REPLICAS)),
+    "joined": (TWO, Case("llama_tied", optim=NO_DECAY, settings=FLAT)),
+    "joined adapters": (TWO, Case(optim=NO_DECAY, settings=LORA | FLAT, micro_batch=3)),
+    "recomputed units in units": (
+        TWO,
+        Case(settings={"sharding.wrap_modules": ["model.layers.*.mlp"]}, checkpointing="full"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*IN_SUITE, *(pytest.param(name, marks=pytest.mark.proof) for name in PROOFS)])
+def test_no_option_changes_the_curve(name: str, run: Run) -> None:
     """The curve of a plain loop, one program a kind, initial weights of (seed, name), and states that tile."""
-    assert_equal_curves(answers, case, bound)
+    group, case = (IN_SUITE | PROOFS)[name]
+    answers = run(group, case)
+    assert_equal_curves(answers, case, BF16_20_STEPS if case.compute == "bfloat16" else None)
+    initial, final = (assemble([answer[at] for answer in answers]) for at in ("initial", "final"))
+    if "model.lora" not in case.settings:
+        assert_equal_states({key: value for key, value in initial.items() if "/" not in key}, reference(case).initial)
     for answer in answers:
         # Fewer where an earlier job of the worker compiled the same program.
         assert answer["compilations"] <= answer["expected_compilations"]
-    initial = assemble([answer["initial"] for answer in answers])
-    assert_equal_states({key: value for key, value in initial.items() if "/" not in key}, reference(case).initial)
-    assemble([answer["final"] for answer in answers])
-
-
-@pytest.mark.parametrize("devices", [pytest.param(ONE, marks=proof, id=str(ONE)), pytest.param(FOUR, id=str(FOUR))])
-def test_any_number_of_devices_gives_the_same_curve(devices: Group, run: Run) -> None:
-    case = Case(model="llama_tied")
-    answers = run(devices, case)
-    _check(answers, case)
-    for answer in answers:
-        assert answer["names"] == answer["unwrapped_names"]
-        assert answer["ties"] == answer["unwrapped_ties"]
-
-
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", pytest.param("HYBRID_SHARD_ZERO2", marks=proof)])
-def test_replicas_of_a_sharded_model_keep_the_curve(strategy: str, run: Run) -> None:
-    case = Case(strategy=strategy, settings={"sharding.replicas": 2})
-    answers = run(FOUR, case)
-    _check(answers, case)
-    held = [[data.shape[0] for _, data in answer["final"]["lm_head.weight"][2]] for answer in answers]
-    assert held == [[505], [504], [], []]  # of 1009 rows: one replica writes, and it has them all
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case(micro_batch=2), id="accumulation"),
-        pytest.param(Case(model="llama_tied", optim=NO_DECAY, settings=FLAT), id="joined", marks=proof),
-        pytest.param(Case(settings={"xla_fsdp1.shard_param_on_dim_0": False}, strategy="SHARD_GRAD_OP"), id="flat"),
-        pytest.param(
-            Case(settings={"sharding.wrap_modules": ["model.layers.*.mlp"]}, checkpointing="full"),
-            id="recomputed_units_in_units",
-            marks=proof,
-        ),
-    ],
-)
-def test_options_do_not_change_the_curve(case: Case, run: Run) -> None:
-    _check(run(TWO, case), case)
-
-
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=proof), "full"])
-def test_frozen_weights_stay_and_the_rest_trains(checkpointing: str, run: Run) -> None:
-    case = Case(settings=FROZEN, checkpointing=checkpointing, micro_batch=3)
-    answers = run(TWO, case)
-    assert_equal_curves(answers, case)
-    assert_equal_states(*(_frozen(answers, at) for at in ("final", "initial")))
-
-
-@proof
-@pytest.mark.parametrize("settings", [{}, FLAT], ids=["by rows", "joined"])
-def test_adapters_train_and_their_base_stays(settings: dict[str, Any], run: Run) -> None:
-    case = Case(settings={"model.lora": {"r": 5, "alpha": 160.0}, **settings}, optim=NO_DECAY, micro_batch=3)
-    assert_equal_curves(run(TWO, case), case)
-
-
-def _frozen(answers: list[dict[str, Any]], at: str) -> dict[str, Any]:
-    whole = assemble([answer[at] for answer in answers])
-    assert not [key for key in whole if "/" in key and ("norm" in key or "embed" in key)]
-    return {key: value for key, value in whole.items() if "norm" in key or "embed" in key}
-
-
-def test_bf16_reduced_in_float32_is_near_the_float32_curve(run: Run) -> None:
-    case = Case(compute="bfloat16", reduce="float32", checkpointing="full")
-    assert_equal_curves(run(TWO, case), case, 2e-3)
+        if name in ("one device", "four devices"):
+            assert (answer["names"], answer["ties"]) == (answer["unwrapped_names"], answer["unwrapped_ties"])
+    if case.settings == FROZEN:
+        frozen = [key for key in final if "norm" in key or "embed" in key]
+        assert frozen
+        assert_equal_states({key: final[key] for key in frozen}, {key: initial[key] for key in frozen})
+        assert not [key for key in frozen if "/" in key]
+    if case.strategy.startswith("HYBRID"):
+        held = [[data.shape[0] for _, data in answer["final"]["lm_head.weight"][2]] for answer in answers]
+        assert held == [[505], [504], [], []]  # of 1009 rows: one replica writes, and it has them all
 
 
 # ------------------------------------------------------------------------- each option is seen in the step's program
 
 
+def fsdp1_program(case: Case) -> dict[str, Any]:
+    """What forward and backward of a step would run, read from the traced program; nothing of it runs."""
+    import torch_xla
+
+    with running(case) as run:
+        rows = run.backend.place(CaseRows().rows(torch.arange(2).numpy()))
+        parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+        before = {parameter: parameter.detach().cpu() for parameter in parameters}
+        run.model(rows["input_ids"], rows["labels"])[0].backward()
+        text: str = cast(Any, torch_xla)._XLAC._get_xla_tensors_hlo([p.grad for p in parameters])
+        for parameter in parameters:  # barriers made them results of what shall not run
+            parameter.grad = None
+            parameter.data = run.backend.place({"as before": before[parameter]})["as before"]
+        out: dict[str, Any] = {
+            name: len(re.findall(rf" {name}\(", text)) for name in ("all-gather", "reduce-scatter", "all-reduce", "dot")
+        }
+        out["reduced"] = set(re.findall(r"= \(?(\w+)\[[^=]* reduce-scatter\(", text))
+        out["gathered"] = set(re.findall(r"= \(?(\w+)\[[^=]* all-gather\(", text))
+        out["pinned"] = text.count("constrain_layout=true")
+        out["shards"] = {name: tuple(p.shape) for name, p in run.model.named_parameters()}
+        out["buffers"] = {name: str(buffer.dtype) for name, buffer in run.model.named_buffers()}
+        return out
+
+
 def _program(workers: GetWorkers, case: Case) -> dict[str, Any]:
-    return workers(TWO).run("fsdp1_program", case=case)[0]
+    return workers(TWO).run(fsdp1_program, case=case)[0]
 
 
 def test_shard_grad_op_gathers_each_layer_once(workers: GetWorkers) -> None:
@@ -191,7 +186,7 @@ def test_boxes_tile_a_range_in_order() -> None:
 def test_c5_refused_when_it_opens(workers: GetWorkers) -> None:
     """By its table, which tests/backends/test_refusals.py walks."""
     with pytest.raises(JobFailed, match=r"xla_fsdp1\.flatten_parameters=true with weight decay") as failure:
-        workers(ONE).run("opened", case=Case(settings=FLAT))
+        workers(ONE).run(jobs.opened, case=Case(settings=FLAT))
     assert failure.value.kind == "BackendError"
 
 

@@ -90,18 +90,6 @@ class Model(nn.Module):
         return x
 
 
-class Dataclass(Model):
-    class block(Block):
-        def forward(self, state: State) -> State:
-            return State(self.compute(state.x) * state.scale, state.scale)
-
-    def middle(self, x: Tensor) -> Tensor:
-        state = State(x, 0.9)
-        for block in self.blocks:
-            state = block(state)
-        return state.x
-
-
 class Changed(Model):
     """Blocks change the object that they take and return nothing."""
 
@@ -294,7 +282,7 @@ def loss_of_rows(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Te
     return losses, torch.full_like(losses, batch["classes"].numel())
 
 
-def plain_run(name: str, steps: int, lr: float, max_grad_norm: float = 1.0) -> tuple[nn.Module, list[dict[str, float]]]:
+def plain_run(name: str, steps: int, lr: float) -> tuple[nn.Module, list[dict[str, float]]]:
     """torch's own loop in one process."""
     model = MODELS[name]()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -304,7 +292,7 @@ def plain_run(name: str, steps: int, lr: float, max_grad_norm: float = 1.0) -> t
         total, count = loss_of_rows(model, rows_of_step(number))
         loss = total / count
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(trained, max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         metrics.append({"loss": loss.item(), "grad_norm": norm.item()})

@@ -1,12 +1,11 @@
 """Long-lived processes that tests send jobs to: one group per (backend, devices), so that imports are paid once.
 
 Native: `devices` gloo processes. XLA: one process with that many virtual PJRT CPU devices. XLA FSDP1: one process with
-a thread for each of them, which does what a process does elsewhere. A job is a function of jobs.py, or of
-native_jobs.py or xla_jobs.py; each process (or thread) of the group runs it, and the group sends back what they return.
+a thread for each of them, which does what a process does elsewhere. A job is a function of a test's own file, or of
+jobs.py; each process (or thread) of the group runs it, and the group sends back what they return.
 """
 
 import gc
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -53,7 +52,6 @@ class Engine(NamedTuple):
     devices: tuple[int, ...]  # a group of workers of each number
     in_suite: tuple[int, ...]  # those of every commit; the others are for the proofs: minutes each
     device: str = "cpu"
-    jobs: str = ""  # a module of jobs of its own
     begin: Callable[[], None] = lambda: None  # in each process, before the first job
     environment: Callable[[int], dict[str, str]] = lambda devices: {}
     process_a_device: bool = False
@@ -120,11 +118,11 @@ def _in_order(devices: int) -> dict[str, str]:
 
 
 ENGINES = {
-    "native": Engine((1, 2, 3), (3,), "cpu", "native_jobs", _begin_native, _on_loopback, process_a_device=True),
-    "xla": Engine((1, 3, 4), (3,), jobs="xla_jobs", environment=_on_pjrt, compiles=True, needs_xla=True),
-    "xla_fsdp1": Engine((2,), (), jobs="xla_jobs", environment=_in_order, compiles=True, needs_xla=True, threads=True),
+    "native": Engine((1, 2, 3), (3,), "cpu", _begin_native, _on_loopback, process_a_device=True),
+    "xla": Engine((1, 3, 4), (3,), environment=_on_pjrt, compiles=True, needs_xla=True),
+    "xla_fsdp1": Engine((2,), (), environment=_in_order, compiles=True, needs_xla=True, threads=True),
     "toy": Engine((4,), (4,), begin=_begin_toy, environment=_on_loopback, process_a_device=True),
-    "torchtpu": Engine((1,), (1,), "tpu", "native_jobs", _begin_torchtpu, _on_chips, process_a_device=True),
+    "torchtpu": Engine((1,), (1,), "tpu", _begin_torchtpu, _on_chips, process_a_device=True),
 }
 """3 is a number that divides no size of the models."""
 
@@ -153,7 +151,6 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
     torch.set_num_threads(1)
     import jobs
 
-    known = {**vars(jobs), **(vars(importlib.import_module(engine.jobs)) if engine.jobs else {})}
     run = _run
     if engine.threads:
         import threaded_pjrt
@@ -162,13 +159,14 @@ def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:
 
     while True:
         try:
-            name, arguments = pickle.loads(pipe.recv_bytes())
+            received = pipe.recv_bytes()
         except EOFError:
             os._exit(0)  # an orderly end takes gloo and torch_xla seconds
         try:
+            job, arguments = pickle.loads(received)  # imports the job's file
             if engine.threads and "case" in arguments:
                 jobs.import_model(arguments["case"])
-            answer = ("done", run(partial(known[name], **arguments)))
+            answer = ("done", run(partial(job, **arguments)))
         except BaseException as error:
             answer = ("failed", (type(error).__name__, str(error), traceback.format_exc()))
         gc.collect()  # a model's cycles hold its process groups, and those have threads
@@ -223,7 +221,7 @@ class Workers:
             self._processes.append(process)
             self._pipes.append(here)
 
-    def run(self, job: str, **arguments: Any) -> list[Any]:
+    def run(self, job: Callable[..., Any], **arguments: Any) -> list[Any]:
         """What each process (or thread) of the group returned, by rank. Raises JobFailed with the first failure."""
         if self._group.engine.compiles and any(map(_is_full, self._processes)):
             self.close()
@@ -256,3 +254,8 @@ class Workers:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+GetWorkers = Callable[[Group], Workers]
+Run = Callable[[Group, Any], list[dict[str, Any]]]
+"""Fixtures of conftest.py: `workers`, and `run`, which gives what each process says of a whole run of a case."""

@@ -7,6 +7,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
+from live_storages import measure
 from programs import LLAMA_8B
 from steps import LLAMA, MIXTRAL, ROWS, SEQ_LEN, T5, VIT, gpus, plans, step, step_of_rows
 from test_options import DEVICES as OPTION_DEVICES
@@ -108,7 +109,7 @@ def test_a_cpu_plan_is_what_two_processes_hold(configs: dict[str, Config], worke
     workers = Workers(Group("native", 2))
     try:
         for (name, config), (memory, work) in zip(configs.items(), planned, strict=True):
-            measured = workers.run("live_storages", config=config)
+            measured = workers.run(measure, config=config)
             most = max(process.peak_bytes for process in measured)
             assert most > 100 * 2**20
             assert memory.peak_bytes == pytest.approx(most, rel=0.05), name

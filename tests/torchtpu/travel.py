@@ -8,8 +8,8 @@ OUT/xla.safetensors is the state that xla saved, OUT/NAME.safetensors what it ho
 import sys
 from pathlib import Path
 
-from assemble import assemble
-from cases import Case
+import jobs
+from cases import Case, assemble
 from safetensors.torch import save_file
 from workers import Group, Workers
 
@@ -20,8 +20,8 @@ AT = 4
 def main(folder: str, out: str, *others: str) -> None:
     workers = Workers(Group("xla", 3))
     try:
-        states = {"xla": workers.run("write", case=TRAVELS, folder=folder, at=AT)}
-        answers = workers.run("read", case=TRAVELS, folders=dict(other.split("=", 1) for other in others), at=AT)
+        states = {"xla": workers.run(jobs.write, case=TRAVELS, folder=folder, at=AT)}
+        answers = workers.run(jobs.read, case=TRAVELS, folders=dict(other.split("=", 1) for other in others), at=AT)
         states |= {name: [answer[name] for answer in answers] for name in answers[0] if name != "compilations"}
     finally:
         workers.close()
