@@ -339,7 +339,9 @@ def train_documents(case: Case) -> dict[str, Any]:
             labels = batch["labels"].where(batch["segments"] == number, -100)
             shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
             control = run.control(float((shard["labels"] != -100).sum()))
-            losses.append(numbers(backend.fetch(run.step([backend.place(shard)], 0.0, control)))["loss"])
+            pieces = zip(*(tensor.chunk(run.accumulation) for tensor in shard.values()), strict=True)
+            placed = [backend.place(dict(zip(shard, piece, strict=True))) for piece in pieces]
+            losses.append(numbers(backend.fetch(run.step(placed, 0.0, control)))["loss"])
         return {
             "documents": losses,
             "metrics": run.train(1, case.steps),
