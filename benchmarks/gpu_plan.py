@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where the package isn't installed
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "backends"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from live_storages import measure
+from live_storages import measure_on
 from programs import LLAMA_8B
 from steps import LLAMA, step
 
@@ -193,9 +193,9 @@ def tracked(config: Config, devices: int) -> int:
 
 def measured(config: Config, device: str) -> dict[str, Any]:
     """Three steps of the trainer's on this machine: what the allocator says, or on CPU what lives."""
-    if device == "cpu":
-        return {"device": "cpu", "live_bytes": measure(config).peak_bytes}
     with open_backend(config, device=device, backend="native", num_devices=1) as backend:
+        if device == "cpu":
+            return {"device": "cpu", "live_bytes": measure_on(backend, config).peak_bytes}
         training = build_training(config, backend, vocabulary=1)
         rows, length = config.train.resolved_micro_batch, config.data.seq_len
         ids = torch.randint(256, (rows, length))

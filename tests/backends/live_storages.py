@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
@@ -33,21 +34,26 @@ class Measured(NamedTuple):
 
 
 def measure(config: Config) -> Measured:
-    """Train so many steps; the weights and the optimizer's state are there before."""
+    """A job of a group: `measure_on` all its devices."""
     with open_group(config) as backend:
-        rows = build_data(config.data).rows if config.data.factory else None
-        training = build_training(config, backend, vocabulary=256, rows=rows)
-        state = [value for values in training.optimizer.state.values() for value in values.values()]
-        with LiveStorages() as live:
-            live.see([*training.model.parameters(), *training.model.buffers(), *state])
-            for _ in range(STEPS):
-                made = [_batch(config, rows) for _ in range(training.accumulation)]
-                batches = [backend.place(batch) for batch in made]
-                control = [float(config.train.resolved_micro_batch * config.data.seq_len * len(made)), 0.0]
-                control += [0.0] * VOTES * backend.process.count
-                backend.fetch(training.step(batches, 1e-3, control)).result()
-        counted = backend.collectives or {}
-        return Measured(live.peak, {kind: (traffic.calls, traffic.bytes) for kind, traffic in counted.items()})
+        return measure_on(backend, config)
+
+
+def measure_on(backend: Backend, config: Config) -> Measured:
+    """Train so many steps; the weights and the optimizer's state are there before."""
+    rows = build_data(config.data).rows if config.data.factory else None
+    training = build_training(config, backend, vocabulary=256, rows=rows)
+    state = [value for values in training.optimizer.state.values() for value in values.values()]
+    with LiveStorages() as live:
+        live.see([*training.model.parameters(), *training.model.buffers(), *state])
+        for _ in range(STEPS):
+            made = [_batch(config, rows) for _ in range(training.accumulation)]
+            batches = [backend.place(batch) for batch in made]
+            control = [float(config.train.resolved_micro_batch * config.data.seq_len * len(made)), 0.0]
+            control += [0.0] * VOTES * backend.process.count
+            backend.fetch(training.step(batches, 1e-3, control)).result()
+    counted = backend.collectives or {}
+    return Measured(live.peak, {kind: (traffic.calls, traffic.bytes) for kind, traffic in counted.items()})
 
 
 def _batch(config: Config, rows: Rows | None) -> dict[str, Tensor]:
