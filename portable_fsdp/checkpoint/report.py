@@ -5,10 +5,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
+from portable_fsdp.config.describe import changed
 from portable_fsdp.runtime.errors import CheckpointError, StoreError, table
 
 
@@ -126,18 +127,6 @@ def differences_text(differences: Mapping[str, Any]) -> str:
     compared = "tensors (names, shapes, dtypes" + (", values)" if "values" in differences else ")")
     verdict = f"equal: {compared} and configs" if differences["is_equal"] else f"different: {compared} or configs"
     return "\n".join(filter(None, [table(rows) if rows else "", verdict]))
-
-
-def changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Dotted key -> both values, where they differ; None stands for an absent key."""
-    values: dict[str, list[Any]] = {}
-    for key in sorted(a.keys() | b.keys()):
-        left, right = a.get(key), b.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            values |= changed(cast(dict[str, Any], left), cast(dict[str, Any], right), f"{prefix}{key}.")
-        elif left != right:
-            values[f"{prefix}{key}"] = [left, right]
-    return values
 
 
 def size_text(size: int) -> str:
