@@ -10,6 +10,7 @@ from typing import Any
 from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.resume import changed
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
+from portable_fsdp.config.describe import changed
 from portable_fsdp.runtime.errors import CheckpointError, StoreError, table
 
 

@@ -25,7 +25,7 @@ from portable_fsdp.checkpoint.format import (
 from portable_fsdp.checkpoint.storage import exists, locate, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
-from portable_fsdp.config.describe import default_of, plain_values, shortened
+from portable_fsdp.config.describe import changed, default_of, plain_values, shortened
 from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, StoreError, table, without_passwords
 

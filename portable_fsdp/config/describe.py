@@ -4,7 +4,7 @@ And name patterns: what they match, and the nearest names where they match none.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from types import NoneType, UnionType
@@ -154,6 +154,18 @@ def plain_values(value: object) -> object:
     if isinstance(value, list | tuple):
         return [plain_values(item) for item in cast(Sequence[object], value)]
     return value
+
+
+def changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+    """Dotted key -> both values, where they differ; None stands for an absent key."""
+    values: dict[str, list[Any]] = {}
+    for key in sorted(a.keys() | b.keys()):
+        left, right = a.get(key), b.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            values |= changed(cast(dict[str, Any], left), cast(dict[str, Any], right), f"{prefix}{key}.")
+        elif left != right:
+            values[f"{prefix}{key}"] = [left, right]
+    return values
 
 
 def _section(annotation: object) -> type[BaseModel] | None:
