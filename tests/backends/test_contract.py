@@ -339,7 +339,11 @@ def train_documents(case: Case) -> dict[str, Any]:
             labels = batch["labels"].where(batch["segments"] == number, -100)
             shard = {name: tensor[own] for name, tensor in {**batch, "labels": labels}.items()}
             control = run.control(float((shard["labels"] != -100).sum()))
-            losses.append(numbers(backend.fetch(run.step([backend.place(shard)], 0.0, control)))["loss"])
+            chunks = {name: tensor.chunk(run.accumulation) for name, tensor in shard.items()}
+            micro = [
+                backend.place({name: parts[at] for name, parts in chunks.items()}) for at in range(run.accumulation)
+            ]
+            losses.append(numbers(backend.fetch(run.step(micro, 0.0, control)))["loss"])
         return {
             "documents": losses,
             "metrics": run.train(1, case.steps),
