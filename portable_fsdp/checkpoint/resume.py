@@ -16,6 +16,7 @@ from portable_fsdp.checkpoint.format import (
     BaseFingerprint,
     Manifest,
     NamedSave,
+    changed,
     committed_steps,
     read_manifest,
     require_checkpoint,
@@ -258,18 +259,6 @@ class Difference(NamedTuple):
             saved, now = (shortened(f"...{text[start:]}" if start > 0 else text) for text in (saved, now))
             rows.append((name, saved, now))
         return rows
-
-
-def changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Dotted key -> both values, where they differ; None stands for an absent key."""
-    values: dict[str, list[Any]] = {}
-    for key in sorted(a.keys() | b.keys()):
-        left, right = a.get(key), b.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            values |= changed(cast(dict[str, Any], left), cast(dict[str, Any], right), f"{prefix}{key}.")
-        elif left != right:
-            values[f"{prefix}{key}"] = [left, right]
-    return values
 
 
 def differences(

@@ -38,7 +38,7 @@ _MAPPINGS = {
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
 """Transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
 
-_READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim", "rope_parameters"}
+_READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim", "rope_parameters", "decoder_start_token_id"}
 """Keys that models read whether their class declares them or not."""
 
 _MAX_BYTES = 16 * 2**20
