@@ -446,15 +446,3 @@ def _refuse_overlap(key: str, offsets: NDArray[np.int64], sizes: NDArray[np.int6
             other = int(is_open[int(np.argmax(overlap))])
             raise ValueError(f"{key}: the pieces at {offsets[other].tolist()} and {offsets[k].tolist()} overlap")
         is_open = np.append(is_open, k)
-
-
-def changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Dotted key -> both values, where they differ; None stands for an absent key."""
-    values: dict[str, list[Any]] = {}
-    for key in sorted(a.keys() | b.keys()):
-        left, right = a.get(key), b.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            values |= changed(cast(dict[str, Any], left), cast(dict[str, Any], right), f"{prefix}{key}.")
-        elif left != right:
-            values[f"{prefix}{key}"] = [left, right]
-    return values

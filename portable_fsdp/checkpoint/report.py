@@ -9,6 +9,7 @@ from typing import Any
 
 from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
+from portable_fsdp.config.describe import changed
 from portable_fsdp.runtime.errors import CheckpointError, StoreError, table
 
 
@@ -101,14 +102,14 @@ def differences(a: format.Manifest, b: format.Manifest) -> dict[str, Any]:
         "only_in_a": sorted(a.tensors.keys() - b.tensors.keys()),
         "only_in_b": sorted(b.tensors.keys() - a.tensors.keys()),
         "tensors": {key: [left, right] for key, (left, right) in described.items() if left != right},
-        "config": format.changed(a.config, b.config),
-        "model_config": format.changed(a.architecture or {}, b.architecture or {}),
-        "base": format.changed(fingerprints[0], fingerprints[1]),
+        "config": changed(a.config, b.config),
+        "model_config": changed(a.architecture or {}, b.architecture or {}),
+        "base": changed(fingerprints[0], fingerprints[1]),
     }
     result["is_equal"] = not any(result.values())
     result["step"] = [a.step, b.step]
-    result["data"] = format.changed(a.data.model_dump(), b.data.model_dump())
-    result["written_by"] = format.changed(a.written_by.model_dump(), b.written_by.model_dump())
+    result["data"] = changed(a.data.model_dump(), b.data.model_dump())
+    result["written_by"] = changed(a.written_by.model_dump(), b.written_by.model_dump())
     return result
 
 

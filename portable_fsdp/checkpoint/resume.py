@@ -16,7 +16,6 @@ from portable_fsdp.checkpoint.format import (
     BaseFingerprint,
     Manifest,
     NamedSave,
-    changed,
     committed_steps,
     read_manifest,
     require_checkpoint,
