@@ -40,8 +40,8 @@ from loop_overhead import cpu_model
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.observe.run_files import read_jsonl

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.packing import IGNORED, Rows, sample_indices
 from portable_fsdp.data.tokenize import load_tokenizer

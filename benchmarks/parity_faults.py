@@ -22,7 +22,7 @@ sys.path.insert(0, str(FAULTY))
 
 from faulty_worker import FAULTS  # noqa: E402
 
-from portable_fsdp.config.load import load_config  # noqa: E402
+from portable_fsdp.convert.read import load_config  # noqa: E402
 from portable_fsdp.parity.__main__ import main as parity  # noqa: E402
 from portable_fsdp.parity.__main__ import run_place  # noqa: E402
 from portable_fsdp.parity.record import (  # noqa: E402

@@ -138,12 +138,12 @@ def _read(options: argparse.Namespace) -> "Loaded":
 
 def _ours(options: argparse.Namespace) -> "Loaded | None":
     """The config of a run that other tools have no part in. None where they have, or may explain an error better."""
-    from portable_fsdp.config.load import read_config
+    from portable_fsdp.config.load import read_file
 
     if options.imports or is_by_accelerate(os.environ):
         return None
     try:
-        return read_config(options.config, options.overrides)
+        return read_file(options.config, options.overrides)
     except ConfigError:
         return None
 

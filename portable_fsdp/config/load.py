@@ -50,17 +50,12 @@ class Loaded(NamedTuple):
     imports: "tuple[Import, ...]"  # of `convert.read_config`
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a YAML file of ours and apply `section.key=value` overrides; the later of two overrides counts.
 
     Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. A section without
     keys has all defaults. Raises ConfigError with all problems in one message.
     """
-    return read_config(path, overrides).config
-
-
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """As `load_config`, with the origin of each option."""
     layers = LayeredValues(Path(path))
     layers.add_file(*parse_file(layers.path))
     for text in overrides:
@@ -113,7 +108,7 @@ def _named(option: str, value: object) -> object:
 
 
 def config_text(config: Config) -> str:
-    """The resolved config as YAML that `load_config` reads back to an equal Config."""
+    """The resolved config as YAML that `read_file` reads back to an equal Config."""
     return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

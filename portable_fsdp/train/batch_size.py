@@ -15,7 +15,7 @@ from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend, resolve
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import with_value
-from portable_fsdp.config.load import config_text, load_config
+from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import micro_batches
 from portable_fsdp.observe.run_files import read_jsonl
@@ -58,7 +58,7 @@ def _kept(config: Config, engine: Backend) -> int | None:
     if config.checkpoint.resume == "none" or not path.is_file():
         return None
     with suppress(UsageError, LookupError, OSError):  # of another release, or torn: a new plan
-        saved = load_config(path)
+        saved = read_file(path).config
         size, start = saved.train.resolved_micro_batch, {}
         for event in read_jsonl(path.with_name("events.jsonl")):
             start = event if event["event"] == "start" else start

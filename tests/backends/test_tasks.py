@@ -23,7 +23,8 @@ from transformers.models.auto import modeling_auto
 from workers import GetWorkers, Group, JobFailed, Workers, marked
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.config.load import load_config, make_config
+from portable_fsdp.config.load import make_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.build import build_model

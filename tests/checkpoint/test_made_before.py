@@ -12,7 +12,7 @@ from plain_backend import named_tensors
 from safetensors.torch import load_file
 
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.train.build import build_training, open_checkpoints
 from portable_fsdp.train.loop import train

@@ -9,8 +9,8 @@ import pytest
 from harness import attempt
 from invented_run import write_run
 
-from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Model
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.formats.base import config_of
 from portable_fsdp.models.architecture import architecture_mapping

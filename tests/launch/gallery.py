@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cli import ROOT, SMALL_LLAMA
 
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.target import parse_target

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.nn import functional as F
 
-from portable_fsdp.config.load import load_config
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import build_data
 from portable_fsdp.launch import main

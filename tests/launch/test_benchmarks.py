@@ -11,7 +11,7 @@ from beside_trainer import TRAINER, Run, report, said_by
 from cli import PROGRAMS, ROOT, TINY, finish, launch, started
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 
 BENCHMARKS = ROOT / "benchmarks"
 

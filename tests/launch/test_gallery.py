@@ -14,7 +14,7 @@ from PIL import Image
 from test_pretrained_run import write_repository
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.plan.target import parse_target
 

@@ -20,7 +20,7 @@ from documented import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable_fsdp.checkpoint.format import read_manifest
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
 
 STARTS: dict[str, list[str]] = {

@@ -7,7 +7,7 @@ from cli import TORCHRUN, finish, launch, require_curve, tiny_config
 
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.checkpoint.format import read_manifest
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from cli import PROGRAMS, ROOT, committed, finish, started, tiny_config
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 
 LAUNCH, HERE = ROOT / "launch", Path(__file__).parent
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch", ROOT / ".ci/run"])

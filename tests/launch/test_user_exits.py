@@ -14,7 +14,7 @@ from cli import events, launch, losses
 from plain_backend import PlainBackend, in_processes
 
 from portable_fsdp.config.data import Data
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.batches import _Steps
 from portable_fsdp.data.packing import StepRows
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd

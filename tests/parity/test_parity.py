@@ -9,7 +9,7 @@ from faulty_worker import FAULTS, plant
 from parity_faults import certified, rows, write_config
 
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.parity.__main__ import main
 from portable_fsdp.parity.record import Place, PlaceRecord, RunTask, deviation, find_culprit
 from portable_fsdp.parity.recorder import run

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.config.load import config_text, load_config
+from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.plan.planner import (
     FREE,
     grid,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from portable_fsdp.config.load import load_config
+from portable_fsdp.convert.read import load_config
 from portable_fsdp.runtime.command import LogLines, RunLog
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes
