@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda", "tpu")
 
 ENGINES = {
-    "native": "portable_fsdp.backends.native.options",
-    "xla": "portable_fsdp.backends.torch_xla.spmd.options",
-    "xla_fsdp1": "portable_fsdp.backends.torch_xla.fsdp1.options",
+    "native": "portable_fsdp.backends.native.options:SPEC",
+    "xla": "portable_fsdp.backends.torch_xla.options:SPMD",
+    "xla_fsdp1": "portable_fsdp.backends.torch_xla.options:FSDP1",
 }
-"""Name -> the module of its `SPEC`. On a device, --backend=auto is the first whose package is installed."""
+"""Name -> where its `EngineSpec` is. On a device, --backend=auto is the first whose package is installed."""
 
 ProcessCount = Callable[[str, int | None, Callable[[str], int]], int]
 """(device, requested devices, count of a device on this host) -> processes of a plain start on one host."""
@@ -65,7 +66,7 @@ class EngineSpec:
 @cache
 def spec_of(engine: str) -> EngineSpec:
     """What an engine declares; imports neither the engine nor torch."""
-    return cast(EngineSpec, importlib.import_module(ENGINES[engine]).SPEC)
+    return cast(EngineSpec, pkgutil.resolve_name(ENGINES[engine]))
 
 
 def engines_on(device: str) -> tuple[str, ...]:

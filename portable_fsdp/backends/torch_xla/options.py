@@ -1,4 +1,4 @@
-"""What both torch_xla engines refuse and delegate, which packages they need, and the TPU compiler's options.
+"""What the torch_xla engines refuse and delegate, their surprises and packages, and the TPU compiler's options.
 
 Imports neither torch nor torch_xla: plans use the compiler options without them.
 """
@@ -6,9 +6,17 @@ Imports neither torch nor torch_xla: plans use the compiler options without them
 from collections.abc import Mapping
 
 from portable_fsdp.backends.open import EngineSpec, Package, PlanMethod, ProcessCount
-from portable_fsdp.backends.refusals import Rule, refused_each
+from portable_fsdp.backends.refusals import (
+    Rule,
+    is_selective,
+    modules_without_float16,
+    only_largest_bucket,
+    recomputes_modules,
+    refused,
+    refused_each,
+)
 
-NO_LOSS_SCALING = "float16 needs loss scaling, which only native has; bfloat16 has the range of float32"
+_NO_LOSS_SCALING = "float16 needs loss scaling, which only native has; bfloat16 has the range of float32"
 _READS_MASKS = "transformers then reads a mask on the host in every step, which is a second program and a wait"
 _SORTS_TOKENS = "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before"
 _NO_CACHE = "torch_xla 2.9 writes compiled programs and can't load them (github.com/pytorch/xla/issues/9094)"
@@ -33,7 +41,7 @@ RULES = (
     ),
     Rule(
         "precision.compute on XLA",
-        NO_LOSS_SCALING,
+        _NO_LOSS_SCALING,
         lambda c, p: c.precision.compute == "float16",
         ("precision.compute=bfloat16", "--backend=native"),
     ),
@@ -57,7 +65,7 @@ DELEGATED = {
 }
 
 
-def torch_xla_spec(
+def _spec(
     engine: str,
     *,
     rules: tuple[Rule, ...],
@@ -86,6 +94,189 @@ def torch_xla_spec(
         },
     )
 
+
+# ------------------------------------------------------------------------------------------------------------------ xla
+
+_ONE_PROGRAM = "all turns of the loop run one program"
+_ONE_UNIT = "the loop gathers a layer as one unit"
+
+SPMD_RULES = (
+    Rule(
+        "precision.modules with float16 on xla",
+        _NO_LOSS_SCALING,
+        lambda c, p: "float16" in c.precision.modules.values(),
+        modules_without_float16,
+    ),
+    Rule("precision.modules of some layers only, with scan_layers", f"{_ONE_PROGRAM}, with one dtype for each weight"),
+    *refused(
+        "precision.reduce=float32 with weights that rest in bfloat16",
+        "a gradient has the dtype of its weight",
+        "precision.master=float32",
+        "--backend=native",
+        when=lambda c, p: c.precision.master == "bfloat16",
+    ),
+    *refused(
+        "precision.reduce=float32 with scan_layers and a lower compute dtype",
+        "the loop's gradients have the dtype of the copies that it takes",
+        "compile.scan_layers=false",
+        when=lambda c, p: c.compile.scan_layers and c.precision.dtypes != {"float32"},
+    ),
+    Rule(
+        "precision.reduce for weights in a lower dtype of other layers than linear ones and embeddings",
+        "XLA sums a gradient in the dtype in which it is computed; precision.modules gives those layers float32",
+    ),
+    *refused(
+        "precision.reduce=bfloat16 with modules in float32",
+        "XLA sums the gradients of those modules in their compute dtype",
+        "precision.modules={}",
+        when=lambda c, p: "float32" in c.precision.modules.values(),
+    ),
+    Rule(
+        "compile.scan_layers with memory.every",
+        f"{_ONE_PROGRAM}: all layers are recomputed, or none",
+        lambda c, p: c.compile.scan_layers and is_selective(c) and c.memory.every is not None,
+        ("memory.gradient_checkpointing=full and memory.every=null", "compile.scan_layers=false"),
+    ),
+    *refused(
+        "compile.scan_layers with memory.classes",
+        f"{_ONE_PROGRAM}, which is recomputed as a whole",
+        "memory.classes=[]",
+        when=lambda c, p: bool(c.memory.classes),
+    ),
+    *refused(
+        "compile.scan_layers with units by size",
+        _ONE_UNIT,
+        "sharding.wrap=TRANSFORMER_BASED_WRAP and sharding.min_num_params=null",
+        when=lambda c, p: c.sharding.wrap == "SIZE_BASED_WRAP",
+    ),
+    *refused(
+        "compile.scan_layers with units by name",
+        _ONE_UNIT,
+        "sharding.wrap_modules=[]",
+        when=lambda c, p: bool(c.sharding.wrap_modules),
+    ),
+    Rule(
+        "compile.scan_layers for layers that don't follow one another in a list of the model, or hold units "
+        "(sharding.wrap_classes)",
+        "a turn of the loop is a layer, gathered as one unit",
+    ),
+    Rule("compile.scan_layers for layers that differ (gemma2)", "all turns run one program"),
+    *refused(
+        "precision.products=int8 on TPU v4 and v6e",
+        "compiled for them, a layer's products then take 1.4 times as long as in bfloat16",
+        when=lambda c, p: p.generation in ("v4", "v6e"),
+    ),
+    *refused(
+        "memory.offload without scanned layers that are recomputed",
+        "the compiler would bring the input of an unrolled layer back at once",
+        "memory.gradient_checkpointing=full and memory.every=null and memory.save_ops=[] and compile.scan_layers=true",
+        "--backend=native",
+        when=lambda c, p: not (c.compile.scan_layers and recomputes_modules(c)),
+    ),
+    Rule(
+        "data.buckets of several sizes on several hosts",
+        "each host reads other rows, and would choose another program than the rest",
+        lambda c, p: c.data.shapes > 1 and (p.hosts or 1) > 1,
+        only_largest_bucket,
+    ),
+    *refused("train.micro_batch=auto on cpu", "plans of a CPU are native's", when=lambda c, p: p.device == "cpu"),
+)
+
+SPMD_NOTES = {
+    "precision.reduce=auto": "the dtype that the weight is cast to at use",
+    "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
+    "memory.save_ops=[attention]": (
+        "changes nothing: a recomputed layer keeps the output of the TPUs' attention kernel in any case; cpu has none"
+    ),
+    "memory.save_ops": (
+        "a recomputed layer keeps outputs of matrix products, and in any case those of the attention kernel on TPUs"
+    ),
+    "memory.offload=activations": (
+        "libtpu keeps inputs of the loop's layers in host memory, and copies beside compute; on cpu it changes nothing"
+    ),
+}
+
+SPMD = _spec(
+    "portable_fsdp.backends.torch_xla.spmd.engine:XlaBackend",
+    rules=SPMD_RULES,
+    notes=SPMD_NOTES,
+    planned_by={"tpu": "compiled step"},
+    processes=lambda device, requested, count: 1,  # which drives all devices of the host
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ xla_fsdp1
+
+_FLOAT32_ONLY = "XlaFullyShardedDataParallel takes float32 weights only"
+
+FSDP1_RULES = (
+    *refused(
+        "precision.master on xla_fsdp1",
+        _FLOAT32_ONLY,
+        "--backend=xla",
+        when=lambda c, p: c.precision.compute != "float32",
+    ),
+    *refused(
+        "precision.frozen=bfloat16 on xla_fsdp1",
+        _FLOAT32_ONLY,
+        "--backend=xla",
+        when=lambda c, p: bool(c.model.freeze or c.model.lora),
+    ),
+    *refused_each(
+        "on xla_fsdp1",
+        {
+            "precision.cast_inputs": "XlaFullyShardedDataParallel casts what each unit takes",
+            "precision.modules": "XlaFullyShardedDataParallel casts a whole unit to one compute dtype",
+            "precision.products=int8": "its layers multiply as torch's do",
+            "precision.buffers": "xla_fsdp1.buffer_dtype sets it there",
+            "optim.name=adafactor|muon": "it takes whole matrices, and a device has flat parts of them",
+            "optim.factory": "an optimizer may take whole matrices, and a device has flat parts of them",
+            "memory.offload": "torch_xla's checkpoint keeps what it recomputes from in device memory",
+            "compile.scan_layers": "a unit's weights are gathered by its own module, one layer after the other",
+            "train.micro_batch=auto": "it has no planner",
+        },
+        "--backend=xla",
+    ),
+    Rule(
+        "memory.save_ops on xla_fsdp1",
+        "torch_xla's checkpoint recomputes all of a layer",
+        lambda c, p: bool(c.memory.save_ops),
+        ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "--backend=xla"),
+        takes_default_alone=True,
+    ),
+    Rule(
+        "data.buckets of several sizes on several devices",
+        "each device has a process, which reads other rows and would choose another program than the rest",
+        lambda c, p: c.data.shapes > 1 and (p.devices or 1) > 1,
+        only_largest_bucket,
+    ),
+    *refused(
+        "xla_fsdp1.flatten_parameters with weight decay or optimizer groups",
+        "a unit's parameters are one tensor, which has one weight decay and one learning rate",
+        "optim.weight_decay=0 and optim.groups=[]",
+        when=lambda c, p: bool(c.optim.weight_decay or c.optim.groups),
+    ),
+    Rule(
+        "xla_fsdp1.shard_param_on_dim_0 with flatten_parameters",
+        "the joined parameters of a unit have no rows; torch_xla would ignore it",
+        lambda c, p: c.xla_fsdp1.flatten_parameters and bool(c.xla_fsdp1.shard_param_on_dim_0),
+        ("xla_fsdp1.shard_param_on_dim_0=null", "xla_fsdp1.flatten_parameters=false"),
+    ),
+    Rule(
+        "xla_fsdp1.shard_param_on_dim_0 for a model with a parameter of no dimensions",
+        "it has no rows to cut; false cuts each parameter flat",
+    ),
+)
+
+FSDP1 = _spec(
+    "portable_fsdp.backends.torch_xla.fsdp1.engine:XlaFsdp1Backend",
+    rules=FSDP1_RULES,
+    # One a chip. PJRT's CPU devices can't talk across processes.
+    processes=lambda device, requested, count: count(device) if device == "tpu" else 1,
+)
+
+
+# ---------------------------------------------------------------------------------------------------- libtpu's compiler
 
 COMPILER_OPTIONS = {
     # Windowed einsum hides gathers in loops of point-to-point copies, which makes them uncountable and costs memory.
