@@ -18,7 +18,7 @@ from portable_fsdp.config.describe import matches
 from portable_fsdp.config.schema import Precision
 from portable_fsdp.data.packing import sample_indices
 from portable_fsdp.models.build import build_model
-from portable_fsdp.optim.optimizer import learning_rate, make_optimizer
+from portable_fsdp.optim.optimizer import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
 OF_THE_LOOP = ("model.architecture", "model.freeze", "model.lora", "precision.frozen", "optim.groups", "data.packing")
@@ -77,15 +77,58 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     if optim.name == "adafactor":  # as transformers' Trainer makes it
         return transformers.Adafactor(groups, lr=optim.lr, scale_parameter=False, relative_step=False)
-    if optim.name in ("lion", "muon") or optim.factory is not None:  # formulas of their own: tests/optim
+    moments: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas}
+    if optim.name == "lion" or optim.factory is not None:  # own_optimizers.py
+        return PlainLion(groups, moments | ({"betas": (0.9, 0.99)} if optim.factory else {}))
+    if optim.name == "muon":
         tables = [getattr(model, way)() for way in ("get_input_embeddings", "get_output_embeddings")]
         outer = {id(table.weight) for table in tables}
         for group in groups:
-            [weight] = group["params"]
-            group |= {"is_hidden": True} if weight.dim() == 2 and id(weight) not in outer else {}
-        return make_optimizer(optim)(groups, False)
+            group["is_matrix"] = group["params"][0].dim() == 2 and id(group["params"][0]) not in outer
+        return PlainMuon(groups, {**moments, "eps": optim.eps, "momentum": optim.momentum})
     torchs = torch.optim.Adam if optim.name == "adam" else torch.optim.AdamW
-    return torchs(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    return torchs(groups, **moments, eps=optim.eps)
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Program 1 of arXiv 2302.06675."""
+
+    @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                update = torch.sign(beta1 * m + (1 - beta1) * p.grad)
+                m.copy_(beta2 * m + (1 - beta2) * p.grad)
+                p -= lr * (update + group["weight_decay"] * p)
+
+
+class PlainMuon(torch.optim.Optimizer):
+    """torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), but in float32, of matrices; AdamW of the rest."""
+
+    @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            lr, (beta1, beta2), mu = group["lr"], group["betas"], group["momentum"]
+            for p in group["params"]:
+                g, state = p.grad, self.state[p]
+                state["t"] = state.get("t", 0) + 1
+                m, v = (state.setdefault(key, torch.zeros_like(p)) for key in ("m", "v"))
+                p *= 1 - lr * group["weight_decay"]
+                if group["is_matrix"]:
+                    m.copy_(mu * m + (1 - mu) * g)
+                    x = (1 - mu) * g + mu * m
+                    x = x / x.norm()
+                    for _ in range(5):
+                        a = x @ x.T
+                        x = 3.4445 * x - 4.775 * a @ x + 2.0315 * a @ a @ x
+                    p -= lr * 0.2 * max(p.shape) ** 0.5 * x
+                else:
+                    m.copy_(beta1 * m + (1 - beta1) * g)
+                    v.copy_(beta2 * v + (1 - beta2) * g * g)
+                    root = (v / (1 - beta2 ** state["t"])).sqrt() + group["eps"]
+                    p -= lr * m / (1 - beta1 ** state["t"]) / root
 
 
 def loss_of_step(case: Case, model: nn.Module, step: int) -> Tensor:

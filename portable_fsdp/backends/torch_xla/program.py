@@ -126,7 +126,7 @@ def _line(error: Exception) -> str | None:
 
 def _is_own(file: str) -> bool:
     """Whether a file is neither torch's nor makes programs."""
-    ours = (__file__, str(Path(__file__).with_name("pjrt.py")))
+    ours = (__file__, str(Path(__file__).with_name("runtime.py")))
     return file not in ours and not any(f"/site-packages/{package}/" in file for package in ("torch", "torch_xla"))
 
 
