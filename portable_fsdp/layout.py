@@ -3,6 +3,7 @@
 Devices, processes and row shards (groups of devices that get the same rows) are three numbers. A new axis is declared
 here: how many devices lie along it (`mesh_axes`), whether they get different rows (`ROW_AXES`), whether losses and
 gradients are summed over it (`LOSS_AXES`), what it cuts of a weight (`weight_spec`). A mesh may lack axes of size 1.
+All axes that a mesh may have, outermost first: replicate, shard, expert, context, tensor.
 """
 
 import math
@@ -10,9 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
-
-AXES = ("replicate", "shard", "expert", "context", "tensor")
-"""All axes that a mesh may have, outermost first."""
 
 ROW_AXES = ("replicate", "shard", "expert")
 """Devices along these get different rows of the batch."""

@@ -220,7 +220,7 @@ ALLOWED = {
     "models/build.py": "if TYPE_CHECKING:\n    import x\nlog = logging.getLogger('x')\nKEYS = frozenset({'a'})",
     "backends/native/options.py": "def f(engine, c):\n    return engine == 'xla' and c.xla_fsdp1.x",
     "backends/torch_xla/runtime.py": "def f():\n    import_module('torch_xla')",
-    "plan/compiled.py": "def f(value):\n    return value.device.type == 'xla'",
+    "plan/tpu_compiler.py": "def f(value):\n    return value.device.type == 'xla'",
     "launch.py": "_DEVICE = flags.DEFINE_enum('d', 'auto', ['a'], 'x')\nif __name__ == '__main__':\n    app.run(main)",
 }
 

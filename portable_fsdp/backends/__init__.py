@@ -1,6 +1,7 @@
 """Backends: how a model is sharded, stepped and read back on an engine.
 
-May import `config` and `runtime`, and each engine's own packages inside its own module; never models, data,
-checkpoint, nor one another. Read `contract.py` first. `open.py` picks the engine and imports it lazily, `refusals.py`
-says what it can't do.
+May import `layout`, `config`, `runtime` and `optim.counting`, and each engine's own packages inside its own module;
+never models, data, checkpoint, nor one another.
+
+Read `contract.py` first. `open.py` picks the engine and imports it lazily, `refusals.py` says what it can't do.
 """

@@ -1,6 +1,6 @@
 """The backend contract: what an engine must do so that one train loop runs on it.
 
-A backend is opened (`portable_fsdp.backends.open_backend`), used as a context manager, and closed. It refuses
+A backend is opened (`backends.open.open_backend`), used as a context manager, and closed. It refuses
 what it can't honour while it opens, never later. `tests/backends/test_contract.py` runs each line of the
 contract (C1 to C7) against every backend.
 """
@@ -39,7 +39,7 @@ Fill = Callable[[str, Region], Tensor]
 
 
 class Read(Protocol):
-    """That piece of a saved tensor, on the host. Keys are those of `Backend.state`."""
+    """Read one slice of a saved tensor to the host. Keys are those of `Backend.state`."""
 
     def __call__(self, key: str, slices: Region, /, into: Tensor | None = None) -> Tensor:
         """`into`: a host tensor of its shape and dtype that is filled; new memory without it."""
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
     offset: tuple[int, ...]
     data: Tensor  # on the host or the device; data.shape is the piece's shape
     replica: int | None = None
-    """Which one of several equal copies, the first of which is written; None: no other copy to compare it with."""
+    """Replica index: replica 0 is written, others are compared with it. None: not replicated."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,8 @@ class Backend(Closing):
         """One program of `fn` (batches in, device tensors out), or `fn` itself where the engine is eager."""
 
     def accumulate(self, last: bool, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Around a micro batch's forward and backward; gradients cross devices in the last one.
+        """Around a micro batch's forward and backward. After the last one gradients are sums over LOSS_AXES, once
+        `clip_grad_norm` has run; an engine may reduce a part of them earlier.
 
         `model`: the one whose gradients are wanted, if the backend laid out several. None: all of them.
         """
@@ -302,7 +303,8 @@ class Backend(Closing):
     def compute_seconds(self) -> float | None:
         """A part of the last step in which this process computed and waited for no other, to compare processes by.
 
-        Called once before each step; never waits, so a device tells a step late. NaN: not yet. None: can't tell.
+        Call once per step. Does not synchronize: CUDA reports the step before last. NaN: no measurement yet; None: not
+        supported.
         """
         return None
 

@@ -174,7 +174,7 @@ class Checkpoints(Closing):
         self._background.cancel(after_s=_LAST_CHANCE_S)
 
     def _together(self, subject: str, work: Callable[[], T]) -> T:
-        """`together`. A save that fails leaves no files: nobody writes them any more."""
+        """Run `work` on all processes; delete the partial files if the save fails."""
         try:
             return together(self._backend, subject, work)
         except CheckpointError:
@@ -328,7 +328,7 @@ class Checkpoints(Closing):
         return tuple(removed)
 
     def _is_own(self, path: Path) -> bool:
-        """Of this run's name, in this folder, and with the sizes of its manifest."""
+        """True if the checkpoint has this run's name, lies in this folder and matches its manifest's sizes."""
         if is_link(path) or path.name in self._search.damaged:
             return False
         try:

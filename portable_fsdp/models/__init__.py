@@ -1,4 +1,4 @@
-"""Models: transformers' causal language models, built on the meta device and made to return a loss.
+"""Models: transformers', or any nn.Module, built on the meta device; causal language models return their loss.
 
 May import `config` and `runtime`; knows nothing of processes, devices or engines. Read `build.py` first, then
 `weights.py` (where weights come from), then the three things we change: `attention.py`, `loss.py` and `wrap.py`.

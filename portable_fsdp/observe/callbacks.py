@@ -1,8 +1,8 @@
 """Observe a run: subclass `Callback`, and pass an instance to `train(..., callbacks=[...])`.
 
-Process 0 calls callbacks, in its main thread between two steps: ours first (`records.py`), then yours in order. They
-get frozen data and return nothing. A step's data arrive while the device computes the next step, so a quick callback
-costs no time. A callback of yours that raises is logged and gets no more calls; the run continues without it.
+Process 0 calls callbacks, in its main thread between two steps: ours first (`run_files.py`, `console.py`), then yours
+in order. They get frozen data and return nothing. A step's data arrive while the device computes the next step, so a
+quick callback costs no time. A callback of yours that raises is logged and gets no more calls; the run continues.
 """
 
 import logging

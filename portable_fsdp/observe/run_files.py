@@ -136,11 +136,6 @@ def last_save(path: Path) -> NamedSave | None:
     return saves[-1] if saves else None
 
 
-def last_event(path: Path) -> dict[str, Any]:
-    """The newest event of an events.jsonl; empty without one. Raises UsageError for a file that can't be read."""
-    return parse_line(_tail(path).rstrip().rpartition(b"\n")[2]) or {}
-
-
 def utc_text(seconds: float) -> str:
     """Seconds since 1970 as both files write times: in UTC (ISO 8601, milliseconds)."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -432,5 +432,5 @@ def empty_batch(config: Config, training: Training, rows: int, device: str) -> B
 
 
 def control_numbers(processes: int) -> list[float]:
-    """As many as a step of a run has."""
+    """Zeros, as many as a real step's control numbers."""
     return [0.0] * (2 + VOTES * processes)

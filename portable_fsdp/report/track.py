@@ -1,7 +1,7 @@
 """Send a run's metrics to an experiment tracker, by accelerate's classes: while it runs, or afterwards.
 
-A run starts one such process for each tracker (`train/trackers.py`), so that a tracker that raises or hangs touches no
-training, and accelerate, which would start XLA in a worker, never meets one. It reads the files of the run's folder, as
+A run starts one such process for each tracker (`observe/trackers.py`): one that raises or hangs touches no training,
+and accelerate, which would start XLA in a worker, never meets one. It reads the files of the run's folder, as
 a later `report RUN --track=NAME` does, and keeps in `trackers/NAME.json` which step it has sent.
 """
 

@@ -42,7 +42,7 @@ class LogLines(logging.Formatter):
 
 
 def to_stdout(text: str) -> None:
-    """Print a command's answer. Raises SystemExit where nobody reads on, as behind `| head`."""
+    """Print a command's answer; exit quietly on a broken pipe (`| head`)."""
     try:
         print(without_passwords(text), flush=True)
     except BrokenPipeError:

@@ -57,7 +57,7 @@ class NotFiniteError(TrainingError):
 
 
 class Measures:
-    """Gives what this process tells the others with a step, and reads the metrics of a step."""
+    """Collects this process's control numbers; reads each step's metrics."""
 
     def __init__(self, backend: Backend, start: RunStart) -> None:
         self._backend, self._start = backend, start

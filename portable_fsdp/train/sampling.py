@@ -61,8 +61,8 @@ class Sampler:
         self._next = backend.compile(sample, "sample")
 
     def __call__(self, stop: Callable[[], bool] = lambda: False) -> list[str] | None:
-        """A text for each prompt, which it begins with, the same on all processes; None once any of them was asked to
-        `stop`. *collective*"""
+        """One completion per prompt (prompt included), identical on all processes; None after a stop request on any of
+        them. *collective*"""
         texts: list[str] = []
         for begin in range(0, len(self._prompts), self._rows):
             rows = [list(prompt) for prompt in self._prompts[begin : begin + self._rows]]

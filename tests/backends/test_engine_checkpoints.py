@@ -103,7 +103,7 @@ def test_states_of_other_optimizers_strategies_and_dtypes_travel(
         assert [row["loss"] for row in answers[0]["it"]["metrics"]] == pytest.approx(losses, rel=bound)
 
 
-# --------------------------------------------------------------- replicas; tests/checkpoint/test_replica_digests.py too
+# --------------------------------------------------------------- replicas; tests/checkpoint/test_manager.py too
 
 KEY = "model.layers.1.mlp.up_proj.weight"
 ASYNC = {"async_save": True}

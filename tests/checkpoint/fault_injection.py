@@ -4,16 +4,12 @@ Patched below the store. A process is a thread with a number, and the threads th
 more: whatever it would do to a file raises `Killed`, which no code of ours catches.
 """
 
-import fcntl
 import functools
-import hashlib
 import os
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -140,46 +136,6 @@ class Injection:
         for operation in self.tried:
             counts[operation.process] += 1
             yield counts[operation.process], operation
-
-
-class Instants(Injection):
-    """Nobody dies: keeps what a SIGKILL of all processes would leave, before each operation and in each write.
-
-    `folder` is what they change; the copies go to `kept`, which all processes name alike. Equal ones are kept once.
-    """
-
-    def __init__(self, folder: Path, kept: Path) -> None:
-        super().__init__()
-        self.folder, self.kept = folder, kept
-        self._copying = threading.local()
-
-    def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if getattr(self._copying, "now", False):
-            return real(*arguments, **named)
-        with (self.kept / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self.tried.append(Operation(0, name, arguments))
-            self.keep()
-            if name != "write":
-                return real(*arguments, **named)
-            file, data = arguments
-            half = real(file, data[: len(data) // 2])
-            self.keep()
-            return half + real(file, data[half:])
-
-    def keep(self) -> None:
-        """Copy the folder as it is now."""
-        self._copying.now = True
-        try:
-            content = hashlib.sha256()
-            for path in sorted(self.folder.rglob("*")):
-                content.update(f"{path.relative_to(self.folder)} {path.is_dir()}\n".encode())
-                content.update(b"" if path.is_dir() else path.read_bytes())
-            copy = self.kept / content.hexdigest()[:16]
-            if not copy.exists():
-                shutil.copytree(self.folder, copy)
-        finally:
-            self._copying.now = False
 
 
 @contextmanager

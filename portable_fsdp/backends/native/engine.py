@@ -1,9 +1,9 @@
 """Native: FSDP2 (`fully_shard`), one process per device. gloo on CPU, NCCL on CUDA, TorchTPU's tpu_dist on TPUs.
 
 `shard_model` reads top to bottom: the units (`units.py`) and what is gathered ahead (`prefetch.py`), or where nothing
-is sharded neither of them (`whole.py`), then memory and weights. With `memory.cpu_offload` parameters, gradients and
-optimizer state rest on the host: FSDP2 copies shards to the device to gather them, and reduced gradients back, and the
-optimizer runs on the host.
+is sharded neither of them (`unsharded.py`), then memory and weights. With `memory.cpu_offload` parameters, gradients
+and optimizer state rest on the host: FSDP2 copies shards to the device to gather them, and reduced gradients back, and
+the optimizer runs on the host.
 """
 
 import math

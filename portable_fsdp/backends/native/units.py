@@ -242,8 +242,8 @@ def _fully_shard(
 
 
 def _gather_once(unit: nn.Module, head: nn.Module | None) -> None:
-    """A head stays gathered between its forward and its backward, which follows at once. The backward of torch's own
-    embedding needs no weight."""
+    """Keep a head gathered between its forward and its backward, which follows at once. The backward of nn.Embedding
+    needs no weight."""
     if unit is head:
         cast(FSDPModule, unit).set_reshard_after_forward(False)
     elif type(unit).forward is nn.Embedding.forward:

@@ -84,7 +84,7 @@ def _is_cast(use: Use) -> bool:
 
 
 def _refuse_copy(_: Any) -> NoReturn:
-    """What is around a block's forward would give the copy the original's weights. FSDP2 refuses copies too."""
+    """A copied block would compute with the original's weights. FSDP2 refuses copies too."""
     raise BackendError(
         "backend native: expected no copy.deepcopy of a model that is laid out, whose copy would compute with the "
         "original's weights.\n  Copy it before shard, or lay out two models and copy the weights: "

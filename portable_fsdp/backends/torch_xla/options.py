@@ -59,7 +59,7 @@ DELEGATED = {
     "sharding.forward_prefetch": _GATHERS,
     "sharding.backward_prefetch": _GATHERS,
     "sharding.backward_prefetch_units": _GATHERS,
-    "sharding.sync_each_micro_batch": "the program of a micro batch sums its gradients",
+    "sharding.sync_each_micro_batch": "ignored: the program of each micro batch sums its gradients",
     "compile.enabled": _COMPILES,
     "compile.backend": _COMPILES,
 }

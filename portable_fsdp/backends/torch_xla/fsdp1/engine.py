@@ -198,7 +198,7 @@ class XlaFsdp1Backend(PjrtBackend):
         return dict(zip(batch, placed, strict=True))
 
     # `accumulate` is the default: shards are reduced in every micro batch, since whole gradients would undo FULL_SHARD;
-    # replicas once a step.
+    # replicas once a step, in `clip_grad_norm`.
 
     @contextmanager
     def evaluate(self) -> Generator[None]:

@@ -19,7 +19,7 @@ gradient takes longer from 1150 on than reading and writing that gradient in bfl
 
 
 def chunk_length(rows: int, length: int) -> int:
-    """Of the `length` tokens of a device's `rows`, how many a chunk takes: halves, while they are even."""
+    """Tokens of a row per chunk: `length`, halved while it is even and the chunk stays above POSITIONS."""
     while length % 2 == 0 and rows * length >= 2 * POSITIONS:
         length //= 2
     return length

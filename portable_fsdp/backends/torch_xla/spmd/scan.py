@@ -138,7 +138,7 @@ def _recompute(
 
 
 def _keep_on_host(forward: fx.GraphModule, backward: fx.GraphModule, name: str) -> None:
-    """Of the input `name`, which both have, forward hands on a copy on the host, and backward fetches it.
+    """Forward stores a copy of its input `name` on the host; backward fetches it.
 
     To libtpu these are annotations, and it copies while other operations run. XLA's CPU client refuses them.
     """

@@ -92,7 +92,7 @@ class SummedGradients(NamedTuple):
 
 
 def _maker(module: nn.Module) -> Callable[..., Forward] | None:
-    """By the exact class: one that inherits may do something else besides."""
+    """Matches exact classes only: a subclass may override forward."""
     kind = type(module)
     if isinstance(module, nn.Embedding) and kind is nn.Embedding:
         return None if module.max_norm is not None or module.scale_grad_by_freq else _embedding
