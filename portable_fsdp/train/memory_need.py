@@ -55,8 +55,11 @@ class Room(NamedTuple):
 def memory_need(
     model: nn.Module, make: MakeOptimizer, groups: list[dict[str, Any]], *, eager: bool, own: bool = False
 ) -> MemoryNeed:
-    """Memory that a model on meta will need. `groups` name what is trained, by FQN, under `params`; `eager`: a step keeps all gradients
-    from the end of the backward to the optimizer; `own`: the optimizer is the user's."""
+    """Memory that a model on meta will need.
+
+    `groups` name what is trained, by FQN, under `params`; `eager`: a step keeps all gradients from the end of the
+    backward to the optimizer; `own`: the optimizer is the user's.
+    """
     parameters = dict(model.named_parameters())
     trained = [weight for weight in parameters.values() if weight.requires_grad]
     states = optimizer_state_twins(make, groups, {fqn: parameters[fqn] for group in groups for fqn in group["params"]})
