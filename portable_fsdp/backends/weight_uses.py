@@ -8,6 +8,7 @@ Weights are replaced in a module's own table while its forward runs: no wrapper 
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -130,6 +131,7 @@ def swapped(uses: Sequence[Use], tensors: Sequence[Tensor]) -> Generator[None]:
 def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | None) -> Forward:
     """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
 
+    @wraps(forward)  # a head's may have a parameter of its own
     def run(*args: Any, **kwargs: Any) -> Any:
         inputs = floats_in(dtype)
         args, kwargs = inputs((args, kwargs))

@@ -6,6 +6,7 @@ module decides what XLA may keep: `Copies` of one step (SHARD_GRAD_OP), or barri
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class Copies:
     def run_with(self, uses: list[Use], forward: Forward) -> Forward:
         """A block's `forward` with the compute copies of `uses` in place."""
 
+        @wraps(forward)  # a head's may have a parameter of its own
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._in_place(uses):
                 return forward(*args, **kwargs)
