@@ -5,6 +5,10 @@ loads `huggingface` or `peft` when it exports, and no other. Read first: `base.p
 any format.
 """
 
+from pathlib import Path
+
+from portable_fsdp.runtime.errors import CheckpointError
+
 FORMATS = ("huggingface", "dcp", "gguf", "safetensors", "torch", "xla_fsdp1")
 """The formats that we import, in the order in which `--format auto` tries them."""
 
@@ -22,3 +26,9 @@ MODULES = {"gguf": "single_file", "peft": "huggingface", "safetensors": "single_
 
 WITHOUT_CHECKSUM = ("safetensors", "huggingface", "gguf", "dcp")
 """Formats in which damage that stays readable goes unnoticed (dcp: in its .metadata). torch.save's have CRC-32s."""
+
+
+def require_source(path: Path) -> None:
+    """Raises CheckpointError where there is nothing to import."""
+    if not path.exists():
+        raise CheckpointError(f"import {path}: expected a file or a folder, found none")

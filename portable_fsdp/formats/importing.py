@@ -12,7 +12,7 @@ from portable_fsdp.checkpoint import commit, format
 from portable_fsdp.checkpoint.safetensors import byte_chunks, groups, write_tensors
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
-from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM
+from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
 from portable_fsdp.formats.base import ForeignCheckpoint, ModelNames, as_dtype, config_of, load_format, names_of
 from portable_fsdp.models.tensor_files import require_as_exported
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -102,8 +102,7 @@ def _new_checkpoint(final: Path) -> Generator[tuple[str, Path]]:
 
 def detect(path: Path) -> str:
     """The name of the format at `path`. Raises `CheckpointError`."""
-    if not path.exists():
-        raise CheckpointError(f"import {path}: expected a file or a folder, found none")
+    require_source(path)
     for name in FORMATS:
         if load_format(name).matches(path):
             return name

@@ -190,8 +190,18 @@ def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iter
         if name in config.sub_configs and isinstance(value, dict):
             yield from unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
         # A converted key is no attribute. A key that begins with _ is transformers' own; nobody types it.
-        elif name in vars(config) and name not in known and not name.startswith("_"):
+        elif name in vars(config) and name not in known and not name.startswith("_") and not _decides(config, name):
             yield f"{part}{name}", type(config)
+
+
+def _decides(config: Any, name: str) -> bool:
+    """Whether the class makes other values of an undeclared key: layer_types of global_attn_every_n_layers."""
+    value = getattr(config, name)
+    try:
+        made = [cast(dict[str, Any], type(config)(**given).to_dict()) for given in ({name: value}, {})]
+    except Exception:  # it reads the key
+        return True
+    return {**made[0], name: None} != {**made[1], name: None}
 
 
 def log_unknown_keys(key: str, config: Any, unknown: Iterable[str]) -> None:

@@ -210,7 +210,7 @@ def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str
     assert f"resumed from run/checkpoints/step-{last:08d}" in capsys.readouterr().err
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUICKSTART = ["--device=cpu", f"--config={ROOT / 'configs/quickstart.yaml'}"]
 
 # Command, its arguments ({tmp} is an empty folder), and a part of the message.
