@@ -240,6 +240,9 @@ def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
         known = sorted({candidate for name in names for candidate in _with_ancestors(name)})
         text = pattern.strip("*.").lower()
         near = [name for name in known if text in name.lower()][:3] or difflib.get_close_matches(pattern, known, n=3)
+        if not near:  # a last part alone
+            last = difflib.get_close_matches(text, {name.rpartition(".")[2] for name in known}, n=1)
+            near = [name for name in known if name.rpartition(".")[2] in last][:3]
         hint = f"nearest: {', '.join(near)}" if near else f"the first names: {', '.join(names[:3])}"
         raise ConfigError(
             f"{key}: expected a pattern that matches something in the model, found {pattern!r}, which matches "

@@ -31,7 +31,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
 from portable_fsdp.layout import check_batch
-from portable_fsdp.models import attention
+from portable_fsdp.models import document_masks
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import (
     Block,
@@ -181,7 +181,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", tpu_attention))
         if recorder.is_gpu:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", gpu_attention))
-            held.enter_context(patch.object(attention, "flex_attention", gpu_flex))
+            held.enter_context(patch.object(document_masks, "flex_attention", gpu_flex))
         held.enter_context(fake)
         held.enter_context(recorder.watching(training.model))
         # A first step, of one micro batch, sets what a step gathers ahead.
