@@ -263,7 +263,7 @@ def test_rows_in_buckets_have_the_losses_of_rows_without_padding(
     expected = plain_run(example)[0]
     for answer in trained(workers(group), example, STEPS, tmp_path):
         assert answer["losses"] == pytest.approx(expected, rel=1e-5)
-        assert answer["compilations"] == (programs, programs)
+        assert answer["compilations"] in ((programs, programs), (0, programs))  # 0: an earlier job compiled them all
 
 
 @pytest.mark.parametrize("group", [Group("native", 1), NATIVE, pytest.param(XLA, marks=pytest.mark.xla)])
