@@ -134,17 +134,25 @@ class _Builder:
         """Raises DataError where all parts together have none; the message names the key that leaves none."""
         if any(len(part.rows) for part in parts):
             return
-        seq_len = self._data.seq_len
-        if isinstance(parts[0].rows, PackedRows):
+        seq_len, share, way = self._data.seq_len, "", ""
+        if self._share is not None:
+            place, way = ("in", ", or hold more out") if name == "data.eval_split" else ("beside", ", or hold less out")
+            share = f" {place} the share that is held out (data.eval_split={self._data.eval_split})"
+        where = ", ".join(part.source for part in parts)
+        lengths = np.concatenate([np.diff(part.documents.starts) for part in parts])
+        actual, advice = f"none among {len(lengths):,} in {where}", "Give more text"
+        if not len(lengths):
+            expected, actual, advice = "at least one document", f"none in {where}", "Give more of them"
+        elif isinstance(parts[0].rows, PackedRows):
             expected = f"at least {seq_len + 1:,} tokens (data.seq_len + 1, one row)"
             actual = ", ".join(f"{len(part.documents.tokens):,} in {part.source}" for part in parts)
+            advice = "Lower data.seq_len, or give more text"
+        elif (lengths > seq_len).any():
+            expected = f"at least one document of at most {seq_len:,} tokens (data.seq_len) with something to predict"
+            advice = f"Raise data.seq_len (the longest has {lengths.max():,})"
         else:
-            expected = f"at least one document of 2 to {seq_len:,} tokens (data.seq_len) with something to predict"
-            actual = ", ".join(f"none among {len(part.documents):,} in {part.source}" for part in parts)
-        share = "" if self._share is None else ", or change the share that is held out (data.eval_split)"
-        raise DataError(
-            f"{name}: expected {expected}, found {actual}.\n  Change data.seq_len, or give more text{share}."
-        )
+            expected = "at least one document of two tokens"
+        raise DataError(f"{name}: expected {expected}, found {actual}{share}.\n  {advice}{way}.")
 
     def _part(
         self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str

@@ -89,7 +89,7 @@ def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: 
         corpus = build_data(data(path, packing="documents"))
     assert numbers(corpus.rows) == [0, 2]
     assert any("1 document of" in line and "nothing to predict" in line for line in caplog.messages)
-    with pytest.raises(DataError, match=r"data: expected at least one document of 2 to .*, found none"):
+    with pytest.raises(DataError, match=r"data: expected at least one document of two tokens, found none"):
         build_data(data(write(tmp_path / "none.jsonl", ["", ""]), packing="none"))
 
 
@@ -386,7 +386,6 @@ def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(tmp_path: P
 
 
 COMPLETIONS = {"format": "prompt_completion", "columns": {"prompt": "text", "completion": "text"}, "on_error": "skip"}
-NO_ROW = r"expected at least one document of 2 to 64 tokens \(data\.seq_len\) with something to predict, found none"
 
 
 @pytest.mark.parametrize(
@@ -396,20 +395,28 @@ NO_ROW = r"expected at least one document of 2 to 64 tokens \(data\.seq_len\) wi
         (
             [70, 99],
             COMPLETIONS,
-            rf"data: {NO_ROW} among 2 in .*\n  Change data\.seq_len, or give more text\.",
+            r"data: expected at least one document of at most 64 tokens \(data\.seq_len\) with something to predict, "
+            r"found none among 2 in .*a\.jsonl\.\n  Raise data\.seq_len \(the longest has 199\)\.",
         ),
-        ([70, 99], {"packing": "none", "eval_split": "1%"}, rf"data\.eval_split: {NO_ROW} among 0 in .*\n.*the share"),
+        (
+            [70, 99],
+            {"packing": "none", "eval_split": "1%"},
+            r"data\.eval_split: expected at least one document, found none in .*a\.jsonl in the share that is held out "
+            r"\(data\.eval_split=1%\)\.\n  Give more of them, or hold more out\.",
+        ),
         (
             [70, 99],
             {"eval_split": "99.9%"},
-            r"data: expected at least 65 tokens .*, found 0 in .*\n.*the share that",
+            r"data: expected at least one document, found none in .*a\.jsonl beside the share that is held out "
+            r"\(data\.eval_split=99\.9%\)\.\n  Give more of them, or hold less out\.",
         ),
         (
             [4] * 40,
             {"eval_split": "20%"},
-            r"data\.eval_split: .* 65 tokens \(data\.seq_len \+ 1, one row\), found \d+",
+            r"data\.eval_split: expected at least 65 tokens \(data\.seq_len \+ 1, one row\), found \d+ in .*a\.jsonl "
+            r"in the share that is held out \(data\.eval_split=20%\)\.\n  Lower data\.seq_len, or .*, or hold more out",
         ),
-        ([0, 0], {"packing": "none"}, r"data: expected at least one document of 2 to 64 .*, found none among 2 in "),
+        ([0, 0], {"packing": "none"}, r"data: expected at least one document of two tokens, found none among 2 in "),
     ],
 )
 def test_a_part_without_rows_says_why(
@@ -430,7 +437,9 @@ def test_a_mixture_of_streams_without_rows_names_its_parts(tmp_path: Path) -> No
         for name, count in (("a", 9), ("b", 12))
     ]
     keys = {"mixture": mixture, "seq_len": 64, "cache_dir": str(tmp_path / "cache")}
-    with pytest.raises(DataError, match=r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl\.\n.*share"):
+    with pytest.raises(
+        DataError, match=r"data\.eval_split: .* found \d+ in .*a\.jsonl, \d+ in .*b\.jsonl in the share"
+    ):
         build_data(Data.model_validate({**keys, "eval_split": "10%"}))
     with pytest.raises(
         DataError, match=r"data\.mixture: .* \(data.seq_len \+ 1, one row\), found 279 in .*a\.jsonl\.\n"

@@ -183,7 +183,7 @@ def test_what_only_workers_find_is_said_once(folder: Path) -> None:
     check_message(process_0.err)
     assert process_0.err.count("metrics.jsonl") == 1
     assert all_processes.err.count("expected at least 33 tokens") == 1, all_processes.err
-    assert "Change data.seq_len" in all_processes.err
+    assert "Lower data.seq_len" in all_processes.err
     assert not (folder / "run").exists()
 
 
