@@ -146,12 +146,16 @@ def collect(
     name = folder.name.partition(".tmp-")[0]
     indexes: dict[int, Index] = {}
     deadline = time.monotonic() + wait_s
-    pause_s = 0.001
+    last_error: Exception | None = None
+    pause_s, longest_s = store_of(folder).pauses_s
     while True:
         for process in set(range(process_count)) - indexes.keys():
             try:
                 index = _read_index(folder / _index_name(process, attempt))
-            except (OSError, StoreError):  # not there yet, or the storage doesn't answer for a moment
+            except FileNotFoundError:
+                continue
+            except (OSError, StoreError) as error:  # the storage may answer again
+                last_error = error
                 continue
             if index.error is not None:
                 raise CheckpointError(f"checkpoint {name}: process {process} could not write: {index.error}")
@@ -164,10 +168,11 @@ def collect(
                 f"checkpoint {name}: expected an index file of each of {process_count} processes in {folder},\n"
                 f"  found none of process {', '.join(missing)} after {wait_s:.0f} s. Has it ended, or another folder "
                 "before it?\n  The checkpoints committed before are untouched."
+                + (f" The storage's last error: {last_error}" if last_error else "")
             )
         if cancelled.wait(pause_s):
             raise CheckpointError(f"checkpoint {name}: cancelled before all processes had written it")
-        pause_s = min(2 * pause_s, 0.2)
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def merge(

@@ -36,6 +36,7 @@ class FolderStore:
 
     is_local = True
     chunk_bytes = 1 << 20  # at a time from a file that is read from end to end; stays in the cache until it is hashed
+    pauses_s = (0.001, 0.1)  # between two looks for another process's file: the first, the longest
 
     # The commit protocol.
 
@@ -162,6 +163,7 @@ class ObjectStore:
 
     is_local = False
     chunk_bytes = _UPLOAD_BYTES  # each is a request
+    pauses_s = (0.1, 2.0)
 
     def temporary_of(self, final: Path, attempt: str) -> Path:
         return final

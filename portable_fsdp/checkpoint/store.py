@@ -304,10 +304,11 @@ def _write_shard(
 ) -> format.FileEntry:
     """Adds the digest of each numbered piece to `digested`."""
     metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
-    entries = {
-        key: format.TensorEntry(shape=tuple(piece.data.shape), dtype=tensors[key].dtype)
-        for key, piece in pieces.items()
-    }
+    entries: dict[str, format.TensorEntry] = {}
+    for key, piece in pieces.items():
+        entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))
+        if entries[key].dtype != tensors[key].dtype:
+            raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
 
     def chunks(key: str) -> Iterator[memoryview]:
         piece, digest = pieces[key], xxhash.xxh3_128()

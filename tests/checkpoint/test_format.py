@@ -1,5 +1,6 @@
 """The manifest, the tiling check and the commit; tensors in slices, bit for bit."""
 
+import errno
 import itertools
 import json
 import random
@@ -33,7 +34,7 @@ from portable_fsdp.checkpoint.format import (
     manifest_text,
     step_folder,
 )
-from portable_fsdp.checkpoint.storage import store_of
+from portable_fsdp.checkpoint.storage import FileReader, FolderStore, store_of
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, write_pieces
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -190,7 +191,7 @@ def test_committed_steps_are_found_newest_first(tmp_path: Path) -> None:
     assert format.committed_steps(tmp_path / "absent") == []
 
 
-def test_the_index_files_that_end_the_wait(tmp_path: Path) -> None:
+def test_the_index_files_that_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit.write_index(tmp_path, Index(attempt="old", process=0))
     with pytest.raises(CheckpointError, match="found none of process 0 after"):
         commit.collect(tmp_path, "new", 1, wait_s=0.01)
@@ -202,6 +203,13 @@ def test_the_index_files_that_end_the_wait(tmp_path: Path) -> None:
     (tmp_path / "index-00000-new.json").write_text('{"attempt": "new", "process": 0, "unknown": 1}')
     with pytest.raises(CheckpointError, match="expected the index that a process of this run writes"):
         commit.collect(tmp_path, "new", 1, wait_s=600)
+
+    def away(_: FolderStore, path: Path) -> FileReader:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(FolderStore, "open", away)
+    with pytest.raises(CheckpointError, match=r"found none of process 0 after.*\n.*last error: .*Stale file handle"):
+        commit.collect(tmp_path, "new", 1, wait_s=0.01)
 
 
 def test_announcing_is_the_last_thing_a_process_does_in_the_folder(tmp_path: Path) -> None:
