@@ -185,23 +185,37 @@ def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iter
     """Name and config class of each key that the class doesn't know, in parts (`text_config.`) too."""
     if not hasattr(config, "sub_configs"):  # no config: transformers refused the values, or the part is a plain dict
         return
-    known = _names(type(config))
+    kind, known = type(config), _names(type(config))
+    # A converted key is no attribute. A key that begins with _ is transformers' own; nobody types it.
+    names = [name for name in values if name in vars(config) and name not in known and not name.startswith("_")]
+    undeclared = {name: vars(config)[name] for name in names}
+    unknown = undeclared.keys() - _deciding(kind, undeclared)
     for name, value in values.items():
         if name in config.sub_configs and isinstance(value, dict):
             yield from unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
-        # A converted key is no attribute. A key that begins with _ is transformers' own; nobody types it.
-        elif name in vars(config) and name not in known and not name.startswith("_") and not _decides(config, name):
-            yield f"{part}{name}", type(config)
+        elif name in unknown:
+            yield f"{part}{name}", kind
 
 
-def _decides(config: Any, name: str) -> bool:
-    """Whether the class makes other values of an undeclared key: layer_types of global_attn_every_n_layers."""
-    value = getattr(config, name)
+def _deciding(kind: Any, undeclared: Mapping[str, Any]) -> set[str]:
+    """The undeclared keys of which the class makes other values: layer_types of global_attn_every_n_layers.
+
+    All are tried at once, then the halves of those that have an effect: few have one, and a file may have thousands.
+    """
+    if not undeclared or not _has_effect(kind, undeclared):
+        return set()
+    if len(undeclared) == 1:
+        return set(undeclared)
+    items, half = list(undeclared.items()), len(undeclared) // 2
+    return _deciding(kind, dict(items[:half])) | _deciding(kind, dict(items[half:]))
+
+
+def _has_effect(kind: Any, undeclared: Mapping[str, Any]) -> bool:
     try:
-        made = [cast(dict[str, Any], type(config)(**given).to_dict()) for given in ({name: value}, {})]
-    except Exception:  # it reads the key
+        made, plain = (cast(dict[str, Any], kind(**keys).to_dict()) for keys in (undeclared, {}))
+    except Exception:  # it reads one of them
         return True
-    return {**made[0], name: None} != {**made[1], name: None}
+    return any(made.get(name) != plain.get(name) for name in (made.keys() | plain.keys()) - undeclared.keys())
 
 
 def log_unknown_keys(key: str, config: Any, unknown: Iterable[str]) -> None:
