@@ -78,7 +78,7 @@ def fails(_: State) -> NoReturn:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (has_another_dtype, "process 2 could not write: ValueError: 0.weight"),
+        (has_another_dtype, "process 2 could not write: TypeError: 0.weight"),
         (lacks_a_piece, "1.weight: expected pieces of 21 elements in all, found "),
         (fails, "checkpoint of step 5: MemoryError: no pinned memory"),
     ],
