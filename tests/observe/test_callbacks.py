@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import toy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.utils import logging as transformers_log
 
@@ -38,8 +39,8 @@ MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermedi
 
 
 @pytest.fixture(autouse=True)
-def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setitem(ENGINES, "toy", "toy.options")
+def toy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setitem(ENGINES, "toy", toy.SPEC)
     monkeypatch.chdir(tmp_path)
     yield
     for cached in (spec_of, lines_of, rules_of):
