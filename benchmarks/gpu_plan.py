@@ -44,11 +44,12 @@ from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models import build as models_build
 from portable_fsdp.plan import fake_step as cuda
-from portable_fsdp.plan.fake_step import control_numbers, empty_batch
+from portable_fsdp.plan.fake_step import empty_batch
 from portable_fsdp.plan.memory_trace import Recorder
 from portable_fsdp.plan.result import DeviceMemory
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.train.build import build_training
+from portable_fsdp.train.measures import control_numbers
 
 HERE = Path(__file__).parent
 PER_HOST = 8
@@ -199,7 +200,8 @@ def measured(config: Config, device: str) -> dict[str, Any]:
         training = build_training(config, backend, vocabulary=1)
         rows, length = config.train.resolved_micro_batch, config.data.seq_len
         ids = torch.randint(256, (rows, length))
-        batch, control = {"input_ids": ids, "labels": ids}, [float(rows * length * training.accumulation), *[0.0] * 4]
+        batch, control = {"input_ids": ids, "labels": ids}, control_numbers(1)
+        control[0] = float(rows * length * training.accumulation)
         for _ in range(3):
             placed = [backend.place(batch) for _ in range(training.accumulation)]
             backend.fetch(training.step(placed, config.optim.lr, control)).result()

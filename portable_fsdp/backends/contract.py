@@ -414,6 +414,11 @@ def name_groups(groups: list[dict[str, Any]], parameters: Mapping[str, Tensor]) 
     return [{**group, "params": [parameters[fqn] for fqn in group["params"]]} for group in groups]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, as configs and checkpoints have it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def optimizer_state_twins(
     make: MakeOptimizer,
     groups: list[dict[str, Any]],

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Forward, ShardPolicy, parameter_slots
+from portable_fsdp.backends.contract import Forward, ShardPolicy, dtype_name, parameter_slots
 from portable_fsdp.backends.nested import floats_in
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -62,11 +62,11 @@ def check_statistics(model: nn.Module, policy: ShardPolicy) -> None:
     for name, module in model.named_modules():
         statistics = getattr(module, "running_mean", None)
         if isinstance(statistics, Tensor) and statistics.dtype != (computes := dtype_of(name, policy)):
-            dtype = str(computes).removeprefix("torch.")
+            dtype = dtype_name(computes)
             own = f"precision.modules={{{name}: float32}} and precision.buffers=auto"
             raise ConfigError(
                 f"precision.buffers: expected running statistics of {name} in {dtype}, in which it computes, found "
-                f"{str(statistics.dtype).removeprefix('torch.')}.\n"
+                f"{dtype_name(statistics.dtype)}.\n"
                 f"  Set {own if dtype == 'float16' else f'precision.buffers={dtype}, or {own}'}."
             )
 

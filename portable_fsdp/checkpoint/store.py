@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.backends.contract import Partition, Piece, TensorState
+from portable_fsdp.backends.contract import Partition, Piece, TensorState, dtype_name
 from portable_fsdp.checkpoint import format, safetensors
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.safetensors import Stored
@@ -66,7 +66,7 @@ def new_manifest(device: str, backend: str, process_count: int, **fields: Any) -
 
 def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, format.TensorEntry]:
     """Every tensor's shape and dtype. Raises `CheckpointError` for a dtype we can't store."""
-    entries = {key: format.TensorEntry(shape=tuple(s.shape), dtype=_name(s.dtype)) for key, s in state.items()}
+    entries = {key: format.TensorEntry(shape=tuple(s.shape), dtype=dtype_name(s.dtype)) for key, s in state.items()}
     for key, entry in entries.items():
         if entry.dtype not in format.DTYPE_BYTES:
             raise CheckpointError(f"{key}: expected a dtype of {', '.join(format.DTYPE_BYTES)}; found {entry.dtype}")
@@ -218,7 +218,7 @@ class Reader:
             raise IndexError(f"{key}: {slices} is no part of {list(tensor.shape)}")
         shape = [s.stop - s.start for s in slices]
         result = torch.empty(shape, dtype=getattr(torch, tensor.dtype)) if into is None else into
-        if list(result.shape) != shape or _name(result.dtype) != tensor.dtype:
+        if list(result.shape) != shape or dtype_name(result.dtype) != tensor.dtype:
             raise TypeError(f"{key}: expected room for {tensor.dtype} {shape}, found {result.dtype} {result.shape}")
         if result.numel():
             for piece in touching(tensor, slices):
@@ -306,7 +306,7 @@ def _write_shard(
     metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
     entries: dict[str, format.TensorEntry] = {}
     for key, piece in pieces.items():
-        entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=_name(piece.data.dtype))
+        entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=dtype_name(piece.data.dtype))
         if entries[key].dtype != tensors[key].dtype:
             raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
 
@@ -320,10 +320,6 @@ def _write_shard(
             digested.append(digest_of(key, piece, digest.hexdigest()))
 
     return safetensors.write(folder / name, name, entries, chunks, metadata)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def value_differences(a: Reader, b: Reader, advance: Advance = no_progress) -> dict[str, float]:

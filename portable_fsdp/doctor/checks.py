@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import PortableFSDPError
+from portable_fsdp.runtime.host import installed
 from portable_fsdp.runtime.launchers import Launch, detect_launch, problem_of_tpu_worker
 from portable_fsdp.runtime.signals import end_with_parent
 
@@ -66,14 +67,6 @@ def check_launcher(environ: Mapping[str, str]) -> Finding:
     launch = detect_launch(environ)
     rank = "" if launch.is_alone else f"; this is process {launch.rank}"
     return Finding("ok", f"started by {launch.description}{rank}")
-
-
-def installed(package: str) -> str | None:
-    """Its version; None if it isn't installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def requirements(package: str, extra: str = "") -> "list[Requirement]":

@@ -9,6 +9,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from portable_fsdp.backends.contract import dtype_name
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.safetensors import byte_chunks, header_of, read_tensor, write_tensors
 from portable_fsdp.checkpoint.storage import require_regular, store_of
@@ -141,7 +142,7 @@ def tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
 
 def entry_of(where: str, tensor: Tensor) -> TensorEntry:
     """Shape and dtype. Raises `CheckpointError` for anything but a plain tensor with bytes of its own."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPE_BYTES or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise CheckpointError(f"{where}: expected a plain tensor, found {tensor.dtype} {tensor.layout} {tensor.device}")
     shape = check_shape(where, tuple(tensor.shape))

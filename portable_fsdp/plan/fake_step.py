@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from portable_fsdp.backends.contract import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, state_key
+from portable_fsdp.backends.contract import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, dtype_name, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.describe import with_value
@@ -58,7 +58,7 @@ from portable_fsdp.plan.time import (
 )
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
-from portable_fsdp.train.measures import VOTES, flops_per_token
+from portable_fsdp.train.measures import control_numbers, tokens_and_flops
 from portable_fsdp.train.step import train_step
 
 # NCCL's buffers of one communicator: two connections a channel for a ring and two for a tree, each 10 MiB to receive
@@ -406,18 +406,10 @@ def rows_of(config: Config) -> Rows | None:
 def facts_of(training: Training, seq_len: int) -> ModelFacts:
     """The facts of the whole model, as a run counts them (measures.run_start). `seq_len`: tokens in a row of text."""
     size, trial = training.built.size, training.trial
-    if trial is None:
-        flops = flops_per_token(size, seq_len)
-        return ModelFacts(parameters=size.parameters, tokens_per_row=seq_len, rows="", flops_per_token=flops)
-    tokens, row_flops = trial.cost
-    return ModelFacts(
-        parameters=size.parameters,
-        tokens_per_row=tokens,
-        rows=", ".join(
-            f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}" for name, (shape, dtype) in trial.row.items()
-        ),
-        flops_per_token=None if row_flops is None else row_flops / tokens,
-    )
+    tokens, flops = tokens_and_flops(size, seq_len, trial and trial.cost)
+    row = trial.row.items() if trial else ()
+    rows = ", ".join(f"{name} {dtype_name(dtype)} {list(shape)}" for name, (shape, dtype) in row)
+    return ModelFacts(parameters=size.parameters, tokens_per_row=tokens, rows=rows, flops_per_token=flops)
 
 
 def empty_batch(config: Config, training: Training, rows: int, device: str) -> Batch:
@@ -429,8 +421,3 @@ def empty_batch(config: Config, training: Training, rows: int, device: str) -> B
     text = dict.fromkeys(names, ((config.data.seq_len,), torch.int64))
     row = text if training.trial is None else training.trial.row
     return {name: torch.empty((rows, *shape), dtype=dtype, device=device) for name, (shape, dtype) in row.items()}
-
-
-def control_numbers(processes: int) -> list[float]:
-    """Zeros, as many as a real step's control numbers."""
-    return [0.0] * (2 + VOTES * processes)

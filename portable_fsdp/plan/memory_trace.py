@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from portable_fsdp.backends.contract import dtype_name
 from portable_fsdp.backends.native.engine import COLLECTIVES, collective_of
 from portable_fsdp.backends.native.unsharded import CASTS, SUMS
 from portable_fsdp.plan.device_rules import CUBLAS_WORKSPACE_BYTES, matrix_products, tiled_bytes, workspace_bytes
@@ -312,7 +313,7 @@ class Recorder(TorchDispatchMode):
         part: KernelPart = "copies" if func.name() in COPIES else "elementwise"
         if products is not None:
             part = "attention" if "attention" in func.name() else "products"
-        name = "tf32" if self._has_tf32 and dtype == torch.float32 else _name(dtype)
+        name = "tf32" if self._has_tf32 and dtype == torch.float32 else dtype_name(dtype)
         self.calls[-1].append(KernelRun(part, name, flops, reads, writes))
 
     def _traffic(
@@ -360,7 +361,7 @@ class Recorder(TorchDispatchMode):
         if (running := collective_of(func, args)) is not None:
             kind, full, group = running
             ranks = tuple(dist.get_process_group_ranks(group))
-            collective = Collective(kind, _name(full.dtype), full.nbytes, ranks, group.group_name)
+            collective = Collective(kind, dtype_name(full.dtype), full.nbytes, ranks, group.group_name)
             self.calls[-1].append(CollectiveRun(collective, self._block_of(full) if kind == "all_gather" else None))
 
 
@@ -372,10 +373,6 @@ def _running_node() -> Any:
 def _words(moment: str, module: str) -> str:
     """`backward of model.layers.7.mlp`."""
     return f"{moment} of {module}" if module else moment
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def peak(events: Events) -> list[Block]:

@@ -21,9 +21,10 @@ from portable_fsdp.backends.torch_xla.spmd.engine import XlaBackend
 from portable_fsdp.backends.torch_xla.spmd.tensors import Initializer
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Spec
-from portable_fsdp.plan.fake_step import control_numbers, empty_batch, facts_of, rows_of
+from portable_fsdp.plan.fake_step import empty_batch, facts_of, rows_of
 from portable_fsdp.plan.tpu_program import Argument, Program, Traced
 from portable_fsdp.train.build import Training, build_training
+from portable_fsdp.train.measures import control_numbers
 
 
 def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:

@@ -1,9 +1,10 @@
-"""What this host has: its TPU chips, and memory for its processes, limited by a container's or a job's cgroup."""
+"""What this host has: TPU chips, packages, and memory for its processes, limited by a container's or a job's cgroup."""
 
 import importlib.util
 import os
 import socket
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 
@@ -20,6 +21,14 @@ def keep_torch_tpu_out() -> None:
     """
     if importlib.util.find_spec("torch_tpu") is not None:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None if it isn't installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def prefer_expandable_segments() -> None:

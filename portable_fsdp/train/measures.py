@@ -26,6 +26,11 @@ VOTES = 5
 """Numbers of each process among the votes."""
 
 
+def control_numbers(processes: int) -> list[float]:
+    """Zeros, as many as a step's control numbers: its count, the request to stop, and VOTES for each process."""
+    return [0.0] * (2 + VOTES * processes)
+
+
 @dataclass(frozen=True)
 class InFlight:
     """A step that was dispatched and whose metrics nobody has read."""
@@ -97,9 +102,10 @@ class Measures:
         """
         process, memory = self._backend.process, self._backend.memory()
         peak = memory.peak_bytes if memory else math.nan
-        own = [self._seconds, self._own, self._waited, peak, float(votes.save)]
-        before, after = process.index, process.count - process.index - 1
-        return [count, float(votes.stop), *[0.0] * VOTES * before, *own, *[0.0] * VOTES * after]
+        numbers, own = control_numbers(process.count), 2 + VOTES * process.index
+        numbers[:2] = count, float(votes.stop)
+        numbers[own : own + VOTES] = self._seconds, self._own, self._waited, peak, float(votes.save)
+        return numbers
 
     def read(self, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
         """Wait for a step's metrics: the only place where the loop waits for the device.
@@ -157,11 +163,7 @@ def run_start(
     cost: "RowCost | None" = None,
 ) -> RunStart:
     """`cost`: of a row, where it isn't text of `data.seq_len` tokens. *collective*"""
-    if cost is None:
-        seq_len = config.data.seq_len
-        flops, tokens = flops_per_token(size, seq_len), seq_len
-    else:
-        flops, tokens = None if cost.flops is None else cost.flops / cost.tokens, cost.tokens
+    tokens, flops = tokens_and_flops(size, config.data.seq_len, cost)
     return RunStart(
         config=config,
         folder=Path(config.run.dir),
@@ -181,10 +183,13 @@ def run_start(
     )
 
 
-def flops_per_token(size: ModelSize, seq_len: int) -> float | None:
-    """Model FLOPs as MFU counts them; None where not every weight meets every token."""
+def tokens_and_flops(size: ModelSize, seq_len: int, cost: "RowCost | None") -> tuple[int, float | None]:
+    """(tokens of a row, model FLOPs a token as MFU counts them); FLOPs are None where nobody knows them, or not every
+    weight meets every token. `cost`: of a row that isn't text of `seq_len` tokens."""
+    if cost is not None:
+        return cost.tokens, None if cost.flops is None else cost.flops / cost.tokens
     if size.has_experts:
-        return None
-    return model_flops_per_token(
+        return seq_len, None
+    return seq_len, model_flops_per_token(
         size.parameters, size.embedding_parameters, size.layers, size.hidden, seq_len, size.frozen_parameters
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from portable_fsdp.backends.contract import ShardPolicy, output_head
+from portable_fsdp.backends.contract import ShardPolicy, dtype_name, output_head
 from portable_fsdp.backends.weight_uses import cast_weight, dtype_of, in_own_dtype, weight_uses
 from portable_fsdp.data.batches import Check
 from portable_fsdp.data.packing import IGNORED
@@ -141,7 +141,7 @@ def _require_buffers_that_fit(model: nn.Module, policy: ShardPolicy, task: Task,
             setattr(twin.get_submodule(owner), leaf, twin.get_buffer(fqn).to(dtype))
     if not others or (error := _error(task, _twin(model, policy), batch)) is None or _error(task, twin, batch):
         return
-    dtype = str(policy.compute).removeprefix("torch.")
+    dtype = dtype_name(policy.compute)
     way = "Cast" if dtype == "float16" else f"Set precision.buffers={dtype}, or cast"
     raise ConfigError(
         f"precision.buffers: {type(model).__name__} multiplies buffers in another dtype than that of compute: "

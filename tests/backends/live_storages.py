@@ -21,7 +21,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
 from portable_fsdp.train.build import build_training
-from portable_fsdp.train.measures import VOTES
+from portable_fsdp.train.measures import control_numbers
 
 STEPS = 2
 
@@ -49,8 +49,8 @@ def measure_on(backend: Backend, config: Config) -> Measured:
         for _ in range(STEPS):
             made = [_batch(config, rows) for _ in range(training.accumulation)]
             batches = [backend.place(batch) for batch in made]
-            control = [float(config.train.resolved_micro_batch * config.data.seq_len * len(made)), 0.0]
-            control += [0.0] * VOTES * backend.process.count
+            control = control_numbers(backend.process.count)
+            control[0] = float(config.train.resolved_micro_batch * config.data.seq_len * len(made))
             backend.fetch(training.step(batches, 1e-3, control)).result()
     counted = backend.collectives or {}
     return Measured(live.peak, {kind: (traffic.calls, traffic.bytes) for kind, traffic in counted.items()})

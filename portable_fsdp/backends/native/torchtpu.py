@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from packaging.requirements import Requirement
 
 from portable_fsdp.runtime.errors import BackendError
-from portable_fsdp.runtime.host import tpu_chips
+from portable_fsdp.runtime.host import installed, tpu_chips
 from portable_fsdp.runtime.launchers import detect_launch, problem_of_tpu_worker, tpu_workers
 from portable_fsdp.runtime.rendezvous import Hosts
 
@@ -39,27 +39,20 @@ def check(environ: Mapping[str, str]) -> None:
 
 def check_installation() -> None:
     """Raises BackendError where torch_tpu can't work with what is installed beside it. Reads metadata only."""
-    version, torch_xla = _version(PACKAGE), _version("torch_xla")
+    version, torch_xla = installed(PACKAGE), installed("torch_xla")
     if torch_xla is not None:
         raise BackendError(
             f"backend native on tpu: torch_tpu {version} and torch_xla {torch_xla} are both installed, and each needs "
-            f"another torch (found {_version('torch')}).\n  Give each an environment of its own: "
+            f"another torch (found {installed('torch')}).\n  Give each an environment of its own: "
             "pip install '.[torchtpu]' in one, pip install '.[tpu]' in the other."
         )
     for requirement in map(Requirement, metadata.requires(PACKAGE) or []):
-        installed = _version(requirement.name)
-        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+        found = installed(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
             raise BackendError(
-                f"backend native on tpu: torch_tpu {version} needs {requirement}, found {installed or 'none'}.\n"
+                f"backend native on tpu: torch_tpu {version} needs {requirement}, found {found or 'none'}.\n"
                 "  In a new environment: pip install '.[torchtpu]'"
             )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # ---------------------------------------------------------------------------------------------------------- the start
@@ -137,8 +130,8 @@ def load() -> None:
 
     if not hasattr(torch, "tpu") or "tpu" not in str(torch._C._get_privateuse1_backend_name()):  # pyright: ignore
         raise BackendError(
-            f"backend native on tpu: torch_tpu {_version(PACKAGE)} finds no chip on this host: it looks for TPUs of v4 "
-            "and newer behind VFIO (/dev/vfio/*).\n  Start a TPU VM with a newer image, or use --backend=xla in an "
+            f"backend native on tpu: torch_tpu {installed(PACKAGE)} finds no chip on this host: it looks for TPUs of "
+            "v4 and newer behind VFIO (/dev/vfio/*).\n  Start a TPU VM with a newer image, or use --backend=xla in an "
             "environment with torch_xla."
         )
     # torch_tpu's version is pinned, so an experimental API can't change; precision.matmul chose the precision.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from portable_fsdp.backends.contract import Forward
+from portable_fsdp.backends.contract import Forward, dtype_name
 from portable_fsdp.backends.torch_xla.spmd.forward import Copies, Mark
 from portable_fsdp.backends.torch_xla.spmd.head import ChunkedHead, chunk_length
 from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, product_in
@@ -190,7 +190,7 @@ class _Embedding(torch.autograd.Function):
 def _refusal(others: list[str], first: Use) -> BackendError:
     ends = sorted({fqn.split(".")[-2] for fqn in others})
     modules = ", ".join(f'"*{end}": float32' for end in ends)
-    dtype = str(first.dtype).removeprefix("torch.")
+    dtype = dtype_name(first.dtype)
     return BackendError(
         "backend xla: precision.reduce=float32 cannot be honoured: XLA sums a gradient over devices in the dtype in "
         f"which it is\n  computed, here {dtype} for {others[0]} ({type(first.module).__name__}), and {len(others) - 1} "
