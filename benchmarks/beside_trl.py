@@ -80,8 +80,8 @@ def cases(plain: Path, folder: Path) -> Iterator[tuple[str, str, list[Example], 
     yield "prompt_completion of messages", "prompt_completion", asked, plain, None
     messages: list[Example] = [{"messages": one} for one in chats]
     yield "chat, template without {% generation %}", "chat", messages, plain, marked(plain)
-    told = with_template(plain, folder / "told", marked(plain))
-    yield "chat, template with {% generation %}", "chat", messages, told, None
+    with_marks = with_template(plain, folder / "with_marks", marked(plain))
+    yield "chat, template with {% generation %}", "chat", messages, with_marks, None
     for family in ("llama3", "phi3", "gemma", "qwen2_5"):
         without_system: list[Example] = [{"messages": [m for m in one if m["role"] != "system"]} for one in chats]
         original, training = trl_template(family), trl_template(f"{family}_training")
@@ -108,11 +108,11 @@ def marked(folder: Path) -> str:
     header = "{{'<|im_start|>' + message['role'] + '\n' }}"
     body = "{{ message['content'] + '<|im_end|>' + '\n'}}"
     generated = f"{{% generation %}}{body}{{% endgeneration %}}"
-    told = f"{{% if message['role'] == 'assistant' %}}{generated}{{% else %}}{body}{{% endif %}}"
+    turn = f"{{% if message['role'] == 'assistant' %}}{generated}{{% else %}}{body}{{% endif %}}"
     template = str(opened(folder).chat_template)
     line = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     assert line in template, "expected SmolLM2's template"
-    return template.replace(line, header + told)
+    return template.replace(line, header + turn)
 
 
 def trl_template(name: str) -> str:

@@ -124,8 +124,7 @@ def _is_type(name: str, value: ast.expr) -> bool:
 
 PURE_CALLS = {
     *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
-    *("cache", "compile", "contextmanager", "dataclass", "fromkeys", "getLogger", "lru_cache", "no_grad", "timedelta"),
-    "wraps",
+    *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
     *("field_validator", "model_validator", "field_serializer"),
     *("refused", "refused_each", "without", "_only_for", "_spec"),  # rules and specs of engines, of constants
 }

@@ -131,7 +131,7 @@ def swapped(uses: Sequence[Use], tensors: Sequence[Tensor]) -> Generator[None]:
 def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | None) -> Forward:
     """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
 
-    @wraps(forward)  # a head's may have a parameter of its own
+    @wraps(forward)  # with its signature: that of a head may have `loss_input`
     def run(*args: Any, **kwargs: Any) -> Any:
         inputs = floats_in(dtype)
         args, kwargs = inputs((args, kwargs))

@@ -230,7 +230,7 @@ _CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", 
 _BASE = "model.base"
 
 _IGNORED = ("run.name", "run.dir", "run.peer_timeout_s", "train.stop_at", "checkpoint")
-"""Where a run lies, when it saves and how long it waits."""
+"""Keys that say where a run is stored, when it saves and how long it waits."""
 
 
 class Difference(NamedTuple):

@@ -59,7 +59,7 @@ class Snapshot:
 
 
 class Background:
-    """One job at a time, in a thread of its own."""
+    """Runs one job at a time in a thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

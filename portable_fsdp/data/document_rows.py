@@ -26,7 +26,7 @@ class Pieces(NamedTuple):
 def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
     """Documents in pieces of `seq_len`; exactly one of them predicts each token but a document's first.
 
-    The last token of a document predicts nothing, so it never is a piece of its own.
+    The last token of a document predicts nothing, so no piece consists of it alone.
     """
     counts = np.maximum(1, -(-(lengths - 1) // seq_len))
     document = np.repeat(np.arange(len(counts)), counts)

@@ -7,7 +7,7 @@
 Labels are shifted here, once; models, losses and engines take `labels[r, t]` as the token after `input_ids[r, t]`.
 
 Which row comes at which position is a pure function of (seed, position), in O(1) time and memory a sample. Position =
-samples consumed since the start of the run. Each epoch visits every row once, in a pseudo-random order of its own: a
+samples consumed since the start of the run. Each epoch visits every row once, in its own pseudo-random order: a
 Feistel network permutes the next power of four, and permutes values outside the rows again until they fall inside
 (cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4). World size, device
 and engine don't enter, so any run can resume anywhere by its position alone.
@@ -205,7 +205,7 @@ class Mixture:
 
     Positions come in blocks of `sum(shares)`. Each block holds every source as often as its share, in an order of its
     own. So the samples of a source before a block are a product, and no earlier position matters. Each source goes
-    through its own rows in epochs of its own.
+    through its own rows, in its own epochs.
     """
 
     sizes: tuple[int, ...]

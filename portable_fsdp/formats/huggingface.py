@@ -271,7 +271,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
 
 
 def opened_folder(manifest: Manifest) -> Path | None:
-    """Where the run read `model.pretrained`, if that is here; of a hub id: the same commit."""
+    """The folder that the run read `model.pretrained` from, if this host has it; for a hub id, the same commit."""
     opened = (manifest.architecture or {}).get("_name_or_path")
     return Path(str(opened)) if opened and Path(str(opened)).is_dir() else None
 

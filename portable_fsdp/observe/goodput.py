@@ -178,7 +178,7 @@ class Straggler(NamedTuple):
 
     process: int
     host: str
-    ratio: float  # of its own time to the median; the median over the slow steps
+    ratio: float  # its own time over the median of all; the median of the slow steps
     slow: int
     steps: int
 

@@ -116,7 +116,7 @@ def set_step_numbers(
 ) -> None:
     """Set the `step_numbers` of the next step; `placed` holds them as float32 tensors of the device.
 
-    A compiled step reads these tensors as inputs. A copy into an old tensor would be a program of its own, and a number
+    A compiled step reads these tensors as inputs. A copy into an old tensor would be a separate program, and a number
     of Python could become part of the program.
     """
     if compiled := _compiled(optimizer):

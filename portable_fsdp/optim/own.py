@@ -226,7 +226,7 @@ class Muon(CountingOptimizer):
 def orthogonalized(matrix: Tensor, compute: torch.dtype) -> Tensor:
     """The nearest matrix with singular values near 1 (0.7 to 1.2), by Newton and Schulz's iteration in `compute`."""
     a, b, c = COEFFICIENTS
-    # A norm of its own: squares and one sum are the same over shards, and in XLA.
+    # Not torch's norm: squares and one sum are the same over shards, and in XLA.
     x = (matrix / matrix.square().sum().sqrt().clamp(min=MUON_EPS)).to(compute)
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = x.T if is_tall else x

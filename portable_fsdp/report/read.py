@@ -219,10 +219,14 @@ def _is_object(value: object) -> bool:
     return isinstance(value, Mapping) and _is_whole(cast(JsonObject, value), ())
 
 
-_STEP = ("step",)
 _NEEDED = {
-    **{"start": _STEP, "save": _STEP, "finish": _STEP, "stop": _STEP, "fail": _STEP},
-    **{"evaluation": ("step", "loss"), "straggler": ("step", "process", "ratio")},
+    "start": ("step",),
+    "save": ("step",),
+    "finish": ("step",),
+    "stop": ("step",),
+    "fail": ("step",),
+    "evaluation": ("step", "loss"),
+    "straggler": ("step", "process", "ratio"),
 }
 _CHECKS = (
     (("step", "process"), _is_step),

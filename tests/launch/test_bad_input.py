@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cli import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny_config
+from plain_backend import flip_last_byte
 from tokenizers import Tokenizer, models
 
 from portable_fsdp.checkpoint.format import hash_file
@@ -136,14 +137,8 @@ def test_a_config_json_that_has_changed(folder: Path, capsys: pytest.CaptureFixt
     assert "checkpoint.allow='[model.architecture]'" in message
 
 
-def _alter(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("file", ["manifest.json", "model/shard-00000-00.safetensors"])
-@pytest.mark.parametrize("damage", [Path.unlink, _alter])
+@pytest.mark.parametrize("damage", [Path.unlink, flip_last_byte])
 def test_named_checkpoint_is_damaged(
     damage: Callable[[Path], object], file: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +153,7 @@ def test_named_checkpoint_is_damaged(
 def test_auto_goes_back_past_a_damaged_checkpoint_and_says_so(
     finished: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _alter(folder / "done/checkpoints/step-00000006/model/shard-00000-00.safetensors")
+    flip_last_byte(folder / "done/checkpoints/step-00000006/model/shard-00000-00.safetensors")
     assert launch(*DONE) == 0
     message = capsys.readouterr().err
     assert "passed over a damaged checkpoint: checkpoint step-00000006" in message

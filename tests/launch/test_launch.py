@@ -20,6 +20,7 @@ from documented import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable_fsdp.checkpoint.format import read_manifest
+from portable_fsdp.config.load import config_text
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl
 
@@ -146,8 +147,12 @@ def test_the_same_command_again_finds_nothing_to_do(
     assert "step 6 of 6 is saved already: nothing left to train" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    named = {finished / "events.jsonl", finished / "config.yaml"}  # run.dir as this command names it
-    assert {path for path in changed if path.parent.name != "logs"} <= named
+    config = finished / "config.yaml"
+    # This command asks for no export, the first one did.
+    assert config_text(load_config(config, ["checkpoint.export=true"])) == before[config].decode()
+    logs = {path for path in changed if path.parent.name == "logs"}
+    assert all(after[path].startswith(before[path]) for path in logs)
+    assert changed - logs <= {finished / "events.jsonl", config}
 
 
 def test_export_of_a_run_that_was_finished_elsewhere(

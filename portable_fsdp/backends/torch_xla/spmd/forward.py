@@ -89,7 +89,7 @@ class Copies:
     def run_with(self, uses: list[Use], forward: Forward) -> Forward:
         """A block's `forward` with the compute copies of `uses` in place."""
 
-        @wraps(forward)  # a head's may have a parameter of its own
+        @wraps(forward)  # with its signature: that of a head may have `loss_input`
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._in_place(uses):
                 return forward(*args, **kwargs)
