@@ -5,7 +5,16 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
-from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from portable_fsdp.runtime.factory import FACTORY_PATTERN
 
@@ -17,6 +26,9 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+
+PERCENT = StringConstraints(pattern=r"^(\d{1,2}(\.\d+)?|100)%$")
+"""A share as text: `5%`."""
 
 Source = Literal["python_docs", "python_source", "text", "jsonl", "parquet", "huggingface"]
 Format = Literal["text", "prompt_completion", "chat", "instruction"]
@@ -37,6 +49,15 @@ OPTIONAL_COLUMNS: dict[Format, tuple[Column, ...]] = {
     "instruction": ("input", "system", "tools"),
 }
 """Columns that a format reads where a file has them."""
+
+
+def _as_share(value: Any) -> Any:
+    """`5%` for 0.05; text stays."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not 0 < value < 1:
+            raise ValueError(f"expected a share of the documents (5% or 0.05), a file or a split, found {value}")
+        return f"{100 * value:g}%"
+    return value
 
 
 class Documents(Section):
@@ -114,8 +135,8 @@ class Data(Documents):
     packing: Literal["auto", "stream", "documents", "none"] = "auto"
     """stream: documents joined and cut into rows; documents: several whole documents per row, each attends to
     itself only; none: one per row, padded; auto: stream for text, else documents"""
-    eval_split: str | None = None
-    """validation set: a share of the documents (`5%`), a file, a glob, or a split of the data set; null: none"""
+    eval_split: Annotated[str | None, BeforeValidator(_as_share)] = None
+    """validation set: a share of the documents (`5%` or 0.05), a file, a glob, or a split of the data set; null: none"""
     on_error: Literal["stop", "skip"] = "stop"
     """stop, or skip and count, documents that can't be read, rendered or fitted into seq_len"""
     cache_dir: str | None = None

@@ -15,6 +15,7 @@ from annotated_types import MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from portable_fsdp.config.data import PERCENT
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import Dumper
 from portable_fsdp.runtime.errors import ConfigError
@@ -221,6 +222,8 @@ def _constraint_words(metadata: Sequence[object]) -> Iterator[str]:
     for constraint in metadata:
         if isinstance(constraint, MinLen):
             yield "that is not empty"
+        if constraint is PERCENT:
+            yield "like 5%"
         yield from (f"{sign} {getattr(constraint, name)}" for name, sign in signs.items() if hasattr(constraint, name))
 
 

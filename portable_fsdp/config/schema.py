@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import Field, field_validator, model_validator
 
-from portable_fsdp.config.data import Data, Section
+from portable_fsdp.config.data import PERCENT, Data, Section
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import FACTORY_PATTERN
 
@@ -172,8 +172,8 @@ class Optim(Section):
     """weight decay of matrices, decoupled; adam: added to the gradient"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """learning rate after warmup; wsd: warmup, stable, decay"""
-    warmup_steps: int = Field(default=0, ge=0)
-    """steps of linear warmup"""
+    warmup_steps: Annotated[int, Ge(0)] | Annotated[str, PERCENT] = 0
+    """steps of linear warmup, or their share of all steps (`5%`), rounded up"""
     min_lr_ratio: float = Field(default=0.1, gt=0, le=1)
     """floor of the schedule, as a share of lr; not 0, which would make XLA recompile"""
     decay_ratio: float = Field(default=0.2, gt=0, le=1)

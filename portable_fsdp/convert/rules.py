@@ -247,11 +247,15 @@ def _warmup(facts: ForeignFacts) -> None:
     if facts.value("~constant") and "optim.schedule" not in facts.overridden:
         return
     if warmup is not None and 0 < steps < 1:
-        _share_of_steps(facts, "optim.warmup_steps", steps, warmup)
+        _warmup_share(facts, steps, warmup)
     elif warmup is not None and (steps or ratio is None):
         facts.set("optim.warmup_steps", int(steps), warmup)
     elif ratio is not None:
-        _share_of_steps(facts, "optim.warmup_steps", facts.value("~warmup_ratio") or 0, ratio)
+        _warmup_share(facts, facts.value("~warmup_ratio") or 0, ratio)
+
+
+def _warmup_share(facts: ForeignFacts, share: float, source: KeyEntry) -> None:
+    facts.set("optim.warmup_steps", f"{100 * share:g}%", source)
 
 
 def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: KeyEntry) -> None:

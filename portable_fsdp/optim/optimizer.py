@@ -127,29 +127,38 @@ def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
 
     Step s of w warmup steps takes lr * s / w; step `total_steps` takes min_lr_ratio * lr, unless constant.
     """
-    if step <= optim.warmup_steps:
-        return optim.lr * step / optim.warmup_steps
+    warmup = warmup_steps(optim, total_steps)
+    if step <= warmup:
+        return optim.lr * step / warmup
     if optim.schedule == "constant":
         return optim.lr
     wsd = optim.schedule == "wsd"
-    decay = _wsd_decay_steps(optim, total_steps) if wsd else max(1, total_steps - optim.warmup_steps)
+    decay = _wsd_decay_steps(optim, total_steps) if wsd else max(1, total_steps - warmup)
     left = min(1.0, max(0, total_steps - step) / decay)  # share of the decay that is still to come
     if optim.schedule == "cosine":
         left = (1 - math.cos(math.pi * left)) / 2
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)
 
 
+def warmup_steps(optim: Optim, total_steps: int) -> int:
+    """The steps of warmup; a share is rounded up, as the Trainer's `warmup_ratio` is."""
+    if isinstance(optim.warmup_steps, int):
+        return optim.warmup_steps
+    return math.ceil(float(optim.warmup_steps.removesuffix("%")) * total_steps / 100)
+
+
 def check_schedule(optim: Optim, total_steps: int) -> None:
     """Raise ConfigError if the parts of the schedule don't fit into `total_steps`."""
-    if optim.warmup_steps > total_steps:
+    warmup = warmup_steps(optim, total_steps)
+    if warmup > total_steps:
         raise ConfigError(
-            f"optim.warmup_steps: expected at most {total_steps} (the steps of the run), found {optim.warmup_steps}.\n"
+            f"optim.warmup_steps: expected at most {total_steps} (the steps of the run), found {warmup}.\n"
             "  Lower optim.warmup_steps, or train longer."
         )
     decay = _wsd_decay_steps(optim, total_steps)
-    if optim.schedule == "wsd" and optim.warmup_steps + decay > total_steps:
+    if optim.schedule == "wsd" and warmup + decay > total_steps:
         raise ConfigError(
-            f"optim.decay_ratio: expected warmup and decay to fit into {total_steps} steps, found {optim.warmup_steps} "
+            f"optim.decay_ratio: expected warmup and decay to fit into {total_steps} steps, found {warmup} "
             f"steps of warmup and {decay} of decay (decay_ratio {optim.decay_ratio}).\n"
             "  Lower optim.decay_ratio or optim.warmup_steps."
         )
