@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded
     from portable_fsdp.runtime.rendezvous import Hosts
 
-DESCRIPTION = """Train a causal language model. With one process per GPU of this host:
+DESCRIPTION = """Train any model that the config names. With one process per GPU of this host:
 
   torchrun --nproc_per_node=8 -m portable_fsdp.launch --device=cuda --config=FILE"""
 EXIT_CODES = "exit code: 0 finished, 2 usage or config error, 143 stopped after a committed save, 1 anything else"
@@ -42,6 +42,7 @@ FLAGS = {
 
 def _parser() -> CommandParser:
     parser = CommandParser("launch", DESCRIPTION, epilog=EXIT_CODES)
+    parser.foreign_hint = _foreign_hint
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="overrides a key of the config: optim.lr=3e-4")
     add("--config", action=Once, metavar="FILE", help="YAML file; configs/ holds examples")
@@ -49,6 +50,12 @@ def _parser() -> CommandParser:
     for name, description in FLAGS.items():
         add(f"--{name}", default="auto", help=description)
     return parser
+
+
+def _foreign_hint(flag: str, value: str) -> str:
+    from portable_fsdp.convert.table import flag_hint
+
+    return flag_hint(flag, value)
 
 
 def main(argv: list[str]) -> int:

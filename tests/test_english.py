@@ -18,7 +18,7 @@ WORDS = re.compile(
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_docstrings_and_messages_are_plain(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
-    starts = [(ast.get_docstring(node) or "").splitlines()[:1] for node in nodes]
-    assert [line for lines in starts for line in lines if UNCLEAR.match(line)] == []
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, described)]
+    assert [docstring for docstring in docstrings if UNCLEAR.match(docstring)] == []
     assert WORDS.findall(text) == []

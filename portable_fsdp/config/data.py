@@ -136,7 +136,7 @@ class Data(Documents):
     """stream: documents joined and cut into rows; documents: several whole documents per row, each attends to
     itself only; none: one per row, padded; auto: stream for text, else documents"""
     eval_split: Annotated[str | None, BeforeValidator(_as_share)] = None
-    """validation set: a share of the documents (`5%` or 0.05), a file, a glob, or a split of the data set; null: none"""
+    """validation set: a share of the documents (`5%`, 0.05), a file, a glob, or a split of the data set; null: none"""
     on_error: Literal["stop", "skip"] = "stop"
     """stop, or skip and count, documents that can't be read, rendered or fitted into seq_len"""
     cache_dir: str | None = None

@@ -8,12 +8,15 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from portable_fsdp.config.describe import option_names
 
 ACCELERATE, TRAINER, FSDP, SCRIPT = "accelerate", "TrainingArguments", "fsdp_config", "script arguments"
 MIXED, DEEPSPEED, MEGATRON = "mixed_precision_policy", "deepspeed_config", "megatron_lm_config"
@@ -164,6 +167,26 @@ def option_meant(key: str) -> str:
     rows = [row for place in TOP if (row := find(place, key)) is not None]
     outcomes = [outcome for row in rows for outcome in (*row.words.values(), row)]
     return next((name for outcome in outcomes for name in outcome.options if not name.startswith("~")), "")
+
+
+_OPTIONS_OF_FACTS = {"~strategy": "sharding.strategy", "~mixed": "precision.compute"}
+
+
+def flag_hint(name: str, value: str) -> str:
+    """What to write here for a flag of the Trainer, accelerate or an option without its section; empty: unknown."""
+    row = next((row for place in TOP if (row := find(place, name)) is not None), None)
+    overrides: list[str] = []
+    for spelling in (value or "true", value.replace(" ", "_")) if row else ():
+        with suppress(UnreadableValue):
+            options = outcome_of(row, spelling).options.items()
+            named = [(_OPTIONS_OF_FACTS.get(key, key), setting) for key, setting in options]
+            overrides = [f"{option}={setting}" for option, setting in named if not option.startswith("~")]
+    if not overrides:
+        ours = [option for option in option_names() if option.partition(".")[2] == plain_name(name)]
+        overrides = [f"{option}={value or 'VALUE'}" for option in ours]
+    if overrides:
+        return f"here an override: {' '.join(overrides)}"
+    return "a key of accelerate or the Trainer: write it into a file for --import" if row else ""
 
 
 def nested_place(place: str, key: str) -> str | None:

@@ -21,7 +21,7 @@ from portable_fsdp.plan.result import Plan, Settings, Tried
 from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
-from portable_fsdp.runtime.command import CommandParser, Once, at_least, run_command, to_stderr, to_stdout
+from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
 from portable_fsdp.runtime.signals import end_with_parent
 
@@ -36,6 +36,7 @@ def _parser() -> CommandParser:
     parser = CommandParser("plan", DESCRIPTION, epilog=EXIT_CODES)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a key of the config")
     parser.add_argument("--config", action=Once, metavar="FILE", help="YAML file, as for portable_fsdp.launch")
+    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
     parser.add_argument(
         "--on",
         metavar="WHERE",
@@ -88,7 +89,8 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
     picture = None if options.save is None else _picture(options.save)
 
     def config_of(settings: Settings) -> Config:
-        return load_config(options.config, [*options.overrides, *(f"{key}={value}" for key, value in settings.items())])
+        swept = [f"{key}={value}" for key, value in settings.items()]
+        return load_config(options.config, [*options.overrides, *swept], options.imports)
 
     def plan_of(settings: Settings) -> Plan:
         return planner.make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)

@@ -1,6 +1,7 @@
 """The frame of a command: its flags, its help, its usage errors, and our errors as sentences with an exit code.
 
-All commands take flags alike: `--name=value` or `--name value`, `--switch`, `section.key=value`; never an abbreviation.
+All commands take flags alike: `--name=value` or `--name value`, `--switch`, `section.key=value` (with dashes too, as
+Hydra and torchtitan write it); never an abbreviation.
 """
 
 import argparse
@@ -9,11 +10,12 @@ import io
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
@@ -98,6 +100,8 @@ class CommandParser(argparse.ArgumentParser):
             **options,
         )
         self.add_argument("--flagfile", metavar="FILE", help="read flags from a file, one a line")
+        self.foreign_hint: Callable[[str, str], str] | None = None
+        """What an unknown flag with this value means in another tool; empty: nothing."""
 
     def switch(self, name: str, help: str) -> None:
         self.add_argument(name, action="store_true", help=help)
@@ -111,14 +115,19 @@ class CommandParser(argparse.ArgumentParser):
 
     def _prepared(self, args: Sequence[str] | None) -> list[str]:
         words = self._with_flagfiles(list(sys.argv[1:] if args is None else args))
-        return [_with_underscores(word) for word in words]
+        return [*_overrides_without_dashes(map(_with_underscores, words))]
 
     def _without_unknown(self, parsed: tuple[Any, list[str]]) -> tuple[Any, list[str]]:
         for word in parsed[1]:
             if word.startswith("-"):
-                flag = word.partition("=")[0]
-                near = difflib.get_close_matches(flag, list(self._option_string_actions), n=1)
-                self.error(f"unknown flag {flag}" + (f"; nearest: {near[0]}" if near else ""))
+                flag, _, value = word.partition("=")
+                known = list(self._option_string_actions)
+                near = [name for name in known if len(flag) == 2 and name.startswith(f"-{flag}")]  # -c: --config
+                near = near or difflib.get_close_matches(flag, known, n=1)
+                hint = f"nearest: {near[0]}" if near else ""
+                if self.foreign_hint is not None:
+                    hint = self.foreign_hint(flag[2:], value) or hint
+                self.error(f"unknown flag {flag}" + (f"; {hint}" if hint else ""))
         return parsed
 
     def _with_flagfiles(self, words: list[str]) -> list[str]:
@@ -169,6 +178,15 @@ def _with_underscores(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{equals}{value}"
+
+
+def _overrides_without_dashes(words: Iterable[str]) -> Iterator[str]:
+    """`--optim.lr=1e-3` and `--optim.lr 1e-3` as `optim.lr=1e-3`."""
+    words = iter(words)
+    for word in words:
+        if re.match(r"--[a-z_0-9]+\.[a-z_0-9.]+(=|$)", word):
+            word = word[2:] if "=" in word else f"{word[2:]}={next(words, '')}"
+        yield word
 
 
 def run_command(

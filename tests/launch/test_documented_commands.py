@@ -104,9 +104,9 @@ def test_a_documented_program_runs(command: Command, checkout: Path) -> None:
 
 def test_the_config_and_the_loop_of_the_readme_run(tmp_path: Path) -> None:
     page = (ROOT / "README.md").read_text()
-    config, loop = (re.findall(rf"^```{name}\n(.*?)^```", page, re.MULTILINE | re.DOTALL) for name in ("yaml", "python"))
-    (tmp_path / "run.yaml").write_text(*config)
-    (tmp_path / "loop.py").write_text(*loop)
+    for language, name in (("yaml", "run.yaml"), ("python", "loop.py")):
+        [block] = re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        (tmp_path / name).write_text(block)
     assert load_config(tmp_path / "run.yaml").train.global_batch % 8 == 0  # its torchrun has eight processes
     finish([sys.executable, "-m", "portable_fsdp.launch", "--device=cpu", "--config=run.yaml"], tmp_path)
     assert committed(tmp_path / "runs/first") == [10, 20]
