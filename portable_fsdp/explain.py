@@ -46,6 +46,7 @@ FLAGS = {
     "num_hosts": "auto | N (default auto: 1 with --num_devices, else unknown)",
 }
 SWITCHES = {
+    "all": "defaults too; without it a config's options that are set or refused",
     "strict": "fail as launch would before it reads data, model and folders; needs --device and --config",
     "json": "one JSON object",
     "schema": "the JSON schema of a config alone, for editors",
@@ -106,12 +107,14 @@ def _explain(options: argparse.Namespace) -> str:
     answers = _answers(requested or option_names(), deployments, loaded)
     if options.json:
         return json.dumps(_json(answers, deployments, loaded), indent=2)
-    lines = _text(answers, deployments, bool(requested), loaded)
     if loaded is None:
-        return "\n".join(lines)
+        return "\n".join(_text(answers, deployments, bool(requested), None))
     where = ", ".join(f"{d.engine} on {d.device}" for d in deployments) + _counts(deployments[0])
+    shown = answers if requested or options.all else _set_or_refused(answers, loaded)
+    lines = _text(shown, deployments, bool(requested), loaded)
+    summary = [] if requested else [_summary(answers, shown, loaded)]
     also = [line for imported in loaded.imports for line in ("", *unsaid(imported))]
-    return "\n".join([where, "", *lines, *also])
+    return "\n".join([where, *summary, "", *lines, *also])
 
 
 def _answers(options: tuple[str, ...], deployments: Sequence[Deployment], loaded: Loaded | None) -> Answers:
@@ -212,6 +215,24 @@ def _text(answers: Answers, deployments: list[Deployment], documented: bool, loa
             text = "" if documented and line.text == description_of(option) else line.text
             words = f"{who:<18} {line.kind:<10} {f'{line.case}: ' * bool(line.case)}{text}"
             yield textwrap.fill(words, WIDTH, initial_indent="  ", subsequent_indent=" " * 32)
+
+
+def _set_or_refused(answers: Answers, loaded: Loaded) -> Answers:
+    """The options that somebody set, and those that an engine refuses; the refused ones first."""
+    refused, is_set = _with_verdict(answers, "refused"), [option for option in answers if option in loaded.origins]
+    return {option: answers[option] for option in dict.fromkeys([*refused, *is_set])}
+
+
+def _with_verdict(answers: Answers, kind: str) -> list[str]:
+    return [option for option, lines in answers.items() if any(line.kind == kind for line in lines)]
+
+
+def _summary(answers: Answers, shown: Answers, loaded: Loaded) -> str:
+    counts = {"set": [option for option in answers if option in loaded.origins]}
+    counts |= {kind: _with_verdict(answers, kind) for kind in ("refused", "delegated")}
+    text = ", ".join(f"{len(options)} {kind}" for kind, options in counts.items())
+    hidden = len(answers) - len(shown)
+    return f"{len(answers)} options: {text}" + (f"; --all prints the {hidden} other defaults too" if hidden else "")
 
 
 def _value_and_origin(option: str, loaded: Loaded) -> list[str]:

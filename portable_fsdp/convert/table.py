@@ -181,7 +181,7 @@ def flag_hint(name: str, value: str) -> str:
             options = outcome_of(row, spelling).options.items()
             named = [(_OPTIONS_OF_FACTS.get(key, key), setting) for key, setting in options]
             overrides = [f"{option}={setting}" for option, setting in named if not option.startswith("~")]
-    if not overrides:
+    if row is None:
         ours = [option for option in option_names() if option.partition(".")[2] == plain_name(name)]
         overrides = [f"{option}={value or 'VALUE'}" for option in ours]
     if overrides:
