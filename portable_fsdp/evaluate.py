@@ -1,0 +1,147 @@
+"""Evaluate a model: `python -m portable_fsdp.evaluate runs/mine`, or on other data and another engine:
+`torchrun --nproc_per_node=8 -m portable_fsdp.evaluate FOLDER data.source=jsonl data.path=test.jsonl data.format=chat`.
+
+SOURCE is a run (its best checkpoint), a checkpoint, an exported folder or a hub model. Keys of `data` name the data, all
+of which is evaluated; without them it is the run's validation set. Writes no files.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from portable_fsdp.runtime.command import CommandParser, KeptOutput, number_of, run_command, to_stderr, to_stdout
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError
+from portable_fsdp.runtime.launchers import detect_launch
+
+EXIT_CODES = "exit code: 0, 2 usage or config error, 1 anything else"
+FLAGS = {
+    "device": "auto | cpu | cuda | tpu",
+    "backend": "auto | native | xla | xla_fsdp1",
+    "num_devices": "auto | N: devices of this host, as for launch",
+}
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("evaluate", __doc__ or "", epilog=EXIT_CODES)
+    parser.add_argument("source", metavar="SOURCE", help="a run, checkpoint or exported folder, or org/name of the hub")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="data.path=test.jsonl, train.micro_batch=4")
+    for name, description in FLAGS.items():
+        parser.add_argument(f"--{name}", default="auto", help=description)
+    parser.switch("--json", "one JSON object")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate with the arguments after the program's name; returns the exit code."""
+    try:
+        with KeptOutput() as output:
+            return run_command(_parser(), argv, lambda options: _evaluate(options, argv, output))
+    except KeyboardInterrupt:
+        to_stderr("interrupted")
+        return EXIT_FAILED
+
+
+def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
+    from portable_fsdp.backends.open import local_processes, resolve, spec_of
+    from portable_fsdp.backends.refusals import Deployment
+    from portable_fsdp.train.preflight import check_config
+
+    checkpoint, config, is_validation = _read(options.source, options.overrides)
+    num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
+    device, backend = resolve(options.device, options.backend)
+    processes = local_processes(device, backend, num_devices) if launch.is_alone else 1
+    check_config(config, Deployment(backend, device))
+    meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
+    if processes > 1 or meeting:
+        from portable_fsdp.runtime.rendezvous import run_processes
+
+        return run_processes(processes, "portable_fsdp.evaluate", argv, meeting)
+    os.environ.update(launch.variables)
+    output.hold_stdout()  # gloo's lines
+    from portable_fsdp.backends.open import open_backend
+
+    with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
+        result = _result(config, engine, checkpoint, is_validation)
+        if engine.process.index == 0:
+            where = {"backend": engine.name, "device": engine.device, "devices": engine.devices}
+            result = {"source": str(checkpoint or options.source), **result, **where}
+            to_stdout(json.dumps(result) if options.json else _text(result))
+    return EXIT_FINISHED
+
+
+def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Any, bool]":
+    """The checkpoint (None: the source is a model folder), the config, and whether the run's own validation set counts."""
+    from portable_fsdp.checkpoint.__main__ import resolve
+    from portable_fsdp.checkpoint.format import MANIFEST, best_checkpoint, checkpoints_below, read_manifest
+    from portable_fsdp.checkpoint.storage import exists, locate
+    from portable_fsdp.config.load import LayeredValues, loaded
+
+    has_data = any(text.partition("=")[0].startswith("data.") for text in overrides)
+    path, layers, checkpoint = locate(source), LayeredValues(Path(source)), None
+    if exists(path / MANIFEST) or checkpoints_below(path):
+        newest = resolve(path)
+        is_run = newest != path.resolve()
+        checkpoint, _ = best_checkpoint(newest, read_manifest(newest).evaluation if is_run else None)
+        saved: Mapping[str, Any] = read_manifest(checkpoint).config
+        if not saved:
+            raise ConfigError(f"{source}: an imported checkpoint has no config.\n  Export it, and evaluate the export.")
+        layers.values = {**saved, "observe": {}, "optim": {"name": "sgd"}}  # sgd has no state
+    elif not has_data:
+        raise ConfigError(f"{source}: no run, so no validation set.\n  Name the data: data.source=text data.path=FILE.")
+    else:
+        layers.values = {"model": {"pretrained": source}, "train": {"steps": 1}}
+    layers.values |= {"checkpoint": {}, "train": {"steps": 1, **_kept(layers.values.get("train", {}))}}
+    if has_data and checkpoint is not None:
+        layers.values["data"] = {**layers.values.get("data", {}), "eval_split": None}
+    for text in overrides:
+        layers.override(text)
+    config = loaded(layers).config
+    if checkpoint is not None and not has_data and config.data.eval_split is None:
+        raise ConfigError(f"{source}: the run has no validation set.\n  Name the data: data.path=FILE, ...")
+    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 0})})
+    return checkpoint, config, config.data.eval_split is not None
+
+
+def _kept(train: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that an evaluation reads."""
+    kept = {key: train[key] for key in ("task", "micro_batch") if key in train}
+    return {**kept, "micro_batch": 1} if kept.get("micro_batch") == "auto" else kept
+
+
+def _result(config: Any, engine: Any, checkpoint: Path | None, is_validation: bool) -> dict[str, Any]:
+    from portable_fsdp.checkpoint.resume import ResumePoint
+    from portable_fsdp.runtime.command import configure_log
+    from portable_fsdp.train.build import build_training, open_checkpoints
+    from portable_fsdp.train.evaluate import Evaluator
+    from portable_fsdp.train.preflight import check_with_engine, open_data
+
+    configure_log(engine.process.index)
+    logging.getLogger("portable_fsdp").setLevel(logging.WARNING)
+    check_with_engine(config, engine)
+    corpus = open_data(config, engine)
+    rows = corpus.eval_rows if is_validation and corpus.eval_rows is not None else corpus.rows
+    training = build_training(config, engine, corpus.tokenizer, rows=rows)
+    if checkpoint is not None:
+        with open_checkpoints(config, engine, training, corpus) as checkpoints:
+            point = ResumePoint(checkpoint, (), is_own=False, weights_only=True)
+            checkpoints.load(point, training.model, training.optimizer)
+    evaluation = Evaluator(engine, training.model, rows, config.train, training.task)()
+    if evaluation is None or evaluation.tokens == 0:
+        raise ConfigError("data: nothing counts in these rows: all labels are -100.")
+    figures = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, **evaluation.metrics}
+    return {**figures, "counted": evaluation.tokens, "rows": len(rows)}
+
+
+def _text(result: Mapping[str, Any]) -> str:
+    figures = "  ".join(f"{name}: {value:.4f}" for name, value in result.items() if isinstance(value, float))
+    over = f"{result['counted']:,} labels of {result['rows']:,} rows"
+    return f"{figures}  ({over}; {result['source']}; {result['backend']} on {result['devices']} x {result['device']})"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
