@@ -26,7 +26,7 @@ from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate, tpu
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 
 if TYPE_CHECKING:
-    from portable_fsdp.config.load import Loaded
+    from portable_fsdp.config.load import Loaded, ProblemsOf
     from portable_fsdp.runtime.rendezvous import Hosts
 
 DESCRIPTION = """Train any model that the config names. With one process per GPU of this host:
@@ -74,13 +74,18 @@ def main(argv: list[str]) -> int:
 def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
     from portable_fsdp.backends.open import local_processes, resolve, spec_of
     from portable_fsdp.backends.refusals import Deployment
-    from portable_fsdp.train.preflight import check_config, check_values
+    from portable_fsdp.train.preflight import check_config, problems_of
 
     end_with_agent(os.environ)
-    loaded = _read(options)
     num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
     device, backend = resolve(options.device, options.backend)
     processes = local_processes(device, backend, num_devices) if launch.is_alone and not launch.by_accelerate else 1
+    # Under torchrun one process may drive several devices, which only the engine counts; PJRT counts a slice's hosts.
+    is_counted, deployment = spec_of(backend).launcher_counts_devices, None
+    if launch.is_alone and (device != "tpu" or is_counted):
+        hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
+        deployment = Deployment(backend, device, processes * hosts if is_counted else num_devices, hosts)
+    loaded = _read(options, lambda config: problems_of(config, deployment))
 
     def check_devices(devices: int | None, counted_by: str = f"backend {backend}") -> None:
         if loaded.imports:
@@ -97,15 +102,8 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
                 by_hand=alone,
             )
 
-    # Under the others one process may drive several devices, which only the engine counts.
-    is_counted = spec_of(backend).launcher_counts_devices
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
-    if launch.is_alone and (device != "tpu" or is_counted):  # else PJRT counts the hosts of a slice
-        hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
-        devices = processes * hosts if is_counted else num_devices
-        check_config(loaded.config, Deployment(backend, device, devices, hosts))
-    else:
-        check_values(loaded.config)
+    check_config(loaded.config, deployment)
     meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
         return _start(processes, argv, Path(loaded.config.run.dir), meeting)
@@ -131,15 +129,15 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     )
 
 
-def _read(options: argparse.Namespace) -> "Loaded":
-    """The config that the flags name, after the checks that need no device."""
+def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
+    """The config that the flags name; an error about its keys also has the problems of the rest."""
     if options.config is None:
         raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
     loaded = _ours(options)
     if loaded is None:
         from portable_fsdp.convert.read import read_config
 
-        loaded = read_config(options.config, options.overrides, options.imports, os.environ)
+        loaded = read_config(options.config, options.overrides, options.imports, os.environ, problems_of)
     return loaded
 
 

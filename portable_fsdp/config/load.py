@@ -6,7 +6,7 @@ of other tools beneath (`LayeredValues.add_default`).
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from portable_fsdp.convert.facts import Import
+
+ProblemsOf = Callable[[Config], Iterable[str]]
+"""Further problems of a valid config, as messages."""
 
 _MAX_BYTES = 1 << 20
 MAX_PROBLEMS = 20
@@ -254,20 +257,43 @@ class LayeredValues:
 
     # -------------------------------------------------------------------------------------------------- the result
 
-    def validated(self, hint: Callable[[Key], str] = nearest) -> Config:
-        """The config; `hint` names what an unknown key may mean. Raises ConfigError with all problems."""
-        config = None
+    def validated(self, hint: Callable[[Key], str] = nearest, problems_of: ProblemsOf = lambda config: ()) -> Config:
+        """The config; `hint` names what an unknown key may mean. Raises ConfigError with all problems, those that
+        `problems_of` finds in the keys that are right among them."""
+        config, wrong = None, set[Key]()
         try:
             config = Config.model_validate(self.values)
         except ValidationError as error:
-            for detail in itertools.islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
+            details = error.errors(include_url=False)
+            wrong = {tuple(str(part) for part in detail["loc"][:2]) for detail in details}
+            for detail in itertools.islice(details, MAX_PROBLEMS + 1):
                 self._add_schema_problem(detail, hint)
         if config is not None and not self.problems:
             return config
         messages = [_bounded(text) for text in sorted(self.problems, key=lambda text: self.problems[text][:2])]
         more = len(messages) - MAX_PROBLEMS
         messages[MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
+        if (rest := config or self._without(wrong)) is not None:
+            names = tuple(f"{key_name(key)}:" for key in wrong)
+            messages += [text for text in problems_of(rest) if not text.startswith(names)]
         raise ConfigError("\n".join(messages))
+
+    def _without(self, wrong: set[Key]) -> Config | None:
+        """The config without the wrong keys, with stand-ins for what a run must have; None where that is wrong too."""
+        values = {
+            section: {key: value for key, value in cast(dict[str, Any], keys).items() if (section, key) not in wrong}
+            for section, keys in self.values.items()
+            if isinstance(keys, dict) and section in Config.model_fields and (section,) not in wrong
+        }
+        model, train = values.setdefault("model", {}), values.setdefault("train", {})
+        if model.keys().isdisjoint(("architecture", "pretrained", "factory")):
+            model["factory"] = "none:none"
+        if train.keys().isdisjoint(("steps", "epochs")):
+            train["steps"] = 10**9
+        try:
+            return Config.model_validate(values)
+        except ValidationError:
+            return None
 
     def add_problem(self, origin: Origin, key: Key, text: str) -> None:
         name = f" {key_name(key)}:" if key else ""
@@ -295,9 +321,14 @@ class LayeredValues:
         self.add_problem(origin or self.origin(key), key, text)
 
 
-def loaded(layers: LayeredValues, imports: "tuple[Import, ...]" = (), hint: Callable[[Key], str] = nearest) -> Loaded:
+def loaded(
+    layers: LayeredValues,
+    imports: "tuple[Import, ...]" = (),
+    hint: Callable[[Key], str] = nearest,
+    problems_of: ProblemsOf = lambda config: (),
+) -> Loaded:
     """The validated config with its origins; its own modules (`model.factory`) are found beside its file."""
-    config = layers.validated(hint)
+    config = layers.validated(hint, problems_of)
     names = (config.model.factory, config.data.factory, config.optim.factory)
     if any(names) or ":" in config.train.task:
         search_folder(layers.path.parent)

@@ -12,7 +12,15 @@ from typing import Any, cast
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.describe import Key, nearest, yaml_value
-from portable_fsdp.config.load import MAX_PROBLEMS, LayeredValues, Loaded, Origin, loaded, parse_file
+from portable_fsdp.config.load import (
+    MAX_PROBLEMS,
+    LayeredValues,
+    Loaded,
+    Origin,
+    ProblemsOf,
+    loaded,
+    parse_file,
+)
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG
 from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry, check_launcher_facts
@@ -84,8 +92,12 @@ def read_config(
     overrides: Sequence[str] = (),
     imports: Sequence[str | Path] = (),
     environ: Mapping[str, str] | None = None,
+    problems_of: ProblemsOf = lambda config: (),
 ) -> Loaded:
-    """As `load_config`, with the origin of each option and the imports; doesn't look at the start."""
+    """As `load_config`, with the origin of each option and the imports; doesn't look at the start.
+
+    `problems_of` finds what else is wrong in a config of which some keys are wrong; the error has both.
+    """
     layers, environ = LayeredValues(Path(path)), environ or {}
     node, values = _parsed(layers.path)
     is_config = not _is_ours(node) and _is_foreign(node)
@@ -101,7 +113,7 @@ def read_config(
     results += _lay_environment(layers, environ, results)
     if is_config:
         _require_the_rest(layers, results[0])
-    return loaded(layers, tuple(results), _hint)
+    return loaded(layers, tuple(results), _hint, problems_of)
 
 
 def _is_ours(node: MappingNode) -> bool:

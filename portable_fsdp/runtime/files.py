@@ -226,12 +226,26 @@ def _take(path: Path) -> int:
                 return descriptor
             os.close(descriptor)
             if lock is False:
-                raise ConfigError(
-                    f"run.dir: expected a folder that no other run writes to: {path.parent}\n"
-                    f"  found one that {owner}.\n"
-                    "  Wait for that run, or end it (a SIGTERM to it saves first), or set run.dir to another folder."
-                )
+                raise _in_use(path.parent, owner)
     raise OSError(errno.EAGAIN, "other runs take and leave it all the time", str(path))
+
+
+def require_unused(folder: Path) -> None:
+    """Raise ConfigError where a run is in `sole_run` with this folder now. Makes nothing."""
+    with suppress(OSError):  # no lock file, or `sole_run` says what is wrong with it
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            if try_lock(descriptor) is False:
+                raise _in_use(folder, _owner(descriptor))
+        finally:
+            os.close(descriptor)
+
+
+def _in_use(folder: Path, owner: str) -> ConfigError:
+    return ConfigError(
+        f"run.dir: expected a folder that no other run writes to: {folder}\n  found one that {owner}.\n"
+        "  Wait for that run, or end it (a SIGTERM to it saves first), or set run.dir to another folder."
+    )
 
 
 def _owner(descriptor: int) -> str:

@@ -8,7 +8,8 @@ from host to host, and a branch of the hub may move in between.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from portable_fsdp.data.tokenize import require_tokenizer_folder
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
+from portable_fsdp.runtime.files import require_unused
 from portable_fsdp.runtime.hub import before_transformers, is_hub_id, require_folder_or_hub_id
 
 if TYPE_CHECKING:
@@ -31,23 +33,29 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------------------------------- without torch
 
 
-def check_config(config: Config, deployment: Deployment) -> None:
-    """What a config says of a deployment, and the files that it names on this host; asks no hub and no object store.
+def check_config(config: Config, deployment: Deployment | None) -> None:
+    """Check the config against a deployment, and the files that it names on this host; asks no hub and no object store.
 
-    Raises one error with all problems.
+    None: where it runs is not known yet; only the config's own values are checked. Raises one error with all problems.
     """
-    _together(
+    _together(*_checks(config, deployment))
+
+
+def problems_of(config: Config, deployment: Deployment | None) -> list[str]:
+    """The messages of what `check_config` would raise, one for each problem."""
+    return [str(error) for error in _errors(_checks(config, deployment))]
+
+
+def _checks(config: Config, deployment: Deployment | None) -> list[Callable[[], None]]:
+    if deployment is None:
+        return _values(config)
+    return [
         lambda: require_supported(config, deployment),
         *_values(config),
         *_folders(config),
         lambda: _require_model(config),
         lambda: _require_data(config),
-    )
-
-
-def check_values(config: Config) -> None:
-    """What a config alone tells. Raises one error with all problems."""
-    _together(*_values(config))
+    ]
 
 
 def _values(config: Config) -> list[Callable[[], None]]:
@@ -58,20 +66,25 @@ def _values(config: Config) -> list[Callable[[], None]]:
 
 def _together(*checks: Callable[[], object]) -> None:
     """Raises the error of the first check that fails, with the messages of all."""
+    if errors := _errors(checks):
+        errors[0].args = ("\n".join(map(str, errors)),)
+        raise errors[0]
+
+
+def _errors(checks: Iterable[Callable[[], object]]) -> list[PortableFSDPError]:
     errors: list[PortableFSDPError] = []
     for check in checks:
         try:
             check()
         except PortableFSDPError as error:
             errors.append(error)
-    if errors:
-        errors[0].args = ("\n".join(map(str, errors)),)
-        raise errors[0]
+    return errors
 
 
 def _folders(config: Config) -> tuple[Callable[[], None], ...]:
     return (
         lambda: require_writable(Path(config.run.dir)),
+        lambda: require_unused(Path(config.run.dir)),
         lambda: _require_trackers(config),
         lambda: _require_resume(config),
     )
@@ -156,16 +169,39 @@ def check_with_engine(config: Config, backend: "Backend") -> None:
 def open_data(config: Config, backend: "Backend") -> "Corpus":
     """The corpus, which is the same on all processes. *collective*
 
-    Raises DataError or ConfigError: on all of them, with the number of the one that found it where others didn't.
+    Raises DataError or ConfigError: on all of them, with the number of the one that found it where others didn't. The
+    error also has what is wrong with the model, whose weights are not read.
     """
     from portable_fsdp.data.build import build_data
     from portable_fsdp.runtime.collective_errors import on_each_process
 
-    corpus = on_each_process(backend, lambda: build_data(config.data, config.model))
+    def build() -> "Corpus":
+        try:
+            return build_data(config.data, config.model)
+        except PortableFSDPError as error:
+            _together(partial(_raise, error), lambda: _try_model(config))
+            raise
+
+    corpus = on_each_process(backend, build)
     rows, tokenizer = corpus.fingerprint
     held_out = corpus.eval_rows.fingerprint() if corpus.eval_rows is not None else "none"
     require_same(backend, {"data.tokenizer": tokenizer, "data": rows, "data.eval_split": held_out})
     return corpus
+
+
+def _raise(error: PortableFSDPError) -> None:
+    raise error
+
+
+def _try_model(config: Config) -> None:
+    """Build the model on the meta device. Raises ConfigError for what doesn't fit together."""
+    from portable_fsdp.models.build import build_model
+    from portable_fsdp.models.tasks import find_task
+    from portable_fsdp.models.wrap import find_units
+
+    task, seq_len = find_task(config.train.task, eager=True), config.data.seq_len
+    built = build_model(config.model, config.precision, seed=0, seq_len=seq_len, vocabulary=0, task=task)
+    find_units(built.model, config.sharding)
 
 
 # ----------------------------------------------------------------------------------------------------- with the model
