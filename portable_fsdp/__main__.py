@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "what each engine does with each option of a config, and where its value comes from",
     "plan": "memory and time on hardware that you don't have",
     "checkpoint": "list, show, verify, compare, export, import and prune checkpoints",
+    "evaluate": "loss and perplexity of a run, checkpoint or exported model on any data",
     "sample": "print what an exported model writes",
     "parity": "run the first steps on several engines and name the layer where they part",
     "report": "draw what happened in a run, or send its metrics to a tracker",

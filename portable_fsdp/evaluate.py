@@ -1,8 +1,8 @@
 """Evaluate a model: `python -m portable_fsdp.evaluate runs/mine`, or on other data and another engine:
 `torchrun --nproc_per_node=8 -m portable_fsdp.evaluate FOLDER data.source=jsonl data.path=test.jsonl data.format=chat`.
 
-SOURCE is a run (its best checkpoint), a checkpoint, an exported folder or a hub model. Keys of `data` name the data, all
-of which is evaluated; without them it is the run's validation set. Writes no files.
+SOURCE is a run (its best checkpoint), a checkpoint, an exported folder or a hub model. Keys of `data` name the data, of
+which every row is evaluated; without them it is the run's validation set. Writes no files.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
 
 
 def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Any, bool]":
-    """The checkpoint (None: the source is a model folder), the config, and whether the run's own validation set counts."""
+    """The checkpoint (None: the source is a model folder), the config, and whether its validation set is evaluated."""
     from portable_fsdp.checkpoint.__main__ import resolve
     from portable_fsdp.checkpoint.format import MANIFEST, best_checkpoint, checkpoints_below, read_manifest
     from portable_fsdp.checkpoint.storage import exists, locate
