@@ -139,7 +139,7 @@ def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCapture
 def test_a_wrong_column_is_named_even_where_broken_lines_are_skipped(lines: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"found 200 that can't in .*, and data\.on_error=skip leaves them out; the first:\n"
+        match=r"none of the 200 documents in .* can be read, and data\.on_error=skip leaves them out; the first:\n"
         r"  .*jsonl:1: expected a column body",
     ):
         build_data(data(lines, on_error="skip", columns={"text": "body"}))
@@ -213,7 +213,7 @@ def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
     for _ in range(2):  # the second from the cache
         caplog.clear()
         build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))
-        left_out = f"data: {path}: columns and keys that nothing reads are left out (in how many rows): "
+        left_out = f"data: {path}: ignoring columns and keys that nothing reads (with their number of rows): "
         assert [line.removeprefix(left_out) for line in caplog.messages if line.startswith(left_out)] == [
             "id (2), score (3), messages[].name (3)"
         ]
@@ -229,7 +229,7 @@ def test_a_tokenizer_without_an_end_of_text_is_said(
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "tokenizer.json").write_text(bpe)
     build_data(data(lines, tokenizer=str(tmp_path / "bare")))
-    assert sum("bare names no end of text" in line for line in caplog.messages) == 1
+    assert sum("bare has no end of text" in line for line in caplog.messages) == 1
 
 
 # -------------------------------------------------------------------------------------------------------- held out
@@ -402,13 +402,13 @@ COMPLETIONS = {"format": "prompt_completion", "columns": {"prompt": "text", "com
             [70, 99],
             {"packing": "none", "eval_split": "1%"},
             r"data\.eval_split: expected at least one document, found none in .*a\.jsonl in the share that is held out "
-            r"\(data\.eval_split=1%\)\.\n  Give more of them, or hold more out\.",
+            r"\(data\.eval_split=1%\)\.\n  Add documents, or hold more out\.",
         ),
         (
             [70, 99],
             {"eval_split": "99.9%"},
-            r"data: expected at least one document, found none in .*a\.jsonl beside the share that is held out "
-            r"\(data\.eval_split=99\.9%\)\.\n  Give more of them, or hold less out\.",
+            r"data: expected at least one document, found none in .*a\.jsonl outside the share that is held out "
+            r"\(data\.eval_split=99\.9%\)\.\n  Add documents, or hold less out\.",
         ),
         (
             [4] * 40,

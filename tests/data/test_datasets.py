@@ -219,7 +219,7 @@ def test_keys_of_datasets_are_refused_with_text(name: str) -> None:
 @pytest.mark.parametrize(
     ("buckets", "words"),
     [
-        ({"x": [4, 8], "y": [4]}, "expected as many sizes for each key, 1 to 16, found 2 for x, 1 for y"),
+        ({"x": [4, 8], "y": [4]}, "expected the same number of sizes for each key, 1 to 16, found 2 for x, 1 for y"),
         ({"x": list(range(1, 18))}, "1 to 16, found 17 for x"),
         ({"x": []}, "1 to 16, found 0 for x"),
         ({"x": [4, 8], "y": [9, 8]}, r"found \[8, 8\] after \[4, 9\] for x, y"),
@@ -345,7 +345,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_sentence(corpus: Callable[..., C
             pytest.raises(TrainingError) as error,
         ):
             next(batches)
-        assert "a process that reads data.factory ended by itself" in str(error.value)
+        assert "a worker that reads data.factory died" in str(error.value)
         assert "by SIGKILL" in str(error.value)
         assert error.value.exit_code == 1
     with open_steps(*opened(corpus, "words", workers=2, buckets=SIZES)) as batches:
@@ -370,5 +370,5 @@ def test_workers_read_on_when_the_run_is_asked_to_stop(corpus: Callable[..., Cor
 
 
 def test_keys_of_text_are_refused_beside_it() -> None:
-    with pytest.raises(ValueError, match=r"seq_len goes with text; data\.factory makes the rows by itself"):
+    with pytest.raises(ValueError, match=r"seq_len applies to text only; data\.factory makes its own rows"):
         Data(factory="a:b", seq_len=64)
