@@ -155,7 +155,7 @@ def test_noise_in_a_stream_depends_on_the_item_alone(corpus: Callable[..., Corpu
     assert corpus("noisy").rows.fingerprint() == corpus("noisy").rows.fingerprint()
 
 
-@pytest.mark.parametrize(("name", "way"), [("stream", "read again"), ("seeks", "skipped")])
+@pytest.mark.parametrize(("name", "way"), [("stream", "read and dropped"), ("seeks", "skipped")])
 def test_a_stream_resumes_where_it_was(
     corpus: Callable[..., Corpus], caplog: pytest.LogCaptureFixture, name: str, way: str
 ) -> None:
@@ -182,21 +182,21 @@ def test_rows_are_held_out_by_share_or_split(corpus: Callable[..., Corpus]) -> N
 @pytest.mark.parametrize(
     ("name", "keys", "words"),
     [
-        ("empty", {}, "expected at least one row in split 'train', found none"),
-        ("empty_stream", {}, "found a stream without any"),
+        ("empty", {}, "split 'train' has no rows"),
+        ("empty_stream", {}, "the stream has no items"),
         ("tuples", {}, "expected items that are dicts of tensors, found a batch of type list"),
-        ("uneven", {}, "the rows don't make a batch: RuntimeError: stack expects each tensor to be equal size"),
+        ("uneven", {}, "can't be collated into a batch: RuntimeError: stack expects each tensor to be equal size"),
         ("words", {"buckets": {"input_ids": [12]}}, "(data.buckets pads them), or return a collate function"),
         ("words", {"buckets": {"input_ids": [3]}}, "row 1: expected at most input_ids 3, attention_mask 3"),
-        ("words", {"buckets": {"input_ids": [9], "y": [2]}}, "row 0: expected the key y of data.buckets, found"),
+        ("words", {"buckets": {"input_ids": [9], "y": [2]}}, "row 0: no key y, which data.buckets pads; the row has"),
         ("words", {"buckets": {"noise": [9]}}, "row 0: noise: expected a tensor with a dimension"),
         ("tuples", {"buckets": {"x": [9]}}, "row 0: expected a dict of tensors, found tuple"),
-        ("seeks", {"buckets": {"y": [9]}}, "item 0: expected the key y of data.buckets, found x"),
-        ("stream", {"workers": 2}, "expected at most 1 for a stream, found 2: each process"),
+        ("seeks", {"buckets": {"y": [9]}}, "item 0: no key y, which data.buckets pads; the row has x"),
+        ("stream", {"workers": 2}, "expected at most 1 for a stream, found 2: each worker"),
         ("broken", {}, "row 1000 can't be read: OSError: a broken file"),
         ("nothing", {}, "to return a Dataset, or a Dataset and a collate function, found int"),
-        ("stream", {"eval_split": "5%"}, "a stream has no share"),
-        ("stream", {"eval_split": "test"}, "expected a dataset with a length, found a stream"),
+        ("stream", {"eval_split": "5%"}, "no share of a stream"),
+        ("stream", {"eval_split": "test"}, "expected a dataset with __len__, found a stream"),
         ("numbers", {"split": "other"}, "KeyError: 'other'"),
     ],
 )
@@ -212,7 +212,7 @@ def test_refused(corpus: Callable[..., Corpus], name: str, keys: dict[str, Any],
 
 @pytest.mark.parametrize("name", ["buckets", "workers"])
 def test_keys_of_datasets_are_refused_with_text(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} goes with data\.factory"):
+    with pytest.raises(ValueError, match=rf"{name} needs data\.factory"):
         Data.model_validate({name: {"buckets": {"x": [4]}, "workers": 1}[name]})
 
 

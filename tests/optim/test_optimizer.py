@@ -98,7 +98,7 @@ def test_the_first_group_that_matches_counts_and_null_means_as_without() -> None
 
 
 def test_a_group_that_takes_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*'lm_head', which matches nothing"):
+    with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*'lm_head' matches nothing"):
         grouped({"match": "q", "lr": 0.2}, {"match": "lm_head", "lr": 0.2})
     with pytest.raises(ConfigError, match=r"optim\.groups\[1\]\.match: .*no earlier group has taken, found '\*bias'"):
         grouped({"match": "q", "lr": 0.2}, {"match": "*bias", "lr": 0.2})
