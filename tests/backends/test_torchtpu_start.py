@@ -159,7 +159,7 @@ def test_a_program_that_lets_torch_load_torch_tpu_without_a_chip_is_refused(fold
 
 
 BAD_STARTS = {
-    "no chip": (0, {}, "expected TPU chips, found none"),
+    "no chip": (0, {}, "no TPU chips found on this host"),
     "more processes than chips": (4, {"--num_devices": "8"}, "expected at most 4, the chips of this host"),
     "chips that are no slice": (4, {"--num_devices": "3"}, "a number of chips that is a slice (1, 2, 4)"),
     "a launcher that doesn't tell libtpu the slice": (

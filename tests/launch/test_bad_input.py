@@ -213,7 +213,7 @@ REFUSED = [
     ("launch", ["--device=gpu", *QUICKSTART[1:]], "--device=gpu: expected one of auto, cpu, cuda, tpu"),
     ("launch", [*QUICKSTART, "--backend=fsdp"], "--backend=fsdp: expected one of auto, native"),
     ("launch", [*QUICKSTART, "--num_devices=two"], "--num_devices: expected auto or a number"),
-    ("launch", ["--device=tpu", *QUICKSTART[1:]], "--device=tpu: expected TPU chips"),
+    ("launch", ["--device=tpu", *QUICKSTART[1:]], "--device=tpu: no TPU chips found"),
     ("launch", ["--config={tmp}/none.yaml"], "none.yaml: no such file; name a YAML config file"),
     ("launch", [*QUICKSTART, "optim.lrr=3"], "optim.lrr: unknown key"),
     ("launch", [*QUICKSTART, "train.micro_batch=7"], "train.global_batch: expected a multiple"),
