@@ -147,8 +147,8 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize(
     ("precision", "found"),
     [
-        ({"compute": "bfloat16"}, "bfloat16, in which it computes, found float32"),
-        ({"buffers": "bfloat16"}, "float32, "),
+        ({"compute": "bfloat16"}, "its compute dtype bfloat16, found float32"),
+        ({"buffers": "bfloat16"}, "its compute dtype float32, "),
     ],
 )
 def test_statistics_in_another_dtype_are_refused_before_the_first_step(precision: dict[str, Any], found: str) -> None:
