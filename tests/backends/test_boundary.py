@@ -117,11 +117,11 @@ def test_casts_reach_into_objects_and_scalars_with_and_without_shards(name: str,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("InputInPlace", r"blocks\.0 \(block\) changes a tensor in place that it takes.*\n.*x = x \+ y.*NO_WRAP"),
-        ("Parts", r"blocks\.1\.inner \(Linear\) has weights of a unit and runs outside .*\n  Call the unit"),
+        ("InputInPlace", r"blocks\.0 \(block\) changes one of its inputs in place.*\n.*x = x \+ y.*NO_WRAP"),
+        ("Parts", r"blocks\.1\.inner \(Linear\) uses weights of a unit outside .*\n  Call the unit"),
         (
             "Hidden",
-            r"blocks\.2 \(block\) is a unit whose weights backward needs before .*\n  Return what .*checkpointing",
+            r"blocks\.2 \(block\) is a unit whose weights backward needs before .*\n  Return all .*checkpointing",
         ),
     ],
 )
