@@ -190,5 +190,5 @@ def test_a_process_for_several_chips_is_refused() -> None:
     check_launch({}, 1, 1)
     check_launch(addresses, 2, 2)
     for environ, processes, chips in (({}, 1, 4), ({}, 2, 2), (addresses, 4, 4)):
-        with pytest.raises(BackendError, match="expected a process for each chip"):
+        with pytest.raises(BackendError, match="expected one process per chip"):
             check_launch(environ, processes, chips)

@@ -217,7 +217,7 @@ class Peers:
                     self._warn(f"process {self._index} can't check the heartbeats of the others:{self._problem}")
 
     def _guard_store(self) -> None:
-        """End this process if the store doesn't answer: the other thread may block, as TCP doesn't notice a cut link."""
+        """End this process if the store is silent: the other thread may block, as TCP doesn't notice a cut link."""
         while not self._over.wait(pause_s := self._round_s):
             self._unanswered_s += pause_s
             if self._unanswered_s >= self._timeout_s:
