@@ -79,8 +79,8 @@ def test_a_flipped_bit_anywhere_a_cut_and_a_missing_file(checkpoint: Path, file:
     (checkpoint / file).write_bytes(whole + b"\0")
     refuse(checkpoint, f"found {len(whole) + 1} bytes")
     (checkpoint / file).unlink()
-    refuse(checkpoint, "found none")
-    refuse(checkpoint, "found none", read_all)
+    refuse(checkpoint, "no such file")
+    refuse(checkpoint, "no such file", read_all)
 
 
 def test_a_flipped_bit_in_the_manifest(checkpoint: Path) -> None:

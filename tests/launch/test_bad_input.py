@@ -133,7 +133,7 @@ def test_a_config_json_that_has_changed(folder: Path, capsys: pytest.CaptureFixt
     assert launch(*DONE, f"model.architecture={file}") == 0
     file.write_text(json.dumps(values | {"rope_theta": 5.0}))
     message = refused(capsys, [*DONE, f"model.architecture={folder}"])
-    assert "found another:" in message
+    assert "the config differs from that of the run that saved it:" in message
     assert "checkpoint.allow='[model.architecture]'" in message
 
 
@@ -156,7 +156,7 @@ def test_auto_goes_back_past_a_damaged_checkpoint_and_says_so(
     flip_last_byte(folder / "done/checkpoints/step-00000006/model/shard-00000-00.safetensors")
     assert launch(*DONE) == 0
     message = capsys.readouterr().err
-    assert "passed over a damaged checkpoint: checkpoint step-00000006" in message
+    assert "skipped a damaged checkpoint: checkpoint step-00000006" in message
     assert "resuming from the older step-00000004" in message
     assert losses(folder / "done") == pytest.approx(losses(finished), rel=1e-5)
     assert (folder / "done/checkpoints/step-00000006.damaged-1").is_dir()
@@ -227,14 +227,14 @@ REFUSED = [
         [*QUICKSTART, "model.architecture=null", "model.pretrained={tmp}/none"],
         "model.pretrained: expected a local folder or a hub id",
     ),
-    ("launch", [*QUICKSTART, "checkpoint.resume={tmp}/none"], "checkpoint.resume: expected auto, none, or"),
+    ("launch", [*QUICKSTART, "checkpoint.resume={tmp}/none"], "checkpoint.resume: no such folder: "),
     ("explain", ["--device=gpu", *QUICKSTART[1:]], "--device=gpu: expected one of"),
     ("plan", [*QUICKSTART[1:], "--on=h101:8"], "nearest: h100"),
     ("checkpoint", ["shwo", "{tmp}"], "invalid choice: 'shwo'"),
-    ("checkpoint", ["verify", "{tmp}/none"], "expected a checkpoint"),
-    ("checkpoint", ["export", "{tmp}/none", "{tmp}/out"], "expected a checkpoint"),
-    ("checkpoint", ["diff", "{tmp}/none", "{tmp}/none"], "expected a checkpoint"),
-    ("checkpoint", ["import", "{tmp}/none", "{tmp}/out"], "expected a file or a folder, found none"),
+    ("checkpoint", ["verify", "{tmp}/none"], "/none: no checkpoint"),
+    ("checkpoint", ["export", "{tmp}/none", "{tmp}/out"], "/none: no checkpoint"),
+    ("checkpoint", ["diff", "{tmp}/none", "{tmp}/none"], "/none: no checkpoint"),
+    ("checkpoint", ["import", "{tmp}/none", "{tmp}/out"], "/none: no such file or folder"),
     ("sample", ["{tmp}/none"], "checkpoint.export=true"),
 ]
 
