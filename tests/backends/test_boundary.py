@@ -93,7 +93,7 @@ def test_recomputed_blocks_on_xla_do_too_or_are_refused(name: str, workers: GetW
     if name == "Kinds":
         assert_equal(train(workers(XLA), name, recomputed)["metrics"], plain_run(name, 3, LR)[1])
         return
-    with pytest.raises(JobFailed, match=r"on XLA: block changes an object that it takes, or keeps a tensor in an attr"):
+    with pytest.raises(JobFailed, match=r"on XLA: block changes one of its inputs, or keeps a tensor in an attr"):
         train(workers(XLA), name, recomputed)
 
 
