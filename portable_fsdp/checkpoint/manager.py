@@ -67,7 +67,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run resumes."""
+    """The state that a run resumes from."""
 
     path: Path
     step: int

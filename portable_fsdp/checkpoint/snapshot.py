@@ -139,7 +139,7 @@ class Digests:
             self._on_device.append((digest_of(key, piece, ""), sum_of_bits(piece.data)))
 
     def result(self) -> tuple[ReplicaDigest, ...]:
-        """All digests. Waits for the device, once."""
+        """Return all digests. Waits for the device, once."""
         sums: list[int] = torch.stack([total for _, total in self._on_device]).tolist() if self._on_device else []
         pairs = zip(self._on_device, sums, strict=True)
         return (*self._done, *(entry.model_copy(update={"digest": f"{total:x}"}) for (entry, _), total in pairs))

@@ -134,7 +134,7 @@ def torch_saving(path: Path) -> Generator[None]:
 
 @dataclass(frozen=True)
 class ModelNames:
-    """All FQNs (several for a tied one) and the shape of each stored tensor, by its first FQN."""
+    """A model's FQNs (several for a tied tensor) and the shape of each stored tensor, by its first FQN."""
 
     aliases: dict[str, list[str]]
     shapes: dict[str, tuple[int, ...]]
