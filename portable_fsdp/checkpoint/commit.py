@@ -106,7 +106,7 @@ def _at_work(path: Path, owner: str) -> str:
 
 
 def remove_debris(run_folder: Path, run: str) -> None:
-    """Delete what interrupted saves and deletions of `run` left. Only process 0, and before any process writes."""
+    """Delete the debris of `run`'s interrupted saves and deletions. Only process 0, before any process writes."""
     store = store_of(run_folder)
     for path in store.unfinished(run_folder):
         if _is_debris_of(path, run):
@@ -120,7 +120,7 @@ def remove_debris(run_folder: Path, run: str) -> None:
 
 
 def remove_half_deleted(run_folder: Path) -> None:
-    """Delete what killed deletions of any run left: no reader opens it."""
+    """Delete the debris of killed deletions of any run: no reader opens it."""
     for path in store_of(run_folder).unfinished(run_folder):
         if _read_mark(path).get("attempt") == _DELETED:
             discard(path)
@@ -198,7 +198,7 @@ def merge(
 
 
 def set_aside(final: Path) -> None:
-    """Rename what is at `final` to a name that no reader opens. Only process 0."""
+    """Rename `final`, if it exists, to a name that no reader opens. Only process 0."""
     store = store_of(final)
     aside = (final.with_name(f"{final.name}.damaged-{count}") for count in itertools.count(1))
     if store.names(final):

@@ -59,7 +59,7 @@ class StrictModel(BaseModel):
 class TensorEntry(StrictModel):
     """A global tensor of `n` dimensions; its pieces tile it exactly once.
 
-    Piece k lies in file number `files[k]`, starts at `offsets[n*k : n*(k+1)]` of the tensor, and has the shape
+    Piece k is in file number `files[k]`, starts at `offsets[n*k : n*(k+1)]` of the tensor, and has the shape
     `sizes[n*k : n*(k+1)]`. A file holds at most one piece of a tensor.
     """
 

@@ -97,7 +97,7 @@ class Checkpoints(Closing):
         base: "Base | None" = None,
         wait_s: float = 1200.0,
     ) -> None:
-        """`folder`: a path or an URL. `config`: the resolved config as JSON. `model_config`: transformers' config as a
+        """`folder`: a path or a URL. `config`: the resolved config as JSON. `model_config`: transformers' config as a
         dict. `ties`: FQN -> first FQN of the same weight. `base`: weights of `model.pretrained` that checkpoints leave
         out. `wait_s`: how long process 0 waits for the other processes' files in a save: less than a process group's
         timeout, which would end the run without the reason.
@@ -180,7 +180,7 @@ class Checkpoints(Closing):
         except CheckpointError:
             unfinished, self._unfinished = self._unfinished, None
             if unfinished is not None and self._backend.process.index == 0:
-                with suppress(Exception):  # the next save removes what stays
+                with suppress(Exception):  # the next save removes the rest
                     if format.step_of(unfinished) is None or not self._store.is_committed(unfinished):
                         commit.discard(unfinished)
             raise
@@ -197,7 +197,7 @@ class Checkpoints(Closing):
             commit.remove_debris(self.folder, self._run)
             self._has_saved = True
         if is_damaged:
-            commit.set_aside(final)  # the new checkpoint takes its place
+            commit.set_aside(final)  # the new checkpoint replaces it
         return commit.begin(final, self._run)
 
     def _manifest(
@@ -328,7 +328,7 @@ class Checkpoints(Closing):
         return tuple(removed)
 
     def _is_own(self, path: Path) -> bool:
-        """True if the checkpoint has this run's name, lies in this folder and matches its manifest's sizes."""
+        """True if the checkpoint has this run's name, is in this folder and has its manifest's sizes."""
         if is_link(path) or path.name in self._search.damaged:
             return False
         try:

@@ -221,7 +221,7 @@ def _is_same_place(a: str, b: str) -> bool:
     return locate(a).resolve() == locate(b).resolve()
 
 
-# ------------------------------------------------------------------------------------------- what differs in the config
+# ------------------------------------------------------------------------------------------- differences of the config
 
 _CURVE_SECTIONS = ("model", "data", "optim", "precision")
 _CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", "train.max_grad_norm")

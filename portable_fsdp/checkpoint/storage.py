@@ -280,9 +280,9 @@ def read_file(path: Path) -> bytes:
 
 
 def locate(address: str | Path) -> Path:
-    """Return the path of an address: local (`file://` too) or an URL (`s3://bucket/run`, `gs://bucket/run`).
+    """Return the path of an address: local (`file://` too) or a URL (`s3://bucket/run`, `gs://bucket/run`).
 
-    Raises CheckpointError for a protocol that fsspec doesn't know, a package that isn't installed, and an URL with the
+    Raises CheckpointError for a protocol that fsspec doesn't know, a package that isn't installed, and a URL with the
     characters of a pattern: fsspec would delete all matches.
     """
     protocol, separator, rest = str(address).partition("://")

@@ -1,6 +1,6 @@
 """Folders of `torch.distributed.checkpoint`: `.metadata` (a pickle) and `*.distcp` (a sequence of torch.save's files).
 
-We write what `dcp.save({"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, o)})` would:
+We write the same as `dcp.save({"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, o)})`:
 
     model.<fqn>                            every name of a tied weight, over one copy of its bytes
     optimizer.state.<fqn>.<state name>     exp_avg, exp_avg_sq, step

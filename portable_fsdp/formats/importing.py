@@ -130,7 +130,7 @@ def _write(
     for part in FOLDERS:
         below = {key: entry for key, entry in entries.items() if format.folder_of(key) == part and entry.nbytes}
         for ordinal, keys in enumerate(groups(below, max_file_bytes) if below else ()):
-            name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # `commit.py` says why
+            name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # see `commit.py`
             written = {key: below[key] for key in keys}
             for entry in written.values():
                 entry.files.append(len(files))

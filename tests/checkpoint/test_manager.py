@@ -104,7 +104,7 @@ def test_a_step_is_committed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), os.fsdecode(b"runs/\xff")])
 def test_a_config_that_json_does_not_round_trip_is_refused_when_the_run_opens(tmp_path: Path, value: Any) -> None:
     for config, model_config in (({"run": {"dir": value}}, None), ({}, {"limit": [0.0, value]})):
-        with pytest.raises(CheckpointError, match=r"config: can\'t be written as JSON: "):
+        with pytest.raises(CheckpointError, match=r"config: can't be written as JSON: "):
             checkpoints(tmp_path, PlainBackend(), config=config, model_config=model_config)
 
 
