@@ -219,7 +219,7 @@ REFUSED = [
     ("launch", [*QUICKSTART, "train.micro_batch=7"], "train.global_batch: expected a multiple"),
     ("launch", [*QUICKSTART, "--num_devices=5"], "train.global_batch: expected a multiple"),
     ("launch", [*QUICKSTART, "--backend=xla", "memory.cpu_offload=true"], "memory.cpu_offload=true"),
-    ("launch", [*QUICKSTART, "--num_devices=2", "run.dir={tmp}/file"], "run.dir: expected a folder"),
+    ("launch", [*QUICKSTART, "--num_devices=2", "run.dir={tmp}/file"], "run.dir: expected a writable or new folder"),
     ("launch", [*QUICKSTART, "data.source=text", "data.path={tmp}/*.txt"], "data.path: expected a file"),
     ("launch", [*QUICKSTART, "data.tokenizer={tmp}/none"], "data.tokenizer: expected bytes, a folder"),
     (

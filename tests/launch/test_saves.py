@@ -28,7 +28,7 @@ def test_a_file_asks_for_a_save_now(kind: str, folder: Path, capsys: pytest.Capt
     assert launch(*FLAGS) == 0
     assert committed(folder / "run") == ([2, 6] if kind == "file" else [6])  # asked with step 1, known in step 2
     assert request.exists() == (kind != "file")
-    assert capsys.readouterr().err.count("SAVE: expected a plain file") == (kind != "file")
+    assert capsys.readouterr().err.count("SAVE: not a regular file") == (kind != "file")
 
 
 @pytest.mark.parametrize("fails", [False, True])

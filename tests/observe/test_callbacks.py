@@ -252,7 +252,7 @@ def test_steps_and_evaluations_in_which_nothing_counts_are_said_and_the_run_goes
     assert sum(row.get("is_empty", 0) for row in read_jsonl(Path("run/metrics.jsonl"))) == 6
     printed = Path("run/logs/run.log").read_text()
     assert printed.count("so the step changed nothing") == 1
-    assert printed.count("nothing counts in the validation set") == 2
+    assert printed.count("no label in the validation set counts") == 2
     assert "; nothing counted in 6 of 8 steps" in printed
 
 
