@@ -147,7 +147,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = str(raised.value)
-    assert message.startswith(f"the run can't write its record: [Errno 27] File too large: 'run/{file}'\n")
+    assert message.startswith(f"the run can't write its files: [Errno 27] File too large: 'run/{file}'\n")
     assert "\n  A file in run may not become that large: raise the limit (ulimit -f)." in message
     assert raised.value.exit_code == 1
     assert file not in lines or all(read_jsonl(folder / name) for name in lines), "no torn line in the middle"

@@ -74,7 +74,7 @@ def test_a_torn_last_line_is_dropped(path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
-        *((line, r"metrics\.jsonl:2: expected one JSON object a line") for line in ('{"step": 2, "l', "[2]", "")),
+        *((line, r"metrics\.jsonl:2: expected one JSON object per line") for line in ('{"step": 2, "l', "[2]", "")),
         ('{"event": "save"}', "row 2: expected an integer `step`, found None"),
     ],
 )
