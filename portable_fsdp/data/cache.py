@@ -63,7 +63,7 @@ class Facts:
     first_skipped: str
     """Place and problem of the first skipped document; empty if none was skipped."""
     notes: dict[str, int] = field(default_factory=dict[str, int])
-    """`Example.notes` -> how many documents have it."""
+    """Note (`Example.notes`) -> number of documents that have it."""
     hashes: dict[str, str] = field(default_factory=dict[str, str])
     """File -> the 64-bit XXH3 of each `_HASHED_BYTES`, in hexadecimal, concatenated."""
 
@@ -117,7 +117,7 @@ class TokenizedDocuments:
     numbers: NDArray[np.int64]
     """The number of each document in its source."""
     counted: NDArray[np.bool_] | None
-    """For each token whether it counts in the loss; None: all do."""
+    """Mask of the tokens that count in the loss; None: all do."""
     facts: Facts
     files: tuple[Path, ...] = ()
     """The files of `tokens` and `counted`."""
@@ -148,13 +148,13 @@ class TokenizedDocuments:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make an entry."""
+    """Everything needed to build an entry."""
 
     key: str
     """Result of `entry_key`: equal for equal entries only."""
     source: DocumentSource
     takes: Callable[[int], bool]
-    """Whether the document of this number belongs to the entry."""
+    """Predicate: the document with this number belongs to the entry."""
     render: Render
     dtype: np.dtype[Any]
     """The dtype of the ids."""
@@ -204,7 +204,7 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process builds the entry. Yields False if the file system has no locks."""
-    with path.open("ab+", buffering=0) as file:  # closing unlocks it; others may wait for it; +: a pipe doesn't block
+    with path.open("ab+", buffering=0) as file:  # closing unlocks; the file stays for others; +: a pipe doesn't block
         lock = try_lock(file.fileno())
         if lock is False:
             log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)

@@ -32,7 +32,7 @@ DATE = "2024-07-26"
 """The date that `strftime_now` returns in a template: a run's rows mustn't depend on the day it starts. Llama 3's
 templates fall back to this date."""
 
-_ASKS = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
+_DATE_CALL = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
 _MARK = 0xF0000
 """First character of a private plane, which no text uses: each text of a conversation is replaced by one of them."""
 
@@ -48,7 +48,7 @@ class Written(NamedTuple):
     """A conversation as a template writes it."""
 
     conversation: Conversation
-    """In the form that the template reads."""
+    """Its messages, with tool calls in the form that the template reads."""
     text: str
     generated: list[CharacterSpan]
     """Spans in `{% generation %}`."""
@@ -58,7 +58,7 @@ class Written(NamedTuple):
 class TokenizedChat(NamedTuple):
     ids: list[int]
     counted: list[bool]
-    """For each id whether it is in one of the spans, or ends one."""
+    """Mask of the ids that are in one of the spans, or end one."""
     is_ended: bool
     """A special token ends each span."""
 
@@ -102,8 +102,8 @@ class ChatTemplate:
         self.text: str = tokenizer.get_chat_template()
         # transformers passes the real clock to templates, and accepts no other function.
         date = datetime.fromisoformat(DATE)
-        self._dated = re.sub(_ASKS, lambda asks: repr(date.strftime(asks["form"])), self.text)
-        self._asks_otherwise = re.search(r"\bstrftime_now\s*\(", self._dated) is not None
+        self._dated = re.sub(_DATE_CALL, lambda match: repr(date.strftime(match["form"])), self.text)
+        self._has_other_date_call = re.search(r"\bstrftime_now\s*\(", self._dated) is not None
         self._render_template = import_transformers().utils.chat_template_utils.render_jinja_template
         self._marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
         self._shapes: dict[object, tuple[_Form, list[tuple[int, str]]]] = {}
@@ -208,14 +208,14 @@ class ChatTemplate:
                 keys -= maybe
         return [f"{LEFT_OUT}messages[].{key[:64]}" for key in sorted(keys)]
 
-    def _render(self, conversation: Conversation, *, asks: bool = False) -> MarkedText:
+    def _render(self, conversation: Conversation, *, add_prompt: bool = False) -> MarkedText:
         """Return the text, and its spans in `{% generation %}`. Unlike `apply_chat_template`, accepts an empty list."""
         if conversation.tools is not None and not self._reads("tools"):
             raise ValueError(
                 "the chat template doesn't read `tools`: it would leave the functions out.\n"
                 "  Use another template, or set data.ignore=[tools]"
             )
-        if self._asks_otherwise:
+        if self._has_other_date_call:
             raise ValueError(
                 "the chat template calls strftime_now without a quoted format, as in strftime_now('%Y-%m-%d'): its "
                 "rows would change every day"
@@ -226,7 +226,7 @@ class ChatTemplate:
             # The template itself: with tools, a tokenizer with several templates would pick another.
             chat_template=self._dated,
             return_assistant_tokens_mask=self._marks_turns,
-            add_generation_prompt=asks,
+            add_generation_prompt=add_prompt,
             **{**self._tokenizer.special_tokens_map, **self._arguments},
         )
         return texts[0], generated[0] if generated else []
@@ -248,16 +248,16 @@ class ChatTemplate:
     def spans(self, written: Written, numbers: Sequence[int]) -> tuple[list[CharacterSpan], bool]:
         """Return the spans of these assistant messages, like `turns`."""
         spans: list[CharacterSpan] = []
-        all_as_asked = True
+        all_match = True
         for number in numbers:
             after = spans[-1][1] if spans else 0
-            begin, as_asked = self._begin(written.conversation, written.text, number, after)
+            begin, matches_prompt = self._begin(written.conversation, written.text, number, after)
             end = self._end(written.conversation, written.text, number)
             if not after <= begin <= end:
                 raise _ambiguous(number)
             spans.append((begin, end))
-            all_as_asked &= as_asked
-        return spans, all_as_asked
+            all_match &= matches_prompt
+        return spans, all_match
 
     def completion(self, written: Written, first: int) -> tuple[str, int | None]:
         """Return the prompt for message `first`, and where that message begins in the whole; None: where the whole
@@ -265,7 +265,7 @@ class ChatTemplate:
         beginning."""
         conversation, text, *_ = written
         before = Conversation(conversation.messages[:first], conversation.tools)
-        prompt = self._render(before, asks=True)[0]
+        prompt = self._render(before, add_prompt=True)[0]
         common = _common(text, prompt)
         if common == len(prompt) or common >= _common(self._render(before)[0], prompt):
             return prompt, None
@@ -276,13 +276,13 @@ class ChatTemplate:
         return prompt, self._begin(conversation, text, first, 0)[0]
 
     def _begin(self, conversation: Conversation, text: str, number: int, after: int) -> tuple[int, bool]:
-        prefix = self._or_none(conversation.messages[:number], conversation, asks=True)
+        prefix = self._or_none(conversation.messages[:number], conversation, add_prompt=True)
         if prefix is not None and text.startswith(prefix):
             return len(prefix), True
         before, _ = self._around(conversation, number)
         start = _common(text, before)
-        asked = self._or_none(conversation.messages, conversation, asks=True) or text
-        header = asked[_common(text, asked) :]
+        with_prompt = self._or_none(conversation.messages, conversation, add_prompt=True) or text
+        header = with_prompt[_common(text, with_prompt) :]
         if not header and not conversation.messages[number].get("tool_calls"):
             return start, True
         for length in range(len(header), 0, -1) if len(header) < 300 else ():
@@ -325,11 +325,11 @@ class ChatTemplate:
         return before, behind
 
     def _or_none(
-        self, messages: Sequence[ChatMessage], conversation: Conversation, *, asks: bool = False
+        self, messages: Sequence[ChatMessage], conversation: Conversation, *, add_prompt: bool = False
     ) -> str | None:
         """Return the text of some messages; None if the template refuses them."""
         try:
-            return self._render(Conversation(messages, conversation.tools), asks=asks)[0]
+            return self._render(Conversation(messages, conversation.tools), add_prompt=add_prompt)[0]
         except Exception:  # a template may raise anything
             return None
 
@@ -353,8 +353,8 @@ class ChatTemplate:
     def _with_ends(
         self, text: str, ids: list[int], offsets: Sequence[CharacterSpan], spans: Sequence[CharacterSpan]
     ) -> TokenizedChat:
-        """Also count the next special token if none ends a span: the template puts it outside of `{% generation %}`, or
-        the next role's marker ends a turn (GLM)."""
+        """Count the spans' ids, and after a span without a special token at its end the next one: the template puts it
+        outside of `{% generation %}`, or the next role's marker ends a turn (GLM)."""
         counted, is_ended = _inside(offsets, spans), True
         begins = [begin for begin, _ in offsets]
 
@@ -384,18 +384,18 @@ def _marked(conversation: Conversation) -> tuple[Conversation, list[tuple[int, s
         marks.append((number, key, chr(_MARK + len(marks) % 65000)))
         return marks[-1][2]
 
-    def call(number: int, given: dict[str, Any]) -> dict[str, Any]:
+    def call(number: int, tool_call: dict[str, Any]) -> dict[str, Any]:
         name, argument, value = (mark(number, "tool_calls") for _ in range(3))
-        if not given["function"]["arguments"]:
+        if not tool_call["function"]["arguments"]:
             del marks[-2:]
-        arguments = {argument: value} if given["function"]["arguments"] else {}
-        return {**given, "function": {**given["function"], "name": name, "arguments": arguments}}
+        arguments = {argument: value} if tool_call["function"]["arguments"] else {}
+        return {**tool_call, "function": {**tool_call["function"], "name": name, "arguments": arguments}}
 
     messages: list[ChatMessage] = []
     for number, message in enumerate(conversation.messages):
         keys = ["content", *(key for key in MEANINGFUL if key in message and key != "tool_calls")]
         texts = {key: mark(number, key) for key in keys if not is_empty(message.get(key))}
-        calls = [call(number, given) for given in message.get("tool_calls", ())]
+        calls = [call(number, tool_call) for tool_call in message.get("tool_calls", ())]
         messages.append({**message, **texts, **({"tool_calls": calls} if calls else {})})
     tools = [_named(tool, mark(-1, "tools")) for tool in conversation.tools or ()]
     return Conversation(messages, tools or None), marks

@@ -134,7 +134,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 WEIGHTS = ("weight", "train", "training", "trainable")
 """Keys of a row or a message: 0 or false keeps it out of the loss."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""For templates that read one of them, transformers fills the first from the rest, and `thinking` from any."""
+"""Keys of reasoning: transformers fills the first from the rest, and `thinking` from any, as templates read one."""
 _ANSWER = (*REASONING, "refusal", "tool_plan", "tool_calls", "function_call")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _CONTEXT = ("system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs")

@@ -236,8 +236,8 @@ class Mixture:
         rows = np.empty_like(slot)
         for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
             own = source == number
-            given = block[own] * share + rank[own]
-            rows[own] = first_rows[number] + sample_indices(seed_of(seed, number + 1), given, size)
+            own_positions = block[own] * share + rank[own]
+            rows[own] = first_rows[number] + sample_indices(seed_of(seed, number + 1), own_positions, size)
         return rows
 
 

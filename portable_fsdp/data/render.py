@@ -111,7 +111,7 @@ def _completed(
     rendered = _masked(example, np.array(alone.ids, dtype=dtype), np.array(whole.ids, dtype=dtype))
     notes = (*(n for n in written.notes if n != KEPT_OUT), *_notes_of_roles(conversation.messages, template))
     if rendered.notes and begin is None:
-        notes += (_NOT_AS_ASKED,)
+        notes += (_OTHER_HEADER,)
     if not whole.is_ended:
         notes += (_NO_END,)
     counts = rendered.counted if begin is None else np.array(whole.counted)
@@ -202,7 +202,7 @@ def _instruction(
 
 # ------------------------------------------------------------------------------------------------------------ chat
 
-_NOT_AS_ASKED = "the chat template begins an answer differently than its generation prompt; the difference counts too"
+_OTHER_HEADER = "the chat template begins an answer differently than its generation prompt; the difference counts too"
 _NO_END = (
     "answers without a special token at their end, so the model doesn't learn to stop there; put {{ eos_token }} "
     "after the assistant's text in the chat template"
@@ -217,12 +217,12 @@ def _chat(
     answers = sum(map(is_answer, conversation.messages))
     try:
         written = template.written(conversation)
-        turns, as_asked = template.turns(written)
+        turns, matches_prompt = template.turns(written)
     except Exception as error:  # a template may raise anything
         raise _refusal(error) from error
     _require_use(example.fields, written.text, "chat", _IN_A_CONVERSATION)
     notes = (*written.notes, *_notes_of_roles(conversation.messages, template))
-    notes = notes if as_asked else (*notes, _NOT_AS_ASKED)
+    notes = notes if matches_prompt else (*notes, _OTHER_HEADER)
     return (written.text, turns), 0 < answers == len(conversation.silent), notes
 
 
@@ -276,8 +276,8 @@ _SHAREGPT_ROLES = {
 
 def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collection[str] = ()) -> Conversation:
     """Return the messages of these columns in order, after the row's `system`. Raises ValueError for a wrong row."""
-    given = [message for column in columns for message in messages_of(fields[column], ignore)]
-    messages = [message for message in given if message["role"] not in ignore]
+    every_message = [message for column in columns for message in messages_of(fields[column], ignore)]
+    messages = [message for message in every_message if message["role"] not in ignore]
     names = () if "system" in ignore else ("system", "system_prompt")
     system = next((fields[name] for name in names if not is_empty(fields.get(name))), None)
     if system is not None and not isinstance(system, str):
@@ -408,8 +408,8 @@ def _call(call: Any, expected: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{expected} {str(call)[:60]}")
     of_arguments = f"expected the arguments of {function['name']} as a JSON object, found"
-    given = function.get("arguments", function.get("parameters"))  # Llama 3 writes calls with parameters
-    arguments = _from_json(given, of_arguments)
+    raw_arguments = function.get("arguments", function.get("parameters"))  # Llama 3 writes calls with parameters
+    arguments = _from_json(raw_arguments, of_arguments)
     arguments = {} if is_empty(arguments) else without_nulls(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"{of_arguments} {kind(arguments)}")

@@ -96,8 +96,8 @@ def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSou
 
 
 def _files_apart(data: Data, held_out: Data) -> tuple[DocumentSource, DocumentSource]:
-    files, theirs = files_of(data), files_of(held_out, _HELD_OUT)
-    real = {path.resolve() for path in theirs}
+    files, eval_files = files_of(data), files_of(held_out, _HELD_OUT)
+    real = {path.resolve() for path in eval_files}
     kept = [path for path in files if path.resolve() not in real]
     if not kept:
         raise DataError(
@@ -107,7 +107,7 @@ def _files_apart(data: Data, held_out: Data) -> tuple[DocumentSource, DocumentSo
     if len(kept) < len(files):
         left_out = name_of([path for path in files if path.resolve() in real])
         log.info("data: held out (%s) and not trained on, although data.path names it: %s", _HELD_OUT, left_out)
-    return open_source(data, kept), open_source(held_out, theirs)
+    return open_source(data, kept), open_source(held_out, eval_files)
 
 
 class PythonDocs:

@@ -125,7 +125,7 @@ class FolderTokenizer:
         return self.encode_all([text], special_tokens=False)[0]
 
     def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
-        """As `ByteTokenizer`; special tokens that the text itself spells are not added twice."""
+        """Return the ids of each text; special tokens that the text itself spells are not added twice."""
         encoded = self._encoded(texts, special_tokens=special_tokens)
         return [self._once(ids) for ids in encoded] if special_tokens else encoded
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 OURS = "portable-fsdp"
 INSTALL = "pip install '.'"
-MIN_BYTES = GIB = 2**30  # docker gives /dev/shm 64 MiB, where NCCL ends with "no space left on device"
+MIN_BYTES = GIB = 2**30  # with docker's default /dev/shm of 64 MiB NCCL fails: "no space left on device"
 MIN_FILES, USUAL_FILES = 256, 1024
 NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs
 ANSWER = "engine: "  # prefix of the child's answer; libraries print to stdout too

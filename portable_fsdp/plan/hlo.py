@@ -247,7 +247,7 @@ def collective_of(instruction: Instruction, devices: int) -> CollectiveCall | No
     part_of = f"{kind} {channel[1]}" if channel and channel[1] != "1" else ""
     if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
-    # In a ring each piece makes members - 1 hops, in an all-reduce twice.
+    # In a ring each piece travels members - 1 hops, in an all-reduce twice.
     ring = full * (members - 1) // members * (2 if kind == "all-reduce" else 1)
     moved = Moved(1, full, full if kind == "collective-permute" else ring)
     return CollectiveCall(kind.replace("-", "_"), "+".join(sorted({dtype for dtype, _ in shapes})), moved, part_of)

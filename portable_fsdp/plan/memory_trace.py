@@ -324,8 +324,8 @@ class Recorder(TorchDispatchMode):
             return [], []
         reads: list[tuple[Block, int]] = []
         writes: list[tuple[Block, int]] = []
-        given = (*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]))
-        for argument, value in zip(func._schema.arguments, given, strict=False):
+        all_args = (*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]))
+        for argument, value in zip(func._schema.arguments, all_args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             is_read = not (is_written and (argument.is_out or func._opname in FILLS))
             for tensor in [value] if isinstance(value, Tensor) else value if isinstance(value, (list, tuple)) else ():

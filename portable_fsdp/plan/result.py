@@ -76,7 +76,7 @@ class DeviceMemory(_Result):
     @computed_field
     @property
     def verdict(self) -> FitVerdict:
-        """Whether it fits; "by recomputing": the compiler made it fit on its own, at the cost of time."""
+        """Verdict on the fit; "by recomputing": the compiler made it fit on its own, at the cost of time."""
         if self.limit_bytes is None:
             return "unknown"
         if self.peak_bytes > self.limit_bytes:

@@ -108,7 +108,7 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """How the run ended, as far as its files show."""
+        """End of the run, as far as its files show."""
         end = self.attempts[-1].end if self.attempts else None
         if end is None:
             return "running, or killed"
