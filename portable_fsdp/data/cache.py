@@ -69,8 +69,7 @@ class Facts:
 
 
 class CheckedArray:
-    """A memory-mapped file as a 1-D array. The first read of a block checks its hash and raises DataError if it
-    differs."""
+    """A memory-mapped file as a 1-D array. The first read of a block raises DataError if its hash differs."""
 
     def __init__(self, path: Path, dtype: DTypeLike, count: int, hashes: str) -> None:
         """Map the file. Raises OSError, and ValueError for a file of another length."""

@@ -261,8 +261,8 @@ class ChatTemplate:
 
     def completion(self, written: Written, first: int) -> tuple[str, int | None]:
         """Return the prompt for message `first`, and where that message begins in the whole; None: where the whole
-        begins to differ from the prompt. Raises the template's own error, and ValueError if the text doesn't show the
-        beginning."""
+        begins to differ from the prompt. Raises the template's own error, and ValueError if the text doesn't show it.
+        """
         conversation, text, *_ = written
         before = Conversation(conversation.messages[:first], conversation.tools)
         prompt = self._render(before, add_prompt=True)[0]
@@ -376,8 +376,7 @@ class ChatTemplate:
 
 
 def _marked(conversation: Conversation) -> tuple[Conversation, list[tuple[int, str, str]]]:
-    """Replace each text by a unique character; return also (message, key, character) of each. Message -1 holds the
-    functions."""
+    """Replace each text by a unique character; also return (message, key, character) of each, -1 for the functions."""
     marks: list[tuple[int, str, str]] = []
 
     def mark(number: int, key: str) -> str:

@@ -63,8 +63,7 @@ class Buckets:
         return len(next(iter(self._sizes.values())))
 
     def opened(self, item: object, place: str) -> Row:
-        """Convert the listed keys of a row to tensors; `place` names the row in messages. Raises DataError for a row
-        that can't be padded."""
+        """Convert a row's listed keys to tensors; `place` names the row in messages. Raises DataError if that fails."""
         if not isinstance(item, Mapping):
             raise self._error(place, f"expected a dict of tensors, found {type(item).__name__}")
         row = dict(cast("Mapping[str, Any]", item))
@@ -97,8 +96,7 @@ class Buckets:
         return next((number for number, holds in enumerate(fits) if holds), None)
 
     def padded(self, row: Row, number: int) -> Row:
-        """Pad an opened row to the sizes of a bucket. Cuts longer tensors, which happens only when shapes are tried
-        out."""
+        """Pad an opened row to the sizes of a bucket. Cuts longer tensors, but only a trial of shapes has those."""
         resized = {key: _resized(row[key], sizes[number], key) for key, sizes in self._sizes.items()}
         return {**row, **resized}
 

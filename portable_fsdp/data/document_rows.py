@@ -36,8 +36,7 @@ def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
 
 
 class DocumentRows(Rows):
-    """Rows of `seq_len` positions that hold whole documents (or pieces), padded at the end. Attention stays within a
-    document."""
+    """Rows of `seq_len` positions that hold whole documents (or pieces), each separate, padded at the end."""
 
     def __init__(
         self,

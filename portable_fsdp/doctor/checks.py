@@ -41,8 +41,7 @@ LIBTPU_LOCK = Path("/tmp/libtpu_lockfile")  # libtpu ignores TMPDIR
 
 
 class Finding(NamedTuple):
-    """Result of a check. `warning`: training works, but something is slow or about to fail. `mend`: the fix; empty if
-    `ok`."""
+    """Result of a check. `warning`: training works, but something is slow or may fail. `mend`: the fix; empty if ok."""
 
     state: Literal["ok", "warning", "failed"]
     found: str
@@ -71,8 +70,7 @@ def check_launcher(environ: Mapping[str, str]) -> Finding:
 
 
 def requirements(package: str, extra: str = "") -> "list[Requirement]":
-    """List an installed package's requirements on this machine: always, or only for `extra` (and the extras it
-    names)."""
+    """List an installed package's requirements on this machine: always, or only for `extra` (and extras it names)."""
     from packaging.requirements import Requirement
 
     required: list[Requirement] = []
@@ -115,8 +113,7 @@ def check_packages() -> Finding:
 
 
 def check_extras() -> Finding:
-    """Check extras. Warns if an extra's packages are all installed but in wrong versions; each engine needs its own
-    torch."""
+    """Check extras. Warn only if all packages of one are there in wrong versions; each engine needs its own torch."""
     states: list[str] = []
     mend = ""
     for extra in metadata.metadata(OURS).get_all("Provides-Extra") or []:
@@ -177,8 +174,7 @@ def check_locked_memory(needed_by: Sequence[str]) -> Finding:
 
 
 def check_gpu(files: int, visible: str | None) -> Finding:
-    """Check that GPUs are visible; the engine's check tells whether torch can use them. `visible`:
-    CUDA_VISIBLE_DEVICES."""
+    """Check that GPUs are visible; engine checks show if torch can use them. `visible`: CUDA_VISIBLE_DEVICES."""
     if files and visible in NO_GPU:
         return Finding("warning", f"{files}, hidden by CUDA_VISIBLE_DEVICES={visible!r}", "unset CUDA_VISIBLE_DEVICES")
     return Finding("ok", f"{files or 'none'} on this host")

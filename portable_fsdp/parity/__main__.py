@@ -166,8 +166,7 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
 
 
 def run_place(task: PlaceTask) -> list[PlaceRecord]:
-    """Run a place in processes of its own. Raises UsageError if the place refuses the config, TrainingError if it fails
-    there."""
+    """Run a place in processes of its own. Raises UsageError if it refuses the config, TrainingError if it fails."""
     recorded = max((run.steps for run in task.runs if run.records), default=0)
     to_stderr(f"{task.place} on {task.place.device}: {task.runs[0].steps} step(s), {recorded} with modules recorded")
     path, out, refusal = (Path(f"{task.out}{suffix}") for suffix in (".task", "", ".error"))

@@ -224,8 +224,7 @@ def _parameters(state: Pair) -> list[str]:
 
 
 def _update(old: Any, new: Any) -> Any:
-    """Return the change in a step. Sums of squares don't subtract: the projections' mean square estimates that of the
-    change."""
+    """Return a step's change. Sums of squares don't subtract: the mean square of the projections replaces theirs."""
     return np.array([new[0], np.mean((new - old)[2:] ** 2), *(new - old)[2:]])
 
 

@@ -172,8 +172,7 @@ def _add(total: Statistics, more: Mapping[str, list[float]]) -> None:
 
 
 def state_statistics(engine: Backend, training: Training) -> Statistics:
-    """Return statistics in float64 of each tensor of a checkpoint except scalars, by key; all dimensions have signs.
-    *collective*"""
+    """Return float64 statistics of a checkpoint's non-scalar tensors by key; all dimensions have signs. *collective*"""
     mine: Statistics = {}
     for key, state in engine.state(training.model, training.optimizer).items():
         for piece in (piece for piece in state.pieces() if state.shape and not piece.replica):

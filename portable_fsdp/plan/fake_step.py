@@ -313,8 +313,7 @@ def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
 
 @contextmanager
 def _seen_by(recorder: Recorder) -> Generator[None]:
-    """Report resizes of storages, which no dispatch mode sees, to the recorder; let `item()` of fake tensors (step
-    counts) return 1."""
+    """Report resizes of storages, which no dispatch mode sees; let `item()` of fake tensors (step counts) return 1."""
     resize, item = torch.UntypedStorage.resize_, torch.Tensor.item
 
     def resized(storage: Any, size: int) -> Any:
@@ -400,8 +399,7 @@ def operations_of(
 
 
 def rows_of(config: Config) -> Rows | None:
-    """Return the rows of `data.factory`, whose first rows define a batch's tensors; None: text. Raises as the run
-    does."""
+    """Return the rows of `data.factory`, whose first rows define a batch; None: text. Raises the run's errors."""
     if config.data.factory is None:
         return None
     return build_data(config.data.model_copy(update={"eval_split": None})).rows

@@ -204,8 +204,7 @@ def _times_run(computations: Computations) -> Counter[str]:
 
 
 def trip_count(loop: Instruction, computations: Computations) -> int:
-    """Return the compiler's known_trip_count; the TPU compiler writes none, so fall back to the bound in the loop's
-    condition."""
+    """Return the known_trip_count; the TPU compiler writes none, so fall back to the bound in the loop's condition."""
     known = re.search(r'known_trip_count\D*"?(\d+)', loop.rest)
     if known:
         return int(known.group(1))
@@ -402,8 +401,7 @@ class _Schedule:
         return own + sum(self._flops_in[name] for name in instruction.callees)
 
     def _moved(self, instruction: Instruction, types: Mapping[str, str]) -> int:
-        """Count the bytes of main memory that an instruction reads and writes; of a sliced or updated array only the
-        slice."""
+        """Count the bytes of main memory that an instruction reads and writes; of a slice or update only that part."""
         written, read = _bytes(instruction.type), [_bytes(types.get(name, "")) for name in instruction.reads]
         if instruction.operation == "dynamic-update-slice":
             return 2 * sum(read[1:2])

@@ -93,8 +93,7 @@ def _settings(config: Config, without: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _no_shorter(expected: Expected, time: Time) -> Expected:
-    """Raise the expected time to the bound. The time of a TPU's program counts copies into on-chip memory as free, but
-    they bind small steps."""
+    """Raise the expected time to the bound: copies into on-chip memory, which it counts as free, bind small steps."""
     missing = (time.seconds or 0.0) - expected.seconds
     if missing <= 0:
         return expected
@@ -171,8 +170,7 @@ def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
 
 
 def checkpointing(config: Config, mode: str) -> Settings:
-    """Return the settings of a mode, resetting keys that only another mode takes; selective defaults to every second
-    layer."""
+    """Return a mode's settings; reset keys that only another mode takes. Selective defaults to every second layer."""
     memory = config.memory
     is_selective = memory.every is not None or bool(memory.save_ops)
     settings = {"memory.gradient_checkpointing": mode}

@@ -145,8 +145,7 @@ class Target:
 
     @property
     def limit_bytes(self) -> int | None:
-        """Bytes available to a step on a device; None: unknown. On GPUs without the context: torch doesn't allocate
-        it."""
+        """Bytes available to a step on a device; None: unknown. On GPUs without the context, which isn't torch's."""
         program = self.hardware.program
         context = CONTEXT_BYTES if self.hardware.kind == "cuda" else 0
         return None if program is None else int(program.value) - context

@@ -116,8 +116,7 @@ class Tracer:
         return self._bridge.profiler.scope_pusher(name)
 
     def _state(self) -> dict[str, Tensor]:
-        """Return all tensors that a step may change in place, by their names in a checkpoint; gradients as
-        `grad/<FQN>`."""
+        """Return the tensors that a step may change in place, by checkpoint name; gradients as `grad/<FQN>`."""
         parameters = dict(self._training.model.named_parameters())
         states = optimizer_tensors(parameters, self._training.optimizer)
         gradients = {state_key("grad", fqn): p.grad for fqn, p in parameters.items() if p.grad is not None}

@@ -408,9 +408,7 @@ def test_a_template_that_asks_for_the_day_is_told_the_same_one_each_day(
     with pytest.raises(DataError, match=r"the trainer itself sets strftime_now\."):
         text(strftime_now="05 Jan 2026")
     other = make_tokenizer(DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')"))
-    assert problem_of(form, other, fields).startswith(
-        "the chat template calls strftime_now without a quoted format"
-    )
+    assert problem_of(form, other, fields).startswith("the chat template calls strftime_now without a quoted format")
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(make_tokenizer: MakeTokenizer) -> None:
