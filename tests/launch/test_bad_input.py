@@ -220,8 +220,8 @@ REFUSED = [
     ("launch", [*QUICKSTART, "--num_devices=5"], "train.global_batch: expected a multiple"),
     ("launch", [*QUICKSTART, "--backend=xla", "memory.cpu_offload=true"], "memory.cpu_offload=true"),
     ("launch", [*QUICKSTART, "--num_devices=2", "run.dir={tmp}/file"], "run.dir: expected a writable or new folder"),
-    ("launch", [*QUICKSTART, "data.source=text", "data.path={tmp}/*.txt"], "data.path: expected a file"),
-    ("launch", [*QUICKSTART, "data.tokenizer={tmp}/none"], "data.tokenizer: expected bytes, a folder"),
+    ("launch", [*QUICKSTART, "data.source=text", "data.path={tmp}/*.txt"], "data.path: no such file or match: "),
+    ("launch", [*QUICKSTART, "data.tokenizer={tmp}/none"], "data.tokenizer: no such folder: "),
     (
         "launch",
         [*QUICKSTART, "model.architecture=null", "model.pretrained={tmp}/none"],
