@@ -102,7 +102,7 @@ def test_a_manifest_edited_by_hand(checkpoint: Path) -> None:
     for key in ("step", "shape", "gate", "bytes"):
         at = whole.index(f'"{key}":')
         (checkpoint / "manifest.json").write_text(f'{whole[:at]}"{key}": 5, {whole[at:]}')
-        refuse(checkpoint, f"the key '{key}' stands twice")
+        refuse(checkpoint, f"duplicate key '{key}'")
 
 
 def transpose(manifest: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ def test_a_pipe_in_the_cache_is_never_waited_for(tmp_path: Path) -> None:
     tokenized(tmp_path, recipe(Texts("abc")))
     (tmp_path / "k" / "facts.json").unlink()
     os.mkfifo(tmp_path / "k" / "facts.json")
-    with pytest.raises(DataError, match=r"facts\.json: can't be read: expected a file, found a pipe"):
+    with pytest.raises(DataError, match=r"facts\.json: can't be read: expected a regular file, found a pipe"):
         tokenized(tmp_path, recipe(Texts("abc")))
 
 

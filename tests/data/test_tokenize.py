@@ -220,14 +220,14 @@ def join_what_was_left_behind() -> None:
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses it: maximum recursion depth exceeded"),
         (
             "{% for a in range(10000000 - 1) %}{% endfor %}",
-            "huge numbers and products of variables, found \\( 10000000 -",
+            r"uses \( 10000000 -; powers, huge numbers and products of variables are refused",
         ),
-        ("{{ 10 ** 10 ** 10 }}", r"products of variables, found 10 \*\* 10"),
-        ("{% set n = namespace(x=7) %}{{ n.x * n.x }}", r"products of variables, found x \* n"),
-        ("{{ 2 * 3|default(messages, true)|length }}", r"products of variables, found 2 \* 3"),
+        ("{{ 10 ** 10 ** 10 }}", r"the chat template uses 10 \*\* 10; powers"),
+        ("{% set n = namespace(x=7) %}{{ n.x * n.x }}", r"the chat template uses x \* n; powers"),
+        ("{{ 2 * 3|default(messages, true)|length }}", r"the chat template uses 2 \* 3; powers"),
         ("{{ 'a' * 999999 * 99999 }}", "refuses it: MemoryError"),
         ("{{ messages[0].content.ljust(99999 * 999999) }}", "refuses it: MemoryError"),
-        (_LOOP, r"rows\.jsonl:1 to .*rows\.jsonl:1: the tokenizer or its chat template took more than 0 s\.\n  Look"),
+        (_LOOP, r"rows\.jsonl:1 to .*rows\.jsonl:1: the tokenizer or its chat template took more than 0 s\.\n  Check"),
     ],
 )
 def test_a_hostile_template_ends_in_a_sentence(

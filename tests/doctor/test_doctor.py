@@ -241,7 +241,7 @@ def raises(error: Exception) -> Callable[[], Finding]:
         (tpu([], **WORKERS), "warning", "no chip"),
         (tpu(CHIPS, **WORKERS, TPU_LIBRARY_PATH="/lib/libtpu.so"), "ok", "2 chip(s), torch_xla, libtpu"),
         (tpu(CHIPS, **{**WORKERS, "TPU_WORKER_ID": "2"}), "failed", "TPU_WORKER_HOSTNAMES names 2 worker(s)"),
-        (tpu(CHIPS, TPU_WORKER_ID="first"), "failed", "is no number"),
+        (tpu(CHIPS, TPU_WORKER_ID="first"), "failed", "is not a number"),
         (lambda: checks.check_python((3, 10, 12)), "failed", "3.10.12"),
         (lambda: checks.check_python(sys.version_info[:3]), "ok", ""),
         (lambda: checks.check_locked_memory([]), "ok", ""),

@@ -160,7 +160,12 @@ def test_numbers_and_labels_of_rows_have_the_loss_of_transformers(
         (3, "regression", FLOATS, r"regression needs a label for each output \(num_labels\): \[4, 3\], found \[4\]"),
         (3, None, FLOATS, r"multi_label_classification needs a label for each output"),
         (3, None, NUMBERS, r"3 numbers from 0 to 1 per row as labels, .*, found 2 in the first rows \(0\)"),
-        (1, None, FLOATS / 0, r"regression expects 1 finite numbers per row as labels, .*, found inf in the first rows"),
+        (
+            1,
+            None,
+            FLOATS / 0,
+            r"regression expects 1 finite numbers per row as labels, .*, found inf in the first rows",
+        ),
         (3, None, CLASSES + 1, r"expected labels from 0 to 2"),
     ],
 )
