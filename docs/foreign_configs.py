@@ -31,7 +31,7 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 - The launcher decides the number of processes and hosts, and the device. A file's `num_processes`, and `num_machines`
   under torchrun and by hand, must equal those of the start.
 
-A key that its own tool doesn't read sets nothing here either, and `explain` says for whom it counts. In the tables that
+A key that its own tool doesn't read sets nothing here either, and `explain` says to whom it applies. In the tables that
 stands in brackets behind the key: tools, and other keys of the file with the value that they must have. Trainer reads
 `cpu_offload` where accelerate reads `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no
 `sharding_strategy`. The other keys of a file show which tool it is for: `distributed_type` is accelerate's;
@@ -44,7 +44,7 @@ Some options follow from several keys, marked `~name` in the tables:
 
 - `train.global_batch` = rows of a device * accumulation * `num_processes`, which another file or accelerate launch may
   set.
-- HYBRID_SHARD on one machine is FULL_SHARD, since one machine is one copy of the model.
+- HYBRID_SHARD on one machine is FULL_SHARD, since one machine is one replica of the model.
 - `mixed_precision: bf16` under FSDP also sums gradients in bfloat16, as accelerate does.
 - A warmup ratio becomes steps, and so does `eval_steps` below 1; without `eval_steps`, `logging_steps` counts.
 
@@ -78,7 +78,7 @@ We compared accelerate 1.15's FSDP2 with ours on one file, two CPU processes, 6 
 ## The keys
 
 *set*: it sets our options. *refused*: the run doesn't start unless the value is off (false, 0, none, empty); after
-the semicolon, the way out. *ignored*: nothing depends on it. *launcher*: the launcher decides it. `make docs` writes
+the semicolon, the fix. *ignored*: nothing depends on it. *launcher*: the launcher decides it. `make docs` writes
 these tables from `portable_fsdp/convert/keys.yaml`.
 """
 

@@ -1,7 +1,7 @@
 """portable_fsdp: train PyTorch models on GPUs and TPUs with one config and one checkpoint.
 
-Read first: `train/loop.py` (a run, top to bottom), `backends/contract.py` (what an engine must do), `config/schema.py`.
-The names below are for people with a loop of their own; each is imported when it is first used.
+Read first: `train/loop.py` (a run, top to bottom), `backends/contract.py` (the interface of an engine), and
+`config/schema.py`. The names below are for custom training loops; each is imported on first use.
 """
 
 import importlib
@@ -43,7 +43,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":  # of `import *`
+    if name == "__all__":  # for `import *`
         return [name for names in _HOMES.values() for name in names]
     for module, names in _HOMES.items():
         if name in names:

@@ -1,6 +1,6 @@
-"""All commands: `portable-fsdp COMMAND ...`, or `python -m portable_fsdp COMMAND ...`; without one, a list of them.
+"""All commands: `portable-fsdp COMMAND ...`, or `python -m portable_fsdp COMMAND ...`; without COMMAND, a list of them.
 
-Each is a module of its own too: `python -m portable_fsdp.launch ...`, which torchrun takes by `-m`.
+Each command is also a module: `python -m portable_fsdp.launch ...`, or `torchrun -m portable_fsdp.launch ...`.
 """
 
 import difflib
@@ -16,13 +16,13 @@ from portable_fsdp.version import __version__
 
 COMMANDS = {
     "launch": "train a model; rerun to resume",
-    "explain": "what each engine does with each option of a config, and where its value comes from",
-    "plan": "memory and time on hardware that you don't have",
+    "explain": "show what each engine does with each option of a config, and where its value comes from",
+    "plan": "estimate memory and time on hardware that you don't have",
     "checkpoint": "list, show, verify, compare, export, import and prune checkpoints",
-    "evaluate": "loss and perplexity of a run, checkpoint or exported model on any data",
-    "sample": "print what an exported model writes",
-    "parity": "run the first steps on several engines and name the layer where they part",
-    "report": "draw what happened in a run, or send its metrics to a tracker",
+    "evaluate": "print loss and perplexity of a run, checkpoint or exported model on any data",
+    "sample": "print samples from an exported model",
+    "parity": "run the first steps on several engines and name the layer where they diverge",
+    "report": "draw the history of a run, or send its metrics to a tracker",
     "doctor": "check this host: packages, devices, network, disk",
     "examples": "write the example configs and launch scripts into a new folder",
 }
@@ -32,7 +32,7 @@ _INSTALLED = "share/portable_fsdp"  # as pyproject.toml installs them
 
 
 def main() -> int:
-    """Run the command that the arguments name, as `python -m portable_fsdp.COMMAND`; returns the exit code."""
+    """Run the command in sys.argv as `python -m portable_fsdp.COMMAND`; returns the exit code."""
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
         to_stdout(_list_of_commands())
@@ -61,7 +61,7 @@ def _examples(arguments: list[str]) -> int:
 
     def write(folder: Path) -> int:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise UsageError(f"{folder}: expected a new folder, found one with files.\n  Name another.")
+            raise UsageError(f"{folder}: already has files; name a new folder.")
         for name, path in _example_files():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def _examples(arguments: list[str]) -> int:
 
 
 def _example_files() -> list[tuple[Path, Path]]:
-    """Each file's name below the folder, and where it lies: in the checkout, or as the wheel installed it."""
+    """List (name inside the folder, path) of each example file: in the checkout, or installed by the wheel."""
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():
         paths = [path for folder in _EXAMPLES for path in sorted((checkout / folder).iterdir())]

@@ -1,7 +1,7 @@
-"""What each engine does with each option: `python -m portable_fsdp.explain --config=run.yaml --device=tpu`.
+"""Show what each engine does with each option: `python -m portable_fsdp.explain --config=run.yaml --device=tpu`.
 
 Without a config it prints the whole table: each option, and when it is honoured, delegated or refused. It reads
-config/schema.py, backends/refusals.py and backends/<engine>/options.py, imports no torch and looks at no device.
+config/schema.py, backends/refusals.py and backends/<engine>/options.py, without importing torch or opening a device.
 """
 
 import argparse
@@ -33,28 +33,28 @@ from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 
-DESCRIPTION = """What each engine does with each option of a config: honoured; delegated (it concerns speed alone, and
-the engine decides); or refused, with the reason and the way out. Without --config: all options, all cases.
+DESCRIPTION = """Show what each engine does with each option of a config: honoured; delegated (it affects only speed,
+and the engine decides); or refused, with the reason and a fix. Without --config: all options, all cases.
 """
 EXIT_CODES = (
     "exit code: 0, or 2 for a usage or config error; a refused option is an answer, but an error under --strict"
 )
 FLAGS = {
     "device": "auto | cpu | cuda | tpu (default auto: cuda for native, tpu for the others)",
-    "backend": "auto | native | xla | xla_fsdp1 (default auto: all engines of the device; under --strict the usual)",
-    "num_devices": "auto | N: devices of each host (default auto: unknown)",
+    "backend": "auto | native | xla | xla_fsdp1 (default auto: all engines of the device; --strict: the default one)",
+    "num_devices": "auto | N: devices per host (default auto: unknown)",
     "num_hosts": "auto | N (default auto: 1 with --num_devices, else unknown)",
 }
 SWITCHES = {
-    "all": "defaults too; without it a config's options that are set or refused",
-    "strict": "fail as launch would before it reads data, model and folders; needs --device and --config",
-    "json": "one JSON object",
-    "schema": "the JSON schema of a config alone, for editors",
+    "all": "print all options; default: those of the config that are set or refused",
+    "strict": "fail if launch would refuse the config before reading data, model and folders; needs --device, --config",
+    "json": "print one JSON object",
+    "schema": "print only the JSON schema of a config, for editors",
 }
 WIDTH = 120
 
 Answers = dict[str, dict[Verdict, list[str]]]
-"""Option -> what engines do with it -> these engines."""
+"""Option -> verdict -> the engines with this verdict."""
 
 
 def _parser() -> CommandParser:
@@ -73,11 +73,11 @@ def _parser() -> CommandParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the answer to the arguments after the program's name; returns the exit code."""
+    """Run `explain` with the arguments after the program's name; returns the exit code."""
 
     def explain(options: argparse.Namespace) -> int:
         if options.schema:
-            dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}  # which pydantic writes
+            dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}  # pydantic's dialect
             to_stdout(json.dumps({**dialect, **Config.model_json_schema()}, indent=2))
         else:
             to_stdout(_explain(options))
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 def _explain(options: argparse.Namespace) -> str:
     deployments = _deployments(options)
     if options.write == "":
-        raise ConfigError("--write=: expected the name of a new YAML file, found none.")
+        raise ConfigError("--write=: empty; name a new YAML file.")
     overrides = [word for word in options.words if "=" in word]
     requested = tuple(option for word in options.words if "=" not in word for option in _options_of(word))
     if options.strict:
@@ -97,9 +97,9 @@ def _explain(options: argparse.Namespace) -> str:
     files: list[str] = [*filter(None, [options.config]), *options.imports]
     loaded = read_config(files[0], overrides, files[1:], os.environ) if files else None
     if loaded is None and overrides:
-        raise ConfigError(f"override '{overrides[0]}': expected --config too.")
+        raise ConfigError(f"override '{overrides[0]}': needs --config.")
     if loaded is None and options.write:
-        raise ConfigError(f"--write={options.write}: expected --config or --import too.")
+        raise ConfigError(f"--write={options.write}: needs --config or --import.")
     if loaded is not None and options.strict:
         _require_accepted(loaded, deployments[0])
     if loaded is not None and options.write:
@@ -128,8 +128,8 @@ def _answers(options: tuple[str, ...], deployments: Sequence[Deployment], loaded
 
 
 def _options_of(word: str) -> tuple[str, ...]:
-    """The options that a word names: one key, or all keys of a section. Raises ConfigError for an unknown one."""
-    inside = {key_name(key): key_name(key[:2]) for key, _ in fields() if len(key) > 2}  # of a key that is a mapping
+    """Return the options that a word names: one key, or all keys of a section. Raises ConfigError if unknown."""
+    inside = {key_name(key): key_name(key[:2]) for key, _ in fields() if len(key) > 2}  # keys inside mappings
     word = inside.get(word, word)
     options = tuple(option for option in option_names() if option == word or option.startswith(f"{word}."))
     if not options:
@@ -138,7 +138,7 @@ def _options_of(word: str) -> tuple[str, ...]:
 
 
 def _documentation(option: str) -> str:
-    """Meaning, values and default of a key, and of the keys of mappings inside it."""
+    """Format meaning, values and default of a key, and of the keys of mappings inside it."""
     lines: list[str] = []
     for key, field in fields():
         if len(key) > 1 and key_name(key[:2]) == option:
@@ -151,12 +151,12 @@ def _documentation(option: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Raises ConfigError where the file exists, or can't be written."""
+    """Write a new file. Raises ConfigError if it exists or can't be written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"--write={path}: expected a new file, found one.\n  Name another, or remove it.") from None
+        raise ConfigError(f"--write={path}: the file exists; name a new one, or remove it.") from None
     except OSError as error:
         raise ConfigError(f"--write={path}: can't be written: {error.strerror}.") from None
 
@@ -165,7 +165,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _deployments(options: argparse.Namespace) -> list[Deployment]:
-    """One per engine that the flags select. Raises ConfigError where they select none."""
+    """Return one deployment per engine that the flags select. Raises ConfigError if they select none."""
     require_names(options.device, options.backend)
     engines = tuple(ENGINES) if options.device == "auto" else engines_on(options.device)
     if options.backend != "auto" and options.backend not in engines:
@@ -181,20 +181,20 @@ def _deployments(options: argparse.Namespace) -> list[Deployment]:
 
 
 def _sole_deployment(options: argparse.Namespace, deployments: list[Deployment]) -> Deployment:
-    """Where launch would run with these flags. Raises ConfigError where that depends on the devices of a host."""
+    """Return the deployment of `launch` with these flags. Raises ConfigError if it depends on the host's devices."""
     if options.device == "auto":
-        raise ConfigError("--strict: expected --device=cpu, cuda or tpu: auto depends on the host of the run.")
+        raise ConfigError("--strict: needs --device=cpu, cuda or tpu: auto depends on the host of the run.")
     if options.config is None:
-        raise ConfigError("--strict: expected --config too, as portable_fsdp.launch does.")
+        raise ConfigError("--strict: needs --config, as portable_fsdp.launch does.")
     engine = usual_engine(options.device) if options.backend == "auto" else options.backend
     return next(d for d in deployments if d.engine == engine)
 
 
 def _require_accepted(loaded: Loaded, deployment: Deployment) -> None:
-    """Raises what a run there would raise about its config alone."""
+    """Raise the errors that a run on this deployment would raise about its config alone."""
     if loaded.config.train.steps is not None:  # else the steps follow from the data
         check_schedule(loaded.config.optim, loaded.config.train.steps)
-    # As torchrun sets it in the run's environment; on a slice an accelerate file doesn't count the hosts.
+    # torchrun sets it in the run's environment; on a TPU slice an accelerate file doesn't count the hosts.
     hosts = {"GROUP_WORLD_SIZE": str(deployment.hosts)} if deployment.hosts and deployment.device != "tpu" else {}
     environ = {**os.environ, **hosts}
     check_launcher_facts(loaded.imports, processes=deployment.devices, environ=environ, device=deployment.device)
@@ -205,7 +205,7 @@ def _require_accepted(loaded: Loaded, deployment: Deployment) -> None:
 
 
 def _text(answers: Answers, deployments: list[Deployment], documented: bool, loaded: Loaded | None) -> Iterator[str]:
-    """The lines of each option, refusals last; with its value where a config is `loaded`."""
+    """Yield the lines of each option, refusals last; with its value if a config is `loaded`."""
     for option, lines in answers.items():
         yield from [option] if loaded is None else _value_and_origin(option, loaded)
         if documented:
@@ -293,9 +293,9 @@ def _json_of_key(entry: KeyEntry) -> dict[str, str]:
 
 
 def translation(loaded: Loaded) -> str:
-    """YAML of every option that is not left to its default; `load_config` reads it back to an equal Config.
+    """Format every option that is set as YAML; `load_config` reads it back to an equal Config.
 
-    Above each key stands where it came from; at the end, as comments, what the imports say that no option does.
+    A comment above each key gives its origin; comments at the end list the imported keys that set no option.
     """
     lines: list[str] = []
     section = ""
@@ -314,7 +314,7 @@ def translation(loaded: Loaded) -> str:
 
 
 def origin(loaded: Loaded, option: str) -> str:
-    """`accelerate.yaml:12: mixed_precision: bf16 (why)`, or just file:line, or the override."""
+    """Return `accelerate.yaml:12: mixed_precision: bf16 (why)`, or just file:line, or the override."""
     where = loaded.origins.get(option, "default")
     for imported in loaded.imports:
         setting = imported.settings.get(option)
@@ -324,7 +324,7 @@ def origin(loaded: Loaded, option: str) -> str:
 
 
 def unsaid(imported: Import) -> Iterator[str]:
-    """A line for each key of an import that sets no option: the launcher decides, and what isn't needed."""
+    """Yield a line for each imported key that sets no option: the launcher decides it, or it isn't needed."""
     for title, keys in (("the launcher decides", imported.launcher), ("sets nothing", imported.not_needed)):
         if keys:
             yield f"{imported.path}: {title}:"

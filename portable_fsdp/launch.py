@@ -1,7 +1,7 @@
 """Start a training run: `python -m portable_fsdp.launch --device=tpu --config=run.yaml optim.lr=3e-4`.
 
-Under torchrun (or any launcher that sets its variables) this is one process of the run. Started plainly with several
-native devices, it starts one process for each through torch's elastic launcher.
+Under torchrun (or a launcher that sets the same variables) this is one process of the run. Without a launcher and with
+several native devices, it starts one process per device through torch's elastic launcher.
 """
 
 import argparse
@@ -35,7 +35,7 @@ DESCRIPTION = """Train any model that the config names. With one process per GPU
 EXIT_CODES = "exit code: 0 finished, 2 usage or config error, 143 stopped after a committed save, 1 anything else"
 FLAGS = {
     "device": "auto | cpu | cuda | tpu (default auto: cuda, else tpu, else cpu)",
-    "backend": "auto | native | xla | xla_fsdp1 (default auto: native on cpu, cuda; on tpu the one installed)",
+    "backend": "auto | native | xla | xla_fsdp1 (default auto: native on cpu, cuda; on tpu the installed one)",
     "num_devices": "auto | N: devices of this host (default auto: all GPUs or TPU chips; one CPU device)",
 }
 
@@ -44,8 +44,8 @@ def _parser() -> CommandParser:
     parser = CommandParser("launch", DESCRIPTION, epilog=EXIT_CODES)
     parser.foreign_hint = _foreign_hint
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="key=value", help="overrides a key of the config: optim.lr=3e-4")
-    add("--config", action=Once, metavar="FILE", help="YAML file; configs/ holds examples")
+    add("overrides", nargs="*", metavar="key=value", help="override a key of the config: optim.lr=3e-4")
+    add("--config", action=Once, metavar="FILE", help="YAML file; examples are in configs/")
     add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
     for name, description in FLAGS.items():
         add(f"--{name}", default="auto", help=description)
@@ -59,7 +59,7 @@ def _foreign_hint(flag: str, value: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run with the arguments after the program's name; returns the exit code."""
+    """Run `launch` with the arguments after the program's name; returns the exit code."""
     try:
         with early_stop(), KeptOutput() as output:
             return run_command(_parser(), argv, lambda options: _launch(options, argv, output), say=_say)
@@ -91,7 +91,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         if loaded.imports:
             from portable_fsdp.convert.facts import check_launcher_facts
 
-            # A TPU VM may be one of several all the same: its engine asks the slice.
+            # A TPU VM may still be one of several: its engine asks the slice.
             alone = launch.kind == "plain" and device != "tpu"
             check_launcher_facts(
                 loaded.imports,
@@ -130,9 +130,9 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
 
 
 def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
-    """The config that the flags name; an error about its keys also has the problems of the rest."""
+    """Read the config that the flags name; an error about its keys also has the problems of the rest."""
     if options.config is None:
-        raise ConfigError("--config: expected a YAML file, found none, as in --config=configs/quickstart.yaml.")
+        raise ConfigError("--config: missing; name a YAML file, such as --config=configs/quickstart.yaml.")
     loaded = _ours(options)
     if loaded is None:
         from portable_fsdp.convert.read import read_config
@@ -142,7 +142,7 @@ def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
 
 
 def _ours(options: argparse.Namespace) -> "Loaded | None":
-    """The config of a run that other tools have no part in. None where they have, or may explain an error better."""
+    """Read a config without imports. None if other tools take part, or if `convert` may explain an error better."""
     from portable_fsdp.config.load import read_file
 
     if options.imports or is_by_accelerate(os.environ):
@@ -154,7 +154,7 @@ def _ours(options: argparse.Namespace) -> "Loaded | None":
 
 
 def _start(processes: int, argv: list[str], run_dir: Path, hosts: "Hosts | None") -> int:
-    """Run this very command in `processes` processes of this host; returns their exit code."""
+    """Run the same command in `processes` processes on this host; returns their exit code."""
     from portable_fsdp.runtime.rendezvous import run_processes
 
     since = time.time()
@@ -162,15 +162,15 @@ def _start(processes: int, argv: list[str], run_dir: Path, hosts: "Hosts | None"
     stopped = run_dir / "STOPPED"
     if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
         _say(
-            "killed before it had ended: torch's launcher gives its processes 30 s for the step at hand and the save.\n"
-            "  Rerun the same command: it resumes from the newest checkpoint, if there is one."
+            "killed before the save finished: torch's launcher kills processes 30 s after the stop request.\n"
+            "  Rerun the same command to resume from the newest checkpoint, if there is one."
         )
         return EXIT_FAILED
     return code
 
 
 def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:
-    """Options that come from the environment of a launcher, which no file and no flag shows."""
+    """Yield a line about the options that come from the launcher's environment, which no file or flag shows."""
     for imported in loaded.imports:
         names = [name for name, setting in imported.settings.items() if loaded.origins.get(name) == setting.origin]
         if imported.kind == "environment" and names:
@@ -179,9 +179,9 @@ def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:
 
 
 def _say(message: str) -> None:
-    """Print an error once a host: mostly all processes have it, and the launcher ends the others."""
+    """Print an error once per host: usually all processes have it, and the launcher ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(15)  # still alive: the first process doesn't have it
+        time.sleep(15)  # still alive after that: the first process doesn't have the error
         message = f"[process {os.environ.get('RANK')}] {message}"
     to_stderr(message)
 

@@ -1,8 +1,8 @@
-"""The mesh of devices by the names of its axes, and the part of a tensor that each device holds. Without torch.
+"""The named axes of the device mesh, and the part of a tensor that each device holds. Imports no torch.
 
-Devices, processes and row shards (groups of devices that get the same rows) are three numbers. A new axis is declared
-here: how many devices lie along it (`mesh_axes`), whether they get different rows (`ROW_AXES`), whether losses and
-gradients are summed over it (`LOSS_AXES`), what it cuts of a weight (`weight_spec`). A mesh may lack axes of size 1.
+The numbers of devices, processes and row shards (groups of devices that get the same rows) may differ. A new axis is
+declared here: its size (`mesh_axes`), whether its devices get different rows (`ROW_AXES`), whether losses and gradients
+are summed over it (`LOSS_AXES`), and how it shards weights (`weight_spec`). A mesh may lack axes of size 1.
 All axes that a mesh may have, outermost first: replicate, shard, expert, context, tensor.
 """
 
@@ -19,16 +19,16 @@ LOSS_AXES = (*ROW_AXES, "context")
 """Devices along these compute different parts of the loss: losses, counts and gradients are summed over them."""
 
 Spec = tuple[tuple[str, ...], ...]
-"""For each dimension of a tensor the axes that cut it, outermost first; () cuts it nowhere."""
+"""The axes that shard each dimension of a tensor, outermost first; () doesn't shard it."""
 
 Region = tuple[slice, ...]
 """A box in a tensor, one slice with start and stop for each dimension."""
 
 
 def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
-    """Devices per mesh axis, outermost first: `replicate` copies of the model, each sharded over `shard` devices.
+    """Return the devices per mesh axis, outermost first: `replicate` model copies, each sharded over `shard` devices.
 
-    HYBRID_SHARD* has one copy per host by default. Further axes (expert, context, tensor) follow them.
+    HYBRID_SHARD* has one copy per host by default. Further axes (expert, context, tensor) would follow these.
     """
     match config.sharding.strategy:
         case "FULL_SHARD" | "SHARD_GRAD_OP":
@@ -41,12 +41,12 @@ def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
 
 
 def count_row_shards(axes: Mapping[str, int]) -> int:
-    """In how many parts the rows of a batch are cut."""
+    """Number of parts into which the rows of a batch are split."""
     return math.prod(size for axis, size in axes.items() if axis in ROW_AXES)
 
 
 def coordinates(axes: Mapping[str, int], device: int) -> dict[str, int]:
-    """Where a device lies along each axis; the last axis counts fastest."""
+    """Coordinate of a device along each axis; the last axis varies fastest."""
     place: dict[str, int] = {}
     for axis, size in reversed([*axes.items()]):
         device, place[axis] = divmod(device, size)
@@ -54,30 +54,30 @@ def coordinates(axes: Mapping[str, int], device: int) -> dict[str, int]:
 
 
 def weight_spec(dims: int) -> Spec:
-    """FSDP's: rows of dimension 0 over `shard`. A weight without a dimension is whole everywhere."""
+    """FSDP's layout of a weight: dimension 0 over `shard`. A 0-dim weight is replicated."""
     return (("shard",), *((),) * (dims - 1)) if dims else ()
 
 
 def state_spec(spec: Spec, weight: Sequence[int], state: Sequence[int]) -> Spec:
-    """The layout of an optimizer's state of shape `state`: cut like its weight along each dimension of equal size."""
+    """Layout of an optimizer state of shape `state`: sharded like its weight along each dimension of equal size."""
     cuts = zip(state, (*weight, *(-1,) * len(state)), (*spec, *((),) * len(state)), strict=False)
     return tuple(axes if size == of_weight else () for size, of_weight, axes in cuts)
 
 
 def cutting_axes(spec: Spec) -> tuple[str, ...]:
-    """The axes that cut a tensor: the squares of its elements are summed over them, for a norm."""
+    """The axes that shard a tensor; a norm sums the squares of its elements over them."""
     return tuple(axis for axes in spec for axis in axes)
 
 
 def batch_spec(dims: int, axes: Sequence[str] = ROW_AXES) -> Spec:
-    """Dimension 0 cut by `axes`; a number is everywhere."""
+    """Layout of a batch tensor: dimension 0 over `axes`; a 0-dim tensor is replicated."""
     return (tuple(axes), *((),) * (dims - 1)) if dims else ()
 
 
 def region(shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]) -> Region:
-    """What the device at `place` (`coordinates`) holds of a tensor of this shape.
+    """Region of a tensor of this shape that the device at `place` (`coordinates`) holds.
 
-    Each axis cuts what the ones before it left.
+    Each axis splits the part that the axes before it left.
     """
     parts: list[slice] = []
     for size, cuts in zip(shape, spec, strict=True):
@@ -90,7 +90,7 @@ def region(shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Map
 
 
 def groups_over(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
-    """The devices of the mesh in groups that differ along the axes `over` alone."""
+    """Group the mesh's devices so that the devices of a group differ only along the axes `over`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for device in range(math.prod(axes.values())):
         rest = tuple(at for axis, at in coordinates(axes, device).items() if axis not in over)
@@ -99,7 +99,7 @@ def groups_over(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]
 
 
 def replica(spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]) -> tuple[int, int]:
-    """(index, count): which one of the equal copies of a tensor's part the device at `place` holds."""
+    """(index, count) of the equal copies of a tensor's part: the one at `place`, and how many there are."""
     index, cut = 0, cutting_axes(spec)
     for axis, size in axes.items():
         index = index if axis in cut else index * size + place[axis]
@@ -107,29 +107,29 @@ def replica(spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]) -> tu
 
 
 def count_copies(spec: Spec, axes: Mapping[str, int]) -> int:
-    """How many devices hold the same part of a tensor."""
+    """Number of devices that hold the same part of a tensor."""
     cut = cutting_axes(spec)
     return math.prod(size for axis, size in axes.items() if axis not in cut)
 
 
 def rows_of_shard(rows: int, index: int, count: int) -> slice:
-    """What shard `index` of `count` holds of a dimension: ceil(rows / count) each, the last ones fewer or none.
+    """Rows of a dimension that shard `index` of `count` holds: ceil(rows / count) each, the last ones fewer or none.
 
-    torch.chunk, FSDP2 and XLA's tiled shardings cut alike.
+    torch.chunk, FSDP2 and XLA's tiled shardings split in the same way.
     """
     step = -(-rows // count)
     return slice(min(index * step, rows), min((index + 1) * step, rows))
 
 
 def full_region(shape: Sequence[int]) -> Region:
-    """All of a tensor."""
+    """The region that covers a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def check_batch(config: Config, row_shards: int) -> int:
-    """Micro batches per step (gradient accumulation): global_batch / (micro_batch * row_shards).
+    """Return the micro batches per step (gradient accumulation): global_batch / (micro_batch * row_shards).
 
-    Raises ConfigError when that leaves a remainder, and names the nearest batch sizes that fit.
+    Raises ConfigError, with the nearest batch sizes that fit, if that leaves a remainder.
     """
     train = config.train
     micro_batch = train.resolved_micro_batch
@@ -149,7 +149,7 @@ def check_batch(config: Config, row_shards: int) -> int:
 
 
 def micro_batches(global_batch: int, row_shards: int) -> list[int]:
-    """The divisors of a row shard's part of the global batch, ascending; none where the parts leave a remainder."""
+    """Divisors of a row shard's part of the global batch, ascending; none if the row shards don't divide it."""
     share, rest = divmod(global_batch, row_shards)
     if rest:
         return []

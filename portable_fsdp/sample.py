@@ -1,8 +1,8 @@
-"""Print texts that an exported model writes, on the CPU: `python -m portable_fsdp.sample runs/demo --prompt "The "`.
+"""Print samples from an exported model, on the CPU: `python -m portable_fsdp.sample runs/demo --prompt "The "`.
 
 FOLDER is a Hugging Face folder or peft adapters, as checkpoint.export writes them; a run's folder with such an export;
-or with --gguf_file the folder of that file. Exit code: 0; 2 for a folder without a model, and for a prompt or a number
-that gives no text.
+or with --gguf_file the folder of that file. Exit code: 0; 2 for a folder without a model, and for a prompt or number
+that allows no text.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def exported_folder(path: Path) -> Path:
-    """`path`, or the export inside it. Raises ConfigError where neither holds a model."""
+    """Return `path`, or the export inside it. Raises ConfigError if neither holds a model."""
     for folder in (path, path / _EXPORT):
         if any((folder / name).is_file() for name in (_CONFIG, _ADAPTERS)):
             return folder
     raise ConfigError(
-        f"{path}: expected an exported model (config.json, or adapter_config.json), or a run's folder with one, found "
-        "none.\n  checkpoint.export=true writes it at the end of a run, python -m portable_fsdp.checkpoint export later"
+        f"{path}: no exported model here (config.json, or adapter_config.json), nor in {_EXPORT}/.\n"
+        "  checkpoint.export=true writes it at the end of a run, python -m portable_fsdp.checkpoint export later"
     )
 
 
@@ -57,11 +57,11 @@ def sample(
     chat: bool = False,
     gguf_file: str | None = None,
 ) -> Iterator[str]:
-    """`count` texts that begin with `prompt`, with at most `tokens` tokens after it; a seed gives the same again.
+    """Generate `count` texts that begin with `prompt`, with at most `tokens` new tokens; reproducible by `seed`.
 
-    `temperature` 0 always takes the likeliest token. With `chat` the prompt is a user's message, and the texts are the
-    answers only. Texts end at the model's last position, with a note on stderr. Raises ConfigError where transformers
-    can't open the folder or finds no chat template, and for a prompt of no tokens or too many.
+    `temperature` 0 is greedy. With `chat` the prompt is a user's message, and the texts are only the answers. Texts end
+    at the model's last position, with a note on stderr. Raises ConfigError if transformers can't open the folder or
+    finds no chat template, and for a prompt with no tokens or too many.
     """
     _require_files(folder, gguf_file)
     before_transformers()
@@ -88,15 +88,15 @@ def sample(
 
 
 def _require_files(folder: Path, gguf_file: str | None) -> None:
-    """Check first: transformers would take a missing folder for a repository of the hub."""
+    """Check the files first: transformers would treat a missing folder as a hub id."""
     from portable_fsdp.models.tensor_files import require_as_exported
 
     if gguf_file is not None and not (folder / gguf_file).is_file():
-        raise ConfigError(f"--gguf_file: expected a file of {folder}, found none of the name {gguf_file}.")
+        raise ConfigError(f"--gguf_file: no file {gguf_file} in {folder}.")
     patterns = [pattern for pattern in TOKENIZER_FILES if pattern != _CONFIG]
     if gguf_file is None and not any(True for pattern in patterns for _ in folder.glob(pattern)):
         raise ConfigError(
-            f"{folder}: expected a tokenizer beside the model, found none (no tokenizer.json or the like).\n"
+            f"{folder}: no tokenizer beside the model (no tokenizer.json or similar file).\n"
             "  Copy its files there, or export again with --tokenizer PATH."
         )
     require_plain_files("sample", folder, (*MODEL_FILES, "adapter_*", "*.gguf", "*.bin"))
@@ -106,19 +106,19 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
 
 
 def _require_base(folder: Path) -> None:
-    """The base of adapters, unless it is on the hub."""
+    """Check the base model of adapters, unless it is on the hub."""
     from portable_fsdp.models.tensor_files import require_as_exported
 
     try:
         name = parse_json(read_regular(folder / _ADAPTERS, folder)).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{folder / _ADAPTERS}: expected a JSON object, found: {error}") from None
+        raise ConfigError(f"{folder / _ADAPTERS}: not a JSON object: {error}") from None
     base = Path(name or "")
     if name is None or ((base.is_absolute() or base.is_dir()) and not (base / _CONFIG).is_file()):
         raise ConfigError(
-            f"{folder}: expected adapters of a base in Hugging Face format, found "
-            f"{'none named' if name is None else f'no {_CONFIG} in {name}'} ({_ADAPTERS}).\n  Export the run with the "
-            "adapters added in: python -m portable_fsdp.checkpoint export RUN FOLDER"
+            f"{folder}: the adapters need a base model in Hugging Face format: "
+            f"{'none is named' if name is None else f'no {_CONFIG} in {name}'} ({_ADAPTERS}).\n  Export the run with "
+            "merged adapters: python -m portable_fsdp.checkpoint export RUN FOLDER"
         )
     if base.is_dir():
         require_plain_files("sample", base, MODEL_FILES)
@@ -126,14 +126,14 @@ def _require_base(folder: Path) -> None:
 
 
 def _tokens_that_fit(tokens: int, prompt: int, positions: int | None) -> int:
-    """How many of `tokens` fit after the prompt's."""
+    """Return how many of `tokens` fit after a prompt of `prompt` tokens. Raises ConfigError if none do."""
     if prompt == 0:
-        raise ConfigError("--prompt: expected text, found none, and the tokenizer adds no first token.")
+        raise ConfigError("--prompt: empty, and the tokenizer adds no first token; give some text.")
     if positions is None or prompt + tokens <= positions:
         return tokens
     if prompt >= positions:
         raise ConfigError(f"--prompt: expected fewer tokens than the model's {positions} positions, found {prompt}.")
-    to_stderr(f"--tokens={tokens}: after a prompt of {prompt} the model's {positions} positions end each text earlier")
+    to_stderr(f"--tokens={tokens}: {positions - prompt} fit after a prompt of {prompt} (model: {positions} positions)")
     return positions - prompt
 
 
@@ -150,16 +150,16 @@ def _opened(folder: Path, file: dict[str, str]) -> tuple[Any, Any]:
     except DataError:
         raise
     except Exception as error:  # transformers and peft raise exceptions of many classes, all about these files
-        raise ConfigError(f"{folder}: expected a model and its tokenizer that transformers opens: {error}") from error
+        raise ConfigError(f"{folder}: transformers can't open the model and its tokenizer: {error}") from error
 
 
 def _token_ids(tokenizer: Any, prompt: str, folder: Path, *, chat: bool) -> Any:
-    """int64 [1, tokens of the prompt]."""
+    """Tokenize the prompt: int64 `[1, seq]`."""
     limit = Limit(1, len(prompt))
     if not chat:
         return limited(lambda: tokenizer(prompt, return_tensors="pt")["input_ids"], str(folder), limit)
     if tokenizer.chat_template is None:
-        raise ConfigError(f"{folder}: expected a tokenizer with a chat template, found none.\n  Leave --chat out.")
+        raise ConfigError(f"{folder}: the tokenizer has no chat template; leave --chat out.")
     require_small_numbers(tokenizer, str(folder))
     message, asks = [{"role": "user", "content": prompt}], {"add_generation_prompt": True, "return_tensors": "pt"}
     try:
@@ -172,17 +172,17 @@ def _token_ids(tokenizer: Any, prompt: str, folder: Path, *, chat: bool) -> Any:
 
 def _parser() -> CommandParser:
     parser = CommandParser("sample", __doc__ or "")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="an exported model, or the run that wrote it")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="an exported model, or the folder of its run")
     parser.add_argument("--gguf_file", metavar="NAME", help="a GGUF file in FOLDER, dequantised")
-    parser.add_argument("--prompt", default="The ", help="what the texts begin with")
+    parser.add_argument("--prompt", default="The ", help="start of each text")
     parser.switch("--chat", "the prompt is a user's message; prints answers")
-    parser.add_argument("--count", type=at_least(1, int), default=3, metavar="N", help="texts")
-    parser.add_argument("--tokens", type=at_least(1, int), default=60, metavar="N", help="tokens in each, at most")
-    parser.add_argument("--temperature", type=at_least(0, float), default=0.7, help="0: always the likeliest token")
+    parser.add_argument("--count", type=at_least(1, int), default=3, metavar="N", help="number of texts")
+    parser.add_argument("--tokens", type=at_least(1, int), default=60, metavar="N", help="maximum new tokens per text")
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.7, help="0: greedy")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TQDM_DISABLE", "1")  # silences transformers' GGUF reader, which knows no other switch
+    os.environ.setdefault("TQDM_DISABLE", "1")  # silences transformers' GGUF reader, which has no other switch
     sys.exit(main(sys.argv[1:]))

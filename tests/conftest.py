@@ -1,8 +1,8 @@
-"""For every test: no hub is asked, and a test that leaves a process, a thread or an environment variable behind fails.
+"""Rules for every test: no hub access; a test that leaves a process, a thread or an environment variable behind fails.
 
-Temporary files and caches lie in a folder of the suite, which goes with it.
+Temporary files and caches are in a folder of the suite, which it deletes at the end.
 
-A test marked `xla` simply runs: where torch_xla is missing it fails. `make test-latest`, whose environment has none,
+A test marked `xla` simply runs: without torch_xla it fails. `make test-latest`, whose environment has none,
 leaves those tests out by the marker.
 """
 
@@ -63,10 +63,10 @@ def assert_golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]
     return compare
 
 
-@pytest.hookimpl(optionalhook=True)  # there is none to ask where xdist is switched off
+@pytest.hookimpl(optionalhook=True)  # the hook doesn't exist where xdist is switched off
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    """Which process of the suite runs a test: one for each file, and two for tests/backends, whose files share workers:
-    one for its tests on torch_xla, one for all others. (Those of TorchTPU are a run of their own: make test-torchtpu.)
+    """Assign tests to processes of the suite: each file to one, and tests/backends, whose files share workers, to two:
+    one for its tests on torch_xla, one for all others. (TorchTPU has a separate run: make test-torchtpu.)
 
     Not `--dist loadgroup`: xdist 3.8 writes the groups where pytest 9.2 doesn't read them, and spreads every test.
     """
@@ -121,7 +121,7 @@ def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """What a wider fixture holds (a worker of the session) was there before, and may stay."""
+    """Check that a test leaves nothing behind. Wider fixtures (a session's workers) existed before, and may stay."""
     processes, threads, variables = _processes(), _threads(), _variables()
     yield
     left = [f"process {pid}: {command}" for pid, command in _processes().items() if pid not in processes]

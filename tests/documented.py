@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a launcher starts: `python ...`, and the number of processes where the command gives it."""
+    """The program that a launcher starts: `python ...`, and the number of processes if the command sets it."""
 
     words: list[str]
     processes: int | None

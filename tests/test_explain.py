@@ -115,12 +115,12 @@ USAGE_ERRORS = {
     "--num_devices=0": "--num_devices: expected auto or a number of at least 1, found '0'.",
     "optim.lrr": "optim.lrr: unknown key; nearest: optim.lr (a number > 0).",
     f"{CONFIG} optimm": "optimm: unknown key; nearest: optim.",
-    "optim.lr=1": "override 'optim.lr=1': expected --config too",
+    "optim.lr=1": "override 'optim.lr=1': needs --config",
     f"{CONFIG} optim.lrr=1": "optim.lrr: unknown key",
     "--config=none.yaml": "no such file",
-    f"{CONFIG} --write=": "--write=: expected the name of a new YAML file",
-    f"{CONFIG} --strict": "--strict: expected --device=cpu, cuda or tpu",
-    "--device=cpu --strict": "--strict: expected --config too",
+    f"{CONFIG} --write=": "--write=: empty; name a new YAML file",
+    f"{CONFIG} --strict": "--strict: needs --device=cpu, cuda or tpu",
+    "--device=cpu --strict": "--strict: needs --config",
     f"{CONFIG} --config=none.yaml": f"--config=none.yaml: already given as {ROOT}/configs/llama_1b.yaml",
 }
 

@@ -74,7 +74,7 @@ def test_a_runs_folder_stands_for_its_export(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_chat_is_answered(tmp_path: Path) -> None:
     save_model(tmp_path)
-    with pytest.raises(ConfigError, match="expected a tokenizer with a chat template, found none"):
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template; leave --chat out"):
         texts(tmp_path, chat=True)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     [answer] = texts(tmp_path, "ab", chat=True, temperature=0)
@@ -101,23 +101,23 @@ def test_adapters_are_opened_with_their_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "words", "expected"),
     [
-        ("nothing", [], "{}: expected an exported model"),
-        ("no tokenizer", [], "{}: expected a tokenizer beside the model, found none"),
-        ("model", ["--gguf_file=a.gguf"], "--gguf_file: expected a file of {}, found none of the name a.gguf."),
-        ("model", ["--prompt="], "--prompt: expected text, found none"),
+        ("nothing", [], "{}: no exported model here"),
+        ("no tokenizer", [], "{}: no tokenizer beside the model"),
+        ("model", ["--gguf_file=a.gguf"], "--gguf_file: no file a.gguf in {}."),
+        ("model", ["--prompt="], "--prompt: empty, and the tokenizer adds no first token"),
         ("model", [f"--prompt={'a' * 64}"], "--prompt: expected fewer tokens than the model's 64 positions, found 64."),
         ("model", ["--tokens=0"], "--tokens: expected a whole number of at least 1, found 0"),
         ("model", ["--count=-1"], "--count: expected a whole number of at least 1, found -1"),
         ("model", ["--count=two"], "--count: expected a whole number of at least 1, found two"),
         ("model", ["--temperature=-1"], "--temperature: expected a number of at least 0, found -1"),
         ("model", ["--temperature=nan"], "--temperature: expected a number of at least 0, found nan"),
-        ("no base", [], "{}: expected adapters of a base in Hugging Face format, found none named"),
+        ("no base", [], "{}: the adapters need a base model in Hugging Face format: none is named"),
         (
             "GGUF base",
             [],
-            "found no config.json in {} (adapter_config.json).\n  Export the run with the adapters added",
+            "format: no config.json in {} (adapter_config.json).\n  Export the run with merged adapters",
         ),
-        ("broken", [], "{}/adapter_config.json: expected a JSON object, found: "),
+        ("broken", [], "{}/adapter_config.json: not a JSON object: "),
     ],
 )
 def test_what_gives_no_text_ends_with_2_and_a_sentence(
@@ -147,6 +147,4 @@ def test_a_text_ends_with_the_models_positions(tmp_path: Path, capsys: pytest.Ca
     save_model(tmp_path)
     capsys.readouterr()
     assert texts(tmp_path, "ab", tokens=500) == texts(tmp_path, "ab", tokens=62)
-    assert capsys.readouterr().err == (
-        "--tokens=500: after a prompt of 2 the model's 64 positions end each text earlier\n"
-    )
+    assert capsys.readouterr().err == "--tokens=500: 62 fit after a prompt of 2 (model: 64 positions)\n"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Forward = Callable[..., Any]
-"""A module's."""
+"""The forward of a module."""
 
 Fill = Callable[[str, Region], Tensor]
 """`fill(fqn, slices)` -> that piece of the initial weight, on the host, in the master dtype."""
@@ -42,23 +42,22 @@ class Read(Protocol):
     """Read one slice of a saved tensor to the host. Keys are those of `Backend.state`."""
 
     def __call__(self, key: str, slices: Region, /, into: Tensor | None = None) -> Tensor:
-        """`into`: a host tensor of its shape and dtype that is filled; new memory without it."""
+        """Return the slice. `into`: a host tensor of its shape and dtype to fill; without it, new memory."""
         ...
 
 
 Batch = dict[str, Tensor]
-"""Named tensors whose dimension 0 is rows of this process's data shard.
+"""Named tensors whose dimension 0 is the rows of this process's data shard.
 
-Of text, int64 [rows, seq]: `input_ids`; `labels` (the token after each of `input_ids`, or -100); for rows of documents
-also `positions` (in the document) and `segments` (number of the document from 1; 0: padding). Else what the user's
-dataset gives."""
+Text, int64 `[rows, seq]`: `input_ids`; `labels` (the token after each of `input_ids`, or -100); for rows of documents
+also `positions` (in the document) and `segments` (number of the document from 1; 0: padding). Other data: the user's
+dataset defines the tensors."""
 
 Metrics = dict[str, Tensor]
-"""Named float32 device tensors of no or one dimension, equal on all processes."""
+"""Named float32 device tensors, 0-D or 1-D, equal on all processes."""
 
 MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
-"""`make(groups, compiled)`: groups hold parameters under `params`; compiled: for steps that are compiled, whose lr is a
-tensor."""
+"""`make(groups, compiled)`: groups hold parameters under `params`; compiled: lr is a tensor, for a compiled step."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Partition:
 
 
 class Piece(NamedTuple):
-    """A piece of a global tensor that this process holds, and writes unless it is a further replica of it."""
+    """A piece of a global tensor on this process, which writes it unless it is replica 1 or higher."""
 
     offset: tuple[int, ...]
     data: Tensor  # on the host or the device; data.shape is the piece's shape
@@ -80,9 +79,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorState:
-    """A global tensor. `pieces()` reads those that this process holds, perhaps none, further replicas included.
+    """A global tensor. `pieces()` returns those on this process, further replicas included; perhaps none.
 
-    On XLA each call copies from the devices; elsewhere the pieces are live memory, which the next step changes.
+    On XLA each call copies from the devices; elsewhere pieces are live memory, which the next step changes.
     """
 
     shape: tuple[int, ...]
@@ -92,7 +91,7 @@ class TensorState:
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Bytes of one device (on CPU: of this process, over its devices)."""
+    """Memory of one device, in bytes (on CPU: of this process, which all its devices share)."""
 
     peak_bytes: int
     now_bytes: int
@@ -101,12 +100,12 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """How a model is laid out over the backend's mesh, and run, in plain values.
+    """How a model is sharded over the backend's mesh and run, in plain values.
 
-    FQNs name modules in the order of definition, a unit before the units inside it; the root holds the rest. `layouts`
-    has the spec of each parameter; optimizer state follows by `layout.state_spec`. `layers` are the model's repeated
-    blocks. Modules in `recompute` run again in backward, except for the outputs of `save_ops`. `modules` compute in
-    another dtype than `compute`: their inputs are cast to it, their outputs (but for the head's logits) back.
+    FQNs name modules in definition order, a unit before its inner units; the root holds the rest. `layouts` has the
+    spec of each parameter; optimizer state follows by `layout.state_spec`. `layers` are the model's repeated blocks.
+    Backward recomputes the modules in `recompute`, except for the outputs of `save_ops`. `modules` have a dtype other
+    than `compute`: their inputs are cast to it, their outputs (but for the head's logits) back.
     """
 
     units: tuple[str, ...]
@@ -115,10 +114,10 @@ class ShardPolicy:
     cast_inputs: bool = True  # of the model and of `units`
     reduce: torch.dtype = torch.float32
     modules: Mapping[str, torch.dtype] = field(default_factory=lambda: {})
-    products: str = "auto"  # of linear layers: a word of precision.products
+    products: str = "auto"  # of linear layers: a value of precision.products
     recompute: tuple[str, ...] = ()
     save_ops: tuple[str, ...] = ()  # of "matmul", "attention"
-    reshard_after_forward: bool | int = True  # False: gathered weights stay until backward; a number: of devices
+    reshard_after_forward: bool | int = True  # False: keep gathered weights until backward; int: over this many devices
     forward_prefetch: int = 0
     backward_prefetch: str = "BACKWARD_PRE"
     backward_prefetch_units: int = 1
@@ -126,139 +125,141 @@ class ShardPolicy:
     offload_activations: bool = False  # the inputs of `recompute`
     compile_backend: str | None = None
     scan_layers: bool = False
-    attention: Callable[..., Tensor] | None = None  # that models call; an engine may run its kernel instead
+    attention: Callable[..., Tensor] | None = None  # called by models; an engine may run its own kernel instead
     layouts: Mapping[str, Spec] = field(default_factory=lambda: {})
 
 
 class Traffic(NamedTuple):
-    """How often a kind of collective runs in a step, and the bytes of the full tensors that it gathers or reduces."""
+    """Calls of one kind of collective in a step, and the bytes of the full tensors that it gathers or reduces."""
 
     calls: int
     bytes: int
 
 
 class Pending(NamedTuple):
-    """Metrics on their way to the host."""
+    """Metrics that are being copied to the host."""
 
     result: Callable[[], dict[str, Tensor]]
-    """Waits for them. The only place where a run waits for the device."""
+    """Wait for the copy and return the metrics: the only place where a run waits for the device."""
 
 
 class Operation(NamedTuple):
-    """Work of a device in the trace that an engine recorded."""
+    """One operation of a device in an engine's trace."""
 
-    name: str  # of a collective its kind (all_gather), where the engine knows it
+    name: str  # for a collective its kind (all_gather), if the engine knows it
     kind: Literal["compute", "communication", "copy"]
-    start: float  # seconds, by the trace's clock
+    start: float  # seconds on the trace's clock
     seconds: float
-    stream: str  # on one stream operations follow one another, or lie inside one another
+    stream: str  # operations on one stream run one after another, or are nested
     device: str = "cpu"
     module: str = ""  # the FSDP unit, or the XLA program
-    bytes: int = 0  # of the full tensor that a collective gathers or reduces; 0: unknown
+    bytes: int = 0  # size of the full tensor that a collective gathers or reduces; 0: unknown
 
 
 class Backend(Closing):
-    """An open engine. Methods marked *collective* are called by all processes in the same order."""
+    """An open engine. All processes call the methods marked *collective* in the same order."""
 
     name: str  # of the engine, for logs and manifests; no code outside backends/ branches on it
     device: torch.device
-    device_name: str  # as its driver gives it ("NVIDIA H100 80GB HBM3", "TPU v5p", "cpu")
+    device_name: str  # as its driver reports it ("NVIDIA H100 80GB HBM3", "TPU v5p", "cpu")
     process: Partition
     data_shard: Partition  # which rows this process feeds
-    devices: int  # of all processes
+    devices: int  # over all processes
     row_shards: int  # groups of devices that get different rows of a batch
-    axes: Mapping[str, int]  # of the mesh, as `layout.mesh_axes` gives them: name -> devices along it
-    expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0 where nothing compiles
+    axes: Mapping[str, int]  # mesh axis -> number of devices along it (`layout.mesh_axes`)
+    expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0: nothing is compiled
     loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what opening took (process groups)."""
+        """Release what opening acquired (process groups)."""
 
     @abstractmethod
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        """Lay out `model` (parameters on meta, buffers real on the host) over the mesh and fill it.
+        """Shard `model` (parameters on meta, buffers real on the host) over the mesh and fill it.
 
         FQNs, ties, buffers, dtypes and `requires_grad` stay those of `model`. With `fill=None` parameters are
-        placeholders without memory, for the planner. *collective*
+        placeholders without memory, for the planner. Raises BackendError or ConfigError for a model that the engine
+        can't run by `policy`. *collective*
         """
 
     @abstractmethod
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Make the optimizer of the sharded model; `groups` name parameters by FQN under `params`.
+        """Build the optimizer of the sharded model; `groups` name parameters by FQN under `params`.
 
-        All its state exists at once, zero, laid out like its parameters. *collective*
+        Allocates all state at once as zeros, sharded like its parameters. Raises BackendError for an optimizer whose
+        step reads a tensor's value on the host. *collective*
         """
 
     @abstractmethod
     def place(self, batch: Batch, axes: Sequence[str] = ROW_AXES) -> Batch:
-        """Start the copy from host to device. Dimension 0 lies over the mesh `axes`, a 0-dim tensor on each device."""
+        """Start the copy from host to device: dimension 0 sharded over the mesh `axes`, 0-dim tensors replicated."""
 
     def place_control(self, values: Sequence[float]) -> Tensor:
-        """Start the copy of numbers of this process, float32, that a step sums over all processes (`sum_control`)."""
+        """Start the copy of this process's numbers, float32, that a step sums over all processes (`sum_control`)."""
         rows = torch.zeros(self.devices // self.process.count, len(values))  # an engine may have a row for each device
         rows[0] = torch.tensor(values)
         return self.place({"control": rows}, tuple(self.axes))["control"]
 
     def sum_control(self, control: Tensor) -> Tensor:
-        """Placed control numbers, summed over all processes: float32 [n], on device. *collective*"""
+        """Sum placed control numbers over all processes: float32 `[n]`, on the device. *collective*"""
         return self.sum(control.sum(dim=0), tuple(self.axes))
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this process counts the rows that it feeds: the first of those that feed the same ones."""
+        """Whether this process counts the rows that it feeds: the first of the processes that feed the same rows."""
         return self.process.index % (self.process.count // self.data_shard.count) == 0
 
     @abstractmethod
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        """One program of `fn` (batches in, device tensors out), or `fn` itself where the engine is eager."""
+        """Compile `fn` (batches in, device tensors out) into one program; an eager engine returns `fn` itself."""
 
     def accumulate(self, last: bool, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Around a micro batch's forward and backward. After the last one gradients are sums over LOSS_AXES, once
+        """Context of a micro batch's forward and backward. After the last one gradients are sums over LOSS_AXES, once
         `clip_grad_norm` has run; an engine may reduce a part of them earlier.
 
-        `model`: the one whose gradients are wanted, if the backend laid out several. None: all of them.
+        `model`: accumulate the gradients of this model, if the backend sharded several. None: of all.
         """
         return nullcontext()
 
     def unshard(self, module: nn.Module) -> None:
         """Start to gather a unit's weights ahead of its forward. *collective*
 
-        For a loop that knows what comes next; a forward gathers what isn't there. Nothing happens where the engine
-        compiles: the compiler schedules gathers.
+        For loops that know the next unit; a forward gathers what is missing. A no-op on engines that compile: there
+        the compiler schedules gathers.
         """
 
     def evaluate(self) -> AbstractContextManager[None]:
-        """Around a forward that no backward follows: no gradients. The model rests afterwards as it did before."""
+        """Context of a forward without backward: no gradients. On exit the weights are sharded as before."""
         return torch.no_grad()
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
-        """Drop the gradients; with `keep`, or where the engine keeps them, set them to zero: their memory stays."""
+        """Drop the gradients; with `keep`, or if the engine keeps them, zero them in place: their memory stays."""
         optimizer.zero_grad(set_to_none=not keep)
 
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
-        """Multiply all gradients by a 0-dim tensor of the device, the same on all processes."""
+        """Multiply all gradients by `factor`, a 0-dim device tensor, the same on all processes."""
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        """Undo loss scaling and clip to the global norm `limit` (None: don't).
+        """Undo loss scaling and clip to the global norm `limit` (None: don't clip).
 
-        Returns the norm between the two, 0-dim, on device. *collective*
+        Returns the unscaled norm before clipping, 0-dim, on the device. *collective*
         """
 
     @abstractmethod
     def sum(self, tensor: Tensor, axes: Sequence[str] = LOSS_AXES) -> Tensor:
-        """Sum element by element over the mesh `axes`, on device, in the shape and dtype of `tensor`. *collective*"""
+        """Sum element by element over the mesh `axes`, on the device; keeps shape and dtype. *collective*"""
 
     def fetch(self, metrics: Metrics) -> Pending:
-        """Start the copy to the host; the result is read later, so that the device never waits for the host."""
+        """Start the copy to the host. Read the result later, so that the device never waits for the host."""
         return Pending(lambda: {name: value.cpu() for name, value in metrics.items()})
 
     def agree(self, value: T) -> T:
-        """Process 0's `value` (anything that pickles), on all processes. *collective*
+        """Broadcast process 0's `value` (anything that pickles) to all processes. *collective*
 
         This and `gather` use torch's process group, which a run of one process may lack.
         """
@@ -268,7 +269,7 @@ class Backend(Closing):
         return cast(T, values[0])
 
     def gather(self, value: T) -> list[T]:
-        """Every process's `value` (anything that pickles), in their order, on all processes. *collective*"""
+        """Gather every process's `value` (anything that pickles) on all processes, in process order. *collective*"""
         values: list[Any] = [value] * self.process.count
         if self.process.count > 1:
             dist.all_gather_object(values, value)
@@ -276,32 +277,32 @@ class Backend(Closing):
 
     @abstractmethod
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, TensorState]:
-        """What this process must write: each element of a global tensor exactly once over all processes.
+        """Return the tensors to save. All processes together write each element of a global tensor exactly once.
 
-        Further replicas of a piece are named as such: a save compares them. Not of buffers, which may differ.
+        Further replicas of a piece have an index: a save compares them. Buffers have none, since they may differ.
         Keys: FQN for parameters and persistent buffers, `<state name>/<FQN>` for optimizer state. Tied weights
         appear once, under their first FQN. The same keys, shapes and dtypes on all processes.
         """
 
     @abstractmethod
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Read) -> None:
-        """Overwrite all that `state` names, pulling this process's slices through `read`. No collective."""
+        """Overwrite every tensor of `state`, reading this process's slices through `read`. No collective."""
 
     @property
     def compilations(self) -> int:
-        """Programs of the train step, evaluation and samples compiled so far; none where the engine is eager."""
+        """Number of programs of the train step, evaluation and samples compiled so far; 0 on eager engines."""
         return 0
 
     @property
     def collectives(self) -> dict[str, Traffic] | None:
-        """all_gather, reduce_scatter, all_reduce, ... -> traffic of one step, counted during the first one.
+        """Kind (all_gather, reduce_scatter, all_reduce, ...) -> traffic of one step, counted during the first one.
 
-        None before it, and where the engine cannot count.
+        None before that, and if the engine can't count.
         """
         return None
 
     def compute_seconds(self) -> float | None:
-        """A part of the last step in which this process computed and waited for no other, to compare processes by.
+        """Seconds of a part of the last step in which this process waited for no other; to compare processes.
 
         Call once per step. Does not synchronize: CUDA reports the step before last. NaN: no measurement yet; None: not
         supported.
@@ -310,28 +311,28 @@ class Backend(Closing):
 
     @abstractmethod
     def memory(self) -> MemoryStats | None:
-        """Peak and present use of the fullest device of this process; None where the engine doesn't tell."""
+        """Peak and current use of the fullest device of this process; None if the engine can't report it."""
 
     @abstractmethod
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
-        """Record what this process and its devices do, until the function that it returns is called.
+        """Record this process and its devices until the returned function is called.
 
-        That one writes the engine's own trace into `folder` and returns a function that reads it, which takes seconds,
-        and returns what ran. None of them waits for a device, compiles, or needs the other processes.
+        That function writes the engine's own trace into `folder` and returns another, which reads the trace (this
+        takes seconds) and returns its operations. None of them waits for a device, compiles, or needs other processes.
         """
 
 
-# ------------------------------------------------------------------------------- what every engine asks of a model
+# ----------------------------------------------------------------------------------------- shared by all engines
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that makes the logits of a model of transformers; None: no other model has one known by a name."""
+    """The module that computes the logits of a transformers model; None for other models, which don't name theirs."""
     get = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
 
 
 def dropouts(model: nn.Module) -> list[str]:
-    """FQNs of the modules that draw random numbers in training: torch's, and those with a number called dropout."""
+    """FQNs of the modules that draw random numbers in training: torch's dropouts, and any with a rate named *drop*."""
     names: list[str] = []
     for name, module in model.named_modules():
         rates = [value for attribute, value in vars(module).items() if "drop" in attribute]
@@ -342,7 +343,7 @@ def dropouts(model: nn.Module) -> list[str]:
 
 
 class ParameterSlot(NamedTuple):
-    """The place of a parameter: `module._parameters[leaf]`."""
+    """A slot that holds a parameter: `module._parameters[leaf]`."""
 
     module: nn.Module
     leaf: str
@@ -360,7 +361,7 @@ def parameter_slots(model: nn.Module) -> dict[str, list[ParameterSlot]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """FQN -> buffer, of those in the state dict."""
+    """FQN -> buffer, for the buffers in the state dict."""
     kept = set(model.state_dict(keep_vars=True))
     return {fqn: buffer for fqn, buffer in model.named_buffers() if fqn in kept}
 
@@ -371,7 +372,7 @@ def state_key(name: str, fqn: str) -> str:
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor of a checkpoint, and what the mesh cuts of it."""
+    """A tensor of a checkpoint, and the axes that shard it."""
 
     tensor: Tensor
     spec: Spec
@@ -380,9 +381,9 @@ class CheckpointTensor(NamedTuple):
 def checkpoint_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Spec]
 ) -> dict[str, CheckpointTensor]:
-    """Every tensor of a checkpoint under its key: parameters (tied ones once), persistent buffers, optimizer state.
+    """Key -> tensor of a checkpoint: parameters (tied ones once), persistent buffers, optimizer state.
 
-    `layouts`: `ShardPolicy.layouts`; buffers are whole everywhere.
+    `layouts`: `ShardPolicy.layouts`; buffers are replicated.
     """
     if isinstance(optimizer, CountingOptimizer):
         optimizer.settle_counts()
@@ -399,23 +400,23 @@ def checkpoint_tensors(
 
 
 def optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors of the optimizer's state, under their keys."""
+    """Key in a checkpoint -> tensor of the optimizer's state."""
     states = {fqn: tensors_of(optimizer.state.get(parameter, {})) for fqn, parameter in parameters.items()}
     return {state_key(name, fqn): value for fqn, state in states.items() for name, value in state.items()}
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state of one parameter."""
+    """The tensors in the optimizer state of one parameter."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def name_groups(groups: list[dict[str, Any]], parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Optimizer groups with parameters in place of their FQNs."""
+    """Return optimizer groups with parameters in place of their FQNs."""
     return [{**group, "params": [parameters[fqn] for fqn in group["params"]]} for group in groups]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, as configs and checkpoints have it."""
+    """The name of a dtype in configs and checkpoints: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -426,11 +427,11 @@ def optimizer_state_twins(
     *,
     compiled: bool = False,
 ) -> dict[str, dict[str, Tensor]]:
-    """FQN -> state name -> a tensor with the shape and dtype of that state, its values arbitrary.
+    """FQN -> state name -> a tensor with the shape and dtype of that state and arbitrary values.
 
-    It lies on the host if the optimizer keeps that state there (step counts), else on meta. The same optimizer takes a
-    step on meta twins, which works for any torch optimizer whose state starts at zero. Raises BackendError, with the
-    line, for one whose step reads a tensor's value: meta tensors have none.
+    It is on the host if the optimizer keeps that state there (step counts), else on meta. The same optimizer steps on
+    meta twins, which works for any torch optimizer whose state starts at zero. Raises BackendError, with the line, for
+    an optimizer whose step reads a tensor's value: meta tensors have none.
     """
     twins = {fqn: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for fqn, p in parameters.items()}
     for twin in twins.values():
@@ -445,10 +446,10 @@ def optimizer_state_twins(
         frames = traceback.extract_tb(error.__traceback__)
         frame = [f for f in frames if f"{inside}/optim" in f.filename or not f.filename.startswith(inside)][-1]
         raise BackendError(
-            f"optim: expected an optimizer whose step reads no value of a tensor, found {type(optimizer).__name__}, "
-            f"which can't step without values: {error}\n  in {frame.filename}:{frame.lineno}: {frame.line}\n"
-            "  In each step the host would wait for the device, and XLA couldn't compile it.\n"
-            "  Compute with tensors there, or take another optimizer: optim.name=adamw."
+            f"optim: {type(optimizer).__name__} reads a tensor's value on the host in step(): {error}\n"
+            f"  in {frame.filename}:{frame.lineno}: {frame.line}\n"
+            "  Each step would wait for the device, and XLA couldn't compile it.\n"
+            "  Compute with tensors there, or use another optimizer: optim.name=adamw."
         ) from error
     return {fqn: tensors_of(optimizer.state[twin]) for fqn, twin in twins.items()}
 
@@ -461,7 +462,7 @@ def zero_optimizer(
     *,
     compiled: bool,
 ) -> torch.optim.Optimizer:
-    """The optimizer with all its state. `zeros(fqn, twin, group)` lays out each tensor of a parameter's."""
+    """Build the optimizer with all its state. `zeros(fqn, twin, group)` allocates each state tensor of a parameter."""
     optimizer = make(name_groups(groups, parameters), compiled)
     for group in optimizer.param_groups if compiled else ():
         group["lr"] = group["lr"].clone()  # else groups share one, which a scheduler changes in place
@@ -475,7 +476,7 @@ def zero_optimizer(
 
 @cache
 def _host_bytes() -> int:
-    """Read once a process: a step asks twice, and the files of cgroups take 0.1 ms."""
+    """Read once per process: a step needs it twice, and reading the files of cgroups takes 0.1 ms."""
     return host_memory_bytes()
 
 

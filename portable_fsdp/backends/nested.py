@@ -1,6 +1,6 @@
-"""Tensors inside of what modules take and return: containers, dataclasses and other objects, nested in any way.
+"""Tensors inside the inputs and outputs of modules: in containers, dataclasses and other objects, nested in any way.
 
-torch's own functions (`torch.utils._pytree`) take a dataclass, a subclass of dict and any other object for one value.
+torch's own functions (`torch.utils._pytree`) treat a dataclass, a subclass of dict or any other object as one leaf.
 """
 
 import copy
@@ -18,28 +18,28 @@ from torch.utils._pytree import tree_map_only
 
 _FIXED = (tuple, set, frozenset)
 _CONTAINERS = (dict, list, deque, *_FIXED)
-_WHOLE = (str, bytes, int, float, complex, type, ModuleType, nn.Module)  # no tensors to look for inside of these
+_WHOLE = (str, bytes, int, float, complex, type, ModuleType, nn.Module)  # hold no tensors to find
 
 _Contents = tuple[dict[Any, Any], dict[str, Any]]  # items by key or index, and attributes
 
 
 class Replacement:
-    """Replaces the tensors in values by `change(tensor)`; objects and containers around a new one are copied.
+    """Replace tensors in values by `change(tensor)`; copy the objects and containers around a new one.
 
-    A module may change such a copy: append to a list, set a field. `write_back` does the same to the original. `kind`:
-    what is replaced.
+    A module may change such a copy: append to a list, set a field. `write_back` does the same to the original.
+    `kind`: the type to replace.
     """
 
     def __init__(self, change: Callable[[Any], Any], kind: type = Tensor) -> None:
         self._change, self._kind = change, kind
         self._known: dict[int, tuple[Any, Any]] = {}  # id -> the value and what replaces it, both kept alive
-        self._copies: list[tuple[Any, Any, _Contents]] = []  # the original, the copy, what is in it at first
+        self._copies: list[tuple[Any, Any, _Contents]] = []  # original, copy, contents at first
 
     def __call__(self, value: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch.compile knows this one
+        if torch.compiler.is_compiling():  # torch.compile can trace this function
             return tree_map_only(self._kind, self._change, value)
         running = [self._replace(value)]
-        while running:  # no recursion: objects may be nested deeper than Python calls may be
+        while running:  # no recursion: objects may be nested deeper than Python's recursion limit
             inner = next(running[-1], None)
             running.pop() if inner is None else running.append(self._replace(inner))
         return self._new(value)
@@ -48,7 +48,7 @@ class Replacement:
         return self._known.get(id(value), (value, value))[1]
 
     def _replace(self, value: Any) -> Generator[Any]:
-        """Yields what must be replaced before: values inside."""
+        """Yield the inner values, which must be replaced first."""
         if id(value) in self._known or _is_plain(type(value)):
             return
         self._known[id(value)] = value, value  # ends cycles
@@ -64,7 +64,7 @@ class Replacement:
             )
             if items or attributes:
                 if isinstance(value, _FIXED):
-                    make: Any = getattr(cast(Any, value), "_make", type(cast(Any, value)))  # the first: a named tuple's
+                    make: Any = getattr(cast(Any, value), "_make", type(cast(Any, value)))  # _make: named tuples
                     made = make((contents[0] | items).values())
                 else:
                     _fill(made := copy.copy(value), items, attributes)
@@ -72,7 +72,7 @@ class Replacement:
                 self._known[id(value)] = value, made
 
     def write_back(self) -> None:
-        """Change the originals as the copies have been changed since."""
+        """Apply to the originals the changes that were made to the copies."""
         originals = {id(new): value for value, new in self._known.values()}
         for value, made, before in self._copies:
             pairs = [*zip(now := _contents(made), before, strict=True)]
@@ -83,21 +83,21 @@ class Replacement:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Each tensor once."""
-    found: list[Tensor] = []
-    Replacement(lambda tensor: found.append(tensor) or tensor)(value)
-    return found
+    """Return each tensor in `value` once."""
+    tensors: list[Tensor] = []
+    Replacement(lambda tensor: tensors.append(tensor) or tensor)(value)
+    return tensors
 
 
 def grad_tensors(value: Any) -> list[Tensor]:
-    """The tensors in it that require a gradient."""
+    """Return the tensors in `value` that require a gradient."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def tensors_of_modules(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The tensors that the user's code keeps in attributes of modules, also inside lists and dicts."""
+    """Return the tensors that the user's code keeps in attributes of modules, also inside lists and dicts."""
     values = ((name, value) for module in modules for name, value in vars(module).items())
-    own = _of_every_module()  # and what fully_shard keeps there begins with __
+    own = _of_every_module()  # fully_shard's attributes begin with __
     kinds = (Tensor, list, tuple, dict)
     return tensors_in([v for name, v in values if isinstance(v, kinds) and name not in own and name[:2] != "__"])
 
@@ -108,20 +108,20 @@ def _of_every_module() -> frozenset[str]:
 
 
 class _Place(NamedTuple):
-    """Takes a tensor's place."""
+    """Placeholder for a tensor."""
 
     number: int
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors in `value`, and `unflatten`, which puts other tensors into a copy of `value` as it is now."""
+    """Return the tensors in `value`, and `unflatten`, which puts other tensors into a copy of `value` as it is now."""
     tensors: list[Tensor] = []
     frame = Replacement(lambda tensor: tensors.append(tensor) or _Place(len(tensors) - 1))(value)
     return tensors, lambda new: Replacement(lambda place: new[place.number], _Place)(frame)
 
 
 def floats_in(dtype: torch.dtype) -> Replacement:
-    """Casts floating point tensors to `dtype`."""
+    """Return a replacement that casts floating point tensors to `dtype`."""
     return Replacement(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
@@ -136,12 +136,12 @@ def _slots(kind: type) -> tuple[bool, list[str]]:
 
 @lru_cache(10_000)
 def _is_plain(kind: type) -> bool:
-    """Whether values of this type hold no others, as numbers, texts and arrays."""
+    """Whether values of this type hold no other values: numbers, strings, arrays."""
     return issubclass(kind, _WHOLE) or not (issubclass(kind, _CONTAINERS) or any(_slots(kind)))
 
 
 def _kinds_in(value: Any) -> set[type]:
-    """The types of what is in it that may hold tensors; none for a table of plain values, as fast as C."""
+    """The types of the inner values that may hold tensors; none for a table of plain values, at C speed."""
     inside: Any = [*_attributes(value).values(), *_items(value)]
     first = kinds = set(filterfalse(_is_plain, {*map(type, inside)}))
     for _ in range(4):  # rows of a table

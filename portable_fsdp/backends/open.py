@@ -1,4 +1,4 @@
-"""The table of engines, what each declares, and the choice of one. Imports no engine and no torch to name them."""
+"""The table of engines, their specs, and the choice of an engine. Names engines without importing them or torch."""
 
 import importlib
 import importlib.util
@@ -25,22 +25,22 @@ ENGINES = {
     "xla": "portable_fsdp.backends.torch_xla.options:SPMD",
     "xla_fsdp1": "portable_fsdp.backends.torch_xla.options:FSDP1",
 }
-"""Name -> where its `EngineSpec` is. On a device, --backend=auto is the first whose package is installed."""
+"""Name -> location of its `EngineSpec`. --backend=auto is the first on a device whose package is installed."""
 
 ProcessCount = Callable[[str, int | None, Callable[[str], int]], int]
-"""(device, requested devices, count of a device on this host) -> processes of a plain start on one host."""
+"""(device, requested devices, `count_devices`) -> processes of a start on one host without a launcher."""
 
 PlanMethod = Literal["fake step", "compiled step"]
-"""How `plan` plans a step: it runs the step on fake tensors, or has its program compiled."""
+"""How `plan` plans a step: run it on fake tensors, or compile its program."""
 
 
 class Package(NamedTuple):
-    """What must be installed for an engine on a device."""
+    """The package that an engine needs on a device."""
 
     name: str
-    fix: str  # how to get it, a sentence
-    is_usual: bool = True  # a plan or a fix may assume it; users of the other engines of a device know them
-    check: Callable[[], None] = lambda: None  # raises BackendError where it can't work as it is installed
+    fix: str  # how to install it, a sentence
+    is_usual: bool = True  # plans and fixes may assume it; users of a device's other engines know about them
+    check: Callable[[], None] = lambda: None  # raises BackendError if the installation can't work
 
 
 @dataclass(frozen=True)
@@ -48,35 +48,35 @@ class EngineSpec:
     """One engine. It honours each option that it neither refuses nor delegates, as the schema describes it."""
 
     engine: str  # "module:class", imported when the engine is opened
-    packages: Mapping[str, Package]  # device -> what it needs there; the devices that it has
+    packages: Mapping[str, Package]  # supported device -> the package that it needs there
     example_device: str  # `explain` shows its options on this device by default
-    rules: "tuple[Rule, ...]"  # refusals, beside those of every engine (`refusals.py`)
+    rules: "tuple[Rule, ...]"  # refusals, in addition to those of all engines (`refusals.py`)
     processes: ProcessCount
-    launcher_counts_devices: bool  # the launcher starts one process a device; else only the engine knows the number
+    launcher_counts_devices: bool  # the launcher starts one process per device; else only the engine knows the number
     prepare_start: "Callable[[str, int, Mapping[str, str]], Hosts | None]" = lambda device, processes, environ: None
-    """(device, processes of this host, environment), in the process that starts them -> where several hosts meet."""
+    """(device, processes of this host, environment) -> rendezvous of several hosts; runs in the parent process."""
     planned_by: Mapping[str, PlanMethod] = field(default_factory=dict[str, PlanMethod])
-    """By device; without one where nothing plans for the engine."""
+    """Device -> method; devices for which nothing plans are left out."""
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """`section.key` or `section.key=value` -> what the engine does, where the schema's description doesn't tell it."""
-    delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # `section.key` -> what decides in its place
-    other_devices: Mapping[str, str] = field(default_factory=dict[str, str])  # device -> why not, and the fix
+    """`section.key` or `section.key=value` -> what the engine does, if the schema's description doesn't say it."""
+    delegated: Mapping[str, str] = field(default_factory=dict[str, str])  # `section.key` -> what decides instead
+    other_devices: Mapping[str, str] = field(default_factory=dict[str, str])  # unsupported device -> reason and fix
 
 
 @cache
 def spec_of(engine: str) -> EngineSpec:
-    """What an engine declares; imports neither the engine nor torch."""
+    """The spec of an engine; imports neither the engine nor torch."""
     return cast(EngineSpec, pkgutil.resolve_name(ENGINES[engine]))
 
 
 def engines_on(device: str) -> tuple[str, ...]:
-    """The engines that a device has."""
+    """The engines that support a device."""
     return tuple(engine for engine in ENGINES if device in spec_of(engine).packages)
 
 
 def usual_engine(device: str) -> str:
-    """What --backend=auto is on a device."""
-    for engine in ENGINES:  # the first one ends it: a run loads the description of no other engine
+    """The engine of --backend=auto on a device."""
+    for engine in ENGINES:  # stops at the first: a run loads no other engine's spec
         package = spec_of(engine).packages.get(device)
         if package is not None and _is_installed(package.name):
             return engine
@@ -84,12 +84,12 @@ def usual_engine(device: str) -> str:
 
 
 def engine_made_for(device: str) -> str:
-    """The usual engine of a device that isn't here."""
+    """The usual engine of a device that this host doesn't have."""
     return next(engine for engine in engines_on(device) if spec_of(engine).packages[device].is_usual)
 
 
 def require_names(device: str, backend: str) -> None:
-    """Raises BackendError for a device or an engine that doesn't exist."""
+    """Raise BackendError for an unknown device or engine."""
     if device not in ("auto", *DEVICES):
         raise BackendError(f"--device={device}: expected one of auto, {', '.join(DEVICES)}.")
     if backend not in ("auto", *ENGINES):
@@ -97,12 +97,12 @@ def require_names(device: str, backend: str) -> None:
 
 
 def resolve(device: str, backend: str) -> tuple[str, str]:
-    """The device and the engine that `auto` stands for; raises BackendError for what is absent or can't be."""
+    """Resolve `auto` to a device and an engine. Raises BackendError if one is unknown, missing or unsupported."""
     require_names(device, backend)
     keep_torch_tpu_out()
     if "torch_tpu" in sys.modules and not tpu_chips():
         raise BackendError(
-            "torch has loaded torch_tpu, on a host without TPU chips: its first backward would hang.\n"
+            "torch has loaded torch_tpu on a host without TPU chips: its first backward would hang.\n"
             "  Set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment of this program."
         )
     if device == "auto":
@@ -115,8 +115,7 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
     package = spec.packages[device]
     if not _is_installed(package.name):
         raise BackendError(
-            f"backend {backend} on {device}: expected the package {package.name}, found none installed.\n"
-            f"  {package.fix}"
+            f"backend {backend} on {device}: the package {package.name} is not installed.\n  {package.fix}"
         )
     package.check()
     if not count_devices(device):
@@ -125,9 +124,9 @@ def resolve(device: str, backend: str) -> tuple[str, str]:
 
 
 _NO_DEVICE = {
-    "cuda": "--device=cuda: expected a GPU, found none (torch.cuda.is_available() is False).\n"
+    "cuda": "--device=cuda: no GPU found (torch.cuda.is_available() is False).\n"
     "  Check nvidia-smi and that torch is a CUDA build, or use --device=cpu.",
-    "tpu": "--device=tpu: expected TPU chips, found none on this host (no /dev/accel* and no /dev/vfio/*).\n"
+    "tpu": "--device=tpu: no TPU chips found on this host (no /dev/accel* and no /dev/vfio/*).\n"
     "  Run this on a TPU VM, on all its workers at once (launch/tpu_vm.sh); to try the same engine here:\n"
     "  --device=cpu --backend={backend} --num_devices=4",
 }
@@ -136,10 +135,10 @@ _NO_DEVICE = {
 def open_backend(
     config: Config, *, device: str = "auto", backend: str = "auto", num_devices: int | None = None
 ) -> "Backend":
-    """Open an engine, to be used as a context manager.
+    """Open an engine, for use as a context manager.
 
-    `num_devices`: for virtual CPU devices under xla; under torchrun native has one a process. Raises BackendError for
-    what this device or engine can't do with `config`.
+    `num_devices`: virtual CPU devices under xla; under torchrun native has one device per process. Raises BackendError
+    for options of `config` that this device or engine can't honour.
     """
     device, backend = resolve(device, backend)
     module, _, name = spec_of(backend).engine.partition(":")
@@ -147,7 +146,7 @@ def open_backend(
 
 
 def local_processes(device: str, backend: str, num_devices: int | None) -> int:
-    """Processes that a plain start needs on this host."""
+    """Number of processes to start on this host without a launcher."""
     return spec_of(backend).processes(device, num_devices, count_devices)
 
 
@@ -156,7 +155,7 @@ def _is_installed(package: str) -> bool:
 
 
 def count_devices(device: str) -> int:
-    """GPUs or TPU chips of this host; one CPU."""
+    """Number of GPUs or TPU chips of this host; 1 for the CPU."""
     match device:
         case "cuda":
             import torch

@@ -1,7 +1,7 @@
-"""Whether an engine takes an option of a config: honoured, delegated, or refused with the reason and the fixes.
+"""The verdict of an engine on each option: honoured, delegated, or refused with the reason and the fixes.
 
-Numerics and memory are honoured or refused. An engine may decide by itself what concerns speed alone, and how long it
-waits for a lost process: that is delegated. A backend calls `require_supported` while it opens, `explain` shows
+Options of numerics and memory are honoured or refused. Options that concern speed alone, or how long to wait for a lost
+process, may be delegated: the engine decides. A backend calls `require_supported` while it opens; `explain` shows
 `verdicts`. The rules below hold for all engines; each adds its own in its `options.py`. Imports no engine and no torch.
 """
 
@@ -28,11 +28,11 @@ from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
 class Deployment(NamedTuple):
-    """Where a config will run. A count of None, or no generation, is unknown: rules that depend on it don't apply."""
+    """The target of a config. A count of None, or an empty generation, is unknown: rules that need it don't apply."""
 
     engine: str
     device: str
-    devices: int | None = None  # in all
+    devices: int | None = None  # total
     hosts: int | None = None
     generation: str = ""  # of a TPU, as libtpu names slices: v5p
 
@@ -43,7 +43,7 @@ Fixes = tuple[str, ...] | Callable[[Config, Deployment], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A case in which an option is refused; `when` is None where only the built model can decide.
+    """A case in which an option is refused; `when` is None if only the built model can decide.
 
     Each fix is one or more settings (`section.key=value`, `--backend=...`), joined by " and ".
     """
@@ -52,7 +52,7 @@ class Rule:
     reason: str
     when: When | None = None
     fixes: Fixes = ()
-    takes_default_alone: bool = False  # in every case
+    takes_default_alone: bool = False  # refuses all other values, in every case
 
     @property
     def option(self) -> str:
@@ -64,10 +64,10 @@ class Rule:
 
 
 def refused(head: str, reason: str, *fixes: str, when: When | None = None) -> tuple[Rule, ...]:
-    """Rules that refuse options and take their defaults, which are the first fixes; with `when`, in that case alone.
+    """Return rules that refuse all values of options but the defaults, which are the first fixes; `when`: only then.
 
     The head names one or more options before the case: `section.key` refuses all values but the default,
-    `section.key=word|word` these words.
+    `section.key=word|word` only these words.
     """
     options = list(takewhile(lambda word: word.partition("=")[0] in option_names(), head.split()))
     case = head.split(" ", len(options))[-1]
@@ -88,15 +88,15 @@ def _refused(option: str, case: str, reason: str, fixes: tuple[str, ...], when: 
 
 
 def refused_each(case: str, reasons: Mapping[str, str], *fixes: str, when: When | None = None) -> tuple[Rule, ...]:
-    """As `refused`, for one case in which each of several options has a reason of its own."""
+    """Return rules as `refused` does, for one case in which each of several options has its own reason."""
     rules = (refused(f"{options} {case}", reason, *fixes, when=when) for options, reason in reasons.items())
     return tuple(chain.from_iterable(rules))
 
 
 def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[Rule, ...]:
-    """Rules for options that count only with `setting`: `key=value`, or with any value of a key whose default is null.
+    """Return rules for options that need `setting`: `key=value`, or any value of a key whose default is null.
 
-    `beside`: what the fix by that setting needs too.
+    `beside`: further settings that the fix by that setting needs.
     """
     key, _, value = setting.partition("=")
     takes_any = default_of(key) is None
@@ -111,7 +111,7 @@ def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[
 
 def _only_for(option: str, *optimizers: str) -> tuple[Rule, ...]:
     return refused(
-        f"{option} with another optimizer than {', '.join(optimizers)}",
+        f"{option} with an optimizer other than {', '.join(optimizers)}",
         "no other optimizer has it",
         when=lambda c, p: c.optim.factory is not None or c.optim.name not in optimizers,
     )
@@ -157,7 +157,7 @@ def _modules_without_float32(config: Config, _: Deployment) -> tuple[str, ...]:
 
 
 def only_largest_bucket(config: Config, _: Deployment) -> tuple[str, ...]:
-    """The fix for several sizes."""
+    """Fixes for buckets of several sizes."""
     largest = {key: sizes[-1:] for key, sizes in config.data.buckets.items()}
     return (f"data.buckets={yaml_value(largest)}", "--backend=native")
 
@@ -171,7 +171,7 @@ def recomputes_modules(config: Config) -> bool:
 
 
 def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
-    """Devices that share one copy of the model; None where unknown, or where replicas don't divide the devices."""
+    """Devices per copy of the model; None if unknown, or if replicas don't divide the devices."""
     if place.devices is None or not config.sharding.is_hybrid:
         return place.devices
     replicas = _replicas(config, place)
@@ -179,7 +179,7 @@ def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
 
 
 def divisors(whole: int | None) -> list[int]:
-    """Without 1 and `whole` itself."""
+    """Divisors of `whole` except 1 and itself, ascending; none for None."""
     return [part for part in range(2, whole or 0) if (whole or 0) % part == 0]
 
 
@@ -215,11 +215,14 @@ RULES = (
     ),
     Rule(
         "optim.factory with float16, for an optimizer that can't skip a step on the device",
-        "docs/optimizers.md says what it takes",
+        "docs/optimizers.md lists what it needs",
     ),
-    Rule("precision.products for layers without linear ones whose sizes 16 divides", "there is nothing to convert"),
-    Rule("memory.every that is more than the number of layers", "the model has fewer layers"),
-    Rule("memory.classes that the model doesn't have", "no module is one of them"),
+    Rule(
+        "precision.products for layers without linear layers whose sizes are multiples of 16",
+        "there is nothing to convert",
+    ),
+    Rule("memory.every above the number of layers", "the model has fewer layers"),
+    Rule("memory.classes that the model doesn't have", "no module is an instance of them"),
     # --- sharding
     Rule(
         "sharding.strategy on one device",
@@ -296,7 +299,7 @@ RULES = (
     ),
     *refused(
         "optim.name=adafactor|muon|adamw8bit where something computes in float16",
-        "its step counts lie on the host, which would wait for the device to learn of an overflow",
+        "its step counts are on the host, which would wait for the device to report an overflow",
         when=lambda c, p: "float16" in c.precision.dtypes,
     ),
     *refused("precision.products with model.lora", "peft has its own layers", when=lambda c, p: bool(c.model.lora)),
@@ -314,7 +317,7 @@ RULES = (
     ),
     *refused(
         "precision.output=bfloat16 with precision.compute=float32",
-        "the loss would use fewer digits than the model computes",
+        "the loss would use fewer digits than the model",
         "precision.compute=bfloat16",
         when=lambda c, p: c.precision.dtypes == {"float32"},
     ),
@@ -331,16 +334,16 @@ RULES = (
         lambda c, p: is_selective(c) and c.memory.every is not None and bool(c.memory.save_ops),
         ("memory.save_ops=[]", "memory.every=null"),
     ),
-    # --- tasks and models of one's own
+    # --- tasks and the user's own models
     Rule(
-        "train.task of transformers' own tasks but causal_lm, without data.factory",
+        "train.task of transformers other than causal_lm, without data.factory",
         "text has no labels but the next tokens",
         lambda c, p: c.data.factory is None and c.train.task != "causal_lm" and ":" not in c.train.task,
         ("data.factory=MODULE:FUNCTION", "train.task=causal_lm"),
     ),
     Rule(
         "train.task causal_lm with model.factory",
-        "it needs a model of transformers",
+        "it needs a transformers model",
         lambda c, p: c.model.factory is not None and c.train.task == "causal_lm",
         ("train.task=MODULE:FUNCTION", "train.task=image_classification"),
     ),
@@ -349,18 +352,18 @@ RULES = (
         {
             "model.attention": "the model brings its attention",
             "model.experts": "the model brings its experts",
-            "model.lora": "adapters are put into models of transformers",
+            "model.lora": "adapters need a transformers model",
         },
         when=lambda c, p: c.model.factory is not None,
     ),
     *refused(
         "precision.output with a task other than causal_lm",
-        "the task's own function makes the loss of the logits",
+        "the task's own function computes the loss from the logits",
         when=lambda c, p: c.train.task != "causal_lm",
     ),
     *refused(
         "train.sample_every without text",
-        "samples continue texts, by a causal language model and its tokenizer",
+        "samples need a causal language model and its tokenizer",
         when=lambda c, p: c.train.task != "causal_lm" or c.data.factory is not None,
     ),
     *refused(
@@ -399,7 +402,7 @@ RULES = (
     *without(
         "memory.gradient_checkpointing=selective",
         "memory.every",
-        "no other mode goes by the number of a layer",
+        "no other mode selects by layer number",
         " and memory.save_ops=[]",
     ),
     *without(
@@ -414,8 +417,8 @@ RULES = (
         "memory.gradient_checkpointing=full",
         when=lambda c, p: not recomputes_modules(c),
     ),
-    *without("memory.gradient_checkpointing=budget", "memory.budget", "no other mode keeps to a budget"),
-    *without("precision.compute=bfloat16", "precision.products", "8 bits round what is computed in bfloat16"),
+    *without("memory.gradient_checkpointing=budget", "memory.budget", "no other mode has a budget"),
+    *without("precision.compute=bfloat16", "precision.products", "8-bit products replace those in bfloat16"),
     *without("data.eval_split=5%", "train.eval_every", "there is no validation set"),
     *without("train.eval_every", "train.eval_on_start train.eval_batches train.patience", _NEVER_EVALUATES),
     *without("train.sample_every", "train.sample_prompts train.sample_tokens", _NEVER_SAMPLES),
@@ -426,12 +429,12 @@ RULES = (
 
 @cache
 def rules_of(engine: str) -> tuple[Rule, ...]:
-    """All rules of an engine: those of every engine, its own, and one for each setting of another engine's section."""
+    """All rules of an engine: the common ones, its own, and one for each setting of another engine's section."""
     rules = [*RULES, *spec_of(engine).rules]
     for owner in ENGINES:
         if owner != engine and owner in Config.model_fields:
             options = " ".join(f"{owner}.{key}" for key in section_model(owner).model_fields)
-            head = f"{options} on another engine than {owner}"
+            head = f"{options} on an engine other than {owner}"
             rules += refused(head, "no other engine has this setting", f"--backend={owner}")
     return tuple(rules)
 
@@ -445,14 +448,14 @@ def _rules_about(engine: str, option: str) -> tuple[Rule, ...]:
 
 
 def refusals(config: Config, place: Deployment) -> tuple[Rule, ...]:
-    """The rules that apply."""
+    """The rules that refuse an option of `config` at `place`."""
     return tuple(rule for rule in rules_of(place.engine) if rule.when is not None and rule.when(config, place))
 
 
 def require_supported(config: Config, place: Deployment) -> None:
-    """Raise BackendError with all options that the engine can't honour there.
+    """Raise BackendError with all options that the engine can't honour at `place`.
 
-    The message begins with a batch that the devices don't divide; alone that is a ConfigError.
+    A global batch that the devices don't divide comes first in the message; alone it raises ConfigError.
     """
     where = f"backend {place.engine} on {place.device}"
     where += f" ({place.devices} device(s) of {place.hosts} host(s))" if place.devices is not None else ""
@@ -472,10 +475,10 @@ def _reason(rule: Rule, config: Config, place: Deployment, gap: str) -> str:
 
 
 def _batch_problem(config: Config, devices: int | None) -> str | None:
-    """The message of `check_batch`, where it raises one."""
+    """The error message of `check_batch`; None if it passes."""
     try:
         if devices is not None:
-            is_auto = config.train.micro_batch == "auto"  # then as many rows as divide; any number of devices has one
+            is_auto = config.train.micro_batch == "auto"  # it picks a divisor, and every number of devices has one
             check_batch(with_value(config, "train.micro_batch", 1) if is_auto else config, devices)
     except ConfigError as error:
         return str(error)
@@ -483,7 +486,7 @@ def _batch_problem(config: Config, devices: int | None) -> str | None:
 
 
 def fixes_of(rule: Rule, config: Config, place: Deployment) -> tuple[str, ...]:
-    """Those that no rule refuses in turn; if each is refused, all: the next refusal then says how to continue."""
+    """The fixes that no rule refuses in turn. If each is refused, all: the next refusal then names its fixes."""
     fixes = rule.fixes(config, place) if callable(rule.fixes) else rule.fixes
     packages = {engine: spec_of(engine).packages.get(place.device) for engine in ENGINES}
     elsewhere = {f"--backend={name}" for name, package in packages.items() if package is None or not package.is_usual}
@@ -492,7 +495,7 @@ def fixes_of(rule: Rule, config: Config, place: Deployment) -> tuple[str, ...]:
 
 
 def _leads_out(fix: str, rule: Rule, config: Config, place: Deployment) -> bool:
-    """Whether then neither the rule's option nor a key that the fix sets is refused."""
+    """Whether, with `fix`, neither the rule's option nor a key that the fix sets is refused."""
     settings = dict(_settings(fix))
     place = place._replace(engine=settings.pop("--backend", place.engine))
     for key, value in settings.items():
@@ -511,16 +514,16 @@ def _settings(fix: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Verdict(NamedTuple):
-    """What an engine does with an option: with the value of a config, or in the case of a table's line."""
+    """How an engine treats an option: its value in a config, or one case in the option's table."""
 
     option: str  # `section.key`
     kind: Literal["honoured", "delegated", "refused"]
-    text: str  # what the engine does, or the reason, and in a config the fixes
+    text: str  # what the engine does, or the reason; for a config also the fixes
     case: str = ""  # a value, or when a rule applies
 
 
 def verdicts(config: Config, place: Deployment) -> tuple[Verdict, ...]:
-    """One for each option of the config, in the schema's order."""
+    """A verdict for each option of the config, in the schema's order."""
     reasons: dict[str, list[str]] = {}
     for rule in refusals(config, place):
         reasons.setdefault(rule.option, []).append(f"{rule.case}: {_reason(rule, config, place, ' ')}")
@@ -547,7 +550,7 @@ def _taken(config: Config, engine: str, option: str) -> Verdict:
 
 @cache
 def lines_of(engine: str, option: str) -> tuple[Verdict, ...]:
-    """What an engine does with any value of an option, with some values, and in the cases in which it refuses it."""
+    """The table of an option: how the engine treats any value, particular values, and the cases that it refuses."""
     spec, rules = spec_of(engine), _rules_about(engine, option)
     text = spec.delegated.get(option) or spec.notes.get(option) or description_of(option)
     if option not in {**spec.delegated, **spec.notes} and any(rule.takes_default_alone for rule in rules):

@@ -1,4 +1,4 @@
-"""Finds the modules that use each weight, and the dtypes in which it computes: for engines that cast at use.
+"""Find the modules that use each weight, and the compute dtype of each use: for engines that cast at use.
 
 Weights are replaced in a module's own table while its forward runs: no wrapper module, no changed name.
 """
@@ -20,9 +20,9 @@ from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
 class Use(NamedTuple):
-    """A use of a weight, `module._parameters[leaf]`, and the dtype in which it computes there.
+    """A use of a weight, `module._parameters[leaf]`, and its compute dtype there.
 
-    `splits_gradient`: the module's forward asks for the copy, and gives the master its gradient itself (XLA's sums.py).
+    `splits_gradient`: the module's forward makes the copy, and sets the master's gradient itself (XLA's sums.py).
     """
 
     module: nn.Module
@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
     @property
     def key(self) -> tuple[int, torch.dtype]:
-        """Tied weights of one dtype share a copy."""
+        """Key of the cast copy: tied weights of one dtype share it."""
         return id(self.weight), self.dtype
 
 
@@ -50,14 +50,14 @@ def weight_uses(model: nn.Module, policy: ShardPolicy) -> dict[str, Use]:
 
 
 def dtype_of(name: str, policy: ShardPolicy) -> torch.dtype:
-    """In which dtype a module computes: its own, or that of the module around it."""
+    """The compute dtype of a module: its own, or that of the module around it."""
     while name and name not in policy.modules:
         name = name.rpartition(".")[0]
     return policy.modules[name] if name else policy.compute
 
 
 def check_statistics(model: nn.Module, policy: ShardPolicy) -> None:
-    """Raises ConfigError for running statistics in another dtype than their module computes in: torch's batch norm
+    """Raise ConfigError for running statistics whose dtype isn't their module's compute dtype: torch's batch norm
     refuses them in its first forward."""
     for name, module in model.named_modules():
         statistics = getattr(module, "running_mean", None)
@@ -65,14 +65,14 @@ def check_statistics(model: nn.Module, policy: ShardPolicy) -> None:
             dtype = dtype_name(computes)
             own = f"precision.modules={{{name}: float32}} and precision.buffers=auto"
             raise ConfigError(
-                f"precision.buffers: expected running statistics of {name} in {dtype}, in which it computes, found "
+                f"precision.buffers: expected running statistics of {name} in its compute dtype {dtype}, found "
                 f"{dtype_name(statistics.dtype)}.\n"
                 f"  Set {own if dtype == 'float16' else f'precision.buffers={dtype}, or {own}'}."
             )
 
 
 def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, list[Use]]:
-    """Block -> the weights that are in it and in no block inside it; "" is the model."""
+    """Block -> the weights in it that are in no inner block; "" is the model."""
     by_depth = sorted({"", *blocks}, key=len, reverse=True)
     owned: dict[str, list[Use]] = {block: [] for block in by_depth}
     for fqn, use in uses.items():
@@ -91,15 +91,15 @@ def distinct(uses: Iterable[Use]) -> Iterable[Use]:
 
 
 def cast_weight(use: Use) -> Tensor:
-    """The weight in the dtype of its use; the weight itself where it has that dtype."""
+    """Return the weight in the dtype of its use; the weight itself if it has that dtype."""
     weight = use.weight.detach() if use.splits_gradient else use.weight
     return weight.to(use.dtype) if weight.is_floating_point() else weight
 
 
 def eight_bit_layers(model: nn.Module, policy: ShardPolicy) -> list[str]:
-    """FQNs of the linear layers for precision.products: inside the model's layers, outside of `policy.modules`, with
-    weights of their own and sizes that 16 divides, as kernels ask for; no adapters. Raises BackendError where there is
-    none."""
+    """FQNs of the linear layers for precision.products: inside the model's layers, outside `policy.modules`, with
+    untied weights and sizes that are multiples of 16, as the kernels need; no adapters. Raises BackendError if there
+    are none."""
     if policy.products == "auto":
         return []
     tied = {slot.module for slots in parameter_slots(model).values() if len(slots) > 1 for slot in slots}
@@ -109,15 +109,15 @@ def eight_bit_layers(model: nn.Module, policy: ShardPolicy) -> list[str]:
     names = [name for name in own if is_inside(name, policy.layers) and not is_inside(name, policy.modules)]
     if not names:
         raise BackendError(
-            f"precision.products={policy.products}: expected linear layers of sizes that 16 divides in the layers of "
-            f"{type(model).__name__}, found none\n  outside of precision.modules. Set precision.products=auto."
+            f"precision.products={policy.products}: the layers of {type(model).__name__} have no linear layer whose "
+            "sizes are multiples of 16\n  outside precision.modules. Set precision.products=auto."
         )
     return names
 
 
 @contextmanager
 def swapped(uses: Sequence[Use], tensors: Sequence[Tensor]) -> Generator[None]:
-    """While `tensors` are what the modules find in place of their weights."""
+    """Context in which the modules use `tensors` in place of their weights."""
     masters = [use.weight for use in uses]
     for use, tensor in zip(uses, tensors, strict=True):
         use.module._parameters[use.leaf] = cast(nn.Parameter, tensor)
@@ -129,7 +129,7 @@ def swapped(uses: Sequence[Use], tensors: Sequence[Tensor]) -> Generator[None]:
 
 
 def in_own_dtype(forward: Forward, dtype: torch.dtype, result: torch.dtype | None) -> Forward:
-    """`forward` with what it takes cast to `dtype`, and what it gives to `result` (None: left as it is)."""
+    """Wrap `forward`: cast its inputs to `dtype`, and its outputs to `result` (None: unchanged)."""
 
     @wraps(forward)  # with its signature: that of a head may have `loss_input`
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """List, show, verify, compare, convert or delete checkpoints: `python -m portable_fsdp.checkpoint COMMAND PATH`.
 
-PATH is the folder or URL of a checkpoint, or of a run, which stands for its newest checkpoint; `export` takes the best
-by its evaluations, as the run does. `--json` prints one object for scripts. Exit code: 0; 1 where `diff` finds a
+PATH is the folder or URL of a checkpoint, or of a run, which means its newest checkpoint; `export` uses the best by its
+evaluations, as the run does. `--json` prints one object for scripts. Exit code: 0; 1 where `diff` finds a
 difference; 2 for a usage error or a checkpoint that can't be read; 130 for Ctrl-C; 141 for a closed pipe (`| head`).
 """
 
@@ -63,25 +63,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not urls and not isinstance(error, OSError):
             raise
         message = f"{words[0]}: {error}"
-        if urls:  # a store's client raises errors of many classes: we take all for its own, as `storage.py` does
+        if urls:  # a store's client raises errors of many classes: we treat all as its own, as `storage.py` does
             message = (
-                f"{words[0]}: expected {' and '.join(urls)} to answer, found {type(error).__name__}: {error}\n"
-                "  Check the address, the credentials, and that the store is up. The data there may be intact."
+                f"{words[0]}: can't access {' and '.join(urls)}: {type(error).__name__}: {error}\n"
+                "  Check the address, the credentials, and that the store is up. Its data may be intact."
             )
     to_stderr(message)
     return code
 
 
 def resolve(path: Path) -> Path:
-    """A checkpoint's folder, from itself or from its run's. Raises `CheckpointError`."""
+    """Return a checkpoint's folder, given that or its run's. Raises `CheckpointError`."""
     return (path if exists(path / MANIFEST) else checkpoints_in(path)[0]).resolve()
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The checkpoints of a run, newest first, from the run's folder or its `checkpoints/`. Raises `CheckpointError`."""
+    """List a run's checkpoints, newest first, from its folder or its `checkpoints/`. Raises `CheckpointError`."""
     if checkpoints := checkpoints_below(path):
         return checkpoints
-    raise CheckpointError(f"{path}: expected a checkpoint (step-00000500) or a run's folder with one, found none")
+    raise CheckpointError(f"{path}: no checkpoint; name a checkpoint (step-00000500) or a run's folder with one")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,14 +96,15 @@ def _parser() -> argparse.ArgumentParser:
 
     path: dict[str, Any] = {"type": locate, "help": "a checkpoint's folder, or a run's (its newest)"}
     run: dict[str, Any] = {"type": locate, "metavar": "RUN", "help": "a run's folder, or its checkpoints/"}
-    dtype: dict[str, Any] = {"choices": _DTYPES, "help": "of the model's floating-point tensors; default: unchanged"}
+    dtype_help = "dtype of the model's floating-point tensors; default: unchanged"
+    dtype: dict[str, Any] = {"choices": _DTYPES, "help": dtype_help}
     add("list", _list, "the checkpoints of a run, newest first")("path", **run)
-    show = add("show", _show, "step, shapes, and who wrote it")
+    show = add("show", _show, "step, shapes, and the versions and engine that wrote it")
     show("path", metavar="PATH", **path)
     show("--config", action="store_true", help="print the config of the run that saved it, as YAML")
     verify = add("verify", _verify, "hash every file and compare it with the manifest")
     verify("path", metavar="PATH", **path)
-    verify("--all", action="store_true", help="all checkpoints of the run, not only its newest")
+    verify("--all", action="store_true", help="verify all checkpoints of the run, not only its newest")
     diff = add("diff", _diff, "compare two: tensors' names, shapes and dtypes, configs; exit code 1 if they differ")
     diff("a", metavar="A", **path)
     diff("b", metavar="B", **path)
@@ -117,31 +118,31 @@ def _parser() -> argparse.ArgumentParser:
     export("--dtype", **dtype)
     tokenizer_help = "huggingface, peft: the tokenizer's folder, or none; default: that of the run's config"
     export("--tokenizer", type=lambda text: str(_local(text)), metavar="PATH|none", help=tokenizer_help)
-    base_help = "huggingface, of adapters: their base, where the run's model.pretrained has moved"
+    base_help = "huggingface, adapters: their base model, if the run's model.pretrained has moved"
     export("--base", metavar="PATH", help=base_help)
     imports = add("import", _import, "make a checkpoint from a model in another format")
     imports("source", type=_local, metavar="SOURCE", help="a local file or a folder in another format")
     imports("folder", **run)
     imports("--format", choices=("auto", *FORMATS), default="auto")
-    config_help = "the model's config.json or its folder, where SOURCE has none"
+    config_help = "the model's config.json or its folder, if SOURCE has none"
     imports("--config", type=_local, metavar="PATH", help=config_help)
     imports("--dtype", **dtype)
     trust_help = "read pickled metadata (dcp), as data: names that aren't torch's metadata are refused"
     imports("--trust_metadata", action="store_true", help=trust_help)
     prune = add("prune", _prune, "delete older checkpoints")
     prune("path", **run)
-    prune("--keep", type=at_least(1, int), required=True, metavar="N", help="the newest N of each run stay")
-    prune("--keep_every", type=at_least(1, int), metavar="K", help="steps that K divides stay too")
+    prune("--keep", type=at_least(1, int), required=True, metavar="N", help="keep the newest N of each run")
+    prune("--keep_every", type=at_least(1, int), metavar="K", help="also keep steps that are multiples of K")
     prune("--dry_run", action="store_true", help="print what would be deleted")
     return parser
 
 
 def _local(text: str) -> Path:
-    """Libraries read and write the other formats, and they know local files only."""
+    """Parse a local path: the libraries of other formats know local files only."""
     if "://" in text:
         raise CheckpointError(
-            f"{text}: expected a local path, found an URL: only our own checkpoints lie in object stores.\n"
-            "  Convert to or from a local folder, and copy that with the store's tool (aws s3 cp, gcloud storage cp)."
+            f"{text}: expected a local path, found a URL: object stores hold only our own checkpoints.\n"
+            "  Convert to or from a local folder, and copy it with the store's tool (aws s3 cp, gcloud storage cp)."
         )
     return Path(text)
 
@@ -189,7 +190,7 @@ def _verify(options: argparse.Namespace) -> None:
     if result["damaged"]:
         raise CheckpointError("\n".join(result["damaged"]))
     if not result["whole"]:
-        raise CheckpointError(f"verify {options.path}: expected a checkpoint that stays, found all deleted meanwhile")
+        raise CheckpointError(f"verify {options.path}: all checkpoints were deleted meanwhile")
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -233,7 +234,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _require_format(options: argparse.Namespace, manifest: Manifest) -> None:
-    """Raises `CheckpointError` for a format that has no place for what is requested, or for adapters alone."""
+    """Refuse a format that can't hold the tokenizer, or adapters without their base. Raises `CheckpointError`."""
     if options.base is not None and options.format != "huggingface":
         raise CheckpointError(f"--base {options.base}: expected --format huggingface, found {options.format}")
     if options.format in OF_TRANSFORMERS:
@@ -244,13 +245,13 @@ def _require_format(options: argparse.Namespace, manifest: Manifest) -> None:
         )
     if manifest.base is not None:
         raise CheckpointError(
-            f"--format {options.format}: expected a checkpoint with all weights, found that this one leaves out its "
-            f"base: {manifest.base}.\n  Take --format huggingface, which adds the adapters in, or peft."
+            f"--format {options.format}: the checkpoint leaves out the base model of its adapters: {manifest.base}.\n"
+            "  Use --format huggingface, which merges the adapters, or peft."
         )
 
 
 def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Path], None] | None:
-    """Writes the tokenizer that goes with the model; None where there is none, or no place for it."""
+    """Return the function that writes the model's tokenizer; None if it has none, or the format no place."""
     from portable_fsdp.data.tokenize import load_tokenizer
 
     if options.format not in OF_TRANSFORMERS:
@@ -260,7 +261,7 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
         return None
     name = options.tokenizer or data.get("tokenizer") or "none"
     if not options.tokenizer and name == "none":
-        log.warning("no tokenizer goes with it: the checkpoint, an import, names none. Take --tokenizer PATH.")
+        log.warning("exporting without a tokenizer: the imported checkpoint names none. Use --tokenizer PATH.")
     if name == "none":
         return None
     try:
@@ -292,7 +293,7 @@ def _prune(options: argparse.Namespace) -> None:
     freed, verb = sum(pruned.deleted.values()), "would delete" if options.dry_run else "deleted"
     total = len(pruned.deleted) + len(pruned.kept)
     lines = [f"{verb} {path.name}: {report.size_text(size)}" for path, size in pruned.deleted.items()]
-    lines += [f"left alone {path.name}: {reason}" for path, reason in pruned.left_alone.items()]
+    lines += [f"skipped {path.name}: {reason}" for path, reason in pruned.left_alone.items()]
     lines.append(f"{folder}: {verb} {len(pruned.deleted)} of {total} checkpoints, {report.size_text(freed)}")
     data: dict[str, Any] = {"deleted": list(map(str, pruned.deleted)), "kept": list(map(str, pruned.kept))}
     data["left_alone"] = {str(path): reason for path, reason in pruned.left_alone.items()}
@@ -300,7 +301,7 @@ def _prune(options: argparse.Namespace) -> None:
 
 
 class Pruned(NamedTuple):
-    """Checkpoints, newest first: those that stay and those that go with their bytes, others with the reason."""
+    """Checkpoints, newest first: kept and deleted ones with their bytes, skipped ones with the reason."""
 
     kept: dict[Path, int]
     deleted: dict[Path, int]
@@ -311,7 +312,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
     """Delete older intact checkpoints directly below `folder`, of each run. One process.
 
     Each run (`run.name`) keeps its newest `keep`, steps that `keep_every` divides, and the best of its evaluations by
-    the newest checkpoint. Intact: files have the sizes of the manifest, and no other file lies beside them. Hashes the
+    the newest checkpoint. Intact: files have the sizes of the manifest, and there is no other file. Hashes the
     newest of each run first, and deletes nothing if one is damaged. A killed deletion leaves the checkpoint whole, or
     debris that the next `prune` and the run's next save remove. Raises `CheckpointError`.
     """
@@ -327,7 +328,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
         except CheckpointError as error:
             pruned.left_alone[path] = str(error).splitlines()[0]
     if not runs:
-        raise CheckpointError(f"prune {folder}: expected checkpoints (step-00000500) that are whole, found none")
+        raise CheckpointError(f"prune {folder}: no intact checkpoint (step-00000500)")
     outdated: dict[Path, str] = {}
     for run, paths in runs.items():
         with Reader(paths[max(paths)]) as newest:
@@ -344,7 +345,7 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
 
 
 def _require_ours(path: Path) -> Manifest:
-    """Raises `CheckpointError` for a link, a damaged checkpoint, and one with other files."""
+    """Refuse a link, a damaged checkpoint, and one with other files. Raises `CheckpointError`."""
     from portable_fsdp.checkpoint.store import Reader
 
     if is_link(path):
@@ -356,13 +357,13 @@ def _require_ours(path: Path) -> Manifest:
     # A deletion that was killed at its start leaves a mark.
     others = sorted(files - {file.name for file in manifest.files} - {MANIFEST, *commit.MARKS})
     if others:
-        raise CheckpointError(f"checkpoint {path.name}: expected the files of its manifest, found {others[0]} too")
+        raise CheckpointError(f"checkpoint {path.name}: {others[0]} isn't in its manifest")
     return manifest
 
 
 @contextmanager
 def _progress(name: str, total: int | None) -> Generator[Callable[[int], object]]:
-    """A progress bar on stderr, if that is a terminal; the caller reports bytes."""
+    """Show a progress bar on stderr, if that is a terminal; the caller reports bytes."""
     from tqdm import tqdm
 
     hidden = not sys.stderr.isatty()

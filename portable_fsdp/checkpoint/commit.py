@@ -1,4 +1,4 @@
-"""Commits a checkpoint, so that a kill at any instant leaves it whole or absent. `storage.py` has the two protocols.
+"""Commit a checkpoint, so that a kill at any instant leaves it whole or absent. `storage.py` has the two protocols.
 
 On a file system, where the rename of a folder is atomic:
 1. Process 0 creates `step-00000500.tmp-1f3a5c7e/`, named by this attempt, with `model/`, `optimizer/` and the mark.
@@ -38,7 +38,7 @@ from portable_fsdp.runtime.host import in_units
 log = logging.getLogger("portable_fsdp")
 
 MARK = "attempt.json"
-MARKS = {MARK, f"{MARK}.part"}  # and what a kill while it is written leaves
+MARKS = {MARK, f"{MARK}.part"}  # the second one is left by a kill while the mark is written
 _DELETED = "deleted"  # the attempt in the mark of a checkpoint that is being deleted
 
 
@@ -94,40 +94,40 @@ def _other_owner(path: Path, run: str) -> str | None:
 
 
 def _is_debris_of(path: Path, run: str) -> bool:
-    """A folder without a mark and files is anybody's: a kill came before its mark."""
+    """Whether `run` may delete a folder. One without mark and files has no owner: a kill came before its mark."""
     return _read_mark(path).get("run") == run or set(store_of(path).names(path)) <= MARKS - {MARK}
 
 
 def _at_work(path: Path, owner: str) -> str:
     return (
-        f"checkpoints in {path.parent}: expected no other run at work there, found {path.name} of {owner}.\n"
-        f"  Give each run a run.dir (or checkpoint.dir) of its own. If that one has ended, delete {path}."
+        f"checkpoints in {path.parent}: another run may be saving there: {path.name} belongs to {owner}.\n"
+        f"  Give each run its own run.dir (or checkpoint.dir). If that run has ended, delete {path}."
     )
 
 
 def remove_debris(run_folder: Path, run: str) -> None:
-    """Delete what interrupted saves and deletions of `run` left. Only process 0, and before any process writes."""
+    """Delete the debris of `run`'s interrupted saves and deletions. Only process 0, before any process writes."""
     store = store_of(run_folder)
     for path in store.unfinished(run_folder):
         if _is_debris_of(path, run):
             discard(path)
     for path in format.committed_steps(run_folder):
         marks = MARKS.intersection(store.names(path))
-        with suppress(CheckpointError):  # a manifest that can't be read: whose mark it is stays unknown
+        with suppress(CheckpointError):  # a manifest that can't be read: the owner of the mark is unknown
             if marks and format.run_of(format.read_manifest(path)) == run:
                 for name in marks:
                     store.remove(path / name)
 
 
 def remove_half_deleted(run_folder: Path) -> None:
-    """Delete what killed deletions of any run left: no reader opens it."""
+    """Delete the debris of killed deletions of any run: no reader opens it."""
     for path in store_of(run_folder).unfinished(run_folder):
         if _read_mark(path).get("attempt") == _DELETED:
             discard(path)
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Announce that this process has written and fsynced its part. The last thing that it does in `folder`.
+    """Announce that this process has written and fsynced its part. Its last action in `folder`.
 
     No fsync of the folder: process 0 may have renamed it by now.
     """
@@ -165,9 +165,9 @@ def collect(
             return [indexes[process] for process in range(process_count)]
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"checkpoint {name}: expected an index file of each of {process_count} processes in {folder},\n"
-                f"  found none of process {', '.join(missing)} after {wait_s:.0f} s. Has it ended, or another folder "
-                "before it?\n  The checkpoints committed before are untouched."
+                f"checkpoint {name}: no index file from process {', '.join(missing)} (of {process_count}) after "
+                f"{wait_s:.0f} s in {folder}.\n  Has it ended, or does it write to another folder?\n"
+                "  Earlier checkpoints are untouched."
                 + (f" The storage's last error: {last_error}" if last_error else "")
             )
         if cancelled.wait(pause_s):
@@ -178,8 +178,8 @@ def collect(
 def merge(
     all_tensors: Mapping[str, format.TensorEntry], indexes: Iterable[Index]
 ) -> tuple[tuple[format.FileEntry, ...], dict[str, format.TensorEntry]]:
-    """The files of all processes, and the tensors with all their pieces. Raises `CheckpointError` where a process has
-    another shape or dtype than `all_tensors`."""
+    """Merge the files of all processes, and the pieces of each tensor. Raises `CheckpointError` for another shape or
+    dtype than in `all_tensors`."""
     files: list[format.FileEntry] = []
     merged = {key: format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in all_tensors.items()}
     for index in indexes:
@@ -198,7 +198,7 @@ def merge(
 
 
 def set_aside(final: Path) -> None:
-    """Rename what is at `final` to a name that no reader opens. Only process 0."""
+    """Rename `final`, if it exists, to a name that no reader opens. Only process 0."""
     store = store_of(final)
     aside = (final.with_name(f"{final.name}.damaged-{count}") for count in itertools.count(1))
     if store.names(final):
@@ -219,8 +219,8 @@ def commit(final: Path, attempt: str, manifest: format.Manifest, indexes: Sequen
 
 
 def _require_files(folder: Path, manifest: format.Manifest) -> None:
-    """Every file is there with its length. Else retention would delete an older checkpoint after a rename that failed
-    silently."""
+    """Check that every file exists and has its length. Otherwise retention would delete an older checkpoint after a
+    rename that failed silently. Raises `CheckpointError`."""
     store = store_of(folder)
     sizes = {f"{part}/{name}": size for part in FOLDERS for name, size in store.sizes(folder / part).items()}
     for file in manifest.files:
@@ -229,7 +229,7 @@ def _require_files(folder: Path, manifest: format.Manifest) -> None:
             raise CheckpointError(
                 f"checkpoint {folder.name}: {file.name}: expected {file.bytes} bytes after it was written, found "
                 f"{'no such file' if size is None else size}.\n"
-                "  The storage lost it, or somebody deleted it. The checkpoints committed before are untouched."
+                "  The storage lost it, or it was deleted. Earlier checkpoints are untouched."
             )
 
 
@@ -275,41 +275,41 @@ def _index_name(process: int, attempt: str) -> str:
 
 
 def _read_index(path: Path) -> Index:
-    """Raises OSError, StoreError, and CheckpointError for a malformed one."""
+    """Read the index of a process. Raises OSError, StoreError, and CheckpointError for a malformed one."""
     try:
         return Index.model_validate_json(read_file(path))
     except ValueError as error:
-        raise CheckpointError(f"{path}: expected the index that a process of this run writes, found: {error}") from None
+        raise CheckpointError(f"{path}: not a valid index of this run: {error}") from None
 
 
 _CAUSES = {
-    errno.ENOSPC: "No space is left in {folder}: {room}.",
+    errno.ENOSPC: "No space left in {folder}: {room}.",
     errno.EDQUOT: "Your quota in {folder} is used up: {room}.",
     errno.EFBIG: "A file in {folder} may not become that large: raise the limit (ulimit -f).",
 }
 
 
 def with_cause(error: Exception, folder: Path) -> str:
-    """The error, and below it its cause in `folder`, where the system's own words don't say what to do."""
+    """Return the error's text, and below it the cause and the fix, if the system's own text doesn't name them."""
     return f"{error}{_cause(error, folder)}"
 
 
 def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
-    """Lines for the end of a message, each after a line break: the cause, what is saved in `folder`, what to do.
+    """Return the last lines of a message, each after a line break: cause, newest save in `folder`, and fix.
 
-    `needed_bytes`: of the checkpoint.
+    `needed_bytes`: size of the checkpoint.
     """
     cause = _cause(error, folder, needed_bytes)
     try:
         steps = format.committed_steps(folder)
-    except Exception:  # the storage that failed may not answer either
+    except Exception:  # the storage that failed may not answer here either
         return cause
     before = "Then"
     if cause and error.errno != errno.EFBIG:
         prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
         before = f"Free room there{prune} and"
     saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
-    rerun = f"{before} rerun the same command: it {f'resumes from {steps[0].name}' if steps else 'begins anew'}."
+    rerun = f"{before} rerun the same command: it {f'resumes from {steps[0].name}' if steps else 'starts over'}."
     elsewhere = "Or save elsewhere: checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "") + "."
     return f"{cause}\n  {saved}\n  {rerun}\n  {elsewhere}"
 

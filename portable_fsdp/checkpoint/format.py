@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: `manifest.json`, and the safetensors files that it lists.
+"""The format of a checkpoint folder: `manifest.json`, and the safetensors files that it lists.
 
 A manifest is hostile input: we check all of it before we open a file. The checks run over columns of numbers, because
 every process reads all pieces, and a large model on many processes has hundreds of thousands. No torch here.
@@ -23,7 +23,7 @@ from portable_fsdp.runtime.files import parse_json
 IMPORT = "import "
 """Prefix of `written_by.backend` in an import; the format's name follows."""
 IMPORTED = "\timport"
-"""The owner of an import, in place of a run's name, which holds no tab: no run deletes it or its debris."""
+"""Owner of imported checkpoints. Contains a tab, which run names can't, so no run deletes them or their debris."""
 
 _DTYPES = {
     8: {"float64": "F64", "int64": "I64"},
@@ -37,7 +37,7 @@ SAFETENSORS_DTYPES = {name: _DTYPES[size][name] for size in _DTYPES for name in 
 """torch's name of a dtype -> the name in a safetensors file."""
 
 _FILE_NAME = re.compile(r"(?:model|optimizer)/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-_MAX_ROWS = 12  # of a table of differences
+_MAX_ROWS = 12  # in a table of differences
 
 Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]
 
@@ -51,7 +51,7 @@ class NamedSave(NamedTuple):
 
 
 class StrictModel(BaseModel):
-    """Accepts the declared fields alone, of exactly their types."""
+    """Accept the declared fields only, of exactly their types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -59,7 +59,7 @@ class StrictModel(BaseModel):
 class TensorEntry(StrictModel):
     """A global tensor of `n` dimensions; its pieces tile it exactly once.
 
-    Piece k lies in file number `files[k]`, starts at `offsets[n*k : n*(k+1)]` of the tensor, and has the shape
+    Piece k is in file number `files[k]`, starts at `offsets[n*k : n*(k+1)]` of the tensor, and has the shape
     `sizes[n*k : n*(k+1)]`. A file holds at most one piece of a tensor.
     """
 
@@ -71,7 +71,7 @@ class TensorEntry(StrictModel):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Size of its elements."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -160,12 +160,12 @@ class Manifest(StrictModel):
 
     @property
     def left_out(self) -> dict[str, TensorEntry]:
-        """The model's tensors that lie in no file: those of its base."""
+        """The model's tensors that are in no file: those of its base."""
         return {} if self.base is None else self.base.tensors
 
 
 def is_too_large(shape: tuple[int, ...]) -> bool:
-    """More than 2**59 elements, a size of 0 counting as 1: strides and byte counts below fit 64 bits."""
+    """Whether a shape has more than 2**59 elements, 0 counting as 1: below that, strides and bytes fit 64 bits."""
     return math.prod(max(size, 1) for size in shape) > 2**59
 
 
@@ -175,7 +175,7 @@ def folder_of(key: str) -> str:
 
 
 def bytes_of_tensors(tensors: Mapping[str, TensorEntry]) -> int:
-    """Total size of their elements."""
+    """Total size of the tensors' elements."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -204,7 +204,7 @@ def checkpoints_below(folder: Path) -> list[Path]:
 
 
 def best_checkpoint(newest: Path, evaluation: Evaluated | None) -> tuple[Path, str]:
-    """The best checkpoint of a run by its evaluations, and why it is that one; the newest where there is none."""
+    """Return the best checkpoint of a run by its evaluations, and the reason; without evaluations the newest."""
     if evaluation is None:
         return newest, ""
     best = step_folder(newest.parent, evaluation.best_step)
@@ -214,26 +214,26 @@ def best_checkpoint(newest: Path, evaluation: Evaluated | None) -> tuple[Path, s
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Raises CheckpointError unless `folder`, named by `checkpoint.resume`, exists and isn't a run's."""
+    """Check that `folder`, named by `checkpoint.resume`, exists and isn't a run's. Raises CheckpointError."""
     if not store_of(folder).names(folder):  # not `is_dir`: fsspec answers any error with False
         raise CheckpointError(
-            f"checkpoint.resume: expected auto, none, or a checkpoint's folder, found no such folder: {folder}\n"
-            "  Name one of run.dir's, as runs/run/checkpoints/step-00000500."
+            f"checkpoint.resume: no such folder: {folder}\n"
+            "  Use auto, none, or a checkpoint's folder, as runs/run/checkpoints/step-00000500."
         )
     if not exists(folder / MANIFEST) and (below := checkpoints_below(folder)):
         raise CheckpointError(
-            f"checkpoint.resume: expected a checkpoint's folder, found that of a run: {folder}\n"
+            f"checkpoint.resume: expected a checkpoint's folder, found a run's folder: {folder}\n"
             f"  Name one of its checkpoints: checkpoint.resume={below[0]}."
         )
 
 
 def check_json(values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for values that JSON doesn't round-trip: infinity, text that isn't UTF-8."""
+    """Raise CheckpointError for values that JSON doesn't round-trip: infinity, text that isn't UTF-8."""
     for name, value in values.items():
         try:
             TypeAdapter(Any).validate_json(json.dumps(value, allow_nan=False))
         except ValueError as error:
-            raise CheckpointError(f"{name}: expected values that JSON can hold, found: {error}") from None
+            raise CheckpointError(f"{name}: can't be written as JSON: {error}") from None
 
 
 def run_name(config: Mapping[str, Any]) -> str:
@@ -248,7 +248,7 @@ def run_of(manifest: Manifest) -> str:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Sealed JSON with one line per tensor and file, so that people can read it and `diff` shows the changes."""
+    """Return sealed JSON with one line per tensor and file: readable, and `diff` shows the changes."""
     without = {key for key in ("evaluation", "loss_scale", "base") if getattr(manifest, key) is None}
     parts: list[str] = []
     for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
@@ -284,10 +284,10 @@ def read_manifest(folder: Path) -> Manifest:
         content: object = parse_json(text, max_nested=3_000_000)  # 300,000 tensors
         version = cast(dict[str, object], content).get("format_version") if isinstance(content, dict) else None
         if version != 1:
-            raise ValueError(f"expected format_version 1, found {repr(version)[:80]}; is it of a newer portable_fsdp?")
+            raise ValueError(f"expected format_version 1, found {repr(version)[:80]}; saved by a newer portable_fsdp?")
         unsealed = text[: -len(seal(""))]
         if text != seal(unsealed):
-            raise ValueError("expected its own xxh3_128 as the last key, found another: it was altered after the save")
+            raise ValueError("another hash than its last key, xxh3_128: it was altered after the save")
         manifest = Manifest.model_validate_json(unsealed + "}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -307,7 +307,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def hash_file(path: Path, name: str) -> FileEntry:
-    """The entry of a file as it is now, under its name in the checkpoint. Raises OSError."""
+    """Hash a file and return its entry, under its name in the checkpoint. Raises OSError."""
     digest, store = xxhash.xxh3_128(), store_of(path)
     with store.open(path) as source:
         buffer = memoryview(bytearray(store.chunk_bytes))
@@ -319,7 +319,7 @@ def hash_file(path: Path, name: str) -> FileEntry:
 
 
 def verify_file(folder: Path, file: FileEntry, *, content: bool) -> None:
-    """Raises CheckpointError unless it is a plain file of its length, and with `content` of its hash."""
+    """Check that a plain file has the length of its entry, and with `content` the hash. Raises CheckpointError."""
     size = require_regular(folder / file.name, folder.name)
     if size != file.bytes:
         raise damaged(folder, file.name, f"{file.bytes} bytes", f"{size} bytes")
@@ -342,32 +342,32 @@ def damaged(folder: Path, file: str, expected: str, actual: str) -> CheckpointEr
 
 
 def check_manifest(manifest: Manifest, name: str) -> None:
-    """Raises CheckpointError unless files have plain names and are all used, and pieces tile every tensor once."""
+    """Check that files have plain names and are used, and pieces tile every tensor once. Raises CheckpointError."""
     try:
         for file in manifest.files:
             if not _FILE_NAME.fullmatch(file.name):
                 raise ValueError(f"file {file.name!r}: expected model/NAME.safetensors or optimizer/NAME.safetensors")
         if len({file.name for file in manifest.files}) != len(manifest.files):
-            raise ValueError("files: expected each name once")
+            raise ValueError("files: two entries have the same name")
         folders = np.array([file.name.startswith("model/") for file in manifest.files], dtype=bool)
         used = [0] * len(manifest.files)
         for key, tensor in manifest.tensors.items():
             _check_tensor(key, tensor, folders, used)
-        for file, least in zip(manifest.files, used, strict=True):
-            if not least:
+        for file, needed in zip(manifest.files, used, strict=True):
+            if not needed:
                 raise ValueError(f"file {file.name!r}: no tensor uses it")
-            if least > file.bytes:
+            if needed > file.bytes:
                 raise ValueError(
-                    f"file {file.name!r}: expected at least {least} bytes for its tensors, found {file.bytes}"
+                    f"file {file.name!r}: expected at least {needed} bytes for its tensors, found {file.bytes}"
                 )
         for key, tensor in manifest.left_out.items():
             _check_kind(key, tensor)
             if key in manifest.tensors or folder_of(key) != "model" or tensor.files or tensor.offsets or tensor.sizes:
-                raise ValueError(f"{key}: expected weights that stand in base alone and have no pieces, found others")
+                raise ValueError(f"{key}: expected a model weight that is in base only and has no pieces")
         known = manifest.tensors.keys() | manifest.left_out.keys()
         for alias, key in manifest.ties.items():
             if alias in known or key not in known:
-                raise ValueError(f"ties: expected {alias!r} to be another name of a tensor, found {key!r}")
+                raise ValueError(f"ties: {alias!r} must be a new name, and {key!r} the name of a tensor")
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {name}: manifest.json: {error!s:.1000}") from None
 
@@ -391,18 +391,18 @@ def _check_kind(key: str, tensor: TensorEntry) -> None:
 
 
 def _check_tensor(key: str, tensor: TensorEntry, in_model: NDArray[np.bool_], used: list[int]) -> None:
-    """Adds the bytes of each piece to `used` of its file."""
+    """Check a tensor, and add the bytes of each piece to `used` of its file. Raises ValueError."""
     _check_kind(key, tensor)
     count, rank = len(tensor.files), len(tensor.shape)
     if not len(tensor.offsets) == len(tensor.sizes) == count * rank:
         raise ValueError(f"{key}: expected {count} offsets and sizes of {rank} dimensions each")
     files = np.array(tensor.files, dtype=np.int64)
     if count and not (files.min() >= 0 and files.max() < len(used)):
-        raise ValueError(f"{key}: expected numbers of {len(used)} files, found {files.min()} to {files.max()}")
+        raise ValueError(f"{key}: expected file numbers below {len(used)}, found {files.min()} to {files.max()}")
     if (in_model[files] != (folder_of(key) == "model")).any():
-        raise ValueError(f"{key}: expected in {folder_of(key)}/, found in another folder")
+        raise ValueError(f"{key}: a piece is outside {folder_of(key)}/")
     if len(np.unique(files)) != count:
-        raise ValueError(f"{key}: expected each piece in a file of its own, found two in one file")
+        raise ValueError(f"{key}: two of its pieces are in one file")
     offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
     sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
     check_tiling(key, tensor.shape, offsets, sizes)
@@ -411,9 +411,9 @@ def _check_tensor(key: str, tensor: TensorEntry, in_model: NDArray[np.bool_], us
 
 
 def check_tiling(key: str, whole: tuple[int, ...], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-    """Raises ValueError unless boxes, of [count, dimensions] each, cover every element of a tensor exactly once.
+    """Check that boxes cover every element of a tensor exactly once, and none is empty. Raises ValueError.
 
-    No box may be empty.
+    `offsets`, `sizes`: int64 [count, dimensions].
     """
     shape = np.array(whole, dtype=np.int64)
     inside = (sizes > 0) & (offsets >= 0) & (sizes <= shape) & (offsets <= shape - sizes)
@@ -424,7 +424,7 @@ def check_tiling(key: str, whole: tuple[int, ...], offsets: NDArray[np.int64], s
         )
     expected, actual = math.prod(whole), sum(cast(list[int], sizes.prod(axis=1).tolist()))
     if expected != actual:
-        raise ValueError(f"{key}: expected pieces of {expected} elements in all, found {actual}")
+        raise ValueError(f"{key}: expected pieces of {expected} elements in total, found {actual}")
     if len(offsets) < 2:
         return
     axis = int(np.argmax([len(np.unique(column)) for column in offsets.T]))  # with the most cuts
@@ -436,7 +436,7 @@ def check_tiling(key: str, whole: tuple[int, ...], offsets: NDArray[np.int64], s
 
 
 def _refuse_overlap(key: str, offsets: NDArray[np.int64], sizes: NDArray[np.int64], axis: int) -> None:
-    """Sweep along `axis`, by which the boxes are sorted: few are open at a time."""
+    """Raise ValueError if boxes overlap: a sweep along `axis`, by which they are sorted, has few open at a time."""
     is_open = np.zeros(0, dtype=np.int64)
     for k in range(len(offsets)):
         is_open = is_open[offsets[is_open, axis] + sizes[is_open, axis] > offsets[k, axis]]

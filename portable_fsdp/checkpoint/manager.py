@@ -67,15 +67,15 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run resumes."""
+    """The state that a run resumes from."""
 
     path: Path
     step: int
     position: tuple[int, int]  # the data's epoch, and the samples consumed in it
     changes: tuple[Difference, ...]
     weights_only: bool
-    passed_over: tuple[str, ...]  # why newer checkpoints were not taken
-    evaluation: format.Evaluated | None = None  # of this run's own
+    passed_over: tuple[str, ...]  # why newer checkpoints were skipped
+    evaluation: format.Evaluated | None = None  # from a checkpoint of this run only
 
 
 class Checkpoints(Closing):
@@ -97,7 +97,7 @@ class Checkpoints(Closing):
         base: "Base | None" = None,
         wait_s: float = 1200.0,
     ) -> None:
-        """`folder`: a path or an URL. `config`: the resolved config as JSON. `model_config`: transformers' config as a
+        """`folder`: a path or a URL. `config`: the resolved config as JSON. `model_config`: transformers' config as a
         dict. `ties`: FQN -> first FQN of the same weight. `base`: weights of `model.pretrained` that checkpoints leave
         out. `wait_s`: how long process 0 waits for the other processes' files in a save: less than a process group's
         timeout, which would end the run without the reason.
@@ -164,13 +164,13 @@ class Checkpoints(Closing):
         return self._background.failed
 
     def finished(self) -> list[Saved]:
-        """The commits since the last call, on process 0; nothing on the others."""
+        """Return the commits since the last call, on process 0; an empty list on other processes."""
         saved = self._finished[:]
         del self._finished[: len(saved)]  # the thread may have added one
         return saved
 
     def close(self) -> None:
-        """Give a background save some seconds to commit, then end it where it waits for other processes."""
+        """Wait a few seconds for a background save, then cancel its wait for other processes."""
         self._background.cancel(after_s=_LAST_CHANCE_S)
 
     def _together(self, subject: str, work: Callable[[], T]) -> T:
@@ -180,7 +180,7 @@ class Checkpoints(Closing):
         except CheckpointError:
             unfinished, self._unfinished = self._unfinished, None
             if unfinished is not None and self._backend.process.index == 0:
-                with suppress(Exception):  # the next save removes what stays
+                with suppress(Exception):  # the next save removes the rest
                     if format.step_of(unfinished) is None or not self._store.is_committed(unfinished):
                         commit.discard(unfinished)
             raise
@@ -189,7 +189,7 @@ class Checkpoints(Closing):
         is_damaged = final.name in self._search.damaged
         if not is_damaged and self._store.is_committed(final):
             raise CheckpointError(
-                f"checkpoint {final.name}: expected no such step in {self.folder}, found it committed.\n"
+                f"checkpoint {final.name}: already committed in {self.folder}.\n"
                 "  A run commits a step once: use checkpoint.resume: auto, or another run.dir."
             )
         self._store.make_folder(self.folder)
@@ -197,7 +197,7 @@ class Checkpoints(Closing):
             commit.remove_debris(self.folder, self._run)
             self._has_saved = True
         if is_damaged:
-            commit.set_aside(final)  # the new checkpoint takes its place
+            commit.set_aside(final)  # the new checkpoint replaces it
         return commit.begin(final, self._run)
 
     def _manifest(
@@ -207,7 +207,7 @@ class Checkpoints(Closing):
         evaluation: format.Evaluated | None,
         state: Mapping[str, TensorState],
     ) -> format.Manifest:
-        """Without files and pieces, which the processes write."""
+        """Make the manifest without files and pieces, which the processes write."""
         tensors, base, scaler = entries_without_pieces(state), self._fingerprint, self._backend.loss_scaler
         if self._base is not None and base is not None:
             left_out = {key: tensors.pop(key) for key in list(tensors) if key in self._base.names}
@@ -231,7 +231,7 @@ class Checkpoints(Closing):
     def _take(
         self, manifest: format.Manifest, state: Mapping[str, TensorState]
     ) -> tuple[dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
-        """The pieces that this process writes, and digests of the replicas that it doesn't."""
+        """Return the pieces that this process writes, and digests of the replicas that it doesn't."""
         digests = Digests()
         # One tensor after another: on XLA its pieces are copies on the host.
         mine = ((key, digests.take(key, state[key].pieces())) for key in manifest.tensors)
@@ -248,10 +248,10 @@ class Checkpoints(Closing):
         began: float,
         blocked: float,
     ) -> None:
-        """Write this process's part; process 0 commits and deletes what retention gives up. In the background."""
+        """Write this process's part, in the background; process 0 commits and deletes outdated checkpoints."""
         try:
             index = self._write_part(final, attempt, manifest.tensors, pieces, digests)
-        except Exception as error:  # the others hear of it only when they have waited: log it now
+        except Exception as error:  # other processes learn of it only after their wait: log it now
             failure = self._as_error(final, manifest, error)
             log.error("%s", failure)
             raise failure from error
@@ -290,7 +290,7 @@ class Checkpoints(Closing):
         return index
 
     def _as_error(self, final: Path, manifest: format.Manifest | None, error: Exception) -> CheckpointError:
-        """The error that all processes raise when one could not write, with the way out."""
+        """The error that all processes raise when one could not write, with the fix."""
         failure = as_checkpoint_error(f"checkpoint {final.name}", error)
         if isinstance(error, OSError):
             needed = 0 if manifest is None else format.bytes_of_tensors(manifest.tensors)
@@ -305,9 +305,9 @@ class Checkpoints(Closing):
         commit.commit(final, attempt, manifest.model_copy(update={"files": files, "tensors": tensors}), indexes)
 
     def _remove_outdated(self, committed: Path, best: int | None) -> tuple[int, ...]:
-        """Delete the outdated checkpoints of this run; warn about one that can't be deleted, and forget it.
+        """Delete this run's outdated checkpoints; warn about one that can't be deleted, and forget it.
 
-        Damaged ones don't count, and stay.
+        Damaged checkpoints don't count, and stay.
         """
         if self._settings.keep is None:
             return ()
@@ -328,7 +328,7 @@ class Checkpoints(Closing):
         return tuple(removed)
 
     def _is_own(self, path: Path) -> bool:
-        """True if the checkpoint has this run's name, lies in this folder and matches its manifest's sizes."""
+        """True if the checkpoint has this run's name, is in this folder and has its manifest's sizes."""
         if is_link(path) or path.name in self._search.damaged:
             return False
         try:
@@ -339,18 +339,17 @@ class Checkpoints(Closing):
             return False
 
     def find(self, resume: str, last_save: NamedSave | None = None) -> ResumePoint | None:
-        """The checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or a checkpoint's address.
-        `last_save`: the newest that the run's events name.
+        """Find the checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or an address.
+        `last_save`: the newest save that the run's events name.
 
         auto: the newest intact one of the run's own; warns of damaged newer ones. An address: that checkpoint, or the
-        newest of the run's own if this run started there. Raises `CheckpointError` where a second history would join
-        the one in the folder, where no intact one is left or none is there despite `last_save`, where the storage
-        doesn't answer.
+        newest of the run's own if this run started there. Raises `CheckpointError` if a second history would join
+        the one in the folder, if all are damaged or none exists despite `last_save`, or if the storage doesn't answer.
         """
         return self._search.find(resume, last_save)
 
     def note_evaluation(self, path: Path, evaluation: format.Evaluated) -> None:
-        """Replace the evaluation of a committed checkpoint, atomically: by one that followed its save."""
+        """Replace the evaluation of a committed checkpoint, atomically, by one made after its save."""
 
         def write() -> None:
             manifest = format.read_manifest(path).model_copy(update={"evaluation": evaluation})
@@ -365,7 +364,7 @@ class Checkpoints(Closing):
 
         Raises `CheckpointError` on all processes: other tensors, another config that `checkpoint.allow` doesn't name,
         another base, a file that can't be read. An error while tensors are read leaves both half overwritten: load
-        again, or end.
+        again, or exit.
         """
         subject = f"checkpoint {source.path.name}"
         return together(self._backend, subject, lambda: self._load(source, model, optimizer))
@@ -374,7 +373,7 @@ class Checkpoints(Closing):
         allow, name, weights_only = self._settings.allow, source.path.name, source.weights_only
         with Reader(source.path) as reader:
             manifest = reader.manifest
-            if manifest.base is None:  # it holds its base, which may differ from the files': the next ones hold it too
+            if manifest.base is None:  # it holds its base, which may differ from the files: the next saves hold it too
                 self._base = self._fingerprint = None
             expected = self._backend.state(model, optimizer)
             changes = differences(manifest, self._config, *self._data, self._fingerprint, is_own=source.is_own)
@@ -401,7 +400,7 @@ class Checkpoints(Closing):
 
 
 def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
-    """Without tensors. Read at the start: the files may change later."""
+    """Fingerprint the base, without tensors; at the start, since the files may change later."""
     from portable_fsdp.models.pretrained import fingerprint
 
     value = fingerprint(base.file)
@@ -409,7 +408,7 @@ def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
 
 
 def _read_from(reader: Reader, expected: Mapping[str, TensorState], base: "Base | None", weights_only: bool) -> Read:
-    """Reads the checkpoint; left-out weights from the base; with `weights_only` a fresh optimizer state."""
+    """Make a reader of the checkpoint, and of the base for left-out weights. `weights_only`: zero optimizer state."""
 
     def read(key: str, slices: Region, into: Tensor | None = None) -> Tensor:
         if base is not None and key in base.names:

@@ -1,4 +1,4 @@
-"""Checkpoints as text and as JSON: one, a list of them, the differences between two."""
+"""Reports on checkpoints as text and JSON: one, a list of them, the differences between two."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from portable_fsdp.runtime.errors import CheckpointError, StoreError, table
 
 
 def facts(path: Path, manifest: format.Manifest) -> dict[str, Any]:
-    """For `--json`. Sizes in bytes, times in UTC."""
+    """Describe a checkpoint for `--json`. Sizes in bytes, times in UTC."""
     return {
         "path": str(path),
         "step": manifest.step,
@@ -30,7 +30,7 @@ def facts(path: Path, manifest: format.Manifest) -> dict[str, Any]:
 
 
 def summary(path: Path, manifest: format.Manifest) -> str:
-    """For a terminal."""
+    """Describe a checkpoint for a terminal."""
     lines = [
         f"checkpoint  {path}",
         f"step        {manifest.step} (data: epoch {manifest.data.epoch}, position {manifest.data.position})",
@@ -58,7 +58,7 @@ def summary(path: Path, manifest: format.Manifest) -> str:
 
 
 def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """`facts` of each, without the tensors; path and `damaged` for an unreadable manifest. Raises `StoreError`."""
+    """Return `facts` of each, without tensors; path and `damaged` for an unreadable manifest. Raises `StoreError`."""
     rows: list[dict[str, Any]] = []
     for path in paths:
         try:
@@ -73,7 +73,7 @@ def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def listing_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """An aligned table, with a column for evaluations where there are any. `rows`: newest first."""
+    """Format an aligned table, with a column for evaluations if there are any. `rows`: newest first."""
     evaluated = [row for row in rows if row.get("evaluation")]
     bests = {Path(row["path"]).parent: row["evaluation"]["best_step"] for row in reversed(evaluated)}
     lines = [("checkpoint", "saved (UTC)", "size", "parameters", "eval_loss", "written by")]
@@ -93,7 +93,7 @@ def listing_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def differences(a: format.Manifest, b: format.Manifest) -> dict[str, Any]:
-    """Of two checkpoints, a's value before b's. `is_equal` counts tensors and configs, and not what follows it."""
+    """Compare two checkpoints, a's value before b's. `is_equal` covers tensors and configs, not the keys after it."""
     described = {
         key: [format.describe(m.tensors[key]) for m in (a, b)] for key in sorted(a.tensors.keys() & b.tensors.keys())
     }
@@ -114,7 +114,7 @@ def differences(a: format.Manifest, b: format.Manifest) -> dict[str, Any]:
 
 
 def differences_text(differences: Mapping[str, Any]) -> str:
-    """One line a difference: first those that count, then the others."""
+    """Format one line per difference, first those that `is_equal` covers."""
     rows: list[tuple[str, str]] = []
     rows += [(key, "only in A") for key in differences["only_in_a"]]
     rows += [(key, "only in B") for key in differences["only_in_b"]]
@@ -130,7 +130,7 @@ def differences_text(differences: Mapping[str, Any]) -> str:
 
 
 def size_text(size: int) -> str:
-    """MiB."""
+    """Format a size in MiB."""
     return f"{size / 2**20:,.1f} MiB"
 
 
@@ -165,6 +165,6 @@ def _writer_text(by: Mapping[str, Any]) -> str:
 
 
 def _shapes(tensors: Iterable[tuple[str, format.TensorEntry]]) -> list[str]:
-    """One line for the tensors of all layers that share name and shape: `layers.*.norm.weight  float32 [8]  x 2`."""
+    """Format one line for equal names and shapes in all layers: `layers.*.norm.weight  float32 [8]  x 2`."""
     alike = Counter((re.sub(r"\.\d+\.", ".*.", key), format.describe(tensor)) for key, tensor in tensors)
     return [f"{name}  {text}" + (f"  x {count}" if count > 1 else "") for (name, text), count in alike.items()]

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run resumes from, and what differs between the run that saved it and this one.
+"""Find the checkpoint that a run resumes from, and the differences between the run that saved it and this one.
 
 All processes search together and reach the same result.
 """
@@ -39,19 +39,19 @@ class ResumePoint(NamedTuple):
     """A checkpoint to resume from, intact as far as `checkpoint.verify` checks."""
 
     path: Path
-    passed_over: tuple[str, ...]  # why newer ones were not taken
+    passed_over: tuple[str, ...]  # why newer ones were skipped
     is_own: bool  # in this run's folder
     weights_only: bool = False
 
 
 def as_checkpoint_error(subject: str, error: Exception) -> CheckpointError:
-    """A CheckpointError as it is; any other error by its class and message."""
+    """Return a CheckpointError as it is; wrap any other error, with its class and message."""
     is_ours = isinstance(error, CheckpointError)
     return error if is_ours else CheckpointError(f"{subject}: {type(error).__name__}: {error}")
 
 
 def together(backend: Backend, subject: str, work: Callable[[], T]) -> T:
-    """As `collective_errors.together`, with CheckpointErrors about `subject`. *collective*"""
+    """Run `work` by `collective_errors.together`, with CheckpointErrors about `subject`. *collective*"""
     return collective_errors.together(backend, work, partial(as_checkpoint_error, subject))
 
 
@@ -59,13 +59,13 @@ class Search:
     """Searches the checkpoints in `folder`, or checks the one that the config names."""
 
     def __init__(self, folder: Path, backend: Backend, settings: schema.Checkpoint) -> None:
-        self.damaged: set[str] = set()  # names of the checkpoints that were passed over
+        self.damaged: set[str] = set()  # names of the checkpoints that were skipped
         self._folder = folder
         self._backend = backend
         self._settings = settings
 
     def find(self, resume: str, last_save: NamedSave | None) -> ResumePoint | None:
-        """As `Checkpoints.find`."""
+        """Find the checkpoint to resume from; see `Checkpoints.find`. *collective*"""
         self._require_shared()
         names = self._on_process_0(lambda: [path.name for path in committed_steps(self._folder)])
         own = [self._folder / name for name in names]
@@ -74,7 +74,7 @@ class Search:
         if resume == "none" and own:
             older = f" and {len(own) - 1} older" if len(own) > 1 else ""
             raise CheckpointError(
-                f"checkpoint.resume: none: expected no checkpoint in {self._folder}, found {own[0].name}{older}.\n"
+                f"checkpoint.resume: none: {self._folder} already has {own[0].name}{older}.\n"
                 "  Use checkpoint.resume: auto to resume from it, or another run.dir for a new run."
             )
         if resume == "none":
@@ -88,7 +88,7 @@ class Search:
         return collective_errors.on_process_0(self._backend, work, as_error)
 
     def _require_shared(self) -> None:
-        """Refuse a folder that isn't writable, or that is a different one on another host. Leaves no file."""
+        """Refuse a folder that isn't writable, or is a different one on another host. Leaves no file."""
         store = store_of(self._folder)
         # A local folder may not exist yet: probe the nearest parent that does.
         parents = (self._folder, *self._folder.absolute().parents)
@@ -98,9 +98,9 @@ class Search:
         def require_probe() -> None:
             if not exists(probed / probe):
                 raise CheckpointError(
-                    f"checkpoints in {self._folder}: expected a folder that all processes share, found that process\n"
-                    f"  {self._backend.process.index} doesn't see what process 0 writes there. Is it local to each "
-                    "host?\n  Set checkpoint.dir (or run.dir) to a shared folder, or to an object store (s3://, gs://)."
+                    f"checkpoints in {self._folder}: process {self._backend.process.index} can't see\n"
+                    "  a file that process 0 created there. Is the folder local to each host?\n"
+                    "  Set checkpoint.dir (or run.dir) to a shared folder, or to an object store (s3://, gs://)."
                 )
 
         try:
@@ -114,8 +114,8 @@ class Search:
             store.write(folder / name, [b""])
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints in {self._folder}: expected a folder that can be written to, found: {error}\n"
-                "  Set checkpoint.dir or run.dir to one."
+                f"checkpoints in {self._folder}: can't write there: {error}\n"
+                "  Set checkpoint.dir or run.dir to a writable folder."
             ) from None
         return name
 
@@ -125,7 +125,7 @@ class Search:
             reason = self._damage(path)
             if reason is None:
                 for passed_over in reasons:
-                    log.warning("passed over a damaged checkpoint: %s", passed_over)
+                    log.warning("skipped a damaged checkpoint: %s", passed_over)
                 if reasons:
                     log.warning("resuming from the older %s", path.name)
                 return ResumePoint(path, tuple(reasons), is_own=True)
@@ -133,15 +133,16 @@ class Search:
             reasons.append(reason)
         if reasons:
             raise CheckpointError(
-                f"checkpoint.resume: auto: expected an intact checkpoint in {self._folder}, found {len(reasons)}, "
-                "all damaged:\n" + "\n".join(reasons) + "\n  A run never falls back to fresh weights."
+                f"checkpoint.resume: auto: no intact checkpoint in {self._folder}, {len(reasons)} damaged:\n"
+                + "\n".join(reasons)
+                + "\n  A run never falls back to fresh weights."
             )
         return None
 
     def _compare(self, last_save: NamedSave, resume: str, own: list[Path]) -> None:
-        """Refuse to begin anew where the run's events name a save; log where the newest one found is older."""
+        """Refuse to start over if the run's events name a save; warn if the newest checkpoint is older than that."""
         newest = next(iter(own), None)
-        if newest is None and resume != "auto":  # the way out of a full disk: on from a save, to another folder
+        if newest is None and resume != "auto":  # after a full disk: resume from a save, into another folder
             newest = locate(resume)
             folders = [address.rpartition("/")[0] for address in (without_passwords(str(newest)), last_save.path)]
             newest = newest if _is_same_place(*folders) else None
@@ -150,16 +151,16 @@ class Search:
             raise CheckpointError(
                 f"checkpoint.resume: {resume}: the last save that {last_save.events} names is {last_save.path},\n"
                 f"  but there is no checkpoint in {self._folder}. Mount or restore that folder, or set checkpoint.dir "
-                f"to the one\n  that holds it. To begin anew, without the steps so far: {begin_anew}."
+                f"to the one\n  that holds it. To start over, without the steps so far: {begin_anew}."
             )
         if (step_of(newest) or 0) < last_save.step and self._backend.process.index == 0:
             log.warning(
-                "the newest checkpoint is that of step %d, though %s names a save of step %d: %s",
+                "the newest checkpoint is of step %d, but %s names a save of step %d: %s",
                 *(step_of(newest), last_save.events, last_save.step, last_save.path),
             )
 
     def _started_from(self, resume: str, own: list[Path]) -> bool:
-        """Whether the run that saved its newest own checkpoint started from this address: the same command again."""
+        """Whether the run's newest checkpoint was saved by a start from this address: the same command again."""
 
         def saved_resume() -> object:
             for path in own:
@@ -167,7 +168,7 @@ class Search:
                     config: Any = read_manifest(path).config
                 except StoreError:
                     raise
-                except CheckpointError:  # `_newest` passes over it
+                except CheckpointError:  # `_newest` skips it
                     continue
                 return config.get("checkpoint", {}).get("resume")
             return None
@@ -187,15 +188,14 @@ class Search:
         if newest is not None and (not is_own or (step_of(newest) or 0) > start):
             raise CheckpointError(
                 f"checkpoint.resume: from {path} the run would begin at step {start}, but {self._folder} already\n"
-                f"  holds {newest.name} of another history. Use checkpoint.resume: auto to resume from that, or "
+                f"  has {newest.name} of another history. Use checkpoint.resume: auto to resume from that, or "
                 "another run.dir."
             )
         return ResumePoint(path, (), is_own, weights_only)
 
     def _damage(self, path: Path) -> str | None:
-        """Why a checkpoint isn't intact, as far as `checkpoint.verify` checks; each process hashes some of the files.
-
-        Raises CheckpointError where the storage doesn't answer: that says nothing about the content.
+        """Return why a checkpoint isn't intact, as far as `checkpoint.verify` checks; None if it is. Each process
+        hashes some of the files. Raises CheckpointError if the storage doesn't answer: that isn't damage.
         """
         subject = f"checkpoint {path.name}"
 
@@ -221,16 +221,16 @@ def _is_same_place(a: str, b: str) -> bool:
     return locate(a).resolve() == locate(b).resolve()
 
 
-# ------------------------------------------------------------------------------------------- what differs in the config
+# ------------------------------------------------------------------------------------------- differences of the config
 
 _CURVE_SECTIONS = ("model", "data", "optim", "precision")
 _CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", "train.max_grad_norm")
-"""What changes the loss curve. All else (devices, sharding, memory, micro_batch, logging) doesn't."""
+"""Settings that change the loss curve. All others (devices, sharding, memory, micro_batch, logging) don't."""
 
 _BASE = "model.base"
 
 _IGNORED = ("run.name", "run.dir", "run.peer_timeout_s", "train.stop_at", "checkpoint")
-"""Keys that say where a run is stored, when it saves and how long it waits."""
+"""Keys that set where a run is stored, when it saves and how long it waits."""
 
 
 class Difference(NamedTuple):
@@ -250,7 +250,7 @@ class Difference(NamedTuple):
         return [f"{name}: {saved}, now {now}" for name, saved, now in self.rows()]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The same in columns. Long values are cut, before the place where they differ too."""
+        """Return the same in columns. Long values are shortened to the part around the first difference."""
         rows: list[tuple[str, str, str]] = []
         for name, values in changed({self.name: self.saved}, {self.name: self.now}).items():
             saved, now = map(json.dumps, values)
@@ -269,13 +269,13 @@ def differences(
     *,
     is_own: bool,
 ) -> list[Difference]:
-    """All differences but tensors, those that change the curve first. Equal rows and tokenizer make equal data, and an
-    equal base an equal `model.pretrained`.
+    """Return all differences except tensors, those that change the curve first. Equal rows and tokenizer count as equal
+    data, an equal base as an equal `model.pretrained`.
 
-    `is_own`: it lies among this run's own checkpoints, and must have its name.
+    `is_own`: the checkpoint is in this run's folder, and must have its name.
     """
     if config and not manifest.config:
-        return [Difference("config", "not known to an import", "this run's", True)]
+        return [Difference("config", "unknown (imported)", "this run's", True)]
     changes = {
         name: Difference(name, old, new, name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS)
         for name, old, new in _config_differences(manifest.config, config)
@@ -298,42 +298,42 @@ def differences(
 
 
 def require_same_base(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
-    """Raises CheckpointError where the checkpoint leaves out another base than this run's, unless allowed."""
+    """Refuse a checkpoint that leaves out another base than this run's, unless allowed. Raises CheckpointError."""
     for change in changes:
         if change.name == _BASE and not _is_allowed(_BASE, allow):
             raise CheckpointError(
-                f"checkpoint {checkpoint}: expected the base that its adapters were trained on, which it leaves out:\n"
+                f"checkpoint {checkpoint}: expected the base model that its adapters were trained on:\n"
                 f"    {change.saved}\n  found another in model.pretrained:\n    {change.now}\n"
-                "  Bring that one back and name it in model.pretrained, wherever it lies (of the hub: "
-                f"org/name@revision).\n  To use the other one: checkpoint.allow='[{_BASE}]'."
+                "  Set model.pretrained to the original one (a folder, or org/name@revision of the hub).\n"
+                f"  To use the other one: checkpoint.allow='[{_BASE}]'."
             )
 
 
 def require_allowed(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
-    """Raises CheckpointError with a table of the changes to the curve that `checkpoint.allow` doesn't name."""
+    """Refuse changes to the curve that `checkpoint.allow` doesn't name. Raises CheckpointError with a table of them."""
     refused = [change for change in changes if change.makes_curve and not _is_allowed(change.name, allow)]
     if not refused:
         return
     rows = [("", "saved", "now"), *(row for change in refused for row in change.rows())]
     shown, names = table(rows, indent="    "), ", ".join(change.name for change in refused)
     raise CheckpointError(
-        f"checkpoint {checkpoint}: expected the config of the run that saved it, found another:\n{shown}\n"
-        f"  If you mean it, allow it by name: checkpoint.allow='[{names}]'.\n"
-        "  To start anew from its weights, name it, and a new folder: checkpoint.load=weights_only\n"
+        f"checkpoint {checkpoint}: the config differs from that of the run that saved it:\n{shown}\n"
+        f"  To resume with these changes: checkpoint.allow='[{names}]'.\n"
+        "  To start a new run from its weights: checkpoint.load=weights_only\n"
         "  checkpoint.resume=FOLDER run.dir=ANOTHER."
     )
 
 
 def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a name in `checkpoint.allow` that is no section or key that changes the curve."""
+    """Refuse names in `checkpoint.allow` that are no section or key that changes the curve. Raises ConfigError."""
     keys = [f"{section}.{key}" for section in _CURVE_SECTIONS for key in config.get(section, {})]
     others = ("data.rows", "data.tokenizer", _BASE, "run.name", "config", "replicas")
     unknown = [name for name in allow if name not in {*_CURVE_SECTIONS, *_CURVE_KEYS, *keys, *others}]
     if unknown:
         raise ConfigError(
-            f"checkpoint.allow: expected names of settings that make the loss curve ({', '.join(_CURVE_SECTIONS)}: a "
+            f"checkpoint.allow: expected names of settings that change the loss curve ({', '.join(_CURVE_SECTIONS)}: a "
             f"section or one of its keys; {', '.join(_CURVE_KEYS)}), found {', '.join(unknown)}.\n"
-            "  Other settings may change without being named."
+            "  Other settings may change freely."
         )
 
 
@@ -342,7 +342,7 @@ def _is_allowed(name: str, allow: Sequence[str]) -> bool:
 
 
 def _config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Key, saved value, present value. A key of another release has its default where it is missing."""
+    """Return (key, saved value, present value) where they differ. A key that one release lacks has its default."""
     ours, theirs = _settings(now), _settings(saved)
     names = (name for name in dict.fromkeys([*ours, *theirs]) if name not in _IGNORED)
     values = ((name, _value(theirs, name), _value(ours, name)) for name in names)

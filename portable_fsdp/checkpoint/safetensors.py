@@ -1,7 +1,7 @@
 """The safetensors format, as https://github.com/huggingface/safetensors describes it under "Format".
 
 8 bytes: the header's length N, unsigned, little endian. N bytes of JSON: tensor name -> dtype, shape, data_offsets (of
-the bytes that follow), and `__metadata__`, text to text. Then the tensors, row-major, without holes.
+the bytes that follow), and `__metadata__`, text to text. Then the tensors, row-major, without gaps.
 
 Our own writer hashes a file while it writes it, a tensor at a time, to any storage. Our own reader reads one slice from
 any storage straight into its place.
@@ -29,11 +29,11 @@ _MAX_TENSORS = 150_000  # in one file, which fit into that; Qwen3-30B-A3B has 18
 _MAX_COMMAS = 20  # per tensor
 _MAX_RANK = 16
 _CHUNK = 4 << 20  # bytes
-_CHUNK_ELEMENTS = 1 << 20  # of a conversion
+_CHUNK_ELEMENTS = 1 << 20  # converted at a time
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, and where its bytes begin."""
+    """A tensor of a file, and the offset of its bytes."""
 
     entry: TensorEntry
     start: int
@@ -49,7 +49,7 @@ def write(
 ) -> FileEntry:
     """Write a new file durably, a tensor at a time; the caller syncs the folder. Returns its entry under `name`.
 
-    `chunks_of(key)` gives a tensor's bytes, in the dtype and shape of `tensors`. `advance(bytes)` reports progress.
+    `chunks_of(key)` yields a tensor's bytes, in the dtype and shape of `tensors`. `advance(bytes)` reports progress.
     Raises OSError, ValueError.
     """
     digest, size = xxhash.xxh3_128(), 0
@@ -68,7 +68,7 @@ def write(
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes, some MiB at a time, so that the cache still holds them between hash and write.
+    """Yield a tensor's bytes, some MiB at a time, so that the cache still holds them between hash and write.
 
     A chunk is valid until the next one, then released: a reference to it would keep the whole tensor in memory.
     """
@@ -79,30 +79,30 @@ def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, without a copy."""
+    """Return the bytes of a contiguous tensor on the host, without a copy."""
     return memoryview(cast(Any, tensor.detach().reshape(-1).view(torch.uint8).numpy()))
 
 
 def read_header(source: FileReader) -> dict[str, Stored]:
-    """Every tensor of the file. Raises ValueError for a malformed file, OSError."""
+    """Read the header: every tensor of the file. Raises OSError, and ValueError for a malformed file."""
     if source.size < 8:
         raise ValueError(f"expected at least 8 bytes, found {source.size}")
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > min(_MAX_HEADER, source.size - 8):
-        raise ValueError(f"expected a header inside {source.size} bytes, found header too large: {length} bytes")
+        raise ValueError(f"header too large: {length} bytes in a file of {source.size}")
     text = source.read(8, length)
     if text.count(b",") > _MAX_COMMAS * (text.count(b"{") + 5000):
-        raise ValueError("expected a header of tensors, found more values than they have")
+        raise ValueError("its header has more values than its tensors need")
     header = parse_json(text)
     if not isinstance(header, dict):
-        raise ValueError("expected a header that is a JSON object")
+        raise ValueError("its header is not a JSON object")
     tensors = cast(dict[str, Any], header)
     tensors.pop("__metadata__", None)
     end = 8 + length
     entries = {key: _stored(key, entry, end) for key, entry in tensors.items()}
     for key, stored in sorted(entries.items(), key=lambda item: (item[1].start, item[1].entry.nbytes)):
         if stored.start != end:
-            raise ValueError(f"{key:.200}: expected to begin at byte {end}, found {stored.start}: a hole or an overlap")
+            raise ValueError(f"{key:.200}: expected to begin at byte {end}, found {stored.start}: a gap or an overlap")
         end += stored.entry.nbytes
     if end != source.size:
         raise ValueError(f"expected {end} bytes by the header, found {source.size}")
@@ -112,7 +112,7 @@ def read_header(source: FileReader) -> dict[str, Stored]:
 def read_slice(source: FileReader, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
     """Copy `slices` of a stored tensor into `target`, a view of a host tensor of the same shape and dtype.
 
-    Reads whole rows at once, and drops what the slices of other dimensions leave out.
+    Reads whole rows at once, and drops the parts that other slices leave out.
     """
     rows = slices[0] if slices else slice(0, 1)
     inner = stored.entry.shape[1:]
@@ -126,16 +126,16 @@ def read_slice(source: FileReader, stored: Stored, slices: Sequence[slice], targ
 
 
 def header_of(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, a plain file. Raises `CheckpointError`."""
+    """Read the header of a safetensors file, which must be a plain file. Raises `CheckpointError`."""
     try:
         with store_of(path).open(path) as source:
             return read_header(source)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected a safetensors file, found: {error}") from None
+        raise CheckpointError(f"{path}: not a valid safetensors file: {error}") from None
 
 
 def read_tensor(path: Path, stored: Stored) -> Tensor:
-    """Its bytes, in one allocation of their size. Raises `CheckpointError`."""
+    """Read a tensor into one allocation of its size. Raises `CheckpointError`."""
     tensor = torch.empty(stored.entry.shape, dtype=getattr(torch, stored.entry.dtype))
     try:
         with store_of(path).open(path) as source:
@@ -161,9 +161,9 @@ def write_tensors(
 
 
 def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> Iterator[memoryview]:
-    """The bytes of `read(key)` in the dtype of `entry`, a few MiB at a time; as `chunks_of`.
+    """Yield the bytes of `read(key)` in the dtype of `entry`, a few MiB at a time, like `chunks_of`.
 
-    Raises `CheckpointError` for another shape, and as `converted`.
+    Raises `CheckpointError` for another shape, and like `converted`.
     """
     tensor = read(key)
     if tuple(tensor.shape) != entry.shape:
@@ -177,7 +177,7 @@ def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> 
 
 
 def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
-    """`tensor` in `dtype`. Raises `CheckpointError` where a finite value would become infinite."""
+    """Convert `tensor` to `dtype`. Raises `CheckpointError` if a finite value would become infinite."""
     target: torch.dtype = getattr(torch, dtype)
     if tensor.dtype == target:
         return tensor
@@ -185,13 +185,13 @@ def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
     if result.isinf().any() and not torch.equal(result.isinf(), tensor.isinf()):
         raise CheckpointError(
             f"{key}: expected values that {dtype} can hold (up to {torch.finfo(target).max:.4g}), "
-            f"found {tensor[tensor.isfinite()].abs().max().item():.4g}.\n  Take --dtype bfloat16 or float32."
+            f"found {tensor[tensor.isfinite()].abs().max().item():.4g}.\n  Use --dtype bfloat16 or float32."
         )
     return result
 
 
 def groups(tensors: Mapping[str, TensorEntry], max_bytes: int) -> Iterator[list[str]]:
-    """Consecutive keys, cut where a group would exceed `max_bytes`; at least one group."""
+    """Yield groups of consecutive keys with at most `max_bytes` (or one tensor) each; at least one group."""
     keys: list[str] = []
     total = 0
     for key, tensor in tensors.items():
@@ -233,7 +233,7 @@ def _content(
 
 def _stored(key: str, entry: Any, data: int) -> Stored:
     match entry:
-        case {"shape": [*shape]} if len(shape) > _MAX_RANK:  # before they are multiplied
+        case {"shape": [*shape]} if len(shape) > _MAX_RANK:  # before the sizes are multiplied
             raise ValueError(f"{key:.200}: expected at most {_MAX_RANK} sizes, found {len(shape):,}")
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop]} if (
             len(entry) == 3
@@ -243,7 +243,7 @@ def _stored(key: str, entry: Any, data: int) -> Stored:
             dtype = next(name for name, known in SAFETENSORS_DTYPES.items() if known == code)
             stored = Stored(TensorEntry(shape=tuple(shape), dtype=dtype), data + start)
             if stop - start == stored.entry.nbytes:
-                if is_too_large(stored.entry.shape):  # for a manifest too
+                if is_too_large(stored.entry.shape):  # a manifest refuses it too
                     raise ValueError(f"{key:.200}: expected at most 2**59 elements, found shape {shape}")
                 return stored
         case _:

@@ -1,10 +1,10 @@
-"""What a process takes of the state for a save: copies in host memory, and digests of the replicas.
+"""The part of the state that a process saves: copies in host memory, and digests of the replicas.
 
-With `async_save` the step waits for the copies alone, and a thread (`Background`) does the rest, without collectives.
+With `async_save` training waits only for the copies; a thread (`Background`) does the rest, without collectives.
 
 Replicas of a weight must be equal bit for bit: a save compares their digests and commits nothing where they differ.
 They apply the same reduced gradients to the same weights. Where they differ, memory, a device or a program changed one,
-and a checkpoint would silently keep the first one's values. No process copies a replica to compare it: the host hashes
+and a checkpoint would silently hold the first one's values. No process copies a replica to compare it: the host hashes
 it in place with XXH3 (the writer while it writes); any other device sums its bits.
 """
 
@@ -27,7 +27,7 @@ from portable_fsdp.runtime.factory import user_code
 
 log = logging.getLogger("portable_fsdp")
 
-_ELEMENTS = 1 << 22  # summed at a time on a device: 32 MiB of int64 beside them
+_ELEMENTS = 1 << 22  # summed at a time on a device, with 32 MiB of int64 factors
 
 
 class Snapshot:
@@ -139,21 +139,21 @@ class Digests:
             self._on_device.append((digest_of(key, piece, ""), sum_of_bits(piece.data)))
 
     def result(self) -> tuple[ReplicaDigest, ...]:
-        """All digests. Waits for the device, once."""
+        """Return all digests. Waits for the device, once."""
         sums: list[int] = torch.stack([total for _, total in self._on_device]).tolist() if self._on_device else []
         pairs = zip(self._on_device, sums, strict=True)
         return (*self._done, *(entry.model_copy(update={"digest": f"{total:x}"}) for (entry, _), total in pairs))
 
 
 def digest_of(key: str, piece: Piece, digest: str) -> ReplicaDigest:
-    """The entry of a replica's piece in an index."""
+    """Make the index entry of a replica's piece."""
     shape = tuple(piece.data.shape)
     return ReplicaDigest(key=key, offset=piece.offset, shape=shape, replica=piece.replica or 0, digest=digest)
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """int64 [] on the device of `tensor`: the sum modulo 2**64 of its bytes as int32 (int8 where they are no multiple
-    of 4), each times an odd number of its own.
+    """Return int64 [] on the device of `tensor`: the sum modulo 2**64 of its bytes as int32 (int8 unless their number
+    is a multiple of 4), each multiplied by its own odd number.
 
     An odd factor has an inverse modulo 2**64, so one changed element always changes the sum.
     """
@@ -164,7 +164,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), _ELEMENTS):
         part = content[start : start + _ELEMENTS]
-        # Knuth's multiplicative hash of the place (The Art of Computer Programming, vol. 3, section 6.4), made odd.
+        # Knuth's multiplicative hash of the position (The Art of Computer Programming, vol. 3, section 6.4), made odd.
         factors = torch.arange(start, start + part.numel(), device=tensor.device).mul_(-7046029254386353131)
         total += factors.bitwise_or_(1).mul_(part).sum()
     return total
@@ -173,7 +173,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 def require_equal(
     indexes: Sequence[Index], tensors: Mapping[str, TensorEntry], checkpoint: Path, is_allowed: bool
 ) -> None:
-    """Raises CheckpointError with a table where replicas differ; warns instead where `checkpoint.allow` names them."""
+    """Raise CheckpointError with a table if replicas differ; only warn if `checkpoint.allow` names them."""
     differing = _differing(indexes, tensors)
     if not differing:
         return
@@ -184,19 +184,19 @@ def require_equal(
         return
     last = next(iter(committed_steps(checkpoint.parent)), None)
     raise CheckpointError(
-        f"checkpoint {checkpoint.name}: expected equal values in all replicas, found {len(differing)} that differ:\n"
+        f"checkpoint {checkpoint.name}: replicas differ in {len(differing)} places:\n"
         f"{shown}\n"
         "  Replicas apply the same gradients: memory, a device or a program has changed one of them since "
         f"{last.name if last else 'the run began'}.\n"
         "  This step isn't saved. Rerun the same command: it "
-        + (f"resumes from {last.name}. " if last else "begins anew. ")
+        + (f"resumes from {last.name}. " if last else "starts over. ")
         + "If it happens again, test those devices.\n"
         "  To save the first replica's values with a warning: checkpoint.allow='[replicas]'."
     )
 
 
 def _differing(indexes: Sequence[Index], tensors: Mapping[str, TensorEntry]) -> dict[str, list[list[str]]]:
-    """The pieces whose replicas differ -> who holds equal values: `process 1`, or `process 1 replica 2` where a process
+    """Map pieces whose replicas differ to groups with equal values: `process 1`, or `process 1 replica 2` if a process
     drives several devices."""
     holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], dict[str, list[tuple[int, int]]]] = {}
     for index in indexes:

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and the two ways to commit one there: `FolderStore` and `ObjectStore`.
+"""The storage of checkpoints, with a way to commit for each kind: `FolderStore` and `ObjectStore`.
 
 A local folder is a `pathlib.Path`. A prefix in an object store is a UPath (over fsspec), which we type as a Path too:
 both join, have parents and names, and answer `stat`. Everything else goes through `store_of(path)`.
@@ -23,7 +23,7 @@ FOLDERS = ("model", "optimizer")
 STEP_NAME = re.compile(r"step-(\d{8,})")
 
 _TEMPORARY = re.compile(r"(step-\d{8,})\.tmp-[0-9a-f]{8}")
-_MAX_READ = 1 << 30  # of one file as a whole; a manifest of a million pieces has 30 MB
+_MAX_READ = 1 << 30  # of a file that is read at once; a manifest of a million pieces has 30 MB
 _UPLOAD_BYTES = 16 << 20  # one part of a multipart upload, or one download: large enough to be few
 
 
@@ -36,12 +36,12 @@ class FolderStore:
 
     is_local = True
     chunk_bytes = 1 << 20  # at a time from a file that is read from end to end; stays in the cache until it is hashed
-    pauses_s = (0.001, 0.1)  # between two looks for another process's file: the first, the longest
+    pauses_s = (0.001, 0.1)  # between two polls for another process's file: the first, the longest
 
     # The commit protocol.
 
     def temporary_of(self, final: Path, attempt: str) -> Path:
-        """Where an attempt writes before its commit."""
+        """The folder that an attempt writes to before its commit."""
         return final.with_name(f"{final.name}.tmp-{attempt[:8]}")
 
     def commit(self, temporary: Path, final: Path, manifest: bytes) -> None:
@@ -55,7 +55,7 @@ class FolderStore:
 
     def is_committed(self, final: Path) -> bool:
         """Whether a commit made `final`."""
-        return final.is_dir()  # it has this name since the commit
+        return final.is_dir()  # the commit gives it this name
 
     def withdraw(self, final: Path, attempt: str) -> Path:
         """Undo a commit at one instant. Returns the folder that is left to delete."""
@@ -64,26 +64,26 @@ class FolderStore:
         return withdrawn
 
     def unfinished(self, run_folder: Path, name: str = "") -> list[Path]:
-        """Folders that saves and deletions began and didn't finish: all, or those of the step folder `name`."""
+        """Return folders that saves and deletions left unfinished: all, or those of the step folder `name`."""
         matches = map(_TEMPORARY.fullmatch, self.names(run_folder))
         return [run_folder / match[0] for match in matches if match and name in ("", match[1])]
 
     # Files and folders.
 
     def names(self, folder: Path) -> list[str]:
-        """The sorted names in `folder`; none where it doesn't exist. Raises OSError, or a store's own error."""
+        """List the sorted names in `folder`; empty if it doesn't exist. Raises OSError, or a store's own error."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(folder))
         return []
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Name -> bytes of the plain files directly in `folder`, by one listing."""
+        """Map the names of plain files directly in `folder` to their bytes, by one listing."""
         with suppress(FileNotFoundError), os.scandir(folder) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
         return {}
 
     def make_folder(self, folder: Path) -> None:
-        """Make it and its parents, with durable names."""
+        """Create the folder and its parents, with durable names."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for path in missing:
@@ -94,7 +94,7 @@ class FolderStore:
         sync_folder(folder)
 
     def size(self, path: Path) -> int | None:
-        """The bytes of a plain file; None for a link, a folder, or a special file. Raises FileNotFoundError."""
+        """Return the bytes of a plain file; None for a link, a folder, or a special file. Raises FileNotFoundError."""
         with _not_of_the_content(path):
             status = path.lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -207,7 +207,7 @@ class ObjectStore:
 
     def open(self, path: Path) -> "FileReader":
         def read_into(start: int, buffer: memoryview) -> None:
-            if not buffer:  # a store would take an empty range for the whole object
+            if not buffer:  # a store would read an empty range as the whole object
                 return
             with _not_of_the_content(path):  # by name: the second parameter of s3fs is another
                 content = _client(path).cat_file(_key(path), start=start, end=start + len(buffer))
@@ -257,7 +257,7 @@ class FileReader:
         self.close()
 
     def read(self, start: int, size: int) -> bytes:
-        """`size` bytes from offset `start`."""
+        """Read `size` bytes from offset `start`."""
         content = bytearray(size)
         self.read_into(start, memoryview(content))
         return bytes(content)
@@ -267,12 +267,12 @@ _FOLDERS, _OBJECTS = FolderStore(), ObjectStore()
 
 
 def store_of(path: Path) -> FolderStore | ObjectStore:
-    """The store in which `path` lies."""
+    """Return the store of `path`."""
     return _FOLDERS if isinstance(cast(object, path), Path) else _OBJECTS
 
 
 def read_file(path: Path) -> bytes:
-    """All of a small plain file. Raises OSError, StoreError."""
+    """Read a small plain file at once. Raises OSError, StoreError."""
     with store_of(path).open(path) as file:
         if file.size > _MAX_READ:
             raise OSError(f"{path}: expected at most {_MAX_READ:,} bytes, found {file.size:,}")
@@ -280,10 +280,10 @@ def read_file(path: Path) -> bytes:
 
 
 def locate(address: str | Path) -> Path:
-    """The path of an address: local (`file://` too) or an URL (`s3://bucket/run`, `gs://bucket/run`).
+    """Return the path of an address: local (`file://` too) or a URL (`s3://bucket/run`, `gs://bucket/run`).
 
-    Raises CheckpointError for a protocol that fsspec doesn't know, a package that isn't installed, and an URL with the
-    characters of a pattern: fsspec would delete all that match.
+    Raises CheckpointError for a protocol that fsspec doesn't know, a package that isn't installed, and a URL with the
+    characters of a pattern: fsspec would delete all matches.
     """
     protocol, separator, rest = str(address).partition("://")
     if not separator:
@@ -292,7 +292,7 @@ def locate(address: str | Path) -> Path:
         return Path(rest)
     if pattern := set("*?[]").intersection(rest):
         raise CheckpointError(
-            f"{address}: expected an URL without * ? [ ], which fsspec takes for patterns, found {min(pattern)}.\n"
+            f"{address}: expected a URL without * ? [ ], which fsspec reads as patterns, found {min(pattern)}.\n"
             "  Choose another name."
         )
     from upath import UPath
@@ -302,14 +302,14 @@ def locate(address: str | Path) -> Path:
         path.fs  # noqa: B018  # makes the file system, which needs its package
     except (ValueError, ImportError) as error:
         raise CheckpointError(
-            f"{address}: expected an URL that fsspec can open, found: {error}\n"
+            f"{address}: fsspec can't open this URL: {error}\n"
             "  s3:// needs `pip install s3fs`, gs:// needs `pip install gcsfs`; a local folder needs no `://`."
         ) from None
     return cast(Path, path)
 
 
 def exists(path: Path) -> bool:
-    """Whether a file is there. Raises where a store doesn't answer; fsspec's own `exists` returns False."""
+    """Whether a file exists. Raises if a store doesn't answer; fsspec's own `exists` returns False."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -318,33 +318,33 @@ def exists(path: Path) -> bool:
 
 
 def is_link(path: Path) -> bool:
-    """Whether it is a symbolic link. Object stores have none, and asking costs a request."""
+    """Whether `path` is a symbolic link. Object stores have none, so no request is sent."""
     return store_of(path).is_local and path.is_symlink()
 
 
 def part_of(path: Path) -> Path:
-    """The name that a kill in `FolderStore.write` leaves behind."""
+    """The temporary name in `FolderStore.write`, which a kill leaves behind."""
     return path.with_name(f"{path.name}.part")
 
 
 def require_regular(path: Path, name: str) -> int:
-    """The size of a plain file in bytes. Raises CheckpointError for an absent file, a link, a folder or a pipe."""
+    """Return the bytes of a plain file. Raises CheckpointError for an absent file, a link, a folder or a pipe."""
     try:
         size = store_of(path).size(path)
     except OSError:
-        raise CheckpointError(f"checkpoint {name}: expected the file {path}, found none") from None
+        raise CheckpointError(f"checkpoint {name}: no such file: {path}") from None
     if size is None:
         raise CheckpointError(f"checkpoint {name}: {path}: expected a plain file, found a link or a special file")
     return size
 
 
 _OF_THE_CONTENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO}
-"""Errors of a file system about the file itself, rather than this moment (no descriptor, no answer, no permission)."""
+"""File system errors about the file itself; others are about the moment (no descriptor, no answer, no permission)."""
 
 
 @contextmanager
 def _not_of_the_content(path: Path) -> Generator[None]:
-    """Turns errors that say nothing about the content into StoreError. Stores raise errors of many classes."""
+    """Turn errors that aren't about the content into StoreError. Stores raise errors of many classes."""
     try:
         yield
     except Exception as error:
@@ -352,8 +352,8 @@ def _not_of_the_content(path: Path) -> Generator[None]:
         if is_known or isinstance(error, FileNotFoundError):
             raise
         raise StoreError(
-            f"{path}: expected to be able to read it, found {type(error).__name__}: {error}\n"
-            "  It may be whole: start again when the storage answers."
+            f"{path}: can't be read: {type(error).__name__}: {error}\n"
+            "  The file may be intact: start again when the storage answers."
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Writes tensors into safetensors files, and reads slices of them.
+"""Write tensors into safetensors files, and read slices of them.
 
 Process 3 writes its k-th piece of every tensor into `model/shard-00003-0k.safetensors` (optimizer state likewise), so
-that a file has a key once. Each header has the offsets as `torch.distributed.checkpoint` writes them: `dcp.load` with
+that a file has a key once. Each header has offsets as `torch.distributed.checkpoint` writes them: `dcp.load` with
 its HuggingFaceStorageReader opens `model/` too.
 """
 
@@ -36,7 +36,7 @@ def no_progress(_: int) -> None: ...
 
 
 _ALL = Partition(0, 1)
-_ELEMENTS_AT_ONCE = 1 << 22  # of a comparison
+_ELEMENTS_AT_ONCE = 1 << 22  # in a comparison
 _MAX_OPEN = 64  # files at a time: many systems allow a process 1,024, and a checkpoint may have more
 
 
@@ -49,7 +49,7 @@ class StoredPiece(NamedTuple):
 
 
 def new_manifest(device: str, backend: str, process_count: int, **fields: Any) -> format.Manifest:
-    """A manifest of now, written by this release; `fields`: all others of `Manifest`."""
+    """Make a manifest with the present time and release; `fields`: all other fields of `Manifest`."""
     return format.Manifest(
         format_version=1,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -65,7 +65,7 @@ def new_manifest(device: str, backend: str, process_count: int, **fields: Any) -
 
 
 def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, format.TensorEntry]:
-    """Every tensor's shape and dtype. Raises `CheckpointError` for a dtype we can't store."""
+    """Return each tensor's entry with shape and dtype. Raises `CheckpointError` for a dtype we can't store."""
     entries = {key: format.TensorEntry(shape=tuple(s.shape), dtype=dtype_name(s.dtype)) for key, s in state.items()}
     for key, entry in entries.items():
         if entry.dtype not in format.DTYPE_BYTES:
@@ -88,7 +88,7 @@ def write_pieces(
     """
     tensors = {key: format.TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
     store = store_of(folder)
-    # The name of each file, or of its folder, has the attempt: a straggler of an earlier one overwrites nothing.
+    # The name of each file, or of its folder, includes the attempt: a straggler of an earlier one overwrites nothing.
     mark = "" if attempt[:8] in folder.name else f"-{attempt[:8]}"
     shards: dict[str, dict[str, Piece]] = {}
     for key, entry in tensors.items():
@@ -147,12 +147,12 @@ class Reader:
         self._open.clear()
 
     def verify_sizes(self) -> None:
-        """Every file is a plain file of its length."""
+        """Check that every file is plain and has its length."""
         for file in self.manifest.files:
             format.verify_file(self.folder, file, content=False)
 
     def verify(self, part: Partition = _ALL, folder: str = "", advance: Advance = no_progress) -> None:
-        """Sizes, hashes and headers of every `part.count`-th file below `folder`, in sorted order."""
+        """Check sizes, hashes and headers of every `part.count`-th file below `folder`, in sorted order."""
         numbers = [n for n, file in enumerate(self.manifest.files) if file.name.startswith(folder)]
         numbers.sort(key=lambda number: self.manifest.files[number].name)
         for number in numbers[part.index :: part.count]:
@@ -170,7 +170,7 @@ class Reader:
         base: Collection[str] = (),
         config: Sequence[str] = (),
     ) -> None:
-        """The checkpoint holds exactly the tensors of `expected`, or of its weights: keys, shapes, dtypes, ties.
+        """Check that the checkpoint has exactly the tensors (or weights) of `expected`: keys, shapes, dtypes, ties.
 
         Tensors in `base` may be in the manifest's base alone. Raises `CheckpointError` with a table of differences,
         below `config`: the differences of the configs.
@@ -198,20 +198,20 @@ class Reader:
             f"  checkpoint.load=weights_only checkpoint.resume={self.folder}"
         )
         raise CheckpointError(
-            f"checkpoint {self.folder.name}: expected the tensors of this model, found {len(rows)} that differ:\n"
+            f"checkpoint {self.folder.name}: {len(rows)} tensors differ from those of this model:\n"
             + "".join(f"  {line}\n" for line in config)
             + f"{format.first_rows(('', 'this model', 'checkpoint'), rows)}\n  {advice}"
         )
 
     def read(self, key: str, slices: Region, into: Tensor | None = None) -> Tensor:
-        """A slice of a tensor on the host, bit for bit, in its saved dtype.
+        """Read a slice of a tensor to the host, bit for bit, in its saved dtype.
 
         `into`: the host tensor to fill, of this shape and dtype. Raises `CheckpointError` for a key or bytes that
         can't be read, IndexError for slices outside the tensor, TypeError for an `into` that doesn't fit.
         """
         tensor = self.manifest.tensors.get(key)
         if tensor is None:
-            raise CheckpointError(f"checkpoint {self.folder.name}: expected a tensor {key}, found none")
+            raise CheckpointError(f"checkpoint {self.folder.name}: no such tensor: {key}")
         if len(slices) != len(tensor.shape) or not all(
             0 <= s.start <= s.stop <= size for s, size in zip(slices, tensor.shape, strict=True)
         ):
@@ -219,14 +219,14 @@ class Reader:
         shape = [s.stop - s.start for s in slices]
         result = torch.empty(shape, dtype=getattr(torch, tensor.dtype)) if into is None else into
         if list(result.shape) != shape or dtype_name(result.dtype) != tensor.dtype:
-            raise TypeError(f"{key}: expected room for {tensor.dtype} {shape}, found {result.dtype} {result.shape}")
+            raise TypeError(f"{key}: expected a buffer of {tensor.dtype} {shape}, found {result.dtype} {result.shape}")
         if result.numel():
             for piece in touching(tensor, slices):
                 self._copy_overlap(key, piece, slices, result)
         return result
 
     def read_whole(self, key: str) -> Tensor:
-        """A whole tensor, as `read`."""
+        """Read a whole tensor, like `read`."""
         return self.read(key, full_region(self.manifest.tensors[key].shape))
 
     def _copy_overlap(self, key: str, piece: StoredPiece, slices: Region, result: Tensor) -> None:
@@ -243,7 +243,7 @@ class Reader:
             raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
 
     def _file(self, number: int) -> FileReader:
-        """The open file; its header agrees with the manifest."""
+        """Return the open file, once its header matches the manifest."""
         if number in self._open:
             self._open[number] = self._open.pop(number)
             return self._open[number]
@@ -279,14 +279,14 @@ class Reader:
 
 
 def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """The offset of each tensor's piece, for a file's header, as HuggingFaceStorageWriter(save_distributed=True) writes
-    it (torch/distributed/checkpoint/filesystem.py)."""
+    """Return the offset of each tensor's piece for a file's header, as HuggingFaceStorageWriter(save_distributed=True)
+    writes it (torch/distributed/checkpoint/filesystem.py)."""
     saved = {key: {"saved_offsets": list(offset)} for key, offset in offsets.items()}
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
 def touching(tensor: format.TensorEntry, slices: Region) -> list[StoredPiece]:
-    """The pieces that hold some of `slices`."""
+    """Return the pieces that overlap `slices`."""
     count, rank = len(tensor.files), len(tensor.shape)
     offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
     sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
@@ -302,7 +302,7 @@ def _write_shard(
     tensors: Mapping[str, format.TensorEntry],
     digested: list[ReplicaDigest],
 ) -> format.FileEntry:
-    """Adds the digest of each numbered piece to `digested`."""
+    """Write one file, and add the digest of each numbered piece to `digested`."""
     metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
     entries: dict[str, format.TensorEntry] = {}
     for key, piece in pieces.items():
@@ -323,9 +323,9 @@ def _write_shard(
 
 
 def value_differences(a: Reader, b: Reader, advance: Advance = no_progress) -> dict[str, float]:
-    """Key -> largest absolute difference, for tensors of both, in one shape, with other bits or values.
+    """Map keys to the largest absolute difference, for tensors of equal shape whose bits or values differ.
 
-    NaN where only one of them has a NaN. Holds a few MiB, or one row. Raises `CheckpointError`.
+    NaN if only one of them has a NaN. Holds a few MiB, or one row. Raises `CheckpointError`.
     """
     largest: dict[str, float] = {}
     for key, tensor in a.manifest.tensors.items():
@@ -349,7 +349,7 @@ def _boxes(shape: tuple[int, ...]) -> Iterator[Region]:
 
 
 def _gap(a: Tensor, b: Tensor) -> float | None:
-    """None for equal bits, or for equal values of two dtypes."""
+    """Return the largest difference; None for equal bits, or for equal values of two dtypes."""
     if a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
         return None
     left, right = a.double(), b.double()

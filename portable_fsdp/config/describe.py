@@ -1,6 +1,6 @@
-"""The schema in words: the values that a key takes, the key nearest to an unknown one, a value as YAML.
+"""Text about the schema: the values that a key takes, the nearest valid key, a value as YAML.
 
-And name patterns: what they match, and the nearest names where they match none.
+Also matches name patterns of modules and parameters; one without a match raises an error with the nearest names.
 """
 
 import difflib
@@ -21,17 +21,17 @@ from portable_fsdp.config.yaml_text import Dumper
 from portable_fsdp.runtime.errors import ConfigError
 
 Key = tuple[str, ...]
-"""`("optim", "lr")`; an item of a list by its number: `("optim", "groups", "0", "lr")`."""
+"""`("optim", "lr")`; list items by index: `("optim", "groups", "0", "lr")`."""
 
 
 def key_name(key: Key) -> str:
-    """`optim.lr`, `optim.groups[0].lr`."""
+    """Format a key: `optim.lr`, `optim.groups[0].lr`."""
     parts = [f"[{part}]" if n and part.isdecimal() else f".{part}" for n, part in enumerate(key)]
     return "".join(parts).removeprefix(".")
 
 
 def fields(model: type[BaseModel] = Config, above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
-    """Every section and key of the schema, those of listed mappings too (`optim.groups.lr`), in its order."""
+    """Yield every section and key in schema order, including keys of listed mappings (`optim.groups.lr`)."""
     for name, info in model.model_fields.items():
         yield (*above, name), info
         if inside := _section(info.annotation) or _listed_section(info.annotation):
@@ -45,41 +45,41 @@ def _known() -> dict[Key, FieldInfo]:
 
 @cache
 def option_names() -> tuple[str, ...]:
-    """Every `section.key`, without keys inside lists and mappings."""
+    """Return every `section.key`, without keys inside lists and mappings."""
     return tuple(key_name(key) for key in _known() if len(key) == 2)
 
 
 def description_of(option: str) -> str:
-    """What `section.key` means."""
+    """Return the description of `section.key`, on one line."""
     return " ".join((_known()[tuple(option.split("."))].description or "").split())
 
 
 def value_of(config: Config, option: str) -> Any:
-    """The value of `section.key`."""
+    """Return the value of `section.key`."""
     section, _, key = option.partition(".")
     return getattr(getattr(config, section), key)
 
 
 def with_value(config: Config, option: str, value: Any) -> Config:
-    """A copy with another value of `section.key`, from YAML or Python; it isn't checked."""
+    """Return a copy with another value of `section.key` (from YAML or Python), unchecked."""
     section, _, key = option.partition(".")
     changed = getattr(config, section).model_copy(update={key: tuple(value) if isinstance(value, list) else value})
     return config.model_copy(update={section: changed})
 
 
 def default_of(option: str) -> Any:
-    """The default of `section.key`; None for one that is unknown or has none."""
+    """Return the default of `section.key`; None if the key is unknown or has no default."""
     info = _known().get(tuple(option.split(".")))
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 
 def section_model(section: str) -> type[BaseModel]:
-    """The schema of a section of the config."""
+    """Return the schema of a section of the config."""
     return cast(type[BaseModel], Config.model_fields[section].annotation)
 
 
 def yaml_value(value: object) -> str:
-    """A value as one line of YAML, as after `key=`: `[LlamaDecoderLayer]`, `null`."""
+    """Format a value as one line of YAML, as after `key=`: `[LlamaDecoderLayer]`, `null`."""
     text = yaml.dump(
         plain_values(value), Dumper=Dumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9
     )
@@ -87,12 +87,12 @@ def yaml_value(value: object) -> str:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """The text, cut to `limit` characters."""
+    """Cut the text to `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
-    """The schema's field for a location in pydantic's report (`optim.betas` for its second number)."""
+    """Return the schema field for a location in pydantic's report (`optim.betas` for its second number)."""
     key, field = (), FieldInfo(annotation=Config)
     for part in location:
         if (section := _section(field.annotation)) and part in section.model_fields:
@@ -108,7 +108,7 @@ def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
 
 
 def nearest(key: Key) -> str:
-    """A hint for an unknown key: the nearest valid key, or else the keys of its section."""
+    """Return a hint for an unknown key: the nearest valid key, or else the keys of its section."""
     known = _known()
     plain = tuple(part for place, part in enumerate(key) if place == 0 or not part.isdecimal())
     siblings = [candidate for candidate in known if candidate[:-1] == plain[:-1]]
@@ -122,20 +122,20 @@ def nearest(key: Key) -> str:
 
 
 def expected(schema: FieldInfo) -> str:
-    """The values that a field takes: `none | full`, `an integer >= 1 or null`, `a list of text`."""
+    """Describe the values that a field takes: `none | full`, `an integer >= 1 or null`, `a list of text`."""
     constraints = " and ".join(_constraint_words(schema.metadata))
     words = f"{_type_words(schema.annotation)} {constraints}".strip()
     return f"{words} or null" if NoneType in get_args(schema.annotation) else words
 
 
 def expected_key(schema: FieldInfo) -> str:
-    """The keys that a field's mapping takes: `text | prompt`, or `text`."""
+    """Describe the keys that a field's mapping takes: `text | prompt`, or `text`."""
     is_mapping = get_origin(schema.annotation) is dict
     return _type_words(get_args(schema.annotation)[0]) if is_mapping else "text"
 
 
 def typing_hint(schema: FieldInfo, value: object) -> str:
-    """A hint for a word that YAML reads as a boolean or number, and for one item in place of a list."""
+    """Return a hint if YAML reads a word as a boolean or number, or if a list is needed; else an empty string."""
     if _item(schema.annotation) and not _listed_section(schema.annotation) and isinstance(value, str):
         return f"; a list of one is [{value}]"
     is_union = get_origin(schema.annotation) in (Union, UnionType)
@@ -147,7 +147,7 @@ def typing_hint(schema: FieldInfo, value: object) -> str:
 
 
 def plain_values(value: object) -> object:
-    """Tuples as lists and sections as mappings, as in YAML."""
+    """Convert tuples to lists and sections to mappings, as in YAML."""
     if isinstance(value, BaseModel):
         return plain_values(value.model_dump())
     if isinstance(value, dict):
@@ -158,7 +158,7 @@ def plain_values(value: object) -> object:
 
 
 def changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Dotted key -> both values, where they differ; None stands for an absent key."""
+    """Return dotted key -> [value in a, value in b] for all keys that differ; None for an absent key."""
     values: dict[str, list[Any]] = {}
     for key in sorted(a.keys() | b.keys()):
         left, right = a.get(key), b.get(key)
@@ -170,14 +170,14 @@ def changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dic
 
 
 def _section(annotation: object) -> type[BaseModel] | None:
-    """The section type of an annotation, `Section | None` included."""
+    """Return the section type of an annotation (also of `Section | None`), or None."""
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(argument for argument in get_args(annotation) if argument is not NoneType)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _item(annotation: object) -> object:
-    """The item type of a list; None for other types."""
+    """Return the item type of a list; None for other types."""
     arguments = get_args(annotation)
     return arguments[0] if get_origin(annotation) is tuple and arguments[-1] is Ellipsis else None
 
@@ -231,31 +231,28 @@ def _constraint_words(metadata: Sequence[object]) -> Iterator[str]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` matches a module or parameter, or a module that holds it; `*` matches any text, dots too."""
+    """Return whether `pattern` matches `name` or a module that contains it; `*` matches any text, including dots."""
     return any(fnmatchcase(candidate, pattern) for candidate in _with_ancestors(name))
 
 
 def matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that `pattern` matches, in order. Raises ConfigError about `key` where it matches none."""
+    """Return the names that `pattern` matches, in order. Raises ConfigError, which names `key`, if there are none."""
     names = list(names)
     matched = [name for name in names if matches(pattern, name)]
     if not matched:
         known = sorted({candidate for name in names for candidate in _with_ancestors(name)})
         text = pattern.strip("*.").lower()
         near = [name for name in known if text in name.lower()][:3] or difflib.get_close_matches(pattern, known, n=3)
-        if not near:  # a last part alone
+        if not near:  # the last part of a name only
             last = difflib.get_close_matches(text, {name.rpartition(".")[2] for name in known}, n=1)
             near = [name for name in known if name.rpartition(".")[2] in last][:3]
         hint = f"nearest: {', '.join(near)}" if near else f"the first names: {', '.join(names[:3])}"
-        raise ConfigError(
-            f"{key}: expected a pattern that matches something in the model, found {pattern!r}, which matches "
-            f"nothing.\n  {hint}."
-        )
+        raise ConfigError(f"{key}: the pattern {pattern!r} matches nothing in the model.\n  {hint}.")
     return matched
 
 
 def _with_ancestors(name: str) -> Iterator[str]:
-    """`a.b.weight`, `a.b`, `a`."""
+    """Yield `a.b.weight`, `a.b`, `a`."""
     while name:
         yield name
         name = name.rpartition(".")[0]

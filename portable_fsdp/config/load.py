@@ -1,8 +1,8 @@
-"""YAML and overrides to a `Config`, or one message that names every problem by file, line and key.
+"""Turn YAML and overrides into a `Config`, or raise one error that names every problem by file, line and key.
 
-The file is parsed into nodes first, so that each key keeps its line. Overrides replace values, pydantic checks the
-whole, and each of its errors is rewritten in the words of the schema: expected, found, where. `convert` adds the files
-of other tools beneath (`LayeredValues.add_default`).
+The file is parsed into nodes first, so that each key keeps its line. Overrides replace values, pydantic validates the
+result, and each of its errors is rewritten with the schema's terms: expected, found, where. `convert` adds defaults
+from the files of other tools (`LayeredValues.add_default`).
 """
 
 import itertools
@@ -42,7 +42,7 @@ ProblemsOf = Callable[[Config], Iterable[str]]
 
 _MAX_BYTES = 1 << 20
 MAX_PROBLEMS = 20
-"""In one message; a hostile file has thousands."""
+"""Limit per message; a hostile file has thousands."""
 
 
 class Loaded(NamedTuple):
@@ -54,10 +54,10 @@ class Loaded(NamedTuple):
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a YAML file of ours and apply `section.key=value` overrides; the later of two overrides counts.
+    """Read our YAML file and apply `section.key=value` overrides; the last override of a key counts.
 
-    Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. A section without
-    keys has all defaults. Raises ConfigError with all problems in one message.
+    Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. An empty section
+    has all defaults. Raises ConfigError with all problems in one message.
     """
     layers = LayeredValues(Path(path))
     layers.add_file(*parse_file(layers.path))
@@ -67,18 +67,18 @@ def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def make_config(**sections: Mapping[str, Any]) -> Config:
-    """The config of a Python loop, without a file: `make_config(optim={"lr": 1e-3}, train={"steps": 100})`.
+    """Make a config in Python, without a file: `make_config(optim={"lr": 1e-3}, train={"steps": 100})`.
 
-    A class or function at the top of a module may stand where a config has `module:function` (model.factory,
-    data.factory, train.task, optim.factory). Two sections may be left out: `model` by a loop that lays out its own
-    (`shard`), and `train` by one that makes its own batches, each step of which has one micro batch. Raises ConfigError
-    with all problems in one message.
+    A class or function at the top level of a module can replace `module:function` (model.factory, data.factory,
+    train.task, optim.factory). Two sections are optional: `model` for a loop that shards its own model (`shard`), and
+    `train` for a loop that makes its own batches; its steps have one micro batch. Raises ConfigError with all problems
+    in one message.
     """
     layers = LayeredValues(Path("make_config"))
     for section, values in sections.items():
         if not isinstance(cast(object, values), Mapping):
             raise ConfigError(
-                f'make_config: {section}: expected a dict of keys, found {values!r:.80}.\n  As optim={{"lr": 1e-3}}.'
+                f'make_config: {section}: expected a dict such as optim={{"lr": 1e-3}}, found {values!r:.80}.'
             )
         for key, value in values.items():
             name = f"{section}.{key}"
@@ -92,7 +92,7 @@ def make_config(**sections: Mapping[str, Any]) -> Config:
 
 
 def _named(option: str, value: object) -> object:
-    """The value with each class and function as `module:function`."""
+    """Replace each class and function in the value by its name, `module:function`."""
     if isinstance(value, Mapping):
         return {key: _named(option, inner) for key, inner in cast(Mapping[str, object], value).items()}
     if isinstance(value, list | tuple):
@@ -104,33 +104,36 @@ def _named(option: str, value: object) -> object:
     name = getattr(value, "__qualname__", "")
     if not isinstance(value, type | FunctionType | BuiltinFunctionType) or not name.isidentifier():
         raise ConfigError(
-            f"make_config: {option}: expected a value of YAML, or a class or function at the top of a module, found "
-            f"{value!r:.80}.\n  Other processes import it by its name: move it out of what it stands in."
+            f"make_config: {option}: expected a YAML value, or a class or function at the top level of a module, found "
+            f"{value!r:.80}.\n  Other processes import it by name: move it to the top level of its module."
         )
     return f"{value.__module__}:{name}"
 
 
 def config_text(config: Config) -> str:
-    """The resolved config as YAML that `read_file` reads back to an equal Config."""
+    """Format the resolved config as YAML; `read_file` reads it back to an equal Config."""
     return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]]:
-    """The root node and the values of a YAML or JSON file. Raises ConfigError, which says what the file `holds` (by
-    default our sections), unless it is a mapping."""
+    """Return the root node and the values of a YAML or JSON file.
+
+    Raises ConfigError if it can't be read or isn't a mapping; `holds` describes the expected content (default: our
+    sections).
+    """
     try:
         text = read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8-sig")
-        # JSON may be indented with tabs, which YAML doesn't take.
+        # JSON may be indented with tabs, YAML may not.
         node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
     except (FileNotFoundError, IsADirectoryError) as error:
-        actual = "a folder" if isinstance(error, IsADirectoryError) else "no such file"
-        raise ConfigError(f"{path}: expected a YAML config file, found {actual}.") from None
+        actual = "this is a folder" if isinstance(error, IsADirectoryError) else "no such file"
+        raise ConfigError(f"{path}: {actual}; name a YAML config file.") from None
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected UTF-8 text, found {error.reason}.") from None
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{line_of(error)}: expected YAML: {problem_of(error)}.") from None
+        raise ConfigError(f"{path}{line_of(error)}: invalid YAML: {problem_of(error)}.") from None
     if not isinstance(node, MappingNode) or not isinstance(values, dict):
         actual = "nothing" if node is None else LayeredValues(path).value_text((), values)
         holds = holds or f"expected a mapping of sections ({', '.join(Config.model_fields)})"
@@ -142,22 +145,22 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
 
 
 class Origin(NamedTuple):
-    """Where a value was written."""
+    """Where a value was set."""
 
     is_override: bool
-    place: int  # line in the file, or number of the override; messages come in the order of these two
+    place: int  # line in the file, or number of the override; messages are sorted by (is_override, place)
     where: str
     text: str | None  # the scalar as written, without quotes; None for mappings and lists
 
 
 @dataclass
 class LayeredValues:
-    """The values of a file and overrides, where each came from, and the problems so far."""
+    """The values of a file and of overrides, the origin of each, and the problems so far."""
 
     path: Path
     values: dict[str, Any] = field(default_factory=lambda: {})
     origins: dict[Key, Origin] = field(default_factory=lambda: {})
-    problems: dict[str, Origin] = field(default_factory=lambda: {})  # by message, so that each stands once
+    problems: dict[str, Origin] = field(default_factory=lambda: {})  # by message, so that each appears once
     overrides: int = 0
 
     def add_file(self, node: MappingNode, values: dict[str, Any]) -> None:
@@ -175,11 +178,11 @@ class LayeredValues:
         try:
             node, value = parse(value_text)
         except yaml.YAMLError as error:
-            return self.add_problem(origin, key, f"expected YAML after `=`: {problem_of(error)}.")
+            return self.add_problem(origin, key, f"invalid YAML after `=`: {problem_of(error)}.")
         if comment := first_comment(value_text):
             quoted = value_text.strip().replace("'", "''")
-            text = f"expected a value without a YAML comment, found {comment!r}, which YAML would drop"
-            return self.add_problem(origin, key, f"{text}.\n  Leave it out, or quote the whole: \"{name}='{quoted}'\".")
+            text = f"YAML would drop {comment!r} as a comment"
+            return self.add_problem(origin, key, f"{text}.\n  Remove it, or quote the value: \"{name}='{quoted}'\".")
         self._set(key, value, origin._replace(text=_scalar_text(node)))
         return self._record(node, key, origin)
 
@@ -199,7 +202,7 @@ class LayeredValues:
             here = (origin or Origin(False, line, f"{self.path}:{line}", None))._replace(text=_scalar_text(value_node))
             if inner[-1] in seen:
                 first = "" if origin else f" (first on line {seen[inner[-1]].place})"
-                self.add_problem(here, inner, f"expected once, found twice{first}; keep one.")
+                self.add_problem(here, inner, f"duplicate key{first}; keep one.")
             seen[inner[-1]] = self.origins[inner] = here
             self._record(value_node, inner, origin)
 
@@ -211,14 +214,14 @@ class LayeredValues:
                 actual = self.value_text(key[:depth], outer)
                 text = f"expected {key_name(key[:depth])} to be a mapping, found {actual}."
                 return self.add_problem(origin, key, text)
-            inside[part] = dict(cast(dict[str, Any], outer or {}))  # a copy: a YAML alias may share it with other keys
+            inside[part] = dict(cast(dict[str, Any], outer or {}))  # copied: YAML aliases share mappings between keys
             inside = inside[part]
         inside[key[-1]] = value
         self.origins = {k: o for k, o in self.origins.items() if k[: len(key)] != key} | {key: origin}
         return None
 
     def add_default(self, option: str, value: object, origin: Origin | None) -> None:
-        """Set `section.key`, which has no value yet; without an origin, to spare the schema's own message."""
+        """Set `section.key`, which has no value yet; origin None: a placeholder that avoids a second error."""
         section, _, key = option.partition(".")
         if isinstance(self.values.setdefault(section, {}), dict):
             self.values[section] = {**self.values[section], key: value}
@@ -226,12 +229,12 @@ class LayeredValues:
             self.origins[section, key] = origin
 
     def given(self) -> dict[str, object]:
-        """Every `section.key` that has a value so far."""
+        """Return every `section.key` that has a value so far, with the value."""
         sections = {k: cast(dict[str, Any], v) for k, v in self.values.items() if isinstance(v, dict)}
         return {f"{name}.{key}": value for name, inside in sections.items() for key, value in inside.items()}
 
     def origin(self, key: Key) -> Origin:
-        """Where `key` was set: itself, else the last override inside it, else its mapping, else the file."""
+        """Return where `key` was set: its own origin, else the last override inside it, its mapping's, or the file."""
         if not key:
             return Origin(False, 0, str(self.path), None)
         return self.origins.get(key) or self._override_inside(key) or self.origin(key[:-1])
@@ -241,7 +244,7 @@ class LayeredValues:
         return inside[-1] if inside else None
 
     def value_text(self, key: Key, value: object) -> str:
-        """A value for a message, a number as it was written."""
+        """Format a value for a message; numbers as written by the user."""
         match value:
             case dict():
                 return "a mapping"
@@ -258,8 +261,8 @@ class LayeredValues:
     # -------------------------------------------------------------------------------------------------- the result
 
     def validated(self, hint: Callable[[Key], str] = nearest, problems_of: ProblemsOf = lambda config: ()) -> Config:
-        """The config; `hint` names what an unknown key may mean. Raises ConfigError with all problems, those that
-        `problems_of` finds in the keys that are right among them."""
+        """Return the config; `hint` suggests a key for an unknown one. Raises ConfigError with all problems, and with
+        those that `problems_of` finds in the rest of the config."""
         config, wrong = None, set[Key]()
         try:
             config = Config.model_validate(self.values)
@@ -307,12 +310,12 @@ class LayeredValues:
             key = tuple(str(part) for part in location if part != "[key]")
             text = f"unknown key.\n  {hint(key)}."
         elif detail["type"] == "missing" and len(key) == len(location):  # else a list that is too short
-            text = f"expected {expected(schema)}, found no such key."
+            text = f"missing; expected {expected(schema)}."
         elif location[-1] == "[key]":
             origin = self.origin((*key, str(location[-2])))
             text = f"expected {expected_key(schema)} as each key, found the key {shortened(repr(location[-2]))}."
         elif detail["type"] == "value_error":
-            # A rule over several keys: an override in the section is the likely cause.
+            # A rule about several keys: an override in the section is the likely cause.
             origin = self._override_inside(key)
             text = f"{detail['msg'].removeprefix('Value error, ')}."
         else:
@@ -327,7 +330,7 @@ def loaded(
     hint: Callable[[Key], str] = nearest,
     problems_of: ProblemsOf = lambda config: (),
 ) -> Loaded:
-    """The validated config with its origins; its own modules (`model.factory`) are found beside its file."""
+    """Return the validated config with its origins. User modules (`model.factory`) can be imported from its folder."""
     config = layers.validated(hint, problems_of)
     names = (config.model.factory, config.data.factory, config.optim.factory)
     if any(names) or ":" in config.train.task:
@@ -340,7 +343,7 @@ def _scalar_text(node: Node | None) -> str | None:
 
 
 def _bounded(message: str) -> str:
-    """Cut out the middle of a long message, which quotes a file or an override."""
+    """Cut the middle out of a long message, which quotes a file or an override."""
     return message if len(message) <= 3000 else f"{message[:2000]} [...] {message[-900:]}"
 
 

@@ -1,4 +1,4 @@
-"""YAML 1.1 with fewer traps, parsed into nodes that keep their lines, and its errors in words."""
+"""YAML 1.1 with fewer traps, parsed into nodes that keep their lines, and its errors as text."""
 
 import itertools
 import re
@@ -17,18 +17,18 @@ _FLOAT_WITH_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0
 
 MAX_CHARACTERS = 1 << 18
 MAX_NODES = 10_000
-"""Of a document with all aliases expanded: nine anchors of nine aliases each would be a billion."""
+"""Limit with all aliases expanded: nine anchors of nine aliases each would be a billion."""
 MAX_DEPTH = 40
 MAX_LENGTHS = {"key": 200, "int": 100, "float": 100}
-"""In characters; Python converts a long number in quadratic time."""
-_TOO_MANY = f"expected at most {MAX_NODES:,} values with every alias written out, found more"
-_TOO_DEEP = f"expected at most {MAX_DEPTH} levels, found more"
+"""In characters; Python takes quadratic time to convert a long number."""
+_TOO_MANY = f"more than {MAX_NODES:,} values with all aliases expanded"
+_TOO_DEEP = f"more than {MAX_DEPTH} levels of nesting"
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 with two changes: `3e-4` and `1.5e3` are numbers, in model.architecture too, and dates stay text.
+    """YAML 1.1 with two changes: `3e-4` and `1.5e3` are numbers, also in model.architecture, and dates stay text.
 
-    Bounds what is composed; `parse` bounds the values with all aliases written out.
+    Limits the composed nodes; `parse` limits the values with all aliases expanded.
     """
 
     yaml_implicit_resolvers: ClassVar = {
@@ -49,30 +49,30 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes text that `Loader` would read as a number."""
+    """YAML dumper that quotes text which `Loader` would read as a number."""
 
 
 yaml.add_implicit_resolver(f"{_TAG}float", _FLOAT_WITH_EXPONENT, list("-+.0123456789"), Loader, Dumper)
 
 
 def parse(text: str) -> tuple[Node | None, Any]:
-    """The node tree of one YAML document and its value; (None, None) for an empty one. Raises yaml.YAMLError."""
+    """Return the node tree and the value of one YAML document; (None, None) if empty. Raises yaml.YAMLError."""
     try:
         if len(text) > MAX_CHARACTERS:
             raise yaml.YAMLError(f"expected at most {MAX_CHARACTERS:,} characters, found {len(text):,}")
         node = Loader(text).get_single_node()
         if node is not None:
             _require_bounded(node)
-        # Parsed twice, because building the value of a mapping with `<<` rewrites its nodes.
+        # Parse twice: constructing a mapping with `<<` rewrites its nodes.
         return node, yaml.load(text, Loader)
     except (ValueError, LookupError) as error:  # a malformed scalar: `0x_`, `!!bool x`
-        raise yaml.YAMLError(f"a value that can't be read: {error}") from None
+        raise yaml.YAMLError(f"malformed value: {error}") from None
 
 
 def _require_bounded(root: Node) -> None:
-    """Raise ComposerError for other values than plain ones, and for aliases that make the document deep or large."""
+    """Raise ComposerError for values that aren't plain, and for aliases that make the document deep or large."""
     nodes = [(root, 1, False)]
-    for node, depth, is_key in nodes:  # which grow
+    for node, depth, is_key in nodes:  # the loop appends to it
         if isinstance(node, SequenceNode):
             nodes += [(item, depth + 1, False) for item in cast(list[Node], node.value)]
         elif isinstance(node, MappingNode):
@@ -94,10 +94,10 @@ def _require_bounded(root: Node) -> None:
 
 
 def first_comment(text: str) -> str | None:
-    """The first comment in a valid YAML text; nodes and tokens don't carry comments."""
+    """Return the first comment in valid YAML text; nodes and tokens don't keep comments."""
     tokens = list(cast(Iterable[yaml.Token], yaml.scan(text, Loader)))
     for before, after in itertools.pairwise(tokens):
-        between = text[before.end_mark.index : after.start_mark.index]  # white space, but for comments
+        between = text[before.end_mark.index : after.start_mark.index]  # white space and comments only
         if "#" in between:
             return between[between.index("#") :].splitlines()[0].rstrip()
     return None

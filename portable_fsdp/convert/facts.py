@@ -1,4 +1,4 @@
-"""Keys of a foreign file, and the options that follow (`read.py` and `rules.py` fill them in); the launcher's facts."""
+"""Keys of a foreign file and the options they set (`read.py` and `rules.py` fill them in); the launcher's facts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,17 +26,17 @@ _AXOLOTL = ("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lr_
 
 
 class KeyEntry(NamedTuple):
-    """One key of a file or one variable, where it stands, and what becomes of it."""
+    """One key of a file or one environment variable: its location and its outcome."""
 
     place: str
     key: str  # as written
     raw: Raw
-    line: int  # 0: a variable
+    line: int  # 0: an environment variable
     where: str  # file:line, or the launcher
-    option: str = ""  # ours, or a fact (`~name`), that it sets
-    value: object = None  # of that option
-    remark: str = ""  # on the option; why a key sets nothing
-    fact: str = ""  # of the launcher's: num_processes, num_machines, use_cpu, device
+    option: str = ""  # the option of ours, or the fact (`~name`), that it sets
+    value: object = None  # the value of that option
+    remark: str = ""  # about the option, or why the key sets nothing
+    fact: str = ""  # the launcher's fact: num_processes, num_machines, use_cpu, device
 
     @property
     def text(self) -> str:
@@ -55,14 +55,14 @@ class KeyEntry(NamedTuple):
 
 @dataclass
 class Import:
-    """What a foreign file sets."""
+    """The settings and problems of one foreign file, or of the environment."""
 
     path: Path
     kind: str = ""  # the place that most of its keys belong to
     settings: dict[str, KeyEntry] = field(default_factory=lambda: {})  # by option
     launcher: list[KeyEntry] = field(default_factory=lambda: [])
     not_needed: list[KeyEntry] = field(default_factory=lambda: [])
-    total: tuple[KeyEntry, int] | None = None  # devices by dp_replicate_size * dp_shard_size, and the key of them
+    total: tuple[KeyEntry, int] | None = None  # the key and the devices of dp_replicate_size * dp_shard_size
     problems: list[tuple[int, str]] = field(default_factory=lambda: [])
 
     def add_problem(self, at: KeyEntry, text: str) -> None:
@@ -72,41 +72,43 @@ class Import:
         self.not_needed.append(entry._replace(remark=reason))
 
     def number(self, fact: str) -> int | None:
-        """A fact of the launcher's as a number; None where the file doesn't set it, or sets auto."""
+        """Return a launcher's fact as a number; None if the file doesn't set it, or sets auto."""
         texts = [entry.text.strip() for entry in self.launcher if entry.fact == fact]
         return int(texts[0]) if texts and texts[0].isdecimal() else None
 
 
 @dataclass
 class ForeignFacts:
-    """What the keys of a file set one by one (`keys`); the rules write the options that follow into `result`."""
+    """The facts that single keys of a file set (`keys`); the rules write the resulting options into `result`."""
 
     result: Import
     given: Mapping[str, object]  # options that our own file or an override sets
-    overridden: set[str]  # options that an override settles: refusals and contradictions about them are gone
-    numbers: Mapping[str, int]  # num_processes and num_machines, as others state them
-    tool: str = ""  # that the file is for; empty: the keys don't tell, or tell axolotl's, which reads every name
-    words: Mapping[str, str] = field(default_factory=lambda: {})  # of keys by their names in the table, or the tool's
+    overridden: set[str]  # options set by an override: refusals and contradictions about them don't apply
+    numbers: Mapping[str, int]  # num_processes and num_machines according to other files and the launcher
+    tool: str = ""  # the tool of the file; empty: unknown, or axolotl, which reads every name
+    words: Mapping[str, str] = field(default_factory=lambda: {})  # key of the table -> its value, or the tool's default
     keys: dict[str, KeyEntry] = field(default_factory=lambda: {})  # by option or fact
-    failed: set[str] = field(default_factory=set[str])  # keys of the table whose values were refused or can't be read
-    rows: list[tuple[KeyRow, KeyEntry]] = field(default_factory=lambda: [])  # that were read
+    failed: set[str] = field(default_factory=set[str])  # keys of the table with refused or unreadable values
+    rows: list[tuple[KeyRow, KeyEntry]] = field(default_factory=lambda: [])  # the keys that were read
 
     def choose_tool(self, keys: Sequence[tuple[KeyRow, KeyEntry]]) -> None:
-        """Tell the tool, and the words on which a row's `read_by` may depend, by all keys of the file."""
+        """Set `tool`, and the `words` on which a row's `read_by` depends, from all keys of the file."""
         names = {entry.key for _, entry in keys}
         if self.result.kind == ENVIRONMENT or not names.isdisjoint(("distributed_type", "compute_environment")):
             self.tool = BY_ACCELERATE
         elif self.result.kind == FSDP or any(row.place == TRAINER for row, _ in keys):
             self.tool = BY_TRAINER if names.isdisjoint(_AXOLOTL) else ""
-        words = {row.name: entry.text.strip().lower() for row, entry in reversed(keys)}  # of two, the first
+        words = {
+            row.name: entry.text.strip().lower() for row, entry in reversed(keys)
+        }  # the first of duplicates counts
         set_words = {key: word for key, word in words.items() if word not in ("", "none", "null")}
         self.words = {**key_table().defaults.get(self.tool, {}), **set_words}
 
     def unread(self, row: KeyRow, outcome: KeyOutcome) -> str:
-        """Why a key sets nothing; empty where its tool reads it."""
+        """Return why the tool doesn't read a key; empty if it does."""
         read_by = outcome.read_by or row.read_by
         is_read = any(all(map(self._holds, who.split(" with "))) for who in read_by.split(" or "))
-        return "" if is_read else f"it counts only for {read_by}"
+        return "" if is_read else f"applies only to {read_by}"
 
     def _holds(self, term: str) -> bool:
         key, is_value, word = term.partition("=")
@@ -122,7 +124,7 @@ class ForeignFacts:
 
     @property
     def sections(self) -> dict[str, KeyEntry]:
-        """Each place that the file has keys of, and the first of them."""
+        """Each place with keys in the file, and the first of these keys."""
         return {row.place: entry for row, entry in reversed(self.rows)}
 
     def value(self, name: str) -> Any:
@@ -134,18 +136,18 @@ class ForeignFacts:
 
     @property
     def steps(self) -> object:
-        """The steps of the run, as far as a file or an override sets them."""
+        """The steps of the run, if a file or an override sets them."""
         return self.given.get("train.steps", self.value("train.steps"))
 
     def set(self, option: str, value: object, source: KeyEntry, remark: str = "") -> None:
-        """An option that follows from `source`; a contradiction where another key already set another value."""
+        """Set an option because of `source`. Another value from an earlier key is a contradiction."""
         setting = source._replace(option=option, value=value, remark="; ".join(filter(None, (source.remark, remark))))
         first = self.options.setdefault(option, setting)
         if first.value != value:
             self.contradiction(option, first, setting)
 
     def contradiction(self, option: str, first: KeyEntry, second: KeyEntry) -> None:
-        """Two keys that set one option to different values; an override of it settles them."""
+        """Add a problem: two keys set one option to different values. An override of the option resolves it."""
         if option not in self.overridden:
             text = f"{second.text} contradicts {first.key}: {first.text} ({first.where}); keep one."
             self.result.add_problem(second, text)
@@ -163,14 +165,13 @@ def check_launcher_facts(
     counted_by: str = "the launcher",
     by_hand: bool = False,
 ) -> None:
-    """Raise ConfigError where num_processes, num_machines or use_cpu differs from the actual start.
+    """Raise ConfigError if num_processes, num_machines or the device of a file differs from the actual launch.
 
-    `processes` counts those of all hosts, one for each device (under xla, the devices themselves); None where only the
-    engine knows. torchrun counts the hosts. `device` is the one that `--device` selects; `by_hand`: nobody else starts
-    processes on other hosts.
+    `processes`: on all hosts, one per device (xla: the number of devices); None if only the engine knows it. The number
+    of hosts comes from torchrun. `device`: that of `--device`; `by_hand`: nothing starts processes on other hosts.
     """
     machines = _integer(environ, "GROUP_WORLD_SIZE") or (1 if by_hand else None)
-    if tpu_workers(environ):  # `accelerate config` never asks for the hosts of a TPU: it writes 1 on each of them
+    if tpu_workers(environ):  # `accelerate config` doesn't ask for the hosts of a TPU: it writes 1 on each of them
         machines = None
     actual = {"num_processes": processes, "num_machines": machines}
     problems: list[str] = []
@@ -186,11 +187,11 @@ def check_launcher_facts(
             problems.append(f"{by.where}: {by.key}: expected {processes} devices ({counted_by}), found {by.text}.")
     if problems:
         flags = "--num_devices, torchrun's --nproc-per-node, --nnodes" + ", --device" * bool(device)
-        raise ConfigError("\n".join(problems) + f"\n  Change the file, or start as it says ({flags}).")
+        raise ConfigError("\n".join(problems) + f"\n  Change the file, or launch to match it ({flags}).")
 
 
 def _device(note: KeyEntry) -> str:
-    """The device that a key selects: `use_cpu: true`, ACCELERATE_TORCH_DEVICE=cuda:0. Else an empty text."""
+    """Return the device that a key selects (`use_cpu: true`, ACCELERATE_TORCH_DEVICE=cuda:0), or an empty string."""
     if note.fact == "use_cpu":
         return "cpu"
     return note.text.partition(":")[0] if note.fact == "device" and note.text.lower() not in NO else ""

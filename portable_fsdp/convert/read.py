@@ -1,7 +1,7 @@
-"""A config with files of other tools and the environment of `accelerate launch` beneath our own keys.
+"""Read a config, with other tools' files and the environment of `accelerate launch` as defaults beneath our own keys.
 
-Each key of such a file meets its row of the table. A key that its own tool doesn't read (`read_by`) sets nothing; one
-outside its section is used, with a remark; an unknown one is a problem that names the nearest key.
+Each key of such a file is looked up in the table. A key that its own tool doesn't read (`read_by`) sets nothing; a key
+outside its section is used, with a remark; an unknown key is a problem that names the nearest key.
 """
 
 import re
@@ -50,7 +50,7 @@ from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate
 _LAUNCHER = "accelerate launch"
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
 _NUMBERS = {"num_processes": "WORLD_SIZE", "num_machines": "GROUP_WORLD_SIZE"}
-"""The launcher's facts that are numbers, and the variables in which `accelerate launch` passes them on."""
+"""The launcher's numeric facts, and the variables in which `accelerate launch` passes them."""
 
 _ALTERNATIVES = {
     "train.steps": "train.epochs",
@@ -58,12 +58,12 @@ _ALTERNATIVES = {
     "model.architecture": "model.pretrained",
     "model.pretrained": "model.architecture",
 }
-"""Options that exclude one another: an override of one also replaces an imported other."""
+"""Options that exclude each other: an override of one also replaces the imported value of the other."""
 
 _NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps", "train.epochs", 100))
 """Options without a default, the alternative of each, and an example."""
 
-_EXPECTED = "expected a mapping of accelerate's or Trainer's keys (distributed_type, fsdp_config, ...)"
+_EXPECTED = "expected a mapping of accelerate or Trainer keys (distributed_type, fsdp_config, ...)"
 
 
 def load_config(
@@ -72,13 +72,13 @@ def load_config(
     imports: Sequence[str | Path] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Read a YAML file and apply `section.key=value` overrides; the later of two overrides counts.
+    """Read a YAML file and apply `section.key=value` overrides; the last override of a key counts.
 
-    Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. A section without
-    keys has all defaults. `imports` are accelerate or Trainer configs that supply defaults and may not contradict our
-    file; `path` may be one itself. `environ` (os.environ, or None) supplies defaults beneath these where
-    `accelerate launch` started this process; it may not contradict an accelerate file, and the processes and hosts
-    that files name must be the launcher's. Raises ConfigError with all problems in one message.
+    Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. An empty section
+    has all defaults. `imports` are accelerate or Trainer configs that supply defaults and may not contradict our file;
+    `path` may be one itself. `environ` (os.environ, or None) supplies further defaults if `accelerate launch` started
+    this process; it may not contradict an accelerate file. The processes and hosts in files must match the launcher's.
+    Raises ConfigError with all problems in one message.
     """
     result = read_config(path, overrides, imports, environ)
     if environ is not None and result.imports:
@@ -94,9 +94,9 @@ def read_config(
     environ: Mapping[str, str] | None = None,
     problems_of: ProblemsOf = lambda config: (),
 ) -> Loaded:
-    """As `load_config`, with the origin of each option and the imports; doesn't look at the start.
+    """Like `load_config`, with the origin of each option and the imports; doesn't compare files with the launcher.
 
-    `problems_of` finds what else is wrong in a config of which some keys are wrong; the error has both.
+    `problems_of` finds further problems where some keys are wrong; the error has both.
     """
     layers, environ = LayeredValues(Path(path)), environ or {}
     node, values = _parsed(layers.path)
@@ -107,7 +107,7 @@ def read_config(
     for text in overrides:
         layers.override(text)
     numbers = _launched_numbers(environ)
-    for _, root in reversed(files):  # of two files that differ, the first counts here; the launcher is compared later
+    for _, root in reversed(files):  # the first file counts; check_launcher_facts compares with the launcher
         numbers |= _stated_numbers(root)
     results = [_lay_file(layers, file, root, numbers) for file, root in files]
     results += _lay_environment(layers, environ, results)
@@ -117,7 +117,7 @@ def read_config(
 
 
 def _is_ours(node: MappingNode) -> bool:
-    """Whether a key is one of our sections; in `optim: adamw_torch` it is Trainer's."""
+    """Return whether a key is one of our sections; `optim: adamw_torch` is a key of Trainer."""
     return any(
         str(key.value) in Config.model_fields and (not isinstance(value, ScalarNode) or value.tag == NULL_TAG)
         for key, value in _pairs(node)
@@ -125,7 +125,7 @@ def _is_ours(node: MappingNode) -> bool:
 
 
 def _is_foreign(node: MappingNode) -> bool:
-    """Whether the table knows a key of a file that has no section of ours."""
+    """Return whether the table has a key of this file, which has no section of ours."""
     keys = [str(key.value) for key, _ in _pairs(node) if isinstance(key, ScalarNode)]
     return any(nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
 
@@ -134,7 +134,7 @@ def _parsed(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]]:
     node, values = parse_file(path, holds)
     if not {"zero_optimization", "train_micro_batch_size_per_gpu"}.isdisjoint(values):
         raise ConfigError(
-            f"{path}: DeepSpeed's own JSON is not supported.\n  Give an accelerate file with zero_stage and offload "
+            f"{path}: DeepSpeed's own JSON is not supported.\n  Use an accelerate file with zero_stage and offload "
             "keys in deepspeed_config, and set the rest by our own keys or Trainer's."
         )
     return node, values
@@ -143,16 +143,16 @@ def _parsed(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]]:
 def _read_import(path: Path) -> tuple[Path, MappingNode]:
     node, values = _parsed(path, f"nothing to import: {_EXPECTED}")
     if not values:
-        raise ConfigError(f"{path}: nothing to import: {_EXPECTED}, found an empty one.")
+        raise ConfigError(f"{path}: nothing to import: {_EXPECTED}, found an empty mapping.")
     if _is_ours(node):
-        raise ConfigError(f"{path}: {_EXPECTED}, found sections of ours.\n  Give a file of ours to --config.")
+        raise ConfigError(f"{path}: {_EXPECTED}, found our own sections.\n  Pass our own files by --config.")
     return path, node
 
 
 def _hint(key: Key) -> str:
-    """The meaning of a key that our config doesn't have."""
+    """Return a hint for an unknown key of our config."""
     if len(key) == 1 and (find(ACCELERATE, key[0]) or nested_place(ACCELERATE, key[0])):
-        return "a key of accelerate's: give its file by --import=FILE"
+        return "a key of accelerate: pass its file by --import=FILE"
     *sections, name = key
     option = option_meant(name) if len(sections) < 2 else ""
     return nearest(tuple(option.split(".")) if option else key)
@@ -172,9 +172,9 @@ def _lay_file(layers: LayeredValues, path: Path, root: MappingNode, numbers: Map
 
 
 def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports: Sequence[Import]) -> list[Import]:
-    """What `accelerate launch` passes to the processes that it starts; an unknown variable of its is a problem.
+    """Read the environment that `accelerate launch` passes to its processes; an unknown variable is a problem.
 
-    Our own file and overrides go first, and so do a Trainer's arguments, as in Trainer itself.
+    Our own file, overrides and TrainingArguments take precedence, the latter as in Trainer itself.
     """
     if not is_by_accelerate(environ):
         return []
@@ -189,7 +189,7 @@ def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports:
     result = Import(Path(_LAUNCHER), ENVIRONMENT)
     prefixes = tuple(key_table().families)
     variables = {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
-    # A list of a file arrives as Python writes it: ['A', 'B'].
+    # accelerate passes lists as Python prints them: ['A', 'B'].
     texts = {name: re.sub(r"[\[\]'\"]", "", text) if text.startswith("[") else text for name, text in variables.items()}
     entries = [KeyEntry(ENVIRONMENT, name, text, 0, _LAUNCHER) for name, text in texts.items()]
     result.problems += [(0, text) for text in _without_switch(variables)]
@@ -202,25 +202,25 @@ def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports:
 
 
 def _launched_numbers(environ: Mapping[str, str]) -> dict[str, int]:
-    """Processes and machines that `accelerate launch` started; nothing where it didn't start this one."""
+    """Return the numbers of processes and machines of `accelerate launch`; empty if it didn't start this process."""
     texts = {fact: environ.get(name, "") for fact, name in _NUMBERS.items() if is_by_accelerate(environ)}
     return {fact: int(text) for fact, text in texts.items() if text.isdecimal()}
 
 
 def _stated_numbers(node: MappingNode) -> dict[str, int]:
-    """The same by the keys at the top of a file."""
+    """Return the numbers of processes and machines in the top-level keys of a file."""
     values = {str(key.value): str(value.value) for key, value in _pairs(node) if isinstance(value, ScalarNode)}
     return {fact: int(values[fact]) for fact in _NUMBERS if values.get(fact, "").isdecimal()}
 
 
 def _without_switch(variables: Mapping[str, str]) -> Iterator[str]:
-    """A problem for each family of variables whose switch is off: accelerate doesn't read them."""
+    """Yield a problem for each family of variables whose switch is off, so that accelerate doesn't read them."""
     for prefix in key_table().families:
         flag = f"USE_{prefix.removeprefix('ACCELERATE_').rstrip('_')}"
         names = [name for name in variables if name.startswith(prefix)]
         switch = variables.get(f"ACCELERATE_{flag}", "none")
         if names and find(ENVIRONMENT, f"ACCELERATE_{flag}") and switch.lower() not in ("true", "1"):
-            text = f"expected ACCELERATE_{flag}=true, without which accelerate doesn't read it, found {switch}.\n"
+            text = f"accelerate reads it only with ACCELERATE_{flag}=true, found {switch}.\n"
             text += f"  Start with {_LAUNCHER} --{flag.lower()}, or unset {', '.join(names)}."
             yield f"{_LAUNCHER}: {names[0]}: {text}"
 
@@ -230,7 +230,7 @@ def _with_alternatives(options: set[str]) -> set[str]:
 
 
 def _add(layers: LayeredValues, imported: Import, given: Mapping[str, object], overridden: set[str]) -> None:
-    """Set what has no value yet; a value that differs from a given one is a problem, unless an override settles it."""
+    """Set options without a value so far; a value that differs from a given one is a problem, unless overridden."""
     for line, text in imported.problems:
         layers.problems.setdefault(text, Origin(False, line, "", None))
     for option, setting in imported.settings.items():
@@ -248,14 +248,14 @@ def _add(layers: LayeredValues, imported: Import, given: Mapping[str, object], o
 
 
 def _require_the_rest(layers: LayeredValues, imported: Import) -> None:
-    """A problem where another tool's file is the config, and nothing sets the model or the length of the run."""
+    """Add a problem if another tool's file is the config, and nothing sets the model or the length of the run."""
     missing = [needed for needed in _NEEDED if layers.given().keys().isdisjoint(needed[:2])]
-    for option, _, example in missing:  # else the schema would report it once more
+    for option, _, example in missing:  # else the schema would report it again
         layers.add_default(option, example, None)
     if missing:
         needed = " and ".join(f"{option} (or {other})" for option, other, _ in missing)
-        text = f"keys of {imported.kind} alone; a run needs {needed} too.\n  Add it, and data.source, as overrides, or "
-        text += f"import the file under a config of yours: --config=YOURS.yaml --import={imported.path}."
+        text = f"has only keys of {imported.kind}; a run also needs {needed}.\n  Add it, and data.source, as overrides,"
+        text += f" or import the file into your own config: --config=YOURS.yaml --import={imported.path}."
         layers.add_problem(Origin(False, 0, str(imported.path), None), (), text)
 
 
@@ -269,16 +269,16 @@ def _entries(node: MappingNode, place: str, result: Import) -> Iterator[KeyEntry
         entry = KeyEntry(place, key, _raw(value), line, f"{result.path}:{line}")
         inside = nested_place(place, key)
         if key == "<<":
-            result.add_problem(entry, "expected plain keys, found a YAML merge; write the keys out.")
+            result.add_problem(entry, "YAML merge keys are not supported here; write the keys out.")
         elif inside and isinstance(value, MappingNode):
             yield from _entries(value, inside, result)
         elif inside and inside != MIXED and not entry.raw:
             result.ignore(entry, "empty")
-        elif inside and inside != MIXED:  # Trainer takes JSON in quotes and the path of a file, too
+        elif inside and inside != MIXED:  # Trainer also takes JSON in quotes and the path of a file
             text = f"expected a mapping, found {entry.text}.\n  Write JSON without quotes around it; import a file by"
             result.add_problem(entry, f"{text} itself, by --import, and leave {key} out.")
         elif entry.raw and key in _SECRET:
-            # TrainingArguments.to_dict writes <HUB_TOKEN>, whether there is one or not.
+            # TrainingArguments.to_dict writes <HUB_TOKEN>, with or without a token.
             yield entry._replace(raw=None if entry.raw == f"<{key.upper()}>" else "(hidden)")
         else:
             yield entry
@@ -297,7 +297,7 @@ def _raw(node: Node) -> Raw:
 
 
 def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
-    """Read the keys one by one, then combine them: the options that they set, and which keys set none."""
+    """Read the keys one by one, then combine them into options; keys that set none are listed as not needed."""
     rows = [(find_anywhere(entry.place, entry.key), entry) for entry in entries]
     facts.choose_tool([(row, entry) for row, entry in rows if row])
     for row, entry in rows:
@@ -311,12 +311,12 @@ def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
     used = {(setting.line, setting.key) for setting in facts.options.values()}
     for setting in facts.keys.values():
         if (setting.line, setting.key) not in used:
-            reason = "another key or an override decides, or says the same"
+            reason = "another key or an override decides, or sets the same value"
             facts.result.ignore(setting, key_table().unused.get(setting.option, reason))
 
 
 def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
-    """One key; keys that set one option must agree."""
+    """Read one key; keys that set the same option must agree."""
     outcome = _outcome(facts, row, entry)
     if outcome is None:
         return
@@ -338,7 +338,7 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
         case "launcher":
             facts.result.launcher.append(entry._replace(remark=str(outcome.launcher), fact=outcome.fact))
         case _ if outcome.override not in facts.overridden:
-            problem = f"{entry.text} can't be honoured: {outcome.refuse}.\n  Way out: {outcome.fixes}."
+            problem = f"{entry.text} can't be honoured: {outcome.refuse}.\n  Fix: {outcome.fixes}."
             facts.result.add_problem(entry, problem)
             facts.failed.add(row.name)
         case _:
@@ -346,7 +346,7 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
 
 
 def _outcome(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> KeyOutcome | None:
-    """None for an unreadable value, which is a problem; a value that is empty or null sets nothing."""
+    """Return the outcome of a key; None for an unreadable value, which becomes a problem. Null sets nothing."""
     try:
         if entry.raw is not None:
             return outcome_of(row, entry.raw)
@@ -367,7 +367,7 @@ def _set(facts: ForeignFacts, setting: KeyEntry) -> None:
 
 
 def _compare_with_earlier(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
-    """One key twice, perhaps under another name; keys that set options are compared by option."""
+    """Compare duplicates of a key, also under another name; keys that set options are compared by option."""
     first = next((first for earlier, first in facts.rows if earlier is row and first.place == entry.place), None)
     if first is not None and first.text.lower() != entry.text.lower():
         facts.contradiction("", first, entry)

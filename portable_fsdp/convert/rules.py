@@ -1,9 +1,9 @@
-"""Rules over several keys: the strategy, dtypes, the batch, evaluations and what else no foreign key sets alone.
+"""Rules over several keys: the strategy, dtypes, the batch, evaluations and other options that no key sets alone.
 
-A row of the table sets an option of ours where its key decides alone, else a fact (`~name`) for a rule. So
-`fsdp_sharding_strategy: HYBRID_SHARD` is `~strategy`, of which `num_machines: 1` makes FULL_SHARD. A rule is a function
-of `ForeignFacts`: it reads what the keys set (`facts.keys`, which stays as it is) and writes `facts.options`, each with
-the key that decided. No rule reads what another one wrote, so any order is right.
+A row of the table sets an option of ours if its key decides alone, else a fact (`~name`) for a rule. For example,
+`fsdp_sharding_strategy: HYBRID_SHARD` sets `~strategy`, and with `num_machines: 1` the rule makes it FULL_SHARD. A rule
+is a function of `ForeignFacts`: it reads `facts.keys` (unchanged) and writes `facts.options`, each with the key that
+decided. No rule reads the output of another, so their order doesn't matter.
 """
 
 import math
@@ -19,14 +19,14 @@ _NEEDED = {
     "DEEPSPEED": "zero_stage in deepspeed_config",
     "MEGATRON_LM": "megatron_lm_use_distributed_optimizer: true in megatron_lm_config",
 }
-"""What these engines shard is their user's choice: the defaults of neither are ours."""
+"""Keys that state what these engines shard: we don't have their defaults."""
 _CLASSES = "sharding.wrap_classes"
 LOGGING_STEPS = 500
-"""Trainer's default of `logging_steps`, which `eval_steps` takes where it is not set."""
+"""Trainer's default of `logging_steps`, also the default of `eval_steps`."""
 
 
 def combine(facts: ForeignFacts) -> None:
-    """Sets our options that the keys set together; contradictions become problems."""
+    """Set the options that follow from several keys; contradictions become problems."""
     sharding = (_sections, _strategy, _units, _precision, _recompute, _offload)
     for rule in (*sharding, _batch, _length, _warmup, _optimizer, _evaluations):
         rule(facts)
@@ -36,15 +36,15 @@ def combine(facts: ForeignFacts) -> None:
 
 
 def _sections(facts: ForeignFacts) -> None:
-    """A section that accelerate doesn't read under this distributed_type: which of the two is meant?"""
+    """Report sections that Trainer or accelerate doesn't read under this `fsdp` or distributed_type."""
     kind, fsdp, sections = facts.keys.get("~distributed"), facts.keys.get("~fsdp"), facts.sections
     sets = any(setting.place == FSDP and setting.value for setting in facts.keys.values())  # Trainer dumps what is off
     if fsdp is not None and not fsdp.value and sets:
-        text = f"expected true, found {fsdp.text!r}, under which Trainer doesn't read fsdp_config.\n"
+        text = f"Trainer reads fsdp_config only with fsdp: true, found {fsdp.text!r}.\n"
         facts.result.add_problem(fsdp, f"{text}  Set fsdp: true, or leave fsdp_config out.")
     for word, place in _SECTIONS.items():
         if kind is not None and place in sections and place != _SECTIONS.get(str(kind.value).replace("XLA", "FSDP")):
-            text = f"accelerate doesn't read it with distributed_type: {kind.text} ({kind.where})."
+            text = f"accelerate doesn't read it under distributed_type: {kind.text} ({kind.where})."
             text += f"\n  Set distributed_type: {word}, or leave {place} out."
             facts.result.add_problem(sections[place]._replace(key=place), text)
 
@@ -59,14 +59,14 @@ def _strategy(facts: ForeignFacts) -> None:
     one_machine = facts.numbers.get("num_machines") == 1
     if replicas is not None and replicas.value != 1:
         if facts.value("~shard_size") == 1:
-            strategy, remark = "NO_SHARD", f"{replicas.key}: {replicas.text} copies of one shard"
+            strategy, remark = "NO_SHARD", f"{replicas.key}: {replicas.text} replicas of one shard"
         elif strategy == "NO_SHARD":
             facts.contradiction("sharding.strategy", word, replicas)
         else:
             strategy = _HYBRID.get(strategy, strategy)
             facts.set("sharding.replicas", replicas.value, replicas)
     elif strategy in _ONE_COPY and (replicas or one_machine) and "sharding.replicas" not in facts.given:
-        strategy, remark = _ONE_COPY[strategy], "one machine is one copy of the model"
+        strategy, remark = _ONE_COPY[strategy], "one machine is one replica of the model"
     facts.set("sharding.strategy", strategy, word, remark)
     if "sharding.strategy" not in facts.overridden:
         _sizes(facts, strategy, word)
@@ -77,14 +77,14 @@ def _require_strategy(facts: ForeignFacts) -> None:
     if kind is None or kind.value not in _NEEDED or "sharding.strategy" in facts.given:
         return
     if facts.can_read("zero_stage", "megatron_lm_use_distributed_optimizer"):
-        text = f"expected {_NEEDED[str(kind.value)]} too, which sets what is sharded, found {kind.text} alone.\n"
+        text = f"{kind.text} also needs {_NEEDED[str(kind.value)]}, which sets what is sharded.\n"
         facts.result.add_problem(kind, f"{text}  Add it, or set sharding.strategy.")
 
 
 def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
-    """The strategy by name, by what is freed after forward, or by both where they agree.
+    """Return the strategy by name, by reshard_after_forward, or by both if they agree.
 
-    Where they don't, accelerate reads names, one of which its launcher always sets, and Trainer what is freed.
+    If they don't, accelerate reads the name, which its launcher always sets, and Trainer reshard_after_forward.
     """
     word, inside = facts.keys.get("~strategy"), facts.keys.get("~reshard_word")
     version = facts.words.get("fsdp_version")
@@ -109,7 +109,7 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
 
 
 def _implied_strategy(facts: ForeignFacts) -> KeyEntry | None:
-    """The strategy by the kind of run, or by sizes alone."""
+    """Return the strategy that follows from distributed_type, or from sizes alone."""
     kind = facts.keys.get("~distributed")
     if kind is not None and kind.value not in ("NO", "DEEPSPEED", "MEGATRON_LM"):
         sharded = kind.value == "FSDP" or FSDP in facts.sections
@@ -119,7 +119,7 @@ def _implied_strategy(facts: ForeignFacts) -> KeyEntry | None:
 
 
 def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
-    """Copies * devices of a shard are all devices, as in accelerate; those that no key sets are 1."""
+    """Check that replicas * devices of a shard are all devices, as in accelerate; an unset size is 1."""
     shards = facts.keys.get("~shard_size")
     if facts.failed or shards is None:  # one of the sizes may be among those that failed
         return
@@ -139,13 +139,13 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
 
 
 def _units(facts: ForeignFacts) -> None:
-    """Classes count where units are layers, min_num_params where they are made by size, or nothing else decides."""
+    """Use classes if units are layers; use min_num_params if units are made by size, or nothing else decides."""
     size, wrap, classes = (facts.keys.get(name) for name in ("~min_num_params", "sharding.wrap", _CLASSES))
     policy = facts.given.get("sharding.wrap", wrap and wrap.value)
     if classes is not None and policy not in (None, "TRANSFORMER_BASED_WRAP"):
         del facts.options[_CLASSES]
     on_xla = facts.value("~xla") or facts.value("~distributed") == "XLA"
-    by_default = classes is None and (not facts.tool or on_xla)  # accelerate and Trainer: with a policy only
+    by_default = classes is None and (not facts.tool or on_xla)  # accelerate and Trainer: only with a policy
     if size is not None and (by_default if policy is None else policy == "SIZE_BASED_WRAP"):
         facts.set("sharding.wrap", "SIZE_BASED_WRAP", size)
         facts.set("sharding.min_num_params", size.value, size)
@@ -155,7 +155,7 @@ def _units(facts: ForeignFacts) -> None:
 
 
 def _precision(facts: ForeignFacts) -> None:
-    """accelerate's FSDP sums gradients in the dtype that it computes in; its other types sum them in float32."""
+    """Set the dtypes. accelerate's FSDP sums gradients in the compute dtype, its other types in float32."""
     mixed, loaded = facts.keys.get("~mixed"), facts.keys.get("~weights")
     if mixed is None:
         if loaded is not None:
@@ -167,7 +167,7 @@ def _precision(facts: ForeignFacts) -> None:
     fsdp = fsdp and not facts.value("~xla")
     in_float32 = fsdp and mixed.value == "float16" and "precision.reduce" not in facts.keys
     facts.set("precision.compute", mixed.value, mixed, "gradients are summed in float32" if in_float32 else "")
-    computes = facts.given.get("precision.compute", mixed.value)  # an override of that dtype is one of this, too
+    computes = facts.given.get("precision.compute", mixed.value)  # an override of compute also overrides reduce
     if mixed.value == computes == "bfloat16" and fsdp and "precision.reduce" not in facts.keys:
         facts.set("precision.reduce", "bfloat16", mixed, "as accelerate does under FSDP")
 
@@ -180,14 +180,14 @@ def _recompute(facts: ForeignFacts) -> None:
 
 
 def _offload(facts: ForeignFacts) -> None:
-    """DeepSpeed's two halves are one setting of ours."""
+    """Combine DeepSpeed's two offload settings into memory.cpu_offload."""
     settings = [setting for name, setting in facts.keys.items() if name.startswith("~offload.")]
     readable = facts.can_read("offload_optimizer_device", "offload_param_device")
     if not settings or "memory.cpu_offload" in facts.overridden or not readable:
         return
     offloaded = [setting for setting in settings if setting.value]
     if offloaded and len(offloaded) < 2:
-        text = "parameters and optimizer state are offloaded together, or not at all."
+        text = "parameters and optimizer state can only be offloaded together."
         facts.result.add_problem(offloaded[0], f"{text}\n  Set both devices to cpu, or both to none.")
     else:
         facts.set("memory.cpu_offload", bool(offloaded), settings[0])
@@ -197,7 +197,7 @@ def _offload(facts: ForeignFacts) -> None:
 
 
 def _batch(facts: ForeignFacts) -> None:
-    """global_batch = rows of a device * accumulation * devices, where the file sets all three."""
+    """Set global_batch = rows of a device * accumulation * devices, if the file sets all three."""
     rows, times = facts.keys.get("train.micro_batch"), facts.keys.get("~accumulate")
     accumulated = facts.value("~accumulate") or 1
     source = times or rows
@@ -211,25 +211,25 @@ def _batch(facts: ForeignFacts) -> None:
         size = micro * accumulated * devices
         facts.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes")
     elif "train.global_batch" not in facts.given and facts.can_read("num_processes", "per_device_train_batch_size"):
-        text = "expected the number of devices too (num_processes) and per_device_train_batch_size.\n"
+        text = "the global batch also needs num_processes and per_device_train_batch_size.\n"
         facts.result.add_problem(source, f"{text}  Set train.global_batch: rows of a device * accumulation * devices.")
 
 
 def _batch_of_spmd(facts: ForeignFacts, rows: KeyEntry, accumulated: int) -> None:
-    """Under xla_fsdp_v2 one process feeds all devices: what Trainer calls the batch of a device is that of them all."""
+    """Set the batch sizes under xla_fsdp_v2: one process feeds all devices, Trainer's per-device batch is for all."""
     size = facts.value("train.micro_batch") or 1
     devices = facts.numbers.get("num_processes")
     del facts.options["train.micro_batch"]
-    facts.set("train.global_batch", size * accumulated, rows, "of all devices together, under xla_fsdp_v2")
+    facts.set("train.global_batch", size * accumulated, rows, "for all devices together, under xla_fsdp_v2")
     if devices and size % devices == 0:
-        facts.set("train.micro_batch", size // devices, rows, f"of one of {devices} devices, under xla_fsdp_v2")
+        facts.set("train.micro_batch", size // devices, rows, f"for one of {devices} devices, under xla_fsdp_v2")
     elif "train.micro_batch" not in facts.given:
-        text = f"under xla_fsdp_v2 these {size} rows are those of all devices together."
+        text = f"under xla_fsdp_v2 these {size} rows are for all devices together."
         facts.result.add_problem(rows, f"{text}\n  Set train.micro_batch: rows of one device.")
 
 
 def _length(facts: ForeignFacts) -> None:
-    """As in Trainer: max_steps takes precedence."""
+    """Let max_steps take precedence over epochs, as in Trainer."""
     steps, epochs = facts.keys.get("train.steps"), facts.keys.get("train.epochs")
     if steps is not None and epochs is not None:
         remark = f"takes precedence over {epochs.key}: {epochs.text}, as in Trainer"
@@ -238,9 +238,9 @@ def _length(facts: ForeignFacts) -> None:
 
 
 def _warmup(facts: ForeignFacts) -> None:
-    """As in Trainer: below 1 it is a share of the steps; steps take precedence over a share, unless they are 0.
+    """Set the warmup as in Trainer: below 1 it is a share of the steps; steps > 0 take precedence over a share.
 
-    A constant schedule has none: `constant_with_warmup` has one.
+    The schedule `constant` has no warmup, `constant_with_warmup` does.
     """
     warmup, ratio = facts.keys.get("~warmup"), facts.keys.get("~warmup_ratio")
     steps = facts.value("~warmup") or 0
@@ -264,7 +264,7 @@ def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: KeyE
     if isinstance(facts.steps, int):
         facts.set(option, math.ceil(share * facts.steps), source, f"of {facts.steps} steps")
     elif option not in facts.given and facts.can_read("max_steps"):
-        facts.result.add_problem(source, f"a share of the steps needs their number.\n  Set {option}, or max_steps.")
+        facts.result.add_problem(source, f"a share of the steps needs max_steps.\n  Set it, or {option}.")
 
 
 def _optimizer(facts: ForeignFacts) -> None:
@@ -275,7 +275,7 @@ def _optimizer(facts: ForeignFacts) -> None:
 
 
 def _evaluations(facts: ForeignFacts) -> None:
-    """As in Trainer: eval_steps takes precedence over logging_steps, and below 1 is a share of the steps."""
+    """Set the evaluations as in Trainer: eval_steps, else logging_steps; below 1 it is a share of the steps."""
     strategy, interval = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
     if strategy is None:
         return _evaluation_at_the_end(facts)
@@ -283,7 +283,7 @@ def _evaluations(facts: ForeignFacts) -> None:
     if interval is None or every == 0:
         steps = facts.value("train.log_every") or LOGGING_STEPS
         return facts.set(
-            "train.eval_every", steps, interval or strategy, "as logging_steps, since eval_steps isn't set"
+            "train.eval_every", steps, interval or strategy, "from logging_steps, since eval_steps isn't set"
         )
     if every < 1:
         return _share_of_steps(facts, "train.eval_every", every, interval)
@@ -293,7 +293,7 @@ def _evaluations(facts: ForeignFacts) -> None:
 
 
 def _evaluation_at_the_end(facts: ForeignFacts) -> None:
-    """Without eval_strategy: do_eval evaluates after the last step, and the best checkpoint needs an evaluation."""
+    """Handle a missing eval_strategy: do_eval evaluates after the last step; the best checkpoint needs evaluations."""
     after, best = facts.keys.get("~do_eval"), facts.keys.get("~best")
     if "train.eval_every" in facts.given or not facts.can_read("eval_strategy"):
         return
@@ -302,7 +302,7 @@ def _evaluation_at_the_end(facts: ForeignFacts) -> None:
     elif after is not None and facts.can_read("max_steps"):
         text = "an evaluation after the last step needs the number of steps."
         facts.result.add_problem(
-            after, f"{text}\n  Set eval_strategy: steps, which evaluates then too, or train.eval_every."
+            after, f"{text}\n  Set eval_strategy: steps, which also evaluates then, or train.eval_every."
         )
     if best is not None:
         text = "the best checkpoint needs evaluations, which eval_strategy turns off."

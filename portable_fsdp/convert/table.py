@@ -1,7 +1,7 @@
-"""The table of foreign keys, `keys.yaml`: what a row says, how a key of a file finds its row, and its value an outcome.
+"""The table of foreign keys, `keys.yaml`: the content of a row, the lookup of a key, and the outcome of a value.
 
-Values arrive as text (None for null, lists and mappings of these): so an unquoted `NO` is the word that its author
-meant, and `"true"`, `yes` and `1` are one value.
+Values are text (None for null; lists and mappings of these), so an unquoted `NO` is the word that its author meant, and
+`"true"`, `yes` and `1` are one value.
 """
 
 import difflib
@@ -23,7 +23,7 @@ MIXED, DEEPSPEED, MEGATRON = "mixed_precision_policy", "deepspeed_config", "mega
 SAGEMAKER, ENVIRONMENT = "SageMaker", "environment"
 
 TOP = (ACCELERATE, TRAINER, FSDP, SCRIPT)
-"""Places whose keys stand at the top of a file: an accelerate YAML, a Trainer's arguments, an fsdp_config alone."""
+"""Places whose keys are at the top level of a file: an accelerate YAML, TrainingArguments, an fsdp_config by itself."""
 
 
 YES = ("true", "yes", "y", "t", "on", "1")
@@ -44,35 +44,35 @@ class KeyOutcome(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     settings: Mapping[str, Any] | str | None = Field(default=None, alias="set")
-    """Options of ours, or facts (`~name`) for the rules; in a row `it` is the value, a name alone takes it."""
+    """Options of ours, or facts (`~name`) for the rules; in a row `it` stands for the value, as a bare name does."""
     remark: str = ""
-    ignore: str | None = None  # why nothing follows
+    ignore: str | None = None  # why the key has no effect
     launcher: str | None = None  # what the launcher decides here
-    fact: str = ""  # which of the launcher's facts the value is compared with
+    fact: str = ""  # the launcher's fact that the value is compared with
     refuse: str | None = None  # why no engine can honour it
-    fix: str = "leave it out"  # the way out in the file
-    override: str = ""  # the option that, overridden, makes the refusal pointless
+    fix: str = "leave it out"  # the fix in the file
+    override: str = ""  # an override of this option also resolves the refusal
     read_by: str = ""  # `tool with key=value or ...`; elsewhere the key sets nothing. Empty: all tools read it
 
     @property
     def kind(self) -> str:
-        """One of the four; empty for a row whose words answer for all values."""
+        """`set`, `ignore`, `launcher` or `refuse`; empty for a row whose `words` cover all values."""
         kinds = {"set": self.settings, "ignore": self.ignore, "launcher": self.launcher, "refuse": self.refuse}
         return next((kind for kind, value in kinds.items() if value is not None), "")
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options that are set; in a row, `it` stands for the value."""
+        """The options to set; in a row, `it` stands for the value."""
         return {self.settings: "it"} if isinstance(self.settings, str) else self.settings or {}
 
     @property
     def fixes(self) -> str:
-        """All ways out of a refusal."""
+        """All fixes of a refusal, as text."""
         return f"{self.fix}, or override {self.override}" if self.override else self.fix
 
 
 class KeyRow(KeyOutcome):
-    """A row, for one of its keys: the outcome of each value. `words` come first, then the row's own outcome."""
+    """A row for one of its keys: the outcome of each value. `words` come first, then the row's own outcome."""
 
     keys: str
     place: str = ""
@@ -82,21 +82,21 @@ class KeyRow(KeyOutcome):
     values: Literal["any", "flag", "text", "names", "dtype", "several", "number", "whole"] | tuple[str, ...] | None = (
         Field(default=None, alias="as")
     )
-    """How the row's own outcome reads a value; a list is a menu of words, which numbers from 1 stand for as well."""
+    """How the row's own outcome reads a value; a list is a menu of words, also selected by numbers from 1."""
     min: float = -math.inf
     max: float = math.inf
-    as_off: str = ""  # a word that is as good as off
+    as_off: str = ""  # a word that means off
 
     @field_validator("words", mode="before")
     @classmethod
     def _single_words(cls, words: dict[object, object]) -> dict[str, object]:
-        """`a=b: outcome` is two words; YAML reads `true` as no text."""
+        """Split `a=b: outcome` into two words; convert `true`, which YAML reads as a boolean, to text."""
         texts = {str(name).lower() if isinstance(name, bool) else str(name): value for name, value in words.items()}
         return {word: value for name, value in texts.items() for word in name.split("=")}
 
     @property
     def reads(self) -> str | tuple[str, ...]:
-        """`as`, or its default: a refusal is of what isn't off; words alone leave nothing else to read."""
+        """`as`, or its default: a refusal applies to all values but off; a row with only words reads only these."""
         default = {"": "words", "refuse": "off"}
         return self.values or default.get(self.kind, "any")
 
@@ -105,16 +105,16 @@ class KeyTable(NamedTuple):
     """The content of keys.yaml."""
 
     keys: tuple[KeyRow, ...]
-    prefixes: Mapping[str, str]  # of the keys of a place
-    families: Mapping[str, str]  # prefix of variables -> the place whose keys they answer like
+    prefixes: Mapping[str, str]  # place -> prefix of its keys
+    families: Mapping[str, str]  # prefix of environment variables -> the place whose keys they equal
     defaults: Mapping[str, Mapping[str, str]]  # tool -> the values of keys that its files don't set
     unused: Mapping[str, str]  # fact or option -> why it may set nothing
-    nested: list[str]  # mappings within a file that hold the keys of the place of that name
+    nested: list[str]  # names of mappings in a file; each is also the place of its keys
 
 
 @cache
 def key_table() -> KeyTable:
-    """The table; raises pydantic.ValidationError for a row that isn't well formed."""
+    """Return the table. Raises pydantic.ValidationError for a malformed row."""
     text = Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8")
     parsed = cast(dict[str, Any], yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     rows = {place: rows for place, rows in parsed.items() if isinstance(rows, list)}
@@ -129,7 +129,7 @@ def key_table() -> KeyTable:
 
 @cache
 def _by_place() -> dict[str, dict[str, KeyRow]]:
-    """place -> every spelling of a key, with the place's prefix and without; of two rows the earlier has the name.
+    """Map place -> spelling of a key, with and without the place's prefix -> row; the first row of a name counts.
 
     A variable is spelled like the key of its family's place, with the family's prefix.
     """
@@ -149,13 +149,13 @@ def _by_place() -> dict[str, dict[str, KeyRow]]:
 
 
 def find(place: str, key: str) -> KeyRow | None:
-    """The row of a key as written in that place: with the prefix or without, in any case. None where there is none."""
+    """Return the row of a key as written in that place (with or without prefix, in any case), or None."""
     names = _by_place().get(place, {})
     return names.get(plain_name(key)) or names.get(bare_name(place, key))
 
 
 def find_anywhere(place: str, key: str) -> KeyRow | None:
-    """As `find`, or else the first other place that has the key in full. No key of a file is a variable."""
+    """Like `find`, then search the other places for the full key. A file's key is never a variable."""
     if (row := find(place, key)) or place == ENVIRONMENT:
         return row
     others = (names for other, names in _by_place().items() if other != ENVIRONMENT)
@@ -163,7 +163,7 @@ def find_anywhere(place: str, key: str) -> KeyRow | None:
 
 
 def option_meant(key: str) -> str:
-    """The option (`section.key`) that a key of Trainer's or accelerate's sets by itself; empty where there is none."""
+    """Return the option (`section.key`) that a key of Trainer or accelerate sets by itself, or an empty string."""
     rows = [row for place in TOP if (row := find(place, key)) is not None]
     outcomes = [outcome for row in rows for outcome in (*row.words.values(), row)]
     return next((name for outcome in outcomes for name in outcome.options if not name.startswith("~")), "")
@@ -190,26 +190,26 @@ def flag_hint(name: str, value: str) -> str:
 
 
 def nested_place(place: str, key: str) -> str | None:
-    """The place that a mapping under this key holds the keys of."""
+    """Return the place whose keys a mapping under this key holds, or None."""
     prefix = key_table().prefixes.get(place, "")
     return next((name for name in key_table().nested if plain_name(key) in (name, f"{prefix}{name}")), None)
 
 
 def nearest_key(place: str, key: str) -> str:
-    """The key of the same section, or the variable, that an unknown one probably means; empty where there is none."""
+    """Return the nearest known key of the same section, or the nearest variable; empty if none is similar."""
     places = TOP if place in TOP else (place,)
     names = [name for other in places for name in _by_place()[other]] + (key_table().nested if place in TOP else [])
-    near = "".join(difflib.get_close_matches(plain_name(key), names, 1, cutoff=0.8))  # a letter of five, as lrr for lr
+    near = "".join(difflib.get_close_matches(plain_name(key), names, 1, cutoff=0.8))  # one letter in five: lrr for lr
     return near.upper() if place == ENVIRONMENT else near
 
 
 def plain_name(key: str) -> str:
-    """In lower case, with underscores."""
+    """Return the key in lower case with underscores."""
     return key.strip().lower().replace("-", "_")
 
 
 def bare_name(place: str, key: str) -> str:
-    """As `plain_name`, without the prefix of its place."""
+    """Return `plain_name` without the prefix of its place."""
     return plain_name(key).removeprefix(key_table().prefixes.get(place, ""))
 
 
@@ -217,11 +217,11 @@ def bare_name(place: str, key: str) -> str:
 
 
 class UnreadableValue(Exception):
-    """The value that was expected, in words."""
+    """A row can't read a value; the message describes the expected value."""
 
 
 def outcome_of(row: KeyRow, raw: Raw) -> KeyOutcome:
-    """What becomes of a key with this value. Raises UnreadableValue where its row reads no such value."""
+    """Return the outcome of a key with this value. Raises UnreadableValue if its row can't read the value."""
     match row.reads:
         case "any":
             return row
@@ -259,7 +259,7 @@ def _of_scalar(row: KeyRow, text: str) -> KeyOutcome:
             return float16(row)
         case "number" if row.min <= number <= row.max:
             return _setting(row, number)
-        # A count that sets nothing is digits alone: its own tool takes no 2.0 for it.
+        # A count that sets nothing must be digits: its own tool doesn't accept 2.0.
         case "whole" if row.min <= number <= row.max and (
             number.is_integer() if row.kind == "set" else _DIGITS.fullmatch(text)
         ):
@@ -271,14 +271,14 @@ def _of_scalar(row: KeyRow, text: str) -> KeyOutcome:
 
 
 def _setting(row: KeyRow, value: object) -> KeyOutcome:
-    """The row's own outcome, with the value for the options that take it."""
+    """Return the row's own outcome, with `value` for the options that use it."""
     if row.kind != "set":
         return row
     return KeyOutcome(set={name: value if own == "it" else own for name, own in row.options.items()}, remark=row.remark)
 
 
 def float16(row: KeyRow) -> KeyOutcome:
-    """That dtype, for an option of any."""
+    """Return the outcome of float16 for the dtype option of a row: set for precision.compute, else refused."""
     [option] = row.options
     if option == "precision.compute":
         return _setting(row, "float16")
@@ -286,7 +286,7 @@ def float16(row: KeyRow) -> KeyOutcome:
 
 
 def expected(row: KeyRow) -> str:
-    """The values that a row reads, in words."""
+    """Describe the values that a row reads."""
     numbers = row.reads in ("number", "whole")
     words = [word for word in row.words if not (numbers and math.isfinite(number_of(word)))]
     if row.reads == "several":
@@ -319,7 +319,7 @@ def _names(raw: Raw) -> list[str]:
 
 
 def _several(row: KeyRow, raw: Raw) -> KeyOutcome:
-    """Several words, each with settings of its own, in one text with spaces or a list; or true or false."""
+    """Read several words, each with its own settings, from text with spaces or a list; or true or false."""
     items = raw if isinstance(raw, list) else [scalar(raw)]
     words = [word for item in items for word in scalar(item).lower().replace(",", " ").split()]
     if not words or words[0] in (*NO, "none"):
@@ -337,7 +337,7 @@ def _several(row: KeyRow, raw: Raw) -> KeyOutcome:
 
 
 def scalar(raw: Raw) -> str:
-    """The text of a scalar. Raises UnreadableValue for lists, mappings and null."""
+    """Return the text of a scalar. Raises UnreadableValue for lists, mappings and null."""
     if isinstance(raw, str):
         return raw.strip()
     kind = "null" if raw is None else "a list" if isinstance(raw, list) else "a mapping"
@@ -345,7 +345,7 @@ def scalar(raw: Raw) -> str:
 
 
 def in_words(raw: Raw) -> str:
-    """A value as it could be written on one line."""
+    """Format a value on one line."""
     if isinstance(raw, list):
         return "[" + ", ".join(map(in_words, cast(list[Raw], raw))) + "]"
     if isinstance(raw, dict):
@@ -354,7 +354,7 @@ def in_words(raw: Raw) -> str:
 
 
 def number_of(text: str) -> float:
-    """NaN for what is no number, and for what no option can be: it is within no bounds."""
+    """Parse a number; NaN, which is within no bounds, if it is malformed or infinite."""
     try:
         value = float(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""The micro batches of each step that one data shard feeds, read ahead by a thread or by `data.workers` processes.
+"""The micro batches of each step that one data shard feeds, prefetched by a thread or by `data.workers` processes.
 
-With global batch G, step k of a run that begins at `start` samples takes the positions [start + k * G, start + (k + 1)
-* G). Shard i of n takes the i-th n-th of them, and cuts it into equal micro batches; both cuts are contiguous, the
-second after a sort by size with `data.buckets`.
+With global batch G, step k of a run that begins at `start` samples reads the positions [start + k * G, start + (k + 1)
+* G). Shard i of n reads the i-th of n equal slices and cuts it into equal micro batches. Both cuts are contiguous; with
+`data.buckets`, the rows are sorted by size before the second.
 """
 
 import os
@@ -30,10 +30,10 @@ from portable_fsdp.runtime.factory import user_code
 from portable_fsdp.runtime.signals import end_with_parent
 
 STEPS_AHEAD = 3
-_CLOSE_S = 5.0  # for the step in work of processes
+_CLOSE_S = 5.0  # for the step that workers are reading
 
 Check = Callable[[Mapping[str, Tensor], Callable[[int], str]], None]
-"""(batch, the name of each of its rows for messages); raises DataError for rows that a step can't take."""
+"""Check (batch, row -> its name in messages). Raises DataError for rows that a step can't use."""
 
 Count = Callable[[Mapping[str, Tensor]], int]
 
@@ -49,7 +49,7 @@ class StepReader:
     count: Count | None
 
     def __call__(self, rows: Rows, first: int) -> StepRows:
-        """The rows from position `first` on."""
+        """Read the rows from position `first` on."""
         numbers = rows.order(self.seed, np.arange(first, first + self.shard_rows))
         parts = rows.micro_batches(numbers, self.accumulation)
         if self.check is not None:
@@ -62,7 +62,7 @@ class StepReader:
 class Batches(Closing):
     """Endless iterator over the steps of one data shard; close it, or use it as a context manager.
 
-    Each `next()` gives the rows of a step, in `accumulation` micro batches.
+    Each `next()` returns the rows of a step, in `accumulation` micro batches.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Batches(Closing):
     ) -> None:
         """Args:
         rows: the corpus, at least one row.
-        seed: of the order.
+        seed: seed of the row order.
         global_batch: rows in a step over all shards and micro batches.
         shard: (index, count): which part of the global batch this process feeds.
         accumulation: micro batches in a step.
         start: samples consumed before the first step.
-        check: of each micro batch; whoever reads it calls it. With workers it must pickle, as `count_losses`.
-        count_losses: the losses of a batch; None where only the task can count.
-        data: of `data.factory`, whose `data.workers` read in place of the thread; each opens the rows by itself.
+        check: called on each micro batch by the thread or worker that read it. With workers it must pickle.
+        count_losses: counts the losses of a batch; None if only the task can. With workers it must pickle.
+        data: the config of `data.factory`; its `data.workers` replace the thread, and each opens the rows itself.
 
         Raises ConfigError if the global batch can't be cut into equal micro batches.
         """
@@ -99,7 +99,7 @@ class Batches(Closing):
                 "  Change train.global_batch, train.micro_batch or the number of devices."
             )
         self.consumed = start
-        """Samples consumed, including those of the last step that `next()` gave."""
+        """Samples consumed, including those of the last step that `next()` returned."""
         self._rows = rows
         self._global_batch = global_batch
         shard_rows = global_batch // count
@@ -118,7 +118,7 @@ class Batches(Closing):
         return self
 
     def __next__(self) -> StepRows:
-        """The next step; raises what the thread raised."""
+        """Return the next step; raises the error of the thread or worker that read it."""
         if self._is_closed:
             raise ValueError("next() of closed batches")
         step = self._ahead[0].result()
@@ -129,13 +129,13 @@ class Batches(Closing):
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, samples consumed in it), as checkpoints keep it."""
+        """(epoch, samples consumed in it), as checkpoints store it."""
         return divmod(self.consumed, len(self._rows))
 
     def close(self) -> None:
-        """End the thread after the step in work, and wait for it; drops the others. May be called twice.
+        """Wait for the step that is being read, drop the rest and end the thread. May be called twice.
 
-        Processes that read get a few seconds for that step, and are killed.
+        Workers get a few seconds for that step, then are killed.
         """
         self._is_closed = True
         if self._loader is not None:
@@ -159,11 +159,11 @@ ReadStep = Callable[[Rows, int], StepRows]
 _END_S = 10.0  # on a busy host
 
 STEPS_PER_WORKER = 2
-"""That a worker reads before anybody asks for them."""
+"""Steps that each worker prefetches."""
 
 
 class _Steps(Dataset[Any]):
-    """The step at a position, or the error that the run ends with: DataLoader would put a traceback around it."""
+    """Position -> the step there, or the error that ends the run: DataLoader would wrap a raised one in a traceback."""
 
     def __init__(self, data: Data, read: ReadStep) -> None:
         self._data, self._read = data, read
@@ -182,13 +182,13 @@ class _Steps(Dataset[Any]):
 
 
 class _Begin:
-    """A worker's first call."""
+    """Worker initializer: ignore SIGINT and SIGTERM, exit with the parent, configure the log."""
 
     def __init__(self, process: int) -> None:
         self._process, self._parent = process, os.getpid()
 
     def __call__(self, number: int) -> None:
-        # Ctrl-C and a scheduler's SIGTERM reach all processes of a run, which then still reads its last step.
+        # Ctrl-C and a scheduler's SIGTERM reach all processes of a run, and the run still reads its last step.
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_IGN)
         end_with_parent(self._parent)
@@ -196,15 +196,16 @@ class _Begin:
 
 
 class StepLoader(Closing):
-    """Steps in order, read by `data.workers` processes (DataLoader). One thread calls `read`, which starts them.
+    """Steps in order, read by `data.workers` processes (DataLoader). One thread calls `read`; its first call starts
+    them.
 
-    A step is one item: rows, their order and their seeds are those of a run without workers. A worker opens the
-    dataset by the factory, so that a dataset need not pickle. It is spawned, not forked: this process has threads (of
-    CUDA, XLA, gloo) that a fork would lose with their locks held.
+    One item is one step: rows, their order and their seeds are the same as without workers. Each worker opens the
+    dataset by the factory, so a dataset need not pickle. Workers are spawned, not forked: a fork would lose this
+    process's threads (CUDA, XLA, gloo) with their locks held.
     """
 
     def __init__(self, data: Data, read: ReadStep, firsts: Iterator[int], *, process: int) -> None:
-        """`firsts`: the position of each step. `process`: of the run, for the log."""
+        """`firsts`: the position of each step. `process`: index of this process in the run, for the log."""
         self._loader: DataLoader[Any] = DataLoader(
             _Steps(data, read),
             batch_size=None,
@@ -221,14 +222,14 @@ class StepLoader(Closing):
         self._shared_event: object = None  # its name must last until the last worker has opened it
 
     def read(self) -> StepRows:
-        """The next step. Raises a worker's error, and TrainingError where one has ended."""
+        """Return the next step. Raises a worker's error, and TrainingError if a worker has died."""
         try:
             if self._steps is None:
                 # Not in the main thread, where DataLoader would have SIGCHLD raise errors between any two operations.
                 self._steps = self._started()
             step = next(self._steps)
         except Exception as error:
-            # A worker's pipes, its sentinel among them, close shortly before its exit code can be read.
+            # A worker's pipes and its sentinel close shortly before its exit code can be read.
             ready = connection.wait([process.sentinel for process in self._processes], _END_S)
             for process in self._processes:
                 if process.sentinel in ready:
@@ -243,7 +244,7 @@ class StepLoader(Closing):
     def _started(self) -> Iterator[Any]:
         others, name = set(active_children()), "TORCH_DEVICE_BACKEND_AUTOLOAD"
         before = os.environ.get(name)
-        os.environ[name] = "0"  # else a worker's torch would load the packages that give it devices
+        os.environ[name] = "0"  # else torch in a worker would load device backend packages
         try:
             steps = cast(Any, iter(self._loader))
         finally:
@@ -251,7 +252,7 @@ class StepLoader(Closing):
             os.environ.pop(name)
             if before is not None:
                 os.environ[name] = before
-        # Workers test the event by which DataLoader ends them. One that is killed meanwhile leaves its lock taken, and
+        # Workers poll the event by which DataLoader ends them. A worker killed meanwhile leaves its lock held, and
         # torch 2.9 to 2.13 would wait for that forever. `close` kills the workers, so they need no such event.
         self._shared_event, steps._workers_done_event = steps._workers_done_event, threading.Event()
         return steps
@@ -275,7 +276,7 @@ def _lost(ended: list[BaseProcess]) -> TrainingError:
         for pid, code in codes.items()
     )
     return TrainingError(
-        f"data.workers: a process that reads data.factory ended by itself: {how}.\n  SIGKILL mostly means that the "
-        "host's memory is full (each worker opens the dataset), SIGBUS that /dev/shm is. Lower data.workers, or set "
+        f"data.workers: a worker that reads data.factory died: {how}.\n  SIGKILL usually means that the host ran out "
+        "of memory (each worker opens the dataset), SIGBUS that /dev/shm is full. Lower data.workers, or set "
         "data.workers=0 to read in a thread."
     )

@@ -1,4 +1,4 @@
-"""Builds the data of a run from the config's `data` section: sources, tokenizer, tokenized documents, rows."""
+"""Build the data of a run from the config's `data` section: sources, tokenizer, tokenized documents, rows."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ log = logging.getLogger("portable_fsdp")
 
 @dataclass(frozen=True)
 class Corpus:
-    """The rows to train on, those held out, and the tokenizer that made them."""
+    """The training rows, the rows held out for evaluation, and the tokenizer that made them."""
 
     rows: Rows
     tokenizer: Tokenizer | None
@@ -52,18 +52,18 @@ class Corpus:
 
     @property
     def fingerprint(self) -> tuple[str, str]:
-        """128-bit XXH3 hashes in hexadecimal: of the rows to train on (tokens, in their order, and the cut), of the
+        """128-bit XXH3 hashes in hexadecimal: one of the training rows (tokens in their order, and the cut), one of the
         tokenizer."""
         description = self.tokenizer.description if self.tokenizer else ""
         return self.rows.fingerprint(), xxhash.xxh3_128_hexdigest(description.encode())
 
 
 def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
-    """Read, tokenize and pack the corpus, or open that of `data.factory`. Every process calls it; one of a host
-    tokenizes, the others map its files.
+    """Read, tokenize and pack the corpus, or open the dataset of `data.factory`. Every process calls it; one process
+    per host tokenizes, the rest map its files.
 
-    `model`: the section whose tokenizer `data.tokenizer: auto` means; without it that is `bytes`. Raises DataError for
-    an unreadable file or tokenizer, for a document that `data.on_error` doesn't skip, and for a part without rows.
+    `model`: its tokenizer is used for `data.tokenizer: auto`; None: `bytes`. Raises DataError for an unreadable file or
+    tokenizer, for a document that `data.on_error` doesn't skip, and for a part without rows.
     """
     if data.factory is not None:
         from portable_fsdp.data.datasets import open_datasets
@@ -74,8 +74,8 @@ def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
     tokenizer = load_tokenizer(data.tokenizer, pretrained, gguf_file)
     if tokenizer.end_of_text is None:
         log.warning(
-            "data.tokenizer: %s names no end of text (eos_token in tokenizer_config.json): texts follow each other "
-            "with nothing between them, and completions of text don't learn to stop",
+            "data.tokenizer: %s has no end of text (eos_token in tokenizer_config.json): texts are joined with nothing "
+            "between them, and completions of text don't learn to stop",
             data.tokenizer,
         )
     builder = _Builder(data, tokenizer)
@@ -131,28 +131,28 @@ class _Builder:
         return [self._part(part, source, takes, taken) for part, source in zip(self._parts, sources, strict=True)]
 
     def _require_rows(self, parts: Sequence[_SourceRows], name: str) -> None:
-        """Raises DataError where all parts together have none; the message names the key that leaves none."""
+        """Raise DataError if no part has a row; the message names the key that is the cause."""
         if any(len(part.rows) for part in parts):
             return
-        seq_len, share, way = self._data.seq_len, "", ""
+        seq_len, share, fix = self._data.seq_len, "", ""
         if self._share is not None:
-            place, way = ("in", ", or hold more out") if name == "data.eval_split" else ("beside", ", or hold less out")
-            share = f" {place} the share that is held out (data.eval_split={self._data.eval_split})"
+            side, fix = ("in", ", or hold more out") if name == "data.eval_split" else ("outside", ", or hold less out")
+            share = f" {side} the share that is held out (data.eval_split={self._data.eval_split})"
         where = ", ".join(part.source for part in parts)
         lengths = np.concatenate([np.diff(part.documents.starts) for part in parts])
-        actual, advice = f"none among {len(lengths):,} in {where}", "Give more text"
+        actual, advice = f"none among {len(lengths):,} in {where}", "Add text"
         if not len(lengths):
-            expected, actual, advice = "at least one document", f"none in {where}", "Give more of them"
+            expected, actual, advice = "at least one document", f"none in {where}", "Add documents"
         elif isinstance(parts[0].rows, PackedRows):
             expected = f"at least {seq_len + 1:,} tokens (data.seq_len + 1, one row)"
             actual = ", ".join(f"{len(part.documents.tokens):,} in {part.source}" for part in parts)
-            advice = "Lower data.seq_len, or give more text"
+            advice = "Lower data.seq_len, or add text"
         elif (lengths > seq_len).any():
             expected = f"at least one document of at most {seq_len:,} tokens (data.seq_len) with something to predict"
             advice = f"Raise data.seq_len (the longest has {lengths.max():,})"
         else:
             expected = "at least one document of two tokens"
-        raise DataError(f"{name}: expected {expected}, found {actual}{share}.\n  {advice}{way}.")
+        raise DataError(f"{name}: expected {expected}, found {actual}{share}.\n  {advice}{fix}.")
 
     def _part(
         self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str
@@ -183,7 +183,7 @@ class _Builder:
 
     def _key(self, part: keys.Documents, source: DocumentSource, taken: str) -> str:
         template = self._tokenizer.chat_template
-        # Only where they matter.
+        # Only those that affect the result: others must not change the key.
         arguments: dict[str, object] = {}
         if part.chat_template_kwargs:
             arguments["chat_template_kwargs"] = part.chat_template_kwargs
@@ -206,7 +206,7 @@ class _Builder:
         )
 
     def _document_rows(self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments) -> Rows:
-        """Without the documents that have nothing to predict."""
+        """Pack the documents that have something to predict."""
         from portable_fsdp.data.document_rows import DocumentRows, cut  # a stream needs neither
 
         seq_len, starts = self._data.seq_len, documents.starts
@@ -243,7 +243,7 @@ class _Builder:
             return
         lengths, first = np.diff(documents.starts), int(np.flatnonzero(too_long)[0])
         number = int(documents.numbers[first])
-        # Reads the source again: an entry doesn't keep places.
+        # Read the source again: a cache entry doesn't store places.
         place = next((document.place for document in source.read() if document.number == number), source.name)
         problem = f"{place}: expected at most {self._data.seq_len:,} tokens (data.seq_len), found {lengths[first]:,}"
         if self._data.on_error == "stop":
@@ -269,14 +269,14 @@ def _joined(parts: Sequence[_SourceRows], weights: Sequence[float]) -> Rows:
 
 
 def predicts(documents: TokenizedDocuments) -> NDArray[np.bool_]:
-    """Which documents have a token behind their first that counts."""
+    """Return a mask of the documents that have a counted token after their first."""
     predicted = np.diff(documents.starts) > 1
     if documents.counted is None:
         return predicted
-    # [begin, end) behind the first token of each; reduceat reduces the tokens between two of them too: dropped.
+    # [begin, end) after the first token of each. reduceat also reduces the tokens between two of them: dropped.
     bounds = np.stack([documents.starts[:-1][predicted] + 1, documents.starts[1:][predicted]], axis=1).ravel()
     if len(bounds):
-        inside = bounds[bounds < len(documents.counted)]  # without the last end, where that is the end of all
+        inside = bounds[bounds < len(documents.counted)]  # without the last end if it is the end of all tokens
         predicted[predicted] = np.logical_or.reduceat(documents.counted[:], inside)[::2]
     return predicted
 
@@ -285,8 +285,8 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
     facts = documents.facts
     if facts.skipped and not facts.documents:
         raise DataError(
-            f"data: expected at least one document that can be read, found {facts.skipped:,} that can't in "
-            f"{source.name}, and data.on_error=skip leaves them out; the first:\n  {facts.first_skipped}"
+            f"data: none of the {facts.skipped:,} documents in {source.name} can be read, and data.on_error=skip "
+            f"leaves them out; the first:\n  {facts.first_skipped}"
         )
     _log_count(facts.skipped, f"{source.name} skipped; the first: {facts.first_skipped}")
     left_out = {note.removeprefix(LEFT_OUT): n for note, n in facts.notes.items() if note.startswith(LEFT_OUT)}
@@ -294,7 +294,7 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
         names = [f"{name} ({count:,})" for name, count in left_out.items()]
         shown = ", ".join([*names[:20], *([f"{len(names) - 20} more"] if len(names) > 20 else [])])
         log.info(
-            "data: %s: columns and keys that nothing reads are left out (in how many rows): %s", source.name, shown
+            "data: %s: ignoring columns and keys that nothing reads (with their number of rows): %s", source.name, shown
         )
     for note, count in facts.notes.items():
         if not note.startswith(LEFT_OUT):
@@ -314,10 +314,11 @@ def renderer(
     arguments: Mapping[str, Any] = MappingProxyType({}),
     ignore: Collection[str] = (),
 ) -> Render:
-    """The function of this format. Raises DataError where the tokenizer lacks a template that the format needs.
+    """Return the render function of this format. Raises DataError if the format needs a chat template and the tokenizer
+    has none.
 
-    A text becomes ids that all count: with the tokenizer's special tokens around it and the end of text after it; in a
-    `stream` (`data.packing`) with the end of text alone.
+    All ids of a text count. The tokenizer's special tokens surround it and the end of text follows; in a `stream`
+    (`data.packing`) only the end of text is added.
     """
     if form == "text":
         return partial(render_documents, form, _text, partial(_texts, tokenizer, stream=stream))
@@ -332,8 +333,8 @@ def render_documents(
     encode: Encode,
     examples: Sequence[Example | Broken],
 ) -> list[Rendered | Broken]:
-    """`prepare` returns the text to tokenize, or raises ValueError with the reason; `encode` makes the results of all
-    others at once."""
+    """Render several documents. `prepare` returns the text to tokenize, or raises ValueError with the reason; `encode`
+    tokenizes all prepared documents at once."""
     results: list[Any] = []
     for example in examples:
         try:

@@ -1,11 +1,11 @@
-"""Tokenized documents on disk, made once and mapped by every process that needs them.
+"""Cache of tokenized documents on disk: written once, mapped by every process that needs them.
 
 An entry is a folder named by a hash of everything that determines its content: the documents' bytes, the tokenizer, the
-format, which part of them is taken, the releases of the libraries that do the work, and `FORMAT`. One process makes it
-under a lock in a folder of another name, syncs it and renames it. So a folder with the entry's name is whole;
-a kill leaves only a temporary folder, which the next process deletes. Where the file system has no locks, several
-processes may make the same entry, and one of them stays. facts.json holds a hash of every 4 MiB of the other files,
-which each process checks when it first reads them: damage is an error.
+format, the selected part of the documents, the versions of the libraries, and `FORMAT`. One process writes it under a
+lock into a temporary folder, syncs it and renames it. So a folder with the entry's name is complete; a killed process
+leaves only a temporary folder, which the next process deletes. On a file system without locks, several processes may
+write the same entry, and one of them wins. facts.json holds a hash of every 4 MiB of the other files; each process
+checks a block when it first reads it, and damage is an error.
 """
 
 import errno
@@ -43,9 +43,9 @@ FORMAT = 4
 BATCH_CHARACTERS = 200_000
 BATCH_DOCUMENTS = 100
 MAX_NOTES = 1000
-"""Different ones: each row may have other keys."""
+"""Limit on distinct notes: each row may have other keys."""
 _THREADS = 4
-"""Batches in work at once: the tokenizer's own threads, one a core, then don't wait for the last text of each."""
+"""Batches rendered at once, so the tokenizer's own threads (one per core) don't wait for the last text of each."""
 
 _HASHED_BYTES = 1 << 22
 _HEX_DIGITS = 16  # of a hash
@@ -53,7 +53,7 @@ _HEX_DIGITS = 16  # of a hash
 
 @dataclass(frozen=True)
 class Facts:
-    """The entry's facts.json."""
+    """Content of an entry's facts.json."""
 
     dtype: str
     documents: int
@@ -61,19 +61,18 @@ class Facts:
     has_counted: bool
     skipped: int
     first_skipped: str
-    """Its place and problem; empty where none was skipped."""
+    """Place and problem of the first skipped document; empty if none was skipped."""
     notes: dict[str, int] = field(default_factory=dict[str, int])
-    """`Example.notes` -> how many documents have it."""
+    """Note (`Example.notes`) -> number of documents that have it."""
     hashes: dict[str, str] = field(default_factory=dict[str, str])
-    """File -> the 64-bit XXH3 of each `_HASHED_BYTES`, in hexadecimal, end to end."""
+    """File -> the 64-bit XXH3 of each `_HASHED_BYTES`, in hexadecimal, concatenated."""
 
 
 class CheckedArray:
-    """A mapped file as a 1-D array. Reading from it checks the hashes of bytes that nothing has read before, and raises
-    DataError where they differ."""
+    """A memory-mapped file as a 1-D array. The first read of a block raises DataError if its hash differs."""
 
     def __init__(self, path: Path, dtype: DTypeLike, count: int, hashes: str) -> None:
-        """Raises OSError, and ValueError for a file of another length."""
+        """Map the file. Raises OSError, and ValueError for a file of another length."""
         self._path, self._hashes, self.dtype = path, hashes, np.dtype(dtype)
         size = count * self.dtype.itemsize
         if path.stat().st_size != size or -(-size // _HASHED_BYTES) * _HEX_DIGITS != len(hashes):
@@ -87,7 +86,7 @@ class CheckedArray:
         return len(self._array)
 
     def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[Any]:
-        """`index`: no negative numbers in an array."""
+        """Read; an array as `index` holds no negative numbers."""
         if isinstance(index, slice):
             begin, end, _ = index.indices(len(self))
             blocks = np.arange(begin >> self._shift, ((end - 1) >> self._shift) + 1)
@@ -102,22 +101,22 @@ class CheckedArray:
         begin = block * _HEX_DIGITS
         if xxhash.xxh3_64_hexdigest(part.data) != self._hashes[begin : begin + _HEX_DIGITS]:
             raise DataError(
-                f"data.cache_dir: {self._path}: its bytes from {block * _HASHED_BYTES:,} on changed after they were "
-                f"written: the tokens are damaged.\n  Delete {self._path.parent}; the next start makes it again."
+                f"data.cache_dir: {self._path}: bytes from {block * _HASHED_BYTES:,} on changed after they were "
+                f"written: the tokens are damaged.\n  Delete {self._path.parent}; the next run builds it again."
             )
         self._unchecked[block] = False
 
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """Documents end to end: document d is `tokens[starts[d] : starts[d + 1]]`."""
+    """Concatenated documents: document d is `tokens[starts[d] : starts[d + 1]]`."""
 
     tokens: Tokens
     starts: NDArray[np.int64]
     numbers: NDArray[np.int64]
     """The number of each document in its source."""
     counted: NDArray[np.bool_] | None
-    """For each token whether it counts; None: all do."""
+    """Mask of the tokens that count in the loss; None: all do."""
     facts: Facts
     files: tuple[Path, ...] = ()
     """The files of `tokens` and `counted`."""
@@ -127,7 +126,7 @@ class TokenizedDocuments:
 
     @classmethod
     def mapped(cls, folder: Path) -> Self:
-        """From an entry; raises OSError, ValueError or TypeError for a damaged one."""
+        """Map an entry. Raises OSError, ValueError, TypeError or KeyError for a damaged one."""
         text, _, digest = read_regular(folder / "facts.json").rpartition(b"\n")
         if digest != xxhash.xxh3_64_hexdigest(text).encode():
             raise ValueError("facts.json changed after it was written")
@@ -148,31 +147,32 @@ class TokenizedDocuments:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make an entry."""
+    """Everything needed to build an entry."""
 
     key: str
-    """The result of `entry_key`: equal for equal entries, and only for those."""
+    """Result of `entry_key`: equal for equal entries only."""
     source: DocumentSource
     takes: Callable[[int], bool]
-    """Whether the document of this number belongs to the entry."""
+    """Predicate: the document with this number belongs to the entry."""
     render: Render
     dtype: np.dtype[Any]
     """The dtype of the ids."""
     skip_broken: bool
-    """Leave out and count documents that can't be read or rendered, instead of an error at the first."""
+    """Skip and count documents that can't be read or rendered; False: raise at the first."""
 
 
 def entry_key(**parts: object) -> str:
-    """The name of the entry with these parts: 32 hexadecimal digits."""
+    """Return the name of the entry with these parts: 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(
         json.dumps({"entry format": FORMAT, **parts}, sort_keys=True, default=str).encode()
     )
 
 
 def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
-    """The entry in `folder`, made now if it doesn't exist. Called by every process; no collective.
+    """Return the entry in `folder`; build it first if it doesn't exist. Every process calls it; not a collective.
 
-    Raises DataError for problems of the source or its documents, and if the folder can't be written to.
+    Raises DataError for problems of the source or its documents, for a damaged entry, and if the folder can't be
+    written to or read.
     """
     entry = folder / recipe.key
     try:
@@ -184,26 +184,26 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
     except OSError as error:
         raise DataError(
             f"data.cache_dir: {error.filename or folder}: can't be written: {error.strerror}.\n"
-            "  Remove the cause and start again, or set data.cache_dir to a folder on another disk."
+            "  Fix the cause and start again, or set data.cache_dir to a folder on another disk."
         ) from error
     try:
         return TokenizedDocuments.mapped(entry)
     except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"data.cache_dir: {entry}: expected the entry of an earlier run, found it damaged: {error}\n"
-            "  Delete that folder; the next start makes it again."
+            f"data.cache_dir: {entry}: this entry, written by an earlier run, is damaged: {error}\n"
+            "  Delete that folder; the next run builds it again."
         ) from error
     except OSError as error:
         raise DataError(
             f"data.cache_dir: {error.filename or entry}: can't be read: {error.strerror}.\n"
-            "  The entry may be whole: start again when the cause is gone."
+            "  The entry may be intact: fix the cause and start again."
         ) from error
 
 
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
-    """Wait until no other process makes the entry; False where the file system has no locks."""
-    with path.open("ab+", buffering=0) as file:  # closing unlocks it; others may wait for it; +: a pipe doesn't block
+    """Wait until no other process builds the entry. Yields False if the file system has no locks."""
+    with path.open("ab+", buffering=0) as file:  # closing unlocks; the file stays for others; +: a pipe doesn't block
         lock = try_lock(file.fileno())
         if lock is False:
             log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
@@ -218,7 +218,7 @@ def _locked(path: Path) -> Generator[bool]:
 
 def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
     if alone:
-        for left in entry.parent.glob(f"{entry.name}.tmp-*"):  # by a process that was killed
+        for left in entry.parent.glob(f"{entry.name}.tmp-*"):  # left by a killed process
             shutil.rmtree(left)
     temporary = entry.with_name(f"{entry.name}.tmp-{os.uname().nodename}-{os.getpid()}")
     source, before = recipe.source, recipe.source.content(entry.parent)
@@ -229,8 +229,8 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
             _write(temporary, recipe, batches)
         if source.content(entry.parent) != before:
             raise DataError(
-                f"data.path: expected files that stay as they are, found that {source.name} changed while it was read."
-                "\n  Start again when it is whole."
+                f"data.path: {source.name} changed while it was read.\n"
+                "  Start again when nothing writes to it any more."
             )
         sync_folder(temporary)
         try:
@@ -238,7 +238,7 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            shutil.rmtree(temporary)  # without locks another process may have been first
+            shutil.rmtree(temporary)  # without locks, another process may have been faster
         sync_folder(entry.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -246,8 +246,8 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
 
 
 def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
-    """(size in the source's unit, documents) of each batch, in order. After the first, which shows most
-    hostile templates, `_THREADS` batches are rendered at once."""
+    """Yield (size in the source's unit, documents) of each batch, in order. The first batch is rendered alone, since it
+    exposes most hostile templates; then `_THREADS` batches at once."""
     in_work: deque[tuple[list[Example | Broken], Limit, Future[list[Rendered | Broken]]]] = deque()
 
     def oldest() -> tuple[int, list[Rendered | Broken]]:
@@ -269,7 +269,7 @@ def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generato
 
 
 def _turns(document: Example | Broken) -> int:
-    """How many messages it has: a template renders the conversation up to each."""
+    """Count its messages: a template renders the conversation up to each."""
     values = document.fields.values() if isinstance(document, Example) else ()
     return max((len(value) for value in values if isinstance(value, list)), default=0)
 
@@ -279,7 +279,7 @@ def _characters(document: Example | Broken) -> int:
 
 
 def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
-    """The first ones are small: a tokenizer or template that never ends is found soon."""
+    """Batch the documents. The first batches are small, to detect a tokenizer or template that never ends early."""
     batch: list[Example | Broken] = []
     characters, most = 0, 1
     for document in documents:
@@ -293,7 +293,7 @@ def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | B
 
 
 def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rendered | Broken]]]) -> None:
-    """All files of an entry, synced; a progress bar on a terminal."""
+    """Write and sync all files of an entry; shows a progress bar on a terminal."""
     starts, numbers, broken = [0], list[int](), list[Broken]()
     has_counted, notes, source = False, Counter[str](), recipe.source
     with (
@@ -349,8 +349,8 @@ def _sync(*files: Any) -> None:
 
 
 def refusal(broken: Broken) -> str:
-    """The error of `data.on_error: stop`."""
+    """Return the error message of `data.on_error: stop`."""
     problem, _, advice = broken.problem.partition("\n")
     end = "" if problem.endswith((".", "!", "?")) else "."
-    way_out = f"{advice.rstrip('.')}. Or" if advice else "  Correct it, or"
-    return f"data: {broken.place}: {problem}{end}\n{way_out} set data.on_error=skip to leave it out."
+    fix = f"{advice.rstrip('.')}. Or" if advice else "  Correct it, or"
+    return f"data: {broken.place}: {problem}{end}\n{fix} set data.on_error=skip to leave it out."

@@ -1,9 +1,9 @@
-"""Chat templates: messages become text, with the assistant's turns marked.
+"""Chat templates: render messages as text and locate the assistant's turns in it.
 
-A template with `{% generation %}` marks the assistant's text itself. Otherwise a turn begins where the conversation
-before it ends when that asks the assistant to answer (`add_generation_prompt`), and ends where the conversation up to
-it ends. If a template renders one of these differently than the whole (without the reasoning of earlier turns, say),
-the turn is found in the whole: a second rendering, with a mark in place of the turn's text, shows what surrounds it.
+A template with `{% generation %}` marks the assistant's text itself. Otherwise a turn begins where the preceding
+conversation ends when rendered with `add_generation_prompt`, and ends where the conversation up to it ends. Some
+templates render such a prefix differently than the whole (without the reasoning of earlier turns, say). Then a second
+rendering, with a mark in place of the turn's text, shows what surrounds the turn in the whole.
 """
 
 import inspect
@@ -29,12 +29,12 @@ from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.hub import import_transformers
 
 DATE = "2024-07-26"
-"""The answer to `strftime_now` in a template: a run's rows mustn't depend on the day it starts. Llama 3's templates
-take this date where they can't ask."""
+"""The date that `strftime_now` returns in a template: a run's rows mustn't depend on the day it starts. Llama 3's
+templates fall back to this date."""
 
-_ASKS = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
+_DATE_CALL = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<form>[^"'\\]*)(?P=quote)\s*\)""")
 _MARK = 0xF0000
-"""The first character of a private plane, which no text has: one stands for each text of a conversation."""
+"""First character of a private plane, which no text uses: each text of a conversation is replaced by one of them."""
 
 KEPT_OUT = "answers that the chat template keeps out of the loss: they are outside of {% generation %}"
 
@@ -48,19 +48,19 @@ class Written(NamedTuple):
     """A conversation as a template writes it."""
 
     conversation: Conversation
-    """In the form that the template reads."""
+    """Its messages, with tool calls in the form that the template reads."""
     text: str
     generated: list[CharacterSpan]
-    """The parts in `{% generation %}`."""
+    """Spans in `{% generation %}`."""
     notes: tuple[str, ...]
 
 
 class TokenizedChat(NamedTuple):
     ids: list[int]
     counted: list[bool]
-    """Whether an id is in one of the parts, or ends one."""
+    """Mask of the ids that are in one of the spans, or end one."""
     is_ended: bool
-    """A special token ends each part."""
+    """A special token ends each span."""
 
 
 _Form = Callable[[ChatMessage], ChatMessage]
@@ -79,8 +79,8 @@ def _json(value: Any) -> str:
 
 
 def _forms() -> list[_Form]:
-    """The forms in which templates read calls; the first is that of transformers' documents. DeepSeek's ask whether
-    content is none."""
+    """The forms in which templates read tool calls, transformers' documented form first. DeepSeek's templates test
+    whether content is none."""
     return [
         _form(no_content, change)
         for no_content in ({}, {"content": None})
@@ -96,36 +96,33 @@ class ChatTemplate:
     """The chat template of a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
-        """`arguments`: of the template, besides messages and tools."""
+        """`arguments`: further variables of the template, beyond messages and tools."""
         self._tokenizer = tokenizer
         self._arguments = dict(arguments or {})
         self.text: str = tokenizer.get_chat_template()
-        # transformers gives templates the real clock, and takes no function in its place.
+        # transformers passes the real clock to templates, and accepts no other function.
         date = datetime.fromisoformat(DATE)
-        self._dated = re.sub(_ASKS, lambda asks: repr(date.strftime(asks["form"])), self.text)
-        self._asks_otherwise = re.search(r"\bstrftime_now\s*\(", self._dated) is not None
+        self._dated = re.sub(_DATE_CALL, lambda match: repr(date.strftime(match["form"])), self.text)
+        self._has_other_date_call = re.search(r"\bstrftime_now\s*\(", self._dated) is not None
         self._render_template = import_transformers().utils.chat_template_utils.render_jinja_template
         self._marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
         self._shapes: dict[object, tuple[_Form, list[tuple[int, str]]]] = {}
 
     @property
     def date(self) -> str | None:
-        """`DATE`, on which its text then depends; None if it asks for no date."""
+        """`DATE` if the template's text depends on the date, else None."""
         return DATE if self._reads("strftime_now") else None
 
     def taking(self, arguments: Mapping[str, Any]) -> Self:
-        """A copy with these arguments; raises DataError for those that it doesn't read or that the trainer sets."""
+        """Return a copy with these arguments. Raises DataError for those that it doesn't read or the trainer sets."""
         ours = {"messages", "strftime_now", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         for name in arguments:
             if name in ours - {"documents"}:
-                raise DataError(
-                    f"data.chat_template_kwargs: expected arguments of the chat template's own, found {name}, which "
-                    "the trainer sets.\n  Leave it out."
-                )
+                raise DataError(f"data.chat_template_kwargs: the trainer itself sets {name}.\n  Leave it out.")
             if not self._reads(name):
                 raise DataError(
-                    f"data.chat_template_kwargs: expected arguments that the chat template reads, found {name}, which "
-                    "is nowhere in it.\n  Leave it out, or correct its name (data.tokenizer has the template)."
+                    f"data.chat_template_kwargs: the chat template doesn't read {name}.\n"
+                    "  Leave it out, or correct its name (data.tokenizer has the template)."
                 )
         return type(self)(self._tokenizer, arguments)
 
@@ -138,7 +135,7 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------------------------- text
 
     def written(self, conversation: Conversation) -> Written:
-        """Raises the template's own error, and ValueError for a message, or a key of one, that it leaves out."""
+        """Render the conversation. Raises the template's own error, and ValueError if it omits a message or a key."""
         form, left_out = self._left_out_of(conversation)
         conversation = conversation._replace(messages=[form(message) for message in conversation.messages])
         text, generated = self._render(conversation)
@@ -152,9 +149,9 @@ class ChatTemplate:
         return Written(conversation, text, generated, tuple(dict.fromkeys(notes)))
 
     def _left_out_of(self, conversation: Conversation) -> tuple[_Form, list[tuple[int, str]]]:
-        """The first form of calls that the template writes, and what it leaves out: (message, key), (-1, "tools"), and
-        for answers outside of `{% generation %}` (message, "generation"). A rendering with marks in place of all texts
-        shows it: short texts may be in the text for another reason."""
+        """Return the first form of calls that the template renders, and what it omits: (message, key), (-1, "tools"),
+        and (message, "generation") for answers outside of `{% generation %}`. Renders with marks in place of all texts,
+        since a short text may be in the output by accident."""
         marked, marks = _marked(conversation)
         shape = tuple(marks), tuple(message["role"] for message in conversation.messages)
         if shape in self._shapes:
@@ -174,18 +171,18 @@ class ChatTemplate:
                 break
         if len(self._shapes) > 1000:
             self._shapes.clear()
-        # Where no form can be rendered, rendering the texts themselves raises.
+        # If no form can be rendered, rendering the texts themselves raises.
         self._shapes[shape] = results[-1] if results else (forms[0], [])
         return self._shapes[shape]
 
     def _left_out_note(self, conversation: Conversation, number: int, key: str) -> list[str]:
-        """Raises ValueError unless the template reads this key, and leaves it out in some messages only."""
+        """Raise ValueError unless the template reads this key and omits it in some messages only."""
         if key == "content":
             role = conversation.messages[number]["role"]
             if conversation.messages[number].get("tool_calls"):
                 raise ValueError(
                     f"the chat template leaves out the text of message {number + 1}, which has tool_calls too.\n"
-                    "  Remove that text, or take another template"
+                    "  Remove that text, or use another template"
                 )
             raise ValueError(
                 f"the chat template leaves out message {number + 1} (role {role}).\n"
@@ -194,13 +191,13 @@ class ChatTemplate:
         aliases = REASONING if key in REASONING else (key,)
         if key not in REASONING or not any(self._reads(alias) for alias in aliases):
             raise ValueError(
-                f"the chat template leaves out {key}, or a part of it.\n  Write it into the text of a message, take "
+                f"the chat template leaves out {key}, or a part of it.\n  Write it into the text of a message, use "
                 f"another template, or set data.ignore=[{key}] to leave it out"
             )
-        return [f"messages whose {key} the chat template drops, though it names that key"]
+        return [f"messages whose {key} the chat template drops, although it mentions that key"]
 
     def _keys_left_out(self, conversation: Conversation, text: str) -> list[str]:
-        """Notes on keys that mean nothing for training and that the template doesn't use."""
+        """Return notes on keys that don't matter for training and that the template doesn't use."""
         known = {"role", "content", *MEANINGFUL}
         keys = {key for message in conversation.messages for key in message if key not in known}
         if maybe := {key for key in keys if self._reads(key)}:
@@ -211,25 +208,25 @@ class ChatTemplate:
                 keys -= maybe
         return [f"{LEFT_OUT}messages[].{key[:64]}" for key in sorted(keys)]
 
-    def _render(self, conversation: Conversation, *, asks: bool = False) -> MarkedText:
-        """The text, and its parts in `{% generation %}`. As `apply_chat_template`, which takes no empty list."""
+    def _render(self, conversation: Conversation, *, add_prompt: bool = False) -> MarkedText:
+        """Return the text, and its spans in `{% generation %}`. Unlike `apply_chat_template`, accepts an empty list."""
         if conversation.tools is not None and not self._reads("tools"):
             raise ValueError(
-                "expected a chat template that reads tools, found no `tools` in it: it would leave the functions out.\n"
-                "  Take another template, or set data.ignore=[tools]"
+                "the chat template doesn't read `tools`: it would leave the functions out.\n"
+                "  Use another template, or set data.ignore=[tools]"
             )
-        if self._asks_otherwise:
+        if self._has_other_date_call:
             raise ValueError(
-                "expected a chat template that asks for the date by a format in quotes, as strftime_now('%Y-%m-%d'), "
-                "found another call: its rows would change every day"
+                "the chat template calls strftime_now without a quoted format, as in strftime_now('%Y-%m-%d'): its "
+                "rows would change every day"
             )
         texts, generated = self._render_template(
             conversations=[list(conversation.messages)],
             tools=conversation.tools,
-            # The template itself: with tools, a tokenizer of several templates would take another.
+            # The template itself: with tools, a tokenizer with several templates would pick another.
             chat_template=self._dated,
             return_assistant_tokens_mask=self._marks_turns,
-            add_generation_prompt=asks,
+            add_generation_prompt=add_prompt,
             **{**self._tokenizer.special_tokens_map, **self._arguments},
         )
         return texts[0], generated[0] if generated else []
@@ -237,65 +234,67 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------------------------ turns
 
     def turns(self, written: Written) -> tuple[list[CharacterSpan], bool]:
-        """The assistant's turns that train, and whether each begins as the template asks for one. Raises ValueError
-        where the text doesn't show where one begins and ends."""
+        """Return the spans of the assistant's turns that train, and whether each begins with the generation prompt.
+        Raises ValueError if the text doesn't show where a turn begins and ends."""
         silent = written.conversation.silent
         answers = [number for number, message in enumerate(written.conversation.messages) if is_answer(message)]
         if not self._marks_turns:
             return self.spans(written, [number for number in answers if number not in silent])
         if silent and len(written.generated) != len(answers):
-            raise ValueError("expected one {% generation %} for each answer, as some of them have the weight 0")
+            raise ValueError("expected one {% generation %} for each answer, since some of them have weight 0")
         pairs = zip(answers, written.generated, strict=False)
         return [span for number, span in pairs if number not in silent] if silent else written.generated, True
 
     def spans(self, written: Written, numbers: Sequence[int]) -> tuple[list[CharacterSpan], bool]:
-        """The spans of these messages of the assistant, like `turns`."""
+        """Return the spans of these assistant messages, like `turns`."""
         spans: list[CharacterSpan] = []
-        all_as_asked = True
+        all_match = True
         for number in numbers:
             after = spans[-1][1] if spans else 0
-            begin, as_asked = self._begin(written.conversation, written.text, number, after)
+            begin, matches_prompt = self._begin(written.conversation, written.text, number, after)
             end = self._end(written.conversation, written.text, number)
             if not after <= begin <= end:
                 raise _ambiguous(number)
             spans.append((begin, end))
-            all_as_asked &= as_asked
-        return spans, all_as_asked
+            all_match &= matches_prompt
+        return spans, all_match
 
     def completion(self, written: Written, first: int) -> tuple[str, int | None]:
-        """The text that asks for message `first`, and where that message begins in the whole; None: where the whole
-        differs from that text. Raises what the template does, and ValueError where the text doesn't show it."""
+        """Return the prompt for message `first`, and where that message begins in the whole; None: where the whole
+        begins to differ from the prompt. Raises the template's own error, and ValueError if the text doesn't show it.
+        """
         conversation, text, *_ = written
         before = Conversation(conversation.messages[:first], conversation.tools)
-        prompt = self._render(before, asks=True)[0]
+        prompt = self._render(before, add_prompt=True)[0]
         common = _common(text, prompt)
         if common == len(prompt) or common >= _common(self._render(before)[0], prompt):
             return prompt, None
-        # The template writes the prompt otherwise once messages follow: Mistral's system prompt is in the last turn.
+        # The template renders the prompt differently once messages follow: Mistral puts the system prompt into the
+        # last turn.
         if not is_answer(conversation.messages[first]):
             raise _ambiguous(first)
         return prompt, self._begin(conversation, text, first, 0)[0]
 
     def _begin(self, conversation: Conversation, text: str, number: int, after: int) -> tuple[int, bool]:
-        prefix = self._or_none(conversation.messages[:number], conversation, asks=True)
+        prefix = self._or_none(conversation.messages[:number], conversation, add_prompt=True)
         if prefix is not None and text.startswith(prefix):
             return len(prefix), True
         before, _ = self._around(conversation, number)
         start = _common(text, before)
-        asked = self._or_none(conversation.messages, conversation, asks=True) or text
-        header = asked[_common(text, asked) :]
+        with_prompt = self._or_none(conversation.messages, conversation, add_prompt=True) or text
+        header = with_prompt[_common(text, with_prompt) :]
         if not header and not conversation.messages[number].get("tool_calls"):
             return start, True
         for length in range(len(header), 0, -1) if len(header) < 300 else ():
             if (at := text.rfind(header[:length], after, start)) >= 0:
-                # Some templates ask by tags of thinking that the answers in the text don't begin with.
+                # Some templates end the generation prompt with thinking tags that the answers in the text lack.
                 if not re.fullmatch(r"\s*(<[^<>]+>\s*)*", header[length:]):
                     break
                 return at + length, length == len(header)
         raise _ambiguous(number)
 
     def _end(self, conversation: Conversation, text: str, number: int) -> int:
-        # Some templates end every text by the end of text (Phi-3), also one that goes on when more messages follow.
+        # Some templates (Phi-3) append the end of text to every text, also to one that more messages continue.
         end_of_text = self._tokenizer.eos_token or "\0"
         rendered = self._or_none(conversation.messages[: number + 1], conversation)
         for prefix in () if rendered is None else (rendered, rendered.removesuffix(end_of_text)):
@@ -306,14 +305,14 @@ class ChatTemplate:
         for end in (ending, ending.removesuffix(end_of_text)):
             if text.endswith(behind) and behind.startswith(end):
                 return len(text) - len(behind) + len(end)
-        # Another end than that of the last turn (gpt-oss): `_with_ends` finds it.
+        # The turn ends differently than the last turn (gpt-oss): `_with_ends` finds the end.
         if text.endswith(behind) and not conversation.messages[number].get("tool_calls"):
             return len(text) - len(behind)
         raise _ambiguous(number)
 
     def _around(self, conversation: Conversation, number: int) -> tuple[str, str]:
-        """What the template writes before and behind the text of this message (without text: behind its first call's
-        name). Raises ValueError unless it writes that once."""
+        """Return the text before and after this message's text (without text: before and after its first call's name).
+        Raises ValueError unless the template renders that exactly once."""
         mark, messages, message = chr(_MARK), list(conversation.messages), conversation.messages[number]
         first, *others = message.get("tool_calls") or [{}]
         has_calls = not message.get("content") and message.get("tool_calls")
@@ -326,21 +325,21 @@ class ChatTemplate:
         return before, behind
 
     def _or_none(
-        self, messages: Sequence[ChatMessage], conversation: Conversation, *, asks: bool = False
+        self, messages: Sequence[ChatMessage], conversation: Conversation, *, add_prompt: bool = False
     ) -> str | None:
-        """The text of some messages; None where the template refuses them by themselves."""
+        """Return the text of some messages; None if the template refuses them."""
         try:
-            return self._render(Conversation(messages, conversation.tools), asks=asks)[0]
+            return self._render(Conversation(messages, conversation.tools), add_prompt=add_prompt)[0]
         except Exception:  # a template may raise anything
             return None
 
     # ----------------------------------------------------------------------------------------------------- tokens
 
     def tokenized(self, texts: Sequence[MarkedText]) -> list[TokenizedChat]:
-        """Ids of each text; those in its parts count, and the special token that ends each part."""
+        """Tokenize each text; ids in its spans count, and so does the special token that ends each span."""
         if not texts:
             return []
-        # As apply_chat_template does: the template writes the special tokens itself.
+        # As in apply_chat_template: the template writes the special tokens itself.
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
         encoded = self._tokenizer([text for text, _ in texts], **options)
         parts = zip(encoded["input_ids"], encoded["offset_mapping"], texts, strict=True)
@@ -354,8 +353,8 @@ class ChatTemplate:
     def _with_ends(
         self, text: str, ids: list[int], offsets: Sequence[CharacterSpan], spans: Sequence[CharacterSpan]
     ) -> TokenizedChat:
-        """Count the next special token where none ends a part: the template leaves it outside of `{% generation %}`, or
-        the next role's marker ends a turn (GLM)."""
+        """Count the spans' ids, and after a span without a special token at its end the next one: the template puts it
+        outside of `{% generation %}`, or the next role's marker ends a turn (GLM)."""
         counted, is_ended = _inside(offsets, spans), True
         begins = [begin for begin, _ in offsets]
 
@@ -377,51 +376,50 @@ class ChatTemplate:
 
 
 def _marked(conversation: Conversation) -> tuple[Conversation, list[tuple[int, str, str]]]:
-    """The conversation with a character of its own in place of each text, and (message, key, character) of each;
-    message -1 has the functions."""
+    """Replace each text by a unique character; also return (message, key, character) of each, -1 for the functions."""
     marks: list[tuple[int, str, str]] = []
 
     def mark(number: int, key: str) -> str:
         marks.append((number, key, chr(_MARK + len(marks) % 65000)))
         return marks[-1][2]
 
-    def call(number: int, given: dict[str, Any]) -> dict[str, Any]:
+    def call(number: int, tool_call: dict[str, Any]) -> dict[str, Any]:
         name, argument, value = (mark(number, "tool_calls") for _ in range(3))
-        if not given["function"]["arguments"]:
+        if not tool_call["function"]["arguments"]:
             del marks[-2:]
-        arguments = {argument: value} if given["function"]["arguments"] else {}
-        return {**given, "function": {**given["function"], "name": name, "arguments": arguments}}
+        arguments = {argument: value} if tool_call["function"]["arguments"] else {}
+        return {**tool_call, "function": {**tool_call["function"], "name": name, "arguments": arguments}}
 
     messages: list[ChatMessage] = []
     for number, message in enumerate(conversation.messages):
         keys = ["content", *(key for key in MEANINGFUL if key in message and key != "tool_calls")]
         texts = {key: mark(number, key) for key in keys if not is_empty(message.get(key))}
-        calls = [call(number, given) for given in message.get("tool_calls", ())]
+        calls = [call(number, tool_call) for tool_call in message.get("tool_calls", ())]
         messages.append({**message, **texts, **({"tool_calls": calls} if calls else {})})
     tools = [_named(tool, mark(-1, "tools")) for tool in conversation.tools or ()]
     return Conversation(messages, tools or None), marks
 
 
 def _named(call: dict[str, Any], name: str) -> dict[str, Any]:
-    """This call or function under another name."""
+    """Return this call or function under another name."""
     return {**call, "function": {**call["function"], "name": name}} if "function" in call else {**call, "name": name}
 
 
 def _common(text: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Return the length of the common prefix."""
     length = min(len(text), len(other))
     return next((index for index in range(length) if text[index] != other[index]), length)
 
 
 def _ambiguous(number: int) -> ValueError:
     return ValueError(
-        f"expected a chat template whose text shows where message {number + 1}, the assistant's, begins and ends.\n"
+        f"the chat template doesn't show where message {number + 1}, the assistant's, begins and ends.\n"
         "  Put {% generation %} and {% endgeneration %} around the assistant's text in that template"
     )
 
 
 def _inside(offsets: Sequence[CharacterSpan], spans: Sequence[CharacterSpan]) -> list[bool]:
-    """Which tokens have a character in one of the spans; both in ascending order."""
+    """Return a mask of the tokens with a character in one of the spans; both ascend."""
     counted = [False] * len(offsets)
     at = 0
     for begin, end in spans:

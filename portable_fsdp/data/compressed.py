@@ -1,10 +1,10 @@
-"""The files of a corpus: text, plain or compressed by gzip or zstd, and hashes that are remembered.
+"""The files of a corpus: text, plain or compressed by gzip or zstd; and their cached hashes.
 
-The first bytes tell the compression, since no UTF-8 begins with them. Remembered hashes spare each process to read the
-whole corpus at every start. A memo is a small file named after the files' real path, inode, size, mtime (content
-changed) and ctime (anything changed). A change of a file changes one of these, unless it falls into the same tick of
-the clock as the hash: so a file younger than `settled_s` is not remembered, as in git's index (its "racy" entries). A
-change that leaves all five as they were goes unnoticed.
+The first bytes identify the compression, since no UTF-8 begins with them. Cached hashes save each process from reading
+the whole corpus at every start. A memo is a small file named by a hash of the files' real path, inode, size, mtime
+(content changed) and ctime (anything changed). A change of a file changes one of these, unless it falls into the same
+clock tick as the hash: so the hash of a file younger than `settled_s` is not cached, as in git's index ("racy"
+entries). A change that preserves all five goes unnoticed.
 """
 
 import gzip
@@ -24,17 +24,17 @@ from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import read_regular, write_text_atomically
 
 BOM = b"\xef\xbb\xbf"
-"""Some editors put it before UTF-8; no part of the text."""
+"""Byte order mark that some editors write before UTF-8; not part of the text."""
 
 MAX_UNPACKED = 1 << 30
-"""Bytes: a small compressed file may unpack to terabytes."""
+"""Limit in bytes: a small compressed file may unpack to terabytes."""
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def read_whole(path: Path) -> bytes:
-    """Raises DataError."""
+    """Read the unpacked content. Raises DataError for an unreadable file, and above `MAX_UNPACKED`."""
     try:
         with opened(path) as file:
             most = None if _kind(path) is None else MAX_UNPACKED
@@ -50,7 +50,7 @@ def read_whole(path: Path) -> bytes:
 
 
 class TextFileSource:
-    """What sources of text files have in common: their size in bytes, and a hash."""
+    """Base of sources that read text files: their size in bytes, and a hash."""
 
     unit = "B"
 
@@ -59,7 +59,7 @@ class TextFileSource:
         self.name = name_of(files)
         is_compressed = any(_kind(path) for path in files)
         self.total = 0 if is_compressed else sum(path.stat().st_size for path in files)
-        """0, unknown, where a file is compressed."""
+        """0 (unknown) if a file is compressed."""
 
     def content(self, cache: Path) -> str:
         return hash_of_files(self.files, cache)
@@ -70,7 +70,7 @@ def _kind(path: Path) -> str | None:
         with path.open("rb") as file:
             first = file.read(len(_ZSTD))
     except OSError:
-        return None  # reading it says why
+        return None  # reading the file raises the error
     return "gzip" if first.startswith(_GZIP) else "zstd" if first == _ZSTD else None
 
 
@@ -79,7 +79,7 @@ def opened(path: Path) -> BinaryIO:
         case "gzip":
             return cast(BinaryIO, gzip.open(path, "rb"))
         case "zstd":  # Python has it from 3.14 on
-            arrow = extra("pyarrow", f"{path}, which zstd compressed")
+            arrow = extra("pyarrow", f"{path} (compressed by zstd)")
             return io.BufferedReader(arrow.input_stream(str(path), compression="zstd"))
         case _:
             return path.open("rb")
@@ -90,7 +90,7 @@ def unreadable(place: str, path: Path, error: Exception) -> DataError:
     if kind is None:
         return DataError(f"data.path: {place}: can't be read: {getattr(error, 'strerror', None) or error}.")
     return DataError(
-        f"data.path: {place}: expected a whole {kind} file, found: {error}\n"
+        f"data.path: {place}: the {kind} file is damaged or incomplete: {error}\n"
         f"  Copy it again; `{kind} --test {path}` checks it."
     )
 
@@ -99,10 +99,10 @@ def unreadable(place: str, path: Path, error: Exception) -> DataError:
 
 
 SETTLED_S = 10.0
-"""FAT keeps times to 2 seconds, and a file server's clock is seconds off."""
+"""Margin: FAT stores times to 2 seconds, and a file server's clock may be seconds off."""
 
 Remember = Callable[[str, Callable[[], str]], str]
-"""`remember(purpose, make)`: the result of `make()`, perhaps without calling it; see `remembered`."""
+"""`remember(purpose, make)` returns the result of `make()`, perhaps from a cache; see `remembered`."""
 
 
 def remembered(
@@ -114,10 +114,11 @@ def remembered(
     settled_s: float = SETTLED_S,
     clock: Callable[[], int] = time.time_ns,
 ) -> str:
-    """`make()`, a hash that follows from `purpose` and the bytes of `files` alone, or its memo in `folder`.
+    """Return the result of `make()`, or its memo in `folder`. The result must depend on `purpose` and the bytes of
+    `files` alone.
 
-    Any number of processes may call it at once: each reads a whole memo or makes its own. It ignores a damaged memo,
-    and remembers nothing where it can't write to `folder`. Raises OSError for a missing file.
+    Any number of processes may call it at once: each reads a complete memo or computes the result itself. A damaged
+    memo is ignored, and nothing is cached if `folder` isn't writable. Raises OSError for a missing file.
     """
     now = clock()
     stats = [(os.path.realpath(path), os.stat(path)) for path in files]
@@ -153,7 +154,7 @@ def _check(memo: Path, digest: str) -> str:
 
 
 def hash_of_files(files: Sequence[Path], cache: Path) -> str:
-    """Hash bytes and lengths in this order, without names and times; remembered in `cache`. Raises DataError."""
+    """Hash bytes and lengths in this order, without names and times; cached in `cache`. Raises DataError."""
     try:
         return remembered(cache / "hashes", files, "files", lambda: _hash_of_files(files))
     except OSError as error:

@@ -1,9 +1,9 @@
-"""`data.factory`: rows of a torch Dataset of the user's own, map-style or a stream.
+"""`data.factory`: rows of a user's torch Dataset, map-style or iterable (a stream).
 
-The factory is called with a split and returns the dataset, or that and a collate function. An item is a dict of tensors
-(or numbers and arrays, as torch's default_collate takes them). A map-style dataset comes in the same order as every
-corpus. Before an item is read, the generators of torch, NumPy and Python are seeded by its row and epoch, so random
-augmentation is the same on any number of devices, and after a resume.
+The factory is called with a split and returns the dataset, or the dataset and a collate function. An item is a dict of
+tensors (or of numbers and arrays, which torch's default_collate converts). A map-style dataset is shuffled like every
+corpus. Before an item is read, the generators of torch, NumPy and Python are seeded by its row and epoch. So random
+augmentation is the same on any number of devices and after a resume.
 """
 
 import logging
@@ -39,21 +39,21 @@ _COMPARED = 16  # rows that a fingerprint reads
 _MASK = "attention_mask"
 
 Row = dict[str, Any]
-"""What the user's dataset gives, with tensors for the keys that are padded."""
+"""An item of the user's dataset, with tensors for the keys that are padded."""
 
 
 class Buckets:
-    """The sizes of `data.buckets`, and rows padded to them along dimension 0, each to the first size that holds it.
+    """The sizes of `data.buckets`; pads rows along dimension 0, each to the first size that holds it.
 
-    Engines that compile a program for each shape compile one for each bucket. Padding changes no curve: padded labels
-    are -100, and the loss of a step is a sum over its rows, in any order.
+    Engines that compile a program per shape compile one per bucket. Padding doesn't change the loss curve: padded
+    labels are -100, and the loss of a step is a sum over its rows, in any order.
 
-    Where `input_ids` is listed and `attention_mask` is not, the mask has the sizes of `input_ids`; a row without one
+    If `input_ids` is listed and `attention_mask` is not, the mask has the sizes of `input_ids`; a row without a mask
     gets one: 1 for its tokens, 0 for padding.
     """
 
     def __init__(self, name: str, sizes: Mapping[str, Sequence[int]]) -> None:
-        """`name`: of the factory, for messages."""
+        """`name`: name of the factory, for messages."""
         self._name, self._sizes = name, dict(sizes)
         self._adds_mask = "input_ids" in sizes and _MASK not in sizes
         if self._adds_mask:
@@ -63,7 +63,7 @@ class Buckets:
         return len(next(iter(self._sizes.values())))
 
     def opened(self, item: object, place: str) -> Row:
-        """The row's listed keys as tensors; `place` names it in messages. Raises DataError for what can't be padded."""
+        """Convert a row's listed keys to tensors; `place` names the row in messages. Raises DataError if that fails."""
         if not isinstance(item, Mapping):
             raise self._error(place, f"expected a dict of tensors, found {type(item).__name__}")
         row = dict(cast("Mapping[str, Any]", item))
@@ -71,7 +71,7 @@ class Buckets:
             row[_MASK] = torch.ones(len(row["input_ids"]), dtype=torch.int64)
         for key in self._sizes:
             if key not in row:
-                raise self._error(place, f"expected the key {key} of data.buckets, found {', '.join(row)}")
+                raise self._error(place, f"no key {key}, which data.buckets pads; the row has {', '.join(row)}")
             row[key] = self._tensor(row[key], key, place)
         if self.number(row) is None:
             actual = ", ".join(f"{key} {len(row[key])}" for key in self._sizes)
@@ -91,20 +91,19 @@ class Buckets:
         return tensor
 
     def number(self, row: Row) -> int | None:
-        """The first bucket that holds all listed tensors of an opened row; None where none does."""
+        """Return the first bucket that holds all listed tensors of an opened row; None if none does."""
         fits = (all(len(row[key]) <= sizes[n] for key, sizes in self._sizes.items()) for n in range(len(self)))
         return next((number for number, holds in enumerate(fits) if holds), None)
 
     def padded(self, row: Row, number: int) -> Row:
-        """The opened row at the sizes of a bucket; what is longer is cut, which only a trial of shapes asks for."""
+        """Pad an opened row to the sizes of a bucket. Cuts longer tensors, but only a trial of shapes has those."""
         resized = {key: _resized(row[key], sizes[number], key) for key, sizes in self._sizes.items()}
         return {**row, **resized}
 
     def _error(self, place: str, problem: str) -> DataError:
         sizes = ", ".join(f"{key}: {list(sizes)}" for key, sizes in self._sizes.items())
         return DataError(
-            f"data.factory: {self._name}: {place}: {problem}.\n"
-            f"  Change the rows, or data.buckets, which is {{{sizes}}}."
+            f"data.factory: {self._name}: {place}: {problem}.\n  Change the rows, or data.buckets ({{{sizes}}})."
         )
 
 
@@ -115,15 +114,15 @@ def _resized(value: Tensor, size: int, key: str) -> Tensor:
 
 
 def _narrow(value: Tensor) -> Tensor:
-    """float32 where NumPy and Python give float64, which TPUs lack."""
+    """Convert float64, the default of NumPy and Python, to float32: TPUs lack float64."""
     return value.float() if value.dtype == torch.float64 else value
 
 
 @contextmanager
 def _seeded(seed: int) -> Generator[None]:
-    """The generators of torch (on the host), NumPy and Python, while a row is read; then they are as before.
+    """Seed the generators of torch (on the host), NumPy and Python while a row is read; then restore them.
 
-    Rows to train on and those of an evaluation are read by two threads, one row at a time.
+    A lock lets one row be read at a time: one thread reads training rows, another one evaluation rows.
     """
     with _READING:
         before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
@@ -139,17 +138,17 @@ def _seeded(seed: int) -> Generator[None]:
 
 
 class _OwnRows(Rows):
-    """Rows of the user's own, of whichever kind of dataset."""
+    """Base of rows from a user's dataset."""
 
     def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets | None) -> None:
         self._name, self._dataset, self._collate, self._buckets = name, dataset, collate, buckets
 
     @abstractmethod
     def _read(self, indices: NDArray[np.int64]) -> list[Any]:
-        """The items of these rows."""
+        """Return the items of these rows."""
 
     def _opened(self, indices: NDArray[np.int64]) -> list[Any]:
-        """The items of these rows; with buckets, the keys that are padded as tensors."""
+        """Return the items of these rows; with buckets, the padded keys are tensors."""
         items = self._read(indices)
         if self._buckets is None:
             return items
@@ -157,14 +156,14 @@ class _OwnRows(Rows):
         return [self._buckets.opened(item, place) for item, place in zip(items, places, strict=True)]
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The tensors of these rows, dimension 0 first, in the first bucket that holds all of them."""
+        """Return the tensors of these rows, dimension 0 = rows, in the first bucket that holds all of them."""
         rows = self._opened(indices)
         if self._buckets is None:
             return self._batch(rows)
         return self._in_bucket(rows, max(self._buckets.number(row) or 0 for row in rows))
 
     def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
-        """Rows of one bucket stay together: that saves padding, and changes no sum over all."""
+        """Sort rows by bucket before the cut: that saves padding, and no sum over all rows changes."""
         if self._buckets is None:
             return super().micro_batches(indices, count)
         rows = self._opened(indices)
@@ -175,7 +174,7 @@ class _OwnRows(Rows):
         return [MicroBatch(indices[part], batch) for part, batch in zip(chosen, batches, strict=True)]
 
     def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
-        """The rows padded or cut to each bucket; as they are without buckets."""
+        """Return the rows padded or cut to each bucket; unchanged without buckets."""
         rows = self._opened(indices)
         if self._buckets is None:
             return [self._batch(rows)]
@@ -191,7 +190,7 @@ class _OwnRows(Rows):
                 batch: object = self._collate(items)
             except Exception as error:
                 raise DataError(
-                    f"data.factory: {self._name}: the rows don't make a batch: {described(error)}\n"
+                    f"data.factory: {self._name}: the rows can't be collated into a batch: {described(error)}\n"
                     "  Give all rows the same keys and shapes (data.buckets pads them), or return a collate function."
                 ) from error
         if not isinstance(batch, Mapping) or not batch:
@@ -210,7 +209,7 @@ class _OwnRows(Rows):
         return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
 
     def _hash(self, kind: str, numbers: Iterable[int]) -> str:
-        """Hash these rows one by one without padding: other sizes make no other data."""
+        """Hash these rows one by one without padding: bucket sizes don't change the data."""
         digest = xxhash.xxh3_128(kind.encode())
         for number in numbers:
             for key, value in sorted(self._batch(self._opened(np.array([number]))).items()):
@@ -220,7 +219,7 @@ class _OwnRows(Rows):
 
 
 class DatasetRows(_OwnRows):
-    """Rows of a map-style dataset. Row numbers count through epochs: number % length is the row."""
+    """Rows of a map-style dataset. Row numbers continue over epochs: number % length is the row."""
 
     def __init__(
         self,
@@ -230,7 +229,7 @@ class DatasetRows(_OwnRows):
         chosen: NDArray[np.int64] | None = None,
         buckets: Buckets | None = None,
     ) -> None:
-        """`chosen`: the rows that take part; None: all."""
+        """`chosen`: the rows of the dataset to use; None: all."""
         super().__init__(name, dataset, collate, buckets)
         self._chosen = chosen
 
@@ -244,7 +243,7 @@ class DatasetRows(_OwnRows):
         return f"row {self._index(number)}"
 
     def _index(self, number: int) -> int:
-        """In the dataset."""
+        """Return the index in the dataset."""
         place = number % len(self)
         return place if self._chosen is None else int(self._chosen[place])
 
@@ -261,7 +260,7 @@ class DatasetRows(_OwnRows):
         return sample_indices(seed, positions, len(self)) + positions // len(self) * len(self)
 
     def fingerprint(self) -> str:
-        """Hash the number of rows, and some of them: reading all may take hours."""
+        """Hash the number of rows and a sample of them: reading all may take hours."""
         count = len(self)
         chosen = np.unique(np.linspace(0, count - 1, min(count, _COMPARED)).astype(np.int64))
         return self._hash(f"dataset {count}", map(int, chosen))
@@ -270,15 +269,15 @@ class DatasetRows(_OwnRows):
 class StreamRows(_OwnRows):
     """Rows of an iterable dataset, in its own order, which must be the same each time.
 
-    Every process reads the whole stream and keeps its rows. A stream that ends begins again. To resume, the run calls
-    the dataset's `skip(count)`, as `datasets` has it, which gives the dataset without its first items; without one it
-    reads and drops them.
+    Every process reads the whole stream and keeps its own rows. A stream that ends begins again. To resume, the run
+    calls the dataset's `skip(count)` (as in `datasets`), which returns the dataset without its first items. Without
+    that method, it reads and drops them.
     """
 
     def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets | None = None) -> None:
         super().__init__(name, dataset, collate, buckets)
         self._iterator: Iterator[Any] = iter(())
-        self._next: int | None = None  # the number of the item that comes next
+        self._next: int | None = None  # number of the next item
 
     def __len__(self) -> int:
         return ENDLESS
@@ -289,10 +288,10 @@ class StreamRows(_OwnRows):
     def _read(self, indices: NDArray[np.int64]) -> list[Any]:
         if self._next is None or int(indices[0]) < self._next:
             self._seek(int(indices[0]))
-        wanted, items = {int(number) for number in indices}, dict[int, Any]()
-        while len(items) < len(wanted):
+        requested, items = {int(number) for number in indices}, dict[int, Any]()
+        while len(items) < len(requested):
             number, item = self._take()
-            if number in wanted:
+            if number in requested:
                 items[number] = item
         return [items[int(number)] for number in indices]
 
@@ -305,18 +304,18 @@ class StreamRows(_OwnRows):
         while self._next < first:
             self._take()
         if first:
-            way = "skipped" if can_skip else "read again (give the dataset a method skip(count) to seek)"
-            log.info("data.factory: %s: %d items %s in %.1f s", self._name, first, way, time.monotonic() - began)
+            action = "skipped" if can_skip else "read and dropped (a method skip(count) of the dataset would seek)"
+            log.info("data.factory: %s: %d items %s in %.1f s", self._name, first, action, time.monotonic() - began)
 
     def _take(self) -> tuple[int, Any]:
         assert self._next is not None
         with self._errors(self._next), _seeded(seed_of(0, self._next)):
             item = next(self._iterator, _END)
-            if item is _END:  # it begins again
+            if item is _END:  # begin again
                 self._iterator = iter(self._dataset)
                 item = next(self._iterator, _END)
         if item is _END:
-            raise DataError(f"data.factory: {self._name}: expected items, found a stream without any.")
+            raise DataError(f"data.factory: {self._name}: the stream has no items.")
         self._next += 1
         return self._next - 1, item
 
@@ -339,15 +338,15 @@ class StreamRows(_OwnRows):
 
 
 def open_training_rows(data: keys.Data) -> Rows:
-    """The rows to train on alone. Raises as `open_datasets`."""
+    """Open the training rows alone. Raises as `open_datasets`."""
     share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
     return open_datasets(data if share is not None else data.model_copy(update={"eval_split": None}))[0]
 
 
 def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
-    """The rows of `data.factory` to train on, and those that `data.eval_split` holds out.
+    """Open the training rows of `data.factory`, and the rows that `data.eval_split` holds out.
 
-    Raises ConfigError where the factory fails, DataError for what it may not return and for a part without rows.
+    Raises ConfigError if the factory fails; DataError for a wrong return value and for a part without rows.
     """
     name, split = str(data.factory), data.split or "train"
     buckets = Buckets(name, data.buckets) if data.buckets else None
@@ -355,14 +354,14 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         if data.workers > 1:
             raise DataError(
-                f"data.workers: expected at most 1 for a stream, found {data.workers}: each process would read all of "
+                f"data.workers: expected at most 1 for a stream, found {data.workers}: each worker would read all of "
                 "it.\n  Set data.workers=1, or give the dataset __len__ and __getitem__."
             )
         trained: Rows = StreamRows(name, dataset, collate, buckets)
     else:
         trained = DatasetRows(name, dataset, collate, buckets=buckets)
         if len(trained) == 0:
-            raise DataError(f"data.factory: {name}: expected at least one row in split {split!r}, found none.")
+            raise DataError(f"data.factory: {name}: split {split!r} has no rows.")
     if data.eval_split is None:
         return trained, None
     share = keys.share_held_out(data.eval_split)
@@ -370,20 +369,20 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
         dataset, collate = _made(name, data.eval_split)
         if not isinstance(dataset, Sized):
             raise DataError(
-                f"data.eval_split: expected a dataset with a length, found a stream: {name}({data.eval_split!r})."
+                f"data.eval_split: expected a dataset with __len__, found a stream: {name}({data.eval_split!r})."
             )
         return trained, DatasetRows(name, dataset, collate, buckets=buckets)
     if isinstance(trained, StreamRows):
         raise DataError(
-            f"data.eval_split: expected the name of a split, found {data.eval_split}: a stream has no share.\n"
-            "  data.factory is then called with that name too."
+            f"data.eval_split: expected the name of a split, found {data.eval_split}: no share of a stream can be held "
+            "out.\n  data.factory is called with that name too."
         )
     numbers = np.arange(len(trained))
     held_out = np.array([share_of_numbers(number, share) for number in range(len(trained))])
     if not held_out.any() or held_out.all():
         raise DataError(
-            f"data.eval_split: expected a share that leaves rows on both sides, found {data.eval_split} of "
-            f"{len(trained)} rows."
+            f"data.eval_split: a share of {data.eval_split} of {len(trained)} rows leaves no rows to train on, or none "
+            "to evaluate."
         )
     return (
         DatasetRows(name, dataset, collate, numbers[~held_out], buckets),
@@ -398,6 +397,6 @@ def _made(name: str, split: str) -> tuple[Any, Collate]:
     if not is_data or len(parts) != 2 or not callable(parts[1]):
         raise DataError(
             f"data.factory: expected {name} to return a Dataset, or a Dataset and a collate function, found "
-            f"{type(made).__name__}.\n  The run itself makes batches, their order and workers (data.workers)."
+            f"{type(made).__name__}.\n  The run itself orders and batches the rows and starts workers (data.workers)."
         )
     return parts[0], parts[1]

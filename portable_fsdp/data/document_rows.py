@@ -1,4 +1,4 @@
-"""Rows of whole documents, several in a row where they fit, or one in a row (`data.packing`)."""
+"""Rows of whole documents: as many per row as fit, or one per row (`data.packing`)."""
 
 from bisect import bisect_left, insort
 from typing import NamedTuple
@@ -14,17 +14,17 @@ from portable_fsdp.data.tokenize import Tokens
 
 
 class Pieces(NamedTuple):
-    """The contents of rows: documents, or parts of those that are longer than a row."""
+    """The contents of rows: documents, or parts of documents longer than a row."""
 
     starts: Int64s
-    """The first token of each, in `tokens`."""
+    """Index of each piece's first token in `tokens`."""
     lengths: Int64s
     continues: NDArray[np.bool_]
-    """The document continues after it: its last token predicts the first of the next piece."""
+    """The document continues after this piece: its last token predicts the first of the next piece."""
 
 
 def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
-    """Documents in pieces of `seq_len`; exactly one of them predicts each token but a document's first.
+    """Cut documents into pieces of `seq_len`; exactly one piece predicts each token but a document's first.
 
     The last token of a document predicts nothing, so no piece consists of it alone.
     """
@@ -36,7 +36,7 @@ def cut(starts: Int64s, lengths: Int64s, seq_len: int) -> Pieces:
 
 
 class DocumentRows(Rows):
-    """Rows of `seq_len` positions that hold whole documents (or pieces), each to itself, padded at the end."""
+    """Rows of `seq_len` positions that hold whole documents (or pieces), each separate, padded at the end."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class DocumentRows(Rows):
         """Args:
         tokens, counted: of all documents, see `cache.TokenizedDocuments`.
         pieces: none longer than `seq_len`.
-        padding: the id behind the last document of a row.
-        several: put as many in a row as fit; else one.
+        padding: the id that fills the end of a row.
+        several: put as many pieces into a row as fit; False: one.
         remember: see `PackedRows`.
         """
         self._remember = remember
@@ -76,7 +76,7 @@ class DocumentRows(Rows):
         return 1 - int(self._pieces.lengths.sum()) / max(1, len(self) * self.seq_len)
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:
-        """`input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""
+        """Return `input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""
         first, count = self._starts[indices], self._starts[indices + 1] - self._starts[indices]
         pieces = self._order[_ranges(first, count)]
         lengths = self._pieces.lengths[pieces]
@@ -115,7 +115,7 @@ class DocumentRows(Rows):
 
 
 def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
-    """`starts[i], starts[i] + 1, ...` of `lengths[i]` numbers, for each i."""
+    """Concatenate for each i the `lengths[i]` numbers `starts[i], starts[i] + 1, ...`."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
 
@@ -124,16 +124,16 @@ def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
 
 
 def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
-    """Which documents share a row, so that little of it stays empty: a pure function.
+    """Assign documents to rows so that little padding is left: a pure function.
 
-    Best-fit decreasing (arXiv 2404.10830 trains language models on such rows): documents come by length, the longest
-    first, each into the fullest row that has room, or else into a new one. A length that fits k times into a row goes
-    there k times at once, so the work grows with the number of lengths, not of documents.
+    Best-fit decreasing (arXiv 2404.10830 trains language models on such rows): documents are placed by length, the
+    longest first, each into the fullest row that has room, else into a new one. A length that fits k times into a row
+    is placed there k times at once, so the work grows with the number of lengths, not of documents.
 
     Args:
         lengths: 1-D, each from 1 to `capacity`.
 
-    Returns: `order`, the documents row by row, and `starts` [rows + 1]: row r is `order[starts[r] : starts[r + 1]]`.
+    Returns: `order`, the documents row by row, and `starts` `[rows + 1]`: row r is `order[starts[r] : starts[r + 1]]`.
     """
     by_length = np.argsort(-lengths, kind="stable")
     rows = _rows_of(lengths[by_length], capacity)
@@ -144,7 +144,7 @@ def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
 
 
 def _rows_of(lengths: Int64s, capacity: int) -> Int64s:
-    """The row of each document; `lengths` descend."""
+    """Return the row of each document; `lengths` descend."""
     rows = np.empty(len(lengths), np.int64)
     room = _Room()
     opened = 0
@@ -171,14 +171,14 @@ def _rows_of(lengths: Int64s, capacity: int) -> Int64s:
 
 
 class _Room:
-    """The rows that have room left, by the number of tokens."""
+    """The rows with room left, by the number of free tokens."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[Int64s]] = {}
         self._spaces: list[int] = []  # ascending
 
     def take(self, length: int) -> tuple[int, Int64s] | None:
-        """The smallest space that holds `length` and all rows that have it; None where no row has."""
+        """Remove and return the smallest space that holds `length`, and all its rows; None if no row has room."""
         at = bisect_left(self._spaces, length)
         if at == len(self._spaces):
             return None

@@ -1,7 +1,7 @@
-"""A document as its source gives it and as it is rendered, and which of its keys and columns matter for training.
+"""A document as read from its source and as rendered, and which of its keys and columns matter for training.
 
-A column in `meaningful_columns`, or a key of a message in `MEANINGFUL`, is used or rendered, or the row is refused. A
-note that begins with `LEFT_OUT` names each other one.
+A column in `meaningful_columns`, or a key of a message in `MEANINGFUL`, is used or rendered, else the row is refused.
+All other columns and keys are ignored; a note that begins with `LEFT_OUT` names each.
 """
 
 import importlib
@@ -21,23 +21,23 @@ from portable_fsdp.runtime.errors import DataError
 
 @dataclass(frozen=True)
 class Example:
-    """One document as the source has it."""
+    """One document as read from its source."""
 
     number: int
-    """Among all of its source, from 0, unreadable ones included."""
+    """Index among all documents of its source, unreadable ones included."""
     place: str
-    """For messages: `corpus.jsonl:12`."""
+    """Location for messages: `corpus.jsonl:12`."""
     size: int
-    """In the source's unit."""
+    """Size in the source's unit."""
     fields: Mapping[str, Any]
-    """The format's columns by its own names for them, and others that mean something for training."""
+    """The format's columns under the format's names, and other columns that matter for training."""
     notes: tuple[str, ...] = ()
-    """Warnings for its owner, logged once with the count of documents: `data: 3 documents of FILE: <note>`."""
+    """Warnings for the user, logged once with the count of documents: `data: 3 documents of FILE: <note>`."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """Takes the place of a document that can't be read: `problem` says what was expected and found."""
+    """A document that can't be read or rendered; `problem` is the reason."""
 
     number: int
     place: str
@@ -46,7 +46,7 @@ class Broken:
 
 
 class Rendered(NamedTuple):
-    """A document's ids, and for each whether it counts; None: all do."""
+    """A document's ids, and for each whether it counts in the loss; `counted` None: all do."""
 
     number: int
     ids: NDArray[np.unsignedinteger[Any]]
@@ -56,7 +56,7 @@ class Rendered(NamedTuple):
 
 
 Render = Callable[[Sequence[Example | Broken]], list[Rendered | Broken]]
-"""Several documents at once, each to its ids or its problem; several threads may call it."""
+"""Render several documents at once, each to its ids or its problem. Thread-safe."""
 
 Encode = Callable[[Sequence[tuple[Example, Any]]], list[Rendered | Broken]]
 
@@ -88,34 +88,34 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 
 
 class DocumentSource(Protocol):
-    """Documents in an order of their own, the same each time."""
+    """Documents in an order that is the same each time."""
 
     name: str
-    """Its path, for messages."""
+    """Path, for messages."""
     total: int
-    """The sum of the documents' sizes, for a progress bar; 0: unknown."""
+    """Sum of the documents' sizes, for a progress bar; 0: unknown."""
     unit: str
     """The unit of sizes: `B`, or `rows`."""
 
     def content(self, cache: Path) -> str:
-        """A hash of everything that determines the documents; reads all of it, unless `cache` remembers the hash."""
+        """Hash everything that determines the documents. Reads all of it unless `cache` holds the hash."""
         ...
 
     def read(self) -> Iterator[Example | Broken]: ...
 
 
 AS_A_SHARE = "A share of the documents is written 5%."
-"""The likely meaning of a `data.eval_split` that nothing matches."""
+"""Hint for a `data.eval_split` that nothing matches."""
 
 
 def extra(module: str, needed_by: str = "this source") -> Any:
-    """An optional package; raises DataError with the command that installs it."""
+    """Import an optional package; raises DataError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
         raise DataError(
-            f"data.source: expected the package {name} for {needed_by}, found none.\n"
+            f"data.source: {needed_by} needs the package {name}, which isn't installed.\n"
             "  Install it: pip install 'portable-fsdp[data]'."
         ) from error
 
@@ -134,25 +134,25 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 WEIGHTS = ("weight", "train", "training", "trainable")
 """Keys of a row or a message: 0 or false keeps it out of the loss."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""transformers fills the first from the others, and `thinking` from any, for templates that read one of them."""
+"""Keys of reasoning: transformers fills the first from the rest, and `thinking` from any, as templates read one."""
 _ANSWER = (*REASONING, "refusal", "tool_plan", "tool_calls", "function_call")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _CONTEXT = ("system", "system_prompt", "tools", "functions", "documents", "chat_template_kwargs")
 
 MEANINGFUL = (*WEIGHTS, "loss", "train_detail", "training_detail", *_ANSWER, *_MEDIA, "tools", "functions", "documents")
-"""Keys of a message, beside role and content."""
+"""Keys of a message, in addition to role and content."""
 
 LEFT_OUT = "left out, since nothing reads it: "
-"""A note that begins so ends with the name of a column, or of a message's key as `messages[].name`."""
+"""Prefix of a note; the rest is the name of a column, or of a message's key as `messages[].name`."""
 
 
 def format_of(columns: Collection[Column]) -> Format:
-    """The format that reads these columns."""
+    """Return the format that reads these columns."""
     return next(form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(columns))
 
 
 def meaningful_columns(form: Format) -> tuple[str, ...]:
-    """Columns beside the format's own that mean something for training. A text is whole by itself."""
+    """Return the columns that matter for training in addition to the format's own. A text needs only its weights."""
     if form == "text":
         return WEIGHTS
     parts = ("input", "context", "history") if form in ("prompt_completion", "instruction") else ()
@@ -161,17 +161,17 @@ def meaningful_columns(form: Format) -> tuple[str, ...]:
 
 
 def contains(text: str, value: Any) -> bool:
-    """Whether the value's texts are in `text`, and so long that this is no accident."""
+    """True if the value's texts are in `text` and long enough that this is no accident."""
     return sum(map(len, texts_in(value))) >= 16 and holds(text, value)
 
 
 def is_empty(value: Any) -> bool:
-    """Nothing is lost with it: null, blank text, an empty list or mapping, also as JSON text."""
+    """True for null, blank text, an empty list or mapping, also as JSON text: dropping it loses nothing."""
     return value is None or value in ([], {}) or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in it, keys of mappings too."""
+    """Yield all texts in a value, keys of mappings included."""
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[str, Any]", value).items():
             yield key
@@ -184,7 +184,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def holds(text: str, value: Any) -> bool:
-    """Whether `text` has all texts of the value, as they are or as JSON writes them."""
+    """True if `text` has all texts of the value, verbatim or as JSON writes them."""
     return all(
         any(form in text for form in (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1]))
         for part in map(str.strip, texts_in(value))
@@ -192,14 +192,14 @@ def holds(text: str, value: Any) -> bool:
 
 
 def trains(values: Mapping[str, Any], what: str) -> bool:
-    """Whether this row or message enters the loss. Raises ValueError for a weight that is neither 0 nor 1."""
+    """True if this row or message counts in the loss. Raises ValueError for a weight that is neither 0 nor 1."""
     result = True
     for key in WEIGHTS if what == "row" else (*WEIGHTS, "loss"):
         weight = values.get(key)
         if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
             raise ValueError(
                 f"the {what}'s {key} is {'the text ' * isinstance(weight, str)}{weight!r:.40}: 1 or true trains it, "
-                f"0 or false doesn't, no other value is supported.\n  Correct it, or set data.ignore=[{key}]"
+                f"0 or false doesn't; no other value is supported.\n  Correct it, or set data.ignore=[{key}]"
             )
         result &= weight is None or bool(weight)
     return result
@@ -212,12 +212,12 @@ _KINDS: dict[type, str] = {
 
 
 def kind(value: object) -> str:
-    """The value's type in JSON's words, for messages."""
+    """Name the value's type in JSON's terms, for messages."""
     return _KINDS.get(type(value), type(value).__name__)
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the null entries of its mappings: Arrow gives each row the keys of all."""
+    """Drop the null entries of mappings: Arrow gives each row the keys of all rows."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
         return {key: without_nulls(item) for key, item in items if item is not None}

@@ -1,16 +1,16 @@
-"""Packing: tokenized documents become rows of equal length, which is the one shape of a whole run.
+"""Packing: tokenized documents become rows of equal length, so a whole run has one shape.
 
-    stream     all documents one after the other, cut into rows; attention crosses documents
-    documents  whole documents, several in a row where they fit (`document_rows.py`)
-    none       one document in a row (there too)
+    stream     all documents concatenated, then cut into rows; attention crosses documents
+    documents  whole documents, as many per row as fit (`document_rows.py`)
+    none       one document per row (`document_rows.py` too)
 
-Labels are shifted here, once; models, losses and engines take `labels[r, t]` as the token after `input_ids[r, t]`.
+Labels are shifted here, once: for models, losses and engines, `labels[r, t]` is the token after `input_ids[r, t]`.
 
-Which row comes at which position is a pure function of (seed, position), in O(1) time and memory a sample. Position =
-samples consumed since the start of the run. Each epoch visits every row once, in its own pseudo-random order: a
-Feistel network permutes the next power of four, and permutes values outside the rows again until they fall inside
-(cycle-walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4). World size, device
-and engine don't enter, so any run can resume anywhere by its position alone.
+The row at a position is a pure function of (seed, position), in O(1) time and memory per sample. Position = samples
+consumed since the start of the run. Each epoch visits every row once, in its own pseudo-random order: a Feistel network
+permutes the next power of four, and permutes values outside the rows again until they fall inside (cycle-walking: Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4). World size, device and engine don't
+matter, so any run can resume anywhere from its position alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,23 +35,23 @@ IGNORED = -100
 _HASHED = 1 << 22  # elements of an array at a time
 
 ENDLESS = 2**62
-"""The length of rows that come as a stream: their position stays in one epoch."""
+"""The length of a stream's rows: their position stays in one epoch."""
 
 
 class MicroBatch(NamedTuple):
     numbers: Int64s
-    """The numbers of its rows."""
+    """Row numbers, `[rows]`."""
     tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """What one data shard feeds in a step."""
+    """The rows that one data shard feeds in a step."""
 
     micro_batches: list[dict[str, Tensor]]
     count: int
-    """Losses of all its rows; their sum over the data shards is the count of the global batch. 0 where only the task
-    itself can count."""
+    """Number of losses in all its rows; the sum over the data shards is the count of the global batch. 0 if only the
+    task can count."""
 
 
 class Rows(Protocol):
@@ -60,41 +60,41 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:
-        """The tensors of these rows, dimension 0 first. Of text: `input_ids` and `labels`, int64 `[len(indices),
-        seq_len]`; rows of documents also have `positions`, which restart at 0 in each, and `segments`: 1, 2, ... by
-        document, 0 for padding. One thread calls it."""
+        """Return the tensors of these rows, dimension 0 = rows. Rows of text have `input_ids` and `labels`, int64
+        `[len(indices), seq_len]`. Rows of documents also have `positions`, which restart at 0 in each document, and
+        `segments`: 1, 2, ... by document, 0 for padding. Not thread-safe."""
         ...
 
     def micro_batches(self, indices: Int64s, count: int) -> "list[MicroBatch]":
-        """These rows in `count` batches of one number of rows."""
+        """Return these rows in `count` batches of equal size."""
         batch, size = self.rows(indices), len(indices) // count
         parts = [slice(begin, begin + size) for begin in range(0, len(indices), size)]
         return [MicroBatch(indices[part], {name: value[part] for name, value in batch.items()}) for part in parts]
 
     def place(self, number: int) -> str:
-        """What messages call a row."""
+        """Name a row in messages."""
         return f"row {number}"
 
     def of_each_shape(self, indices: Int64s) -> list[dict[str, Tensor]]:
-        """These rows in every shape that batches of a run may have, the largest last."""
+        """Return these rows in every shape that batches of a run may have, the largest last."""
         return [self.rows(indices)]
 
     def order(self, seed: int, positions: Int64s) -> Int64s:
-        """The row of each position: a pure function."""
+        """Return the row of each position: a pure function."""
         return sample_indices(seed, positions, len(self))
 
     def fingerprint(self) -> str:
-        """128-bit XXH3 hash in hexadecimal of everything that determines the rows."""
+        """Return the 128-bit XXH3 hash, in hexadecimal, of everything that determines the rows."""
         ...
 
 
 def count_labels(batch: Mapping[str, Tensor]) -> int:
-    """The labels of a batch that a loss counts."""
+    """Count the labels of a batch that enter the loss."""
     return int((batch["labels"] != IGNORED).sum())
 
 
 def count_values(batch: Mapping[str, Tensor]) -> int:
-    """All labels of a batch, which are numbers."""
+    """Count all labels of a batch: they are numbers, and none is ignored."""
     return batch["labels"].numel()
 
 
@@ -115,11 +115,11 @@ class PackedRows(Rows):
     """Rows of `seq_len` positions, cut from a stream of tokens.
 
     Row r predicts the tokens r * seq_len + 1 to (r + 1) * seq_len: exactly one row predicts each token but the first. A
-    rest shorter than a row is left out.
+    remainder shorter than a row is dropped.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, remember: Remember = make_again) -> None:
-        """`remember`: gives a hash over all tokens without reading them each time."""
+        """`remember`: caches the hash over all tokens, see `compressed.remembered`."""
         self.tokens = tokens
         self.seq_len = seq_len
         self._remember = remember
@@ -128,7 +128,7 @@ class PackedRows(Rows):
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:
-        """`input_ids` and `labels`, int64 `[len(indices), seq_len]`, of the rows with these indices."""
+        """Return `input_ids` and `labels`, int64 `[len(indices), seq_len]`, of the rows with these indices."""
         window = np.arange(self.seq_len + 1)
         tokens = torch.tensor(self.tokens[indices[:, None] * self.seq_len + window].astype(np.int64))
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
@@ -139,7 +139,7 @@ class PackedRows(Rows):
 
 
 class MixedRows(Rows):
-    """The rows of several corpora, drawn by weight; row numbers count through them, one after the other."""
+    """The rows of several corpora, drawn by weight; row numbers continue from one corpus to the next."""
 
     def __init__(self, parts: Sequence[Rows], weights: Sequence[float]) -> None:
         self._parts = parts
@@ -169,18 +169,18 @@ class MixedRows(Rows):
 # --------------------------------------------------------------------------------------------------------------- order
 
 
-ROUNDS = 8  # with 6, some orders of five rows came three times as often as others
+ROUNDS = 8  # with 6, some orders of five rows were three times as frequent as others
 WORD = 2**64 - 1
 
 UInt64s = NDArray[np.uint64]
 
 
 def sample_indices(seed: int, positions: Int64s, rows: int) -> Int64s:
-    """The row of each position.
+    """Return the row of each position.
 
     Args:
-        seed: of the order; taken modulo 2**64.
-        positions: 1-D, each at least 0; they may lie in different epochs.
+        seed: seed of the order, modulo 2**64.
+        positions: 1-D, each at least 0; they may be in different epochs.
         rows: rows in the corpus, at least 1.
 
     Returns: 1-D int64, each in [0, rows).
@@ -203,9 +203,9 @@ SHARES = 1000  # weights are rounded to thousandths of their sum
 class Mixture:
     """Several corpora, each with its share of the positions.
 
-    Positions come in blocks of `sum(shares)`. Each block holds every source as often as its share, in an order of its
-    own. So the samples of a source before a block are a product, and no earlier position matters. Each source goes
-    through its own rows, in its own epochs.
+    Positions form blocks of `sum(shares)`. Each block holds every source as often as its share, in its own order. So
+    the number of a source's samples before a block is a product, and no earlier position matters. Each source visits
+    its rows in its own epochs.
     """
 
     sizes: tuple[int, ...]
@@ -215,8 +215,8 @@ class Mixture:
 
     @classmethod
     def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> Self:
-        """Shares in thousandths of the sum of the weights, at least one each; the remainder of rounding goes to those
-        that lost most by it."""
+        """Compute shares in thousandths of the sum of the weights, at least one each. The remainder goes to those that
+        rounding reduced most."""
         exact = [weight * SHARES / sum(weights) for weight in weights]
         shares = [max(1, int(share)) for share in exact]
         by_loss = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
@@ -226,7 +226,7 @@ class Mixture:
         return cls(tuple(sizes), tuple(share // common for share in shares))
 
     def indices(self, seed: int, positions: Int64s) -> Int64s:
-        """The row of each position, numbered through all sources: 1-D int64, as `sample_indices`."""
+        """Return the row of each position, numbered over all sources: 1-D int64, as `sample_indices`."""
         block = positions // sum(self.shares)
         slot = sample_indices(seed_of(seed, 0), positions, sum(self.shares))
         ends = np.cumsum(np.array(self.shares, np.int64))
@@ -236,23 +236,23 @@ class Mixture:
         rows = np.empty_like(slot)
         for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
             own = source == number
-            given = block[own] * share + rank[own]
-            rows[own] = first_rows[number] + sample_indices(seed_of(seed, number + 1), given, size)
+            own_positions = block[own] * share + rank[own]
+            rows[own] = first_rows[number] + sample_indices(seed_of(seed, number + 1), own_positions, size)
         return rows
 
 
 def share_of_numbers(number: int, share: float) -> bool:
-    """Whether `number` is in a share (0 to 1) of all numbers, chosen by its hash alone."""
+    """True if `number` is in a share (0 to 1) of all numbers, chosen by its hash alone."""
     return int(_mix(np.array([number], np.uint64))[0]) < share * 2**64
 
 
 def seed_of(seed: int, number: int) -> int:
-    """A seed for each of several orders of one run."""
+    """Derive the seed of one of several orders in a run."""
     return int(_mix(_mix(np.array([seed & WORD], np.uint64)) + np.uint64(number))[0])
 
 
 def _permute(values: UInt64s, key: UInt64s, half_bits: int) -> UInt64s:
-    """A permutation of [0, 4**half_bits): a Feistel network with two halves of `half_bits` bits."""
+    """Permute [0, 4**half_bits) by a Feistel network with two halves of `half_bits` bits."""
     shift = np.uint64(half_bits)
     mask = np.uint64(2**half_bits - 1)
     left, right = values >> shift, values & mask
@@ -262,7 +262,7 @@ def _permute(values: UInt64s, key: UInt64s, half_bits: int) -> UInt64s:
 
 
 def _mix(values: UInt64s) -> UInt64s:
-    """splitmix64 (Steele, Lea, Flood, OOPSLA 2014): the output after one step from each value, modulo 2**64."""
+    """Apply one step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014) to each value, modulo 2**64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

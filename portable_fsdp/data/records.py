@@ -1,4 +1,4 @@
-"""Sources of documents with named columns: JSON lines or arrays, parquet files, data sets of the hub."""
+"""Sources of documents with named columns: JSON lines or arrays, parquet files, datasets of the hub."""
 
 import difflib
 import json
@@ -36,7 +36,7 @@ from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import parse_json
 
 Columns = Mapping[Column, str]
-"""The format's own name of a column -> its name in the file."""
+"""The format's name of a column -> its name in the file."""
 
 ROWS_AT_ONCE = 1000
 MAX_LINE = 1 << 25
@@ -65,9 +65,7 @@ class JsonLines(TextFileSource):
                     number += 1
         needed = FORMAT_COLUMNS[format_of(self._columns)]
         if never := {name for column, name in self._columns.items() if column not in needed} - self._seen:
-            raise DataError(
-                f"data.columns: expected columns that a row has, found none with {min(never)}: {self.name}."
-            )
+            raise DataError(f"data.columns: no row has the column {min(never)}: {self.name}.")
 
     def _example(self, number: int, place: str, line: bytes, expected: str) -> Example | Broken:
         try:
@@ -75,7 +73,7 @@ class JsonLines(TextFileSource):
             self._seen.update(self._columns.values() & values.keys())
             values = {name: value for name, value in values.items() if value is not None}
             columns, needed = _present(self._columns, values), FORMAT_COLUMNS[format_of(self._columns)]
-            # A row may lack an optional one.
+            # A row may lack an optional column.
             columns: Columns = {column: name for column, name in columns.items() if column in needed or name in values}
             _require(columns, values)
             read = _all_read(columns, values, self._ignore)
@@ -86,12 +84,12 @@ class JsonLines(TextFileSource):
 
 
 def _json_object(line: bytes, expected: str) -> dict[str, Any]:
-    """Raises ValueError, which says what was `expected` and what is there."""
+    """Parse a JSON object. The message of its ValueError begins with `expected`."""
     try:
         # Python writes NaN, perhaps in a column that the format doesn't read.
         value = parse_json(line.rstrip(), constant=float)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{expected}, found at column {error.colno}: {error.msg}") from error
+        raise ValueError(f"{expected}; column {error.colno}: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from error
     except ValueError as error:
@@ -107,7 +105,7 @@ def _json_object(line: bytes, expected: str) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line with its end) of each; raises DataError, which names the first line that isn't whole."""
+    """Yield (number from 1, line with its newline). Raises DataError, which names the first incomplete line."""
     number = 0
     try:
         with opened(path) as file:
@@ -124,7 +122,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def is_json_array(path: Path) -> bool:
-    """Whether the file begins as a JSON array; False where it can't be read."""
+    """True if the file begins like a JSON array; False if it can't be read."""
     try:
         with opened(path) as file:
             return file.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
@@ -133,8 +131,9 @@ def is_json_array(path: Path) -> bool:
 
 
 def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, text) of each element of a JSON array; the rest is one from the first that can't be
-    parsed on, and so is what follows the array: whoever parses it sees what is wrong. Raises DataError."""
+    """Yield (number of its first line, text) of each element of a JSON array. From an element that can't be parsed on,
+    the rest of the file is one element, as is anything after the array: parsing it shows the error. Raises DataError.
+    """
     if path.stat().st_size > MAX_UNPACKED:
         raise DataError(
             f"data.path: {path}: expected a JSON array of at most {MAX_UNPACKED:,} bytes, found a longer one.\n"
@@ -205,25 +204,25 @@ class Parquet:
                 table = file.read_row_group(group, columns=list(dict.fromkeys(names)))
                 for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
                     yield from batch.to_pylist()
-        except (OSError, ValueError) as error:  # those of pyarrow are both
-            raise DataError(f"data.path: {path}: expected a whole parquet file, found: {error}") from error
+        except (OSError, ValueError) as error:  # pyarrow raises both
+            raise DataError(f"data.path: {path}: the parquet file can't be read: {error}") from error
 
     def _open(self, path: Path) -> Any:
         try:
             return self._parquet.ParquetFile(path)
         except (OSError, ValueError) as error:
-            raise DataError(f"data.path: {path}: expected a parquet file, found: {error}") from error
+            raise DataError(f"data.path: {path}: can't be opened as parquet: {error}") from error
 
 
 class HuggingFace:
-    """A data set of the hub, or one that `save_to_disk` wrote; in `datasets`' own order."""
+    """A dataset of the hub, or one that `save_to_disk` wrote; in `datasets`' order."""
 
     unit = "rows"
 
     def __init__(
         self, path: str, split: str | None, columns: Columns, key: str = "data.path", ignore: Collection[str] = ()
     ) -> None:
-        """`key`: the config's, for errors."""
+        """`key`: the config key, for errors."""
         self.name = f"{path} ({split or 'train'})"
         self._split = split or "train"
         self._data, self._sizes = _load_data_set(path, self._split, key)
@@ -234,15 +233,15 @@ class HuggingFace:
         self.total = len(self._data)
 
     def content(self, cache: Path) -> str:
-        """Hash the files, and the part of them that the split takes."""
+        """Hash the files, and the part of them that the split selects."""
         files = [Path(file["filename"]) for file in self._data.cache_files]
         taken = f"{hash_of_files(files, cache)} {self._split} {self.total} {self._data.features}"
-        if not files:  # a data set without files is in memory
+        if not files:  # a dataset without files is in memory
             taken += xxhash.xxh3_128_hexdigest(repr(list(self._data)).encode())
         return xxhash.xxh3_128_hexdigest(taken.encode())
 
     def shares_rows_with(self, other: Self) -> bool:
-        """Whether a row is in both, which are parts of one data set."""
+        """True if a row is in both; they are parts of one dataset."""
         return any(
             ours.splitname == theirs.splitname and max(ours.from_, theirs.from_) < min(ours.to, theirs.to)
             for ours in self._taken()
@@ -250,7 +249,7 @@ class HuggingFace:
         )
 
     def _taken(self) -> Sequence[Any]:
-        """Ranges of rows, each with the name of its split."""
+        """Return the ranges of rows, each with the name of its split."""
         return extra("datasets").ReadInstruction.from_spec(self._split).to_absolute(self._sizes)
 
     def read(self) -> Iterator[Example | Broken]:
@@ -263,7 +262,7 @@ _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+)
 
 
 def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]]:
-    """Load a split, or an expression like train[:10%]; return it and the number of rows in each split."""
+    """Load a split, or an expression like train[:10%]; return it and the number of rows of each split."""
     datasets = extra("datasets")
     folder = Path(path)
     if not sys.stderr.isatty():
@@ -277,17 +276,17 @@ def _load_data_set(path: str, split: str, key: str) -> tuple[Any, dict[str, int]
         else:
             part = datasets.load_dataset(hub["path"], hub["subset"], revision=hub["revision"], split=split)
         return part, {name: info.num_examples for name, info in (part.info.splits or {}).items()}
-    except Exception as error:  # of many classes, of HTTP libraries too: all about this data set
+    except Exception as error:  # many classes, those of HTTP libraries too: all concern this dataset
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(
-            f"{key}: expected a data set that `datasets` opens, with the split {split}, found: {reason}\n"
+            f"{key}: `datasets` can't open the dataset with the split {split}: {reason}\n"
             f"  data.path is {path}; a colon names a subset (org/name:subset). Offline, with HF_HUB_OFFLINE=1, the "
-            "data set must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
+            "dataset must be in the cache." + (f" {AS_A_SHARE}" if key == "data.eval_split" else "")
         ) from error
 
 
 def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str, int]]:
-    """A part of a data set of `load_from_disk`, which knows no split expressions; and the size of each split."""
+    """Select a part of a dataset of `load_from_disk`, which has no split expressions; also return each split's size."""
     parts = saved if isinstance(saved, dict) else {"train": saved}
     sizes = {name: len(part) for name, part in parts.items()}
     if split in parts:
@@ -298,7 +297,7 @@ def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str
 
 
 def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str]) -> dict[str, str]:
-    """The columns, and those of `names` that mean something for training: field -> name in the file."""
+    """Return the columns, and those of `names` that matter for training: field -> name in the file."""
     mapped = columns.values()
     meaningful = meaningful_columns(format_of(columns))
     return {
@@ -308,20 +307,20 @@ def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str])
 
 
 def _notes(read: Mapping[str, str], names: Iterable[str], ignore: Collection[str]) -> tuple[str, ...]:
-    """The columns that nothing reads."""
+    """Return a note for each column that nothing reads."""
     used = {*read.values(), *ignore}
     return tuple(f"{LEFT_OUT}{name[:64]}" for name in names if name not in used)
 
 
 def _present(columns: Columns, names: Iterable[str]) -> Columns:
-    """Replace `messages` by ShareGPT's `conversations`, if the file has that."""
+    """Replace `messages` by ShareGPT's `conversations` if only that is in the file."""
     if columns.get("messages") == "messages" and "messages" not in names and SHAREGPT in names:
         return {**columns, "messages": SHAREGPT}
     return columns
 
 
 def _checked(columns: Columns, names: Sequence[str], where: str) -> Columns:
-    """The columns by their names in a file; raises DataError if one is missing."""
+    """Return the columns by their names in a file; raises DataError if one is missing."""
     columns = _present(columns, names)
     try:
         _require(columns, names)
@@ -331,7 +330,7 @@ def _checked(columns: Columns, names: Sequence[str], where: str) -> Columns:
 
 
 def _require(columns: Columns, names: Iterable[str]) -> None:
-    """Raises ValueError for the first missing column."""
+    """Raise ValueError for the first missing column."""
     present = list(names)
     column, name = next(((column, name) for column, name in columns.items() if name not in present), (None, None))
     if name is None:

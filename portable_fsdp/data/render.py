@@ -1,11 +1,11 @@
-"""Rendering of prompts and conversations: a document becomes ids, with a mark on those that count in the loss.
+"""Rendering of prompts and conversations: a document becomes ids, with a mask of those that count in the loss.
 
-    prompt_completion  texts: as a text (`build.renderer`), both as one; messages: the chat template. Ids that the
-                       prompt alone begins with too don't count
+    prompt_completion  texts: joined and rendered as one text (`build.renderer`); messages: the chat template. The ids
+                       shared with the tokenized prompt don't count
     chat               the chat template; the assistant's turns count
     instruction        alpaca's columns as prompt and completion
 
-As TRL's SFTTrainer (1.16, `SFTTrainer._prepare_dataset`).
+Matches TRL's SFTTrainer (1.16, `SFTTrainer._prepare_dataset`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,10 +41,10 @@ from portable_fsdp.runtime.files import parse_json
 def preparation(
     form: Format, tokenizer: Tokenizer, arguments: Mapping[str, Any], ignore: Collection[str]
 ) -> tuple[Callable[[Example], Any], Encode]:
-    """The functions that prepare a document and encode several, for `build.render_documents`.
+    """Return the functions that prepare one document and encode several, for `build.render_documents`.
 
-    `arguments`: of the chat template; `ignore`: `data.ignore`. Raises DataError where the tokenizer lacks a template
-    that the format needs.
+    `arguments`: variables of the chat template; `ignore`: `data.ignore`. Raises DataError if the format needs a chat
+    template and the tokenizer has none.
     """
     template = _required(tokenizer.chat_template).taking(arguments) if arguments else tokenizer.chat_template
     if form == "chat":
@@ -57,8 +57,8 @@ def preparation(
 def _required(template: ChatTemplate | None) -> ChatTemplate:
     if template is None:
         raise DataError(
-            "data.tokenizer: expected one with a chat template, for messages, found none in it.\n"
-            "  Take the tokenizer of an instruct model, or put a chat_template.jinja into the tokenizer's folder."
+            "data.tokenizer: the tokenizer has no chat template, which messages need.\n"
+            "  Use the tokenizer of an instruct model, or put a chat_template.jinja into the tokenizer's folder."
         )
     return template
 
@@ -69,7 +69,7 @@ def _required(template: ChatTemplate | None) -> ChatTemplate:
 def _completion(
     template: ChatTemplate | None, tokenizer: Tokenizer, ignore: Collection[str], example: Example
 ) -> tuple[str, str] | Rendered:
-    """Prompt and whole as texts; of messages the result."""
+    """Return prompt and whole as texts; for messages, the rendered result."""
     fields = example.fields
     prompt, completion = fields["prompt"], fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -79,10 +79,10 @@ def _completion(
         conversation = conversation_of(fields, "prompt", "completion", ignore=ignore)
         answers = [message["role"] for message in messages_of(completion, ignore)]
     except ValueError as error:
-        raise ValueError(f"expected prompt and completion as texts, or both as messages, found: {error}") from error
+        raise ValueError(f"prompt and completion must both be texts, or both messages: {error}") from error
     if "assistant" not in answers:
         unique = ", ".join(dict.fromkeys(answers))
-        raise ValueError(f"expected a turn of the assistant in the completion, found the roles {unique}")
+        raise ValueError(f"the completion has no assistant message, only roles {unique}")
     answers = [role for role in answers if role not in ignore]
     return _completed("prompt_completion", _required(template), tokenizer, example, conversation, len(answers))
 
@@ -95,7 +95,7 @@ def _completed(
     conversation: Conversation,
     answers: int,
 ) -> Rendered:
-    """The last `answers` messages are the completion."""
+    """Render a conversation whose last `answers` messages are the completion."""
     first = len(conversation.messages) - answers
     try:
         written = template.written(conversation)
@@ -111,7 +111,7 @@ def _completed(
     rendered = _masked(example, np.array(alone.ids, dtype=dtype), np.array(whole.ids, dtype=dtype))
     notes = (*(n for n in written.notes if n != KEPT_OUT), *_notes_of_roles(conversation.messages, template))
     if rendered.notes and begin is None:
-        notes += (_NOT_AS_ASKED,)
+        notes += (_OTHER_HEADER,)
     if not whole.is_ended:
         notes += (_NO_END,)
     counts = rendered.counted if begin is None else np.array(whole.counted)
@@ -122,7 +122,8 @@ def _completed(
 
 
 def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> list[Rendered | Broken]:
-    """Some tokenizers put the end of text after any text, also after the prompt, which the completion continues."""
+    """Encode prompts and wholes. Some tokenizers append the end of text to any text: the end of the prompt is dropped,
+    since the completion continues it."""
     pairs = [item for _, item in items if not isinstance(item, Rendered)]
     texts = [*(prompt for prompt, _ in pairs), *(whole for _, whole in pairs)]
     encoded = tokenizer.encode_all(texts, special_tokens=True)
@@ -139,13 +140,13 @@ def _completions(tokenizer: Tokenizer, items: Sequence[tuple[Example, Any]]) -> 
 
 
 _PROMPT_DIFFERS = (
-    "the prompt ends in other tokens once the completion follows; the difference counts as completion; end prompts "
+    "the prompt tokenizes differently when the completion follows; the difference counts as completion; end prompts "
     "where a token ends (a space belongs to the completion)"
 )
 
 
 def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
-    """Ids count from the first that isn't the prompt's."""
+    """Count ids from the first that differs from the prompt's."""
     length = min(len(prompt), len(whole))
     different = np.flatnonzero(prompt[:length] != whole[:length])
     common = int(different[0]) if len(different) else length
@@ -154,7 +155,7 @@ def _masked(example: Example, prompt: Tokens, whole: Tokens) -> Rendered:
 
 
 def _require_use(fields: Mapping[str, Any], text: str, form: Format, used: Collection[str] = ()) -> None:
-    """Raises ValueError for a column that means something in this format, isn't `used`, and isn't in the row's text."""
+    """Raise ValueError for a column that matters in this format, isn't `used`, and isn't in the row's text."""
     unused = set(meaningful_columns(form)) - {*WEIGHTS, *used}
     for key, value in fields.items():
         if key not in unused or is_empty(value) or isinstance(value, bool) or contains(text, without_nulls(value)):
@@ -179,7 +180,7 @@ _IN_A_CONVERSATION = ("tools", "functions", "system", "system_prompt")
 def _instruction(
     template: ChatTemplate | None, tokenizer: Tokenizer, ignore: Collection[str], example: Example
 ) -> tuple[str, str] | Rendered:
-    """A question and an answer in the chat template, if the tokenizer has one; otherwise texts under headings."""
+    """Render question and answer by the chat template if the tokenizer has one; otherwise as texts under headings."""
     fields = example.fields
     values = {key: fields.get(key) for key in ("system", "instruction", "input", "output")}
     parts: dict[str, Any] = {
@@ -201,27 +202,27 @@ def _instruction(
 
 # ------------------------------------------------------------------------------------------------------------ chat
 
-_NOT_AS_ASKED = "the chat template doesn't begin an answer as it asks for one; the difference counts as the answer"
+_OTHER_HEADER = "the chat template begins an answer differently than its generation prompt; the difference counts too"
 _NO_END = (
     "answers without a special token at their end, so the model doesn't learn to stop there; put {{ eos_token }} "
-    "behind the assistant's text in the chat template"
+    "after the assistant's text in the chat template"
 )
 
 
 def _chat(
     template: ChatTemplate, ignore: Collection[str], example: Example
 ) -> tuple[MarkedText, bool, tuple[str, ...]]:
-    """The conversation as the template writes it; whether all its turns are kept out of the loss; and notes."""
+    """Return the conversation as text with its spans, whether weights keep all answers out of the loss, and notes."""
     conversation = conversation_of(example.fields, "messages", ignore=ignore)
     answers = sum(map(is_answer, conversation.messages))
     try:
         written = template.written(conversation)
-        turns, as_asked = template.turns(written)
+        turns, matches_prompt = template.turns(written)
     except Exception as error:  # a template may raise anything
         raise _refusal(error) from error
     _require_use(example.fields, written.text, "chat", _IN_A_CONVERSATION)
     notes = (*written.notes, *_notes_of_roles(conversation.messages, template))
-    notes = notes if as_asked else (*notes, _NOT_AS_ASKED)
+    notes = notes if matches_prompt else (*notes, _OTHER_HEADER)
     return (written.text, turns), 0 < answers == len(conversation.silent), notes
 
 
@@ -234,7 +235,7 @@ def _chats(
         items, template.tokenized([marked for _, (marked, _, _) in items]), strict=True
     ):
         if not any(chat.counted) and not is_silent:
-            rendered.append(broken(example, "expected a turn of the assistant, found none: nothing in it counts"))
+            rendered.append(broken(example, "no assistant message: nothing in the conversation counts"))
             continue
         notes = notes if chat.is_ended else (*notes, _NO_END)
         rendered.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted), notes=notes))
@@ -245,7 +246,7 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
 def _notes_of_roles(messages: Sequence[ChatMessage], template: ChatTemplate) -> tuple[str, ...]:
-    """On unusual roles that the template doesn't name either: their turns don't count, whoever is meant."""
+    """Return notes on unusual roles that the template doesn't name: their turns don't count in the loss."""
     unknown = dict.fromkeys(role for message in messages if (role := message["role"]) not in _ROLES)
     return tuple(
         f"messages of the role {role}, which the chat template doesn't name; they don't count as the assistant's"
@@ -262,8 +263,8 @@ def _refusal(error: Exception) -> ValueError:
 
 # -------------------------------------------------------------------------------------------------------- messages
 
-# One form for the messages of a row: data sets write them as OpenAI, ShareGPT, LLaMA-Factory and TRL do, and chat
-# templates of transformers read one form.
+# Converts the messages of a row to one form: datasets use those of OpenAI, ShareGPT, LLaMA-Factory and TRL, and chat
+# templates of transformers read one.
 
 _SHAREGPT_ROLES = {
     **{"human": "user", "user": "user"},
@@ -274,9 +275,9 @@ _SHAREGPT_ROLES = {
 
 
 def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collection[str] = ()) -> Conversation:
-    """The messages of these columns one after the other, below the row's `system`. Raises ValueError."""
-    given = [message for column in columns for message in messages_of(fields[column], ignore)]
-    messages = [message for message in given if message["role"] not in ignore]
+    """Return the messages of these columns in order, after the row's `system`. Raises ValueError for a wrong row."""
+    every_message = [message for column in columns for message in messages_of(fields[column], ignore)]
+    messages = [message for message in every_message if message["role"] not in ignore]
     names = () if "system" in ignore else ("system", "system_prompt")
     system = next((fields[name] for name in names if not is_empty(fields.get(name))), None)
     if system is not None and not isinstance(system, str):
@@ -291,7 +292,7 @@ def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collect
     clean = [{key: value for key, value in message.items() if key not in (*WEIGHTS, "loss")} for message in messages]
     tools = _tools(fields)
     if tools and contains("\n".join(str(message.get("content")) for message in clean), tools):
-        tools = None  # Hermes' rows have them in a system message too
+        tools = None  # rows of Hermes also have them in a system message
     return Conversation(clean, tools, [_message_trains(message) for message in messages])
 
 
@@ -300,14 +301,14 @@ def _message_trains(message: ChatMessage) -> bool:
     weight = next((key for key in (*WEIGHTS, "loss") if message.get(key)), None)
     if weight is not None and not is_answer(message):
         raise ValueError(
-            f"a message of the role {message['role']} has {weight}={message[weight]}: only the assistant's train.\n"
+            f"a message of the role {message['role']} has {weight}={message[weight]}: only assistant messages train.\n"
             f"  Remove the key, or set data.ignore=[{weight}] (which ignores it in all messages)"
         )
     return counts
 
 
 def _tools(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
-    """The row's functions; a column of parquet has one schema, and functions have several: many data sets hold JSON."""
+    """Return the row's functions. Many datasets hold JSON text: a parquet column has one schema, functions differ."""
     name = next((key for key in ("tools", "functions") if not is_empty(fields.get(key))), "tools")
     expected = f"expected {name} as a list of JSON schemas, found"
     tools = _from_json(fields.get(name), expected)
@@ -334,10 +335,10 @@ def _from_json(value: Any, expected: str) -> Any:
 
 
 def messages_of(value: Any, ignore: Collection[str] = ()) -> list[ChatMessage]:
-    """A column's messages with role, content and `tool_calls`, without null values and keys in `ignore`.
+    """Return a column's messages with role, content and `tool_calls`, without null values and keys in `ignore`.
 
     ShareGPT's turns (`from`, `value`) become `role` and `content`; `function_call` becomes `tool_calls`, with arguments
-    as mappings. Raises ValueError with what is wrong.
+    as mappings. Raises ValueError with the reason.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"expected a list of messages, found {kind(value) if value != [] else 'an empty one'}")
@@ -364,7 +365,7 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
     content = message.get("content")
     if isinstance(content, list) and content and all(_is_text(part) for part in cast("list[Any]", content)):
         message["content"] = content = "".join(part["text"] for part in cast("list[Any]", content))
-    # A template would render null as nothing, and a list or a mapping in Python's notation.
+    # A template would drop null, and render a list or a mapping in Python's notation.
     if not isinstance(content, str) and not (content is None and calls):
         raise ValueError(
             f"expected messages whose content is text, found {kind(content)} as content, of {keys}"
@@ -376,7 +377,7 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
 
 
 def _is_text(part: Any) -> bool:
-    """Whether it is a part of a message as OpenAI writes text."""
+    """True if `part` is a text part of a message in OpenAI's form."""
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
@@ -392,7 +393,7 @@ def _from_sharegpt(turn: ChatMessage) -> ChatMessage:
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:
-    """The calls in the form of transformers: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`."""
+    """Convert calls to transformers' form: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`."""
     expected = "expected tool_calls as a list of mappings with name and arguments, found"
     calls = _from_json(value, expected)
     if is_empty(calls):
@@ -407,14 +408,14 @@ def _call(call: Any, expected: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{expected} {str(call)[:60]}")
     of_arguments = f"expected the arguments of {function['name']} as a JSON object, found"
-    given = function.get("arguments", function.get("parameters"))  # Llama 3 writes calls with parameters
-    arguments = _from_json(given, of_arguments)
+    raw_arguments = function.get("arguments", function.get("parameters"))  # Llama 3 writes calls with parameters
+    arguments = _from_json(raw_arguments, of_arguments)
     arguments = {} if is_empty(arguments) else without_nulls(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"{of_arguments} {kind(arguments)}")
     outer = {} if function is call else cast("dict[str, Any]", call)
     for key, value in (*function.items(), *outer.items()):
         if key not in ("name", "arguments", "parameters", "function", "id", "type", "index") and not is_empty(value):
-            raise ValueError(f"expected name and arguments in a call, found the key {key}")
+            raise ValueError(f"expected only name and arguments in a call, found the key {key}")
     kept = {key: value for key, value in function.items() if key != "parameters"}
     return {"type": "function", **outer, "function": {**kept, "arguments": arguments}}

@@ -1,7 +1,7 @@
-"""Sources of documents, in an order that depends on nothing but their names; and the files or split held out.
+"""Sources of documents, in an order that depends only on their names; and the files or split held out.
 
-A source gives each document its number and its place. A document that can't be read comes as a `Broken` under its
-number, so that the numbers of the others don't depend on it; `data.on_error` decides what happens then (cache.py).
+A source numbers its documents and records where each one is. An unreadable document is yielded as a `Broken` with its
+number, so the other numbers don't depend on it; `data.on_error` decides what happens (cache.py).
 """
 
 import glob
@@ -21,36 +21,37 @@ from portable_fsdp.runtime.errors import DataError
 log = logging.getLogger("portable_fsdp")
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-"""Folders under the standard library that are not its source: other packages, and tests (odd encodings on purpose)."""
+"""Folders in the standard library that are not its source: other packages, and tests (odd encodings on purpose)."""
 
 EXAMPLES = {"text": "**/*.txt", "jsonl": "**/*.jsonl", "parquet": "**/*.parquet"}
-"""The sources whose `path` names files -> a glob of some."""
+"""The sources whose `path` names files -> an example glob."""
 
 _HELD_OUT = "data.eval_split"
 
 
 def files_of(documents: Documents, key: str = "data.path") -> list[Path]:
-    """The files that `path` names or matches (`**` stands for any depth), sorted, of a source in `EXAMPLES`.
+    """Return the files that `path` names or matches (`**`: any depth), sorted, for a source in `EXAMPLES`.
 
-    `key`: the config's, for errors. Raises DataError where there is no file.
+    `key`: the config key, for errors. Raises DataError if there is no file.
     """
     path = str(documents.path)
     matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
     files = [Path(match) for match in matches if os.path.isfile(match)]
     if not files:
-        actual, advice = "nothing", "The path is relative to the folder that the run starts in."
+        problem, fix = "no such file or match", "The path is relative to the folder that the run starts in."
         if os.path.isdir(path):
-            actual, advice = "a folder", f"Name its files: {os.path.join(path, EXAMPLES[documents.source])}"
+            problem = "expected a file or a glob, found a folder"
+            fix = f"Name its files: {os.path.join(path, EXAMPLES[documents.source])}"
         if key == _HELD_OUT:
-            advice += f" {AS_A_SHARE}"
-        raise DataError(f"{key}: expected a file or a glob that matches some, found {actual}: {path}\n  {advice}")
+            fix += f" {AS_A_SHARE}"
+        raise DataError(f"{key}: {problem}: {path}\n  {fix}")
     return files
 
 
 def open_source(documents: Documents, files: Sequence[Path] | None = None, key: str = "data.path") -> DocumentSource:
-    """The source that these keys mean; raises DataError, which names `key`, if there is nothing of that name.
+    """Open the source that these keys name. Raises DataError, which names `key`, if it doesn't exist.
 
-    `files`: at least one, in place of those that `path` names.
+    `files`: at least one file, to use instead of those that `path` names.
     """
     match documents.source:
         case "python_docs":
@@ -74,7 +75,7 @@ def _open_records(documents: Documents, files: Sequence[Path] | None, key: str) 
 
 
 def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSource]:
-    """The sources to train on and to hold out, without common rows; `eval_split`: a file, a glob, or a split.
+    """Open the sources to train on and to hold out, without common rows; `eval_split`: a file, a glob, or a split.
 
     Files that both name are held out. Raises DataError if none is left to train on, and for splits with common rows.
     """
@@ -86,27 +87,27 @@ def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSou
     held_out = open_source(data.model_copy(update={"split": eval_split}), key=_HELD_OUT)
     if isinstance(trained, HuggingFace) and isinstance(held_out, HuggingFace) and trained.shares_rows_with(held_out):
         raise DataError(
-            f"{_HELD_OUT}: expected a split without rows that the run trains on, found {eval_split} beside "
-            f"data.split={data.split or 'train'}.\n"
-            "  Hold out a share of the documents (data.eval_split=5%), or take parts without common rows: "
+            f"{_HELD_OUT}: {eval_split} has rows in common with data.split={data.split or 'train'}, which the run "
+            "trains on.\n"
+            "  Hold out a share of the documents (data.eval_split=5%), or use parts without common rows: "
             "data.split='train[5%:]' data.eval_split='train[:5%]'."
         )
     return trained, held_out
 
 
 def _files_apart(data: Data, held_out: Data) -> tuple[DocumentSource, DocumentSource]:
-    files, theirs = files_of(data), files_of(held_out, _HELD_OUT)
-    real = {path.resolve() for path in theirs}
+    files, eval_files = files_of(data), files_of(held_out, _HELD_OUT)
+    real = {path.resolve() for path in eval_files}
     kept = [path for path in files if path.resolve() not in real]
     if not kept:
         raise DataError(
-            f"{_HELD_OUT}: expected files beside those to train on, found all of data.path={data.path} in "
-            f"{held_out.path}.\n  Name another file, or hold out a share of the documents: data.eval_split=5%."
+            f"{_HELD_OUT}: {held_out.path} holds out all files of data.path={data.path}: none is left to train on.\n"
+            "  Name another file, or hold out a share of the documents: data.eval_split=5%."
         )
     if len(kept) < len(files):
         left_out = name_of([path for path in files if path.resolve() in real])
-        log.info("data: held out (%s) and not trained on, though data.path names it too: %s", _HELD_OUT, left_out)
-    return open_source(data, kept), open_source(held_out, theirs)
+        log.info("data: held out (%s) and not trained on, although data.path names it: %s", _HELD_OUT, left_out)
+    return open_source(data, kept), open_source(held_out, eval_files)
 
 
 class PythonDocs:
@@ -130,7 +131,7 @@ class PythonDocs:
 
 
 class TextFiles(TextFileSource):
-    """One document for each file, which may be compressed."""
+    """One document per file; files may be compressed."""
 
     def read(self) -> Iterator[Example | Broken]:
         for number, path in enumerate(self.files):
@@ -142,7 +143,7 @@ class TextFiles(TextFileSource):
 
 
 class PythonSource(TextFiles):
-    """The standard library's own source, without its tests and files that aren't UTF-8: tens of MB."""
+    """Source code of the standard library, without its tests and files that aren't UTF-8: tens of MB."""
 
     def __init__(self, root: Path) -> None:
         paths: list[Path] = []
@@ -151,7 +152,7 @@ class PythonSource(TextFiles):
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
         files = [path for path in sorted(paths) if _is_text(path)]
         if not files:
-            raise DataError(f"data.source: this Python carries no source under {root}.\n  Set data.source=python_docs.")
+            raise DataError(f"data.source: this Python has no source under {root}.\n  Set data.source=python_docs.")
         super().__init__(files)
         self.name = "python_source"
 

@@ -1,10 +1,10 @@
-"""Tokenizers: the bytes of the text themselves, or one of transformers, from a folder or the hub.
+"""Tokenizers: the bytes of the text, or a tokenizer of transformers from a folder or the hub.
 
 `bytes` needs no file and no transformers. Its `save` still writes a folder that transformers opens, with the same ids,
-so that an exported model has its tokenizer beside it.
+so an exported model comes with its tokenizer.
 
-A model may grow with a tokenizer that is its own with tokens added (`keeps_ids`). Another model's tokenizer with more
-ids would fit a grown model as well, and mean nothing to it; one with fewer ids fits and is refused (`require_own_ids`).
+A model may grow its embedding for a tokenizer that adds tokens to the model's own (`keeps_ids`). Another model's
+tokenizer also fits, with more ids if the model grows, but its ids mean other tokens: `require_own_ids` refuses it.
 """
 
 import logging
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from portable_fsdp.data.chat import ChatTemplate
 
 Tokens = NDArray[np.unsignedinteger[Any]]
-"""1-D ids, in the smallest unsigned dtype that holds the vocabulary."""
+"""Ids, 1-D, in the smallest unsigned dtype that holds the vocabulary."""
 
 log = logging.getLogger("portable_fsdp")
 
-_MAX_IDS = 1 << 24  # the library walks through all ids, also those that no token has
+_MAX_IDS = 1 << 24  # the library iterates over all ids, unused ones included
 _KEY = "data.tokenizer"  # in model.allow too
 NUL = "\0"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest unsigned dtype that holds the ids below `vocab_size`."""
+    """Return the smallest unsigned dtype that holds the ids below `vocab_size`."""
     return np.min_scalar_type(vocab_size - 1)
 
 
@@ -48,34 +48,34 @@ def ended(ids: Tokens, end: int | None) -> Tokens:
 
 
 class ByteTokenizer:
-    """256 ids, each the value of a UTF-8 byte; NUL, which text doesn't hold, ends a document and fills a row."""
+    """256 ids, one per UTF-8 byte. NUL, which text doesn't contain, ends a document and pads a row."""
 
     vocab_size = 256
-    """The largest id + 1: the rows that the model's embedding must have."""
+    """Largest id + 1: the number of rows that the model's embedding must have."""
     end_of_text: int | None = 0
-    """The id that ends a document, or None where the tokenizer has none."""
+    """The id that ends a document; None if the tokenizer has none."""
     padding = 0
-    """The id that fills the end of a row; no loss counts it."""
+    """The id that pads a row; no loss counts it."""
     description = "bytes"
-    """Everything that determines its ids, as text, without the chat template."""
+    """Everything that determines the ids, as text, without the chat template."""
     chat_template: "ChatTemplate | None" = None
-    """Turns messages into text; None where the tokenizer has no template."""
+    """Renders messages as text; None if the tokenizer has no template."""
 
     @property
     def ids(self) -> dict[str, int]:
-        """Token -> id, as an export has them."""
+        """Token -> id, as in an export."""
         return _bytes_as_bpe().get_vocab()
 
     def encode(self, text: str) -> Tokens:
-        """Ids of the text, with nothing put before or after it."""
+        """Return the ids of the text, without special tokens around it."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
-        """Ids of each text, several at once; `special_tokens`: with those that the tokenizer puts around a text."""
+        """Return the ids of each text; `special_tokens`: with those that the tokenizer puts around a text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens."""
         return bytes(number for number in ids if 0 < number < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
@@ -88,14 +88,14 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A tokenizer of transformers, of a GGUF file, or a bare tokenizer.json, which names no end of text. Its members
-    are those of `ByteTokenizer`.
+    """A tokenizer of transformers, of a GGUF file, or a bare tokenizer.json, which has no end of text. `ByteTokenizer`
+    documents the members.
 
-    As in transformers, special tokens that the text itself spells count as such.
+    As in transformers, special tokens spelled in the text count as special tokens.
     """
 
     def __init__(self, folder: Path, key: str = "data.tokenizer", gguf_file: str | None = None) -> None:
-        """`key`: the config's, for errors. `gguf_file`: of the folder."""
+        """`key`: the config key, for errors. `gguf_file`: a file in the folder."""
         self._tokenizer = _open(folder, key, gguf_file)
         if self._tokenizer.chat_template:
             require_small_numbers(self._tokenizer, f"{key}: {folder}")
@@ -117,7 +117,7 @@ class FolderTokenizer:
         return dict(self._tokenizer.get_vocab())
 
     @cached_property
-    def description(self) -> str:  # of a slow one, its vocabulary
+    def description(self) -> str:  # a slow tokenizer is described by its vocabulary
         ids = str(sorted(self._tokenizer.get_vocab().items())) if self._fast is None else self._fast.to_str()
         return f"{ids} {self.end_of_text}"
 
@@ -125,13 +125,13 @@ class FolderTokenizer:
         return self.encode_all([text], special_tokens=False)[0]
 
     def encode_all(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
-        """A text that spells these special tokens itself gets no second ones."""
+        """Return the ids of each text; special tokens that the text itself spells are not added twice."""
         encoded = self._encoded(texts, special_tokens=special_tokens)
         return [self._once(ids) for ids in encoded] if special_tokens else encoded
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and behind a text."""
+        """The special tokens before and after a text."""
         bare, whole = (self._encoded(["a"], special_tokens=special)[0].tolist() for special in (False, True))
         at = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
         return whole[:at], whole[at + len(bare) :]
@@ -146,7 +146,7 @@ class FolderTokenizer:
 
     def _encoded(self, texts: Sequence[str], *, special_tokens: bool) -> list[Tokens]:
         dtype = token_dtype(self.vocab_size)
-        if self._fast is not None:  # its threads work without Python's lock; it computes no offsets
+        if self._fast is not None:  # its threads run without the GIL; encode_batch_fast computes no offsets
             encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
             return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
         # verbose=False: no warning that a document is longer than the model's context; packing cuts it.
@@ -171,11 +171,11 @@ def _template_of(tokenizer: Any) -> "ChatTemplate | None":
 
 
 Tokenizer = ByteTokenizer | FolderTokenizer
-"""What packing and export need of a tokenizer; `ByteTokenizer` says what each member means."""
+"""The tokenizer that packing and export use; `ByteTokenizer` documents the members."""
 
 
 def load_tokenizer(name: str, pretrained: str | None = None, gguf_file: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `bytes`, that of a folder or of a hub id, or `auto`: that of
+    """Open the tokenizer that `data.tokenizer` names: `bytes`, a folder, a hub id, or `auto`. `auto` opens that of
     `pretrained` (`model.pretrained`, in its `gguf_file` if set), else `bytes`. Raises DataError if there is none."""
     key = _KEY
     if name == "auto" and pretrained is not None:
@@ -197,11 +197,11 @@ def _folder(name: str, key: str, patterns: Sequence[str]) -> Path:
 
 
 def require_tokenizer_folder(folder: Path, key: str) -> None:
-    """Raises DataError where there is no such folder; `key` is the config's."""
+    """Raise DataError if there is no such folder; `key` is the config key."""
     if not folder.is_dir():
         raise DataError(
-            f"{key}: expected bytes, a folder with a tokenizer, or a hub id (org/name), found no such folder: "
-            f"{folder}\n  Download the tokenizer first; the path is relative to the folder that the run starts in."
+            f"{key}: no such folder: {folder}\n  Name bytes, a folder with a tokenizer, or a hub id (org/name).\n"
+            "  Download the tokenizer first; the path is relative to the folder that the run starts in."
         )
 
 
@@ -223,20 +223,20 @@ def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
             return tokenizer
     except DataError:
         raise
-    except Exception as error:  # tokenizers raises bare Exception, transformers many classes: all about these files
+    except Exception as error:  # tokenizers raises bare Exception, transformers many classes: all concern these files
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(f"{key}: {folder}: transformers can't open it: {reason[0]}") from error
     raise DataError(
-        f"{key}: expected tokenizer_config.json or tokenizer.json in {folder}, found neither.\n"
+        f"{key}: {folder} has neither tokenizer_config.json nor tokenizer.json.\n"
         "  Write one with transformers' save_pretrained, or set data.tokenizer=bytes."
     )
 
 
 def _bytes_as_bpe() -> Any:
-    """Byte-level BPE without merges: the ids are the bytes.
+    """Build a byte-level BPE without merges: the ids are the bytes.
 
-    NUL's token is NUL itself and not its letter in the byte alphabet (U+0100): tokenizers looks for special tokens in
-    the raw text, where that letter is an ordinary one.
+    The token of NUL is NUL itself, not its letter in the byte alphabet (U+0100): tokenizers searches the raw text for
+    special tokens, and there that letter is an ordinary one.
     """
     import_transformers()
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -254,9 +254,9 @@ def _bytes_as_bpe() -> Any:
 
 
 def keeps_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> bool:
-    """Whether `tokenizer`, which `data.tokenizer` names, has all tokens of `model.pretrained`'s own, by their ids.
+    """True if `tokenizer` (`data.tokenizer`, `name`) has all tokens of `model.pretrained`'s own, with the same ids.
 
-    False where the model's own can't be opened.
+    False if the model's own tokenizer can't be opened.
     """
     if model.pretrained is None or name == "bytes":
         return False
@@ -270,9 +270,9 @@ def keeps_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> bool:
 
 
 def require_own_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where `tokenizer` has another token by an id of `model.pretrained`'s own.
+    """Raise ConfigError if an id means another token in `tokenizer` than in `model.pretrained`'s own.
 
-    An id that only one of them has is no problem. The log names a model whose own tokenizer can't be opened.
+    Ids that only one of them has are fine. Logs a model whose own tokenizer can't be opened.
     """
     if model.pretrained is None or name in ("auto", model.pretrained) or _KEY in model.allow:
         return
@@ -285,15 +285,15 @@ def require_own_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> Non
     if others:
         number, token = min(others)
         raise ConfigError(
-            f"{_KEY}: expected tokens by the ids that they have in {model.pretrained} (model.pretrained), found "
-            f"another model's: of {len(others):,}\n  ids the first is {number}, {tokens[number]!r} to the model and "
-            f"{token!r} in {name}. Set {_KEY}=auto, the model's own.\n  If the model should learn the other "
-            f"tokens: model.allow='{yaml_value([*model.allow, _KEY])}'."
+            f"{_KEY}: the same ids are other tokens in {name} than in {model.pretrained} (model.pretrained).\n"
+            f"  Ids that differ: {len(others):,}; the first is {number}, {tokens[number]!r} to the model and {token!r} "
+            f"in {name}. Set {_KEY}=auto, the model's own.\n"
+            f"  If the model should learn the other tokens: model.allow='{yaml_value([*model.allow, _KEY])}'."
         )
 
 
 def _own_ids(model: schema.Model, pretrained: str) -> dict[str, int]:
-    """Token -> id; empty where transformers finds no tokenizer."""
+    """Return token -> id; empty if transformers finds no tokenizer."""
     patterns = TOKENIZER_FILES if model.gguf_file is None else (model.gguf_file,)
     try:
         tokenizer = _open(local_folder("model.pretrained", pretrained, patterns), "model.pretrained", model.gguf_file)

@@ -1,5 +1,5 @@
-"""`python -m portable_fsdp.doctor`: what this host has, what is wrong with it, and how to fix it.
+"""Host checks: `python -m portable_fsdp.doctor` reports what this host has, what is wrong, and how to fix it.
 
-`checks.py` imports the standard library and `runtime` alone, so that the doctor reports missing packages. A child
-process with a time limit opens each engine, so that a driver that hangs is one line of the report.
+`checks.py` imports only the standard library and `runtime`, so the doctor can report missing packages. A child process
+with a timeout opens each engine, so a hanging driver is one line of the report.
 """

@@ -1,4 +1,4 @@
-"""The doctor's report: one for each host, in words or as JSON."""
+"""The doctor's report: one per host, as text or JSON."""
 
 import json
 import os
@@ -20,33 +20,33 @@ from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.version import __version__
 
 DESCRIPTION = """Check this host: what is installed, which devices and engines work, what is wrong, and how to fix it.
-Under torchrun all processes open an engine together, which shows whether the hosts reach each other."""
+Under torchrun all processes open an engine together, to test that the hosts reach each other."""
 EXIT_CODES = "exit code: 0 nothing failed (there may be warnings), 1 something failed, 2 usage error"
 WIDTH = 120
 
 
 def _parser() -> CommandParser:
     parser = CommandParser("doctor", DESCRIPTION, epilog=EXIT_CODES)
-    help = "a run's folder: is there room?"
+    help = "a run's folder: check its free space and write permission"
     parser.add_argument("--run_dir", type=Path, default=Path("runs"), metavar="FOLDER", help=help)
-    help = "seconds to wait for an engine to open, and for the other hosts"
+    help = "timeout in seconds for opening an engine, and for the other hosts"
     parser.add_argument("--limit_s", type=at_least(1, float), default=60.0, help=help)
-    parser.switch("--json", "one JSON object")
+    parser.switch("--json", "print one JSON object")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; returns the exit code. `argv`: the arguments after the program's name."""
+    """Print the report; return the exit code. `argv`: the arguments after the program's name."""
     return run_command(_parser(), argv, lambda options: _examine(options.run_dir, options.limit_s, options.json))
 
 
 def _examine(run_dir: Path, limit_s: float, as_json: bool) -> int:
-    """Each host prints one report. Its other processes only take part in opening the engine."""
+    """Print one report per host. A host's other processes only take part in opening the engine."""
     findings = {"launcher": checked(lambda: checks.check_launcher(os.environ))}
     launch = detect_launch(os.environ) if findings["launcher"].state == "ok" else None
     engines: dict[str, Callable[[], Finding]] = {}
     gpus, visible = len([*Path("/dev").glob("nvidia[0-9]*")]), os.environ.get("CUDA_VISIBLE_DEVICES")
-    with ExitStack() as children:  # they open engines during the other checks
+    with ExitStack() as children:  # child processes open engines during the other checks
         if launch is not None:
             device = "cuda" if gpus and visible not in checks.NO_GPU else "cpu"
             findings["engines"] = checked(partial(checks.start_engines, engines, children, launch, device, limit_s))
@@ -57,7 +57,7 @@ def _examine(run_dir: Path, limit_s: float, as_json: bool) -> int:
     for name, finding in findings.items():
         if finding.state == "failed":
             to_stderr(f"process {launch.rank}: {name}: {finding.found}")
-    return EXIT_FINISHED  # at another code the launcher would end the process that reports
+    return EXIT_FINISHED  # with another code the launcher would end the process that reports
 
 
 def _host_checks(run_dir: Path, gpus: int, visible: str | None) -> dict[str, Callable[[], Finding]]:

@@ -1,7 +1,7 @@
-"""The checks of this host. Each returns a `Finding`, or raises what `checked` turns into one.
+"""Checks of this host. Each returns a `Finding`, or raises an error that `checked` turns into one.
 
-Those of the engines run in child processes, `python -m portable_fsdp.doctor.checks PARENT ENGINE DEVICE LIMIT_S`; under
-a launcher all processes open one together, as a run does. They open no TPU chip.
+Engine checks run in child processes, `python -m portable_fsdp.doctor.checks PARENT ENGINE DEVICE LIMIT_S`; under a
+launcher all processes open an engine together, as a run does. They open no TPU chip.
 """
 
 import os
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 OURS = "portable-fsdp"
 INSTALL = "pip install '.'"
-MIN_BYTES = GIB = 2**30  # docker gives /dev/shm 64 MiB, where NCCL ends with "no space left on device"
+MIN_BYTES = GIB = 2**30  # with docker's default /dev/shm of 64 MiB NCCL fails: "no space left on device"
 MIN_FILES, USUAL_FILES = 256, 1024
-NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all
-ANSWER = "engine: "  # begins the child's answer; libraries print to stdout too
+NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs
+ANSWER = "engine: "  # prefix of the child's answer; libraries print to stdout too
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LIBTPU_LOCK = Path("/tmp/libtpu_lockfile")  # libtpu ignores TMPDIR
 
 
 class Finding(NamedTuple):
-    """`warning`: training works, but something is slow or about to fail. `mend`: how to fix it; empty if `ok`."""
+    """Result of a check. `warning`: training works, but something is slow or may fail. `mend`: the fix; empty if ok."""
 
     state: Literal["ok", "warning", "failed"]
     found: str
@@ -49,18 +49,18 @@ class Finding(NamedTuple):
 
 
 def checked(check: Callable[[], Finding]) -> Finding:
-    """Run a check; turn what it raises into a finding."""
+    """Run a check; turn its errors into a finding."""
     try:
         return check()
     except PortableFSDPError as error:
         problem, _, mend = str(error).partition("\n")
-        return Finding("failed", problem, mend.strip() or "fix what this names")
+        return Finding("failed", problem, mend.strip() or "fix the cause named here")
     except metadata.PackageNotFoundError as error:
         return Finding("warning", f"{error.name} is not installed: can't compare versions", INSTALL)
     except ModuleNotFoundError as error:
         return Finding("failed", f"{error.name} is not installed", INSTALL)
     except Exception as error:  # a host without /proc
-        return Finding("failed", f"couldn't check: {type(error).__name__}: {error}", "fix what this error names")
+        return Finding("failed", f"couldn't check: {type(error).__name__}: {error}", "fix the cause of this error")
 
 
 def check_launcher(environ: Mapping[str, str]) -> Finding:
@@ -70,7 +70,7 @@ def check_launcher(environ: Mapping[str, str]) -> Finding:
 
 
 def requirements(package: str, extra: str = "") -> "list[Requirement]":
-    """What an installed package requires on this machine: always, or only for `extra` (and the extras it names)."""
+    """List an installed package's requirements on this machine: always, or only for `extra` (and extras it names)."""
     from packaging.requirements import Requirement
 
     required: list[Requirement] = []
@@ -85,7 +85,7 @@ def requirements(package: str, extra: str = "") -> "list[Requirement]":
 
 
 def unmet(required: "Sequence[Requirement]") -> tuple[list[str], list[str]]:
-    """The missing packages; those of another version, with the one that is needed."""
+    """List the missing packages, and those of a wrong version, with the needed one."""
     versions = {requirement: installed(requirement.name) for requirement in required}
     wrong = [
         f"{requirement.name} {version} (needs {requirement.specifier})"
@@ -104,7 +104,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_packages() -> Finding:
-    """The packages that every run needs."""
+    """Check the packages that every run needs."""
     required = requirements(OURS)
     missing, wrong = unmet(required)
     if missing or wrong:
@@ -113,7 +113,7 @@ def check_packages() -> Finding:
 
 
 def check_extras() -> Finding:
-    """Optional parts. All packages there but in other versions: a warning; each engine needs its own torch."""
+    """Check extras. Warn only if all packages of one are there in wrong versions; each engine needs its own torch."""
     states: list[str] = []
     mend = ""
     for extra in metadata.metadata(OURS).get_all("Provides-Extra") or []:
@@ -132,17 +132,17 @@ def check_extras() -> Finding:
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """NCCL's processes of one host talk through it."""
+    """Check /dev/shm, through which NCCL's processes of one host communicate."""
     size = shutil.disk_usage(folder)
     room = f"{folder}: {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}"
-    mend = f"in a container: --shm-size=16g or --ipc=host; else delete what fills {folder}"
+    mend = f"in a container: --shm-size=16g or --ipc=host; else delete files in {folder}"
     return Finding("warning", room, mend) if size.free < MIN_BYTES else Finding("ok", room)
 
 
 def check_disk(folder: Path) -> Finding:
-    """Free disk and permission to write where `folder` is or would be."""
+    """Check free disk space and write permission where `folder` is or would be."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    mend = f"free some of {place}, or choose another disk's folder (run.dir, TMPDIR)"
+    mend = f"free space in {place}, or choose a folder on another disk (run.dir, TMPDIR)"
     try:
         with tempfile.TemporaryFile(dir=place):  # mode bits don't show a read-only disk
             free = shutil.disk_usage(place).free
@@ -164,44 +164,46 @@ def check_open_files() -> Finding:
 
 
 def check_locked_memory(needed_by: Sequence[str]) -> Finding:
-    """`needed_by`: hardware of this host that registers memory: InfiniBand, TPU chips."""
+    """Check the limit on locked memory. `needed_by`: hardware of this host that registers memory: InfiniBand, TPUs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB (ulimit -l)"
     if soft == resource.RLIM_INFINITY or not needed_by:
         return Finding("ok", limit)
     mend = "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: srun --propagate=MEMLOCK)"
-    return Finding("warning", f"{limit}, beside {', '.join(needed_by)}", mend)
+    return Finding("warning", f"{limit}, too low for {', '.join(needed_by)}", mend)
 
 
 def check_gpu(files: int, visible: str | None) -> Finding:
-    """Whether torch can use them is the engine's line. `visible`: CUDA_VISIBLE_DEVICES."""
+    """Check that GPUs are visible; engine checks show if torch can use them. `visible`: CUDA_VISIBLE_DEVICES."""
     if files and visible in NO_GPU:
         return Finding("warning", f"{files}, hidden by CUDA_VISIBLE_DEVICES={visible!r}", "unset CUDA_VISIBLE_DEVICES")
     return Finding("ok", f"{files or 'none'} on this host")
 
 
 def check_tpu(chips: Sequence[Path], environ: Mapping[str, str]) -> Finding:
-    """Whether a chip has an engine's package and libtpu, and which variables are wrong."""
+    """Check that a host with chips has an engine's package and libtpu, and that its variables are consistent."""
     from portable_fsdp.backends.open import engines_on, spec_of
 
     if problem := problem_of_tpu_worker(environ):
         return Finding("failed", problem, "unset the TPU_* variables, or set them as the TPU VM does")
     packages = [spec_of(engine).packages["tpu"] for engine in engines_on("tpu")]
-    there = {package.name: package for package in packages if installed(package.name)}
-    for package in there.values():
+    present = {package.name: package for package in packages if installed(package.name)}
+    for package in present.values():
         package.check()
     if not chips and (environ.get("PJRT_DEVICE") == "TPU" or any(name.startswith("TPU_") for name in environ)):
         mend = "in a container: --privileged --net=host; elsewhere unset PJRT_DEVICE and TPU_*"
-        return Finding("warning", "no chip (/dev/accel*, /dev/vfio/*), though PJRT_DEVICE or TPU_* is set", mend)
+        return Finding("warning", "no chip (/dev/accel*, /dev/vfio/*), although PJRT_DEVICE or TPU_* is set", mend)
     libtpu = installed("libtpu") or environ.get("TPU_LIBRARY_PATH")
-    if chips and not (there and libtpu):
-        absent = "libtpu" if there else "engine"
-        return Finding("failed", f"{len(chips)} chip(s), and no {absent}", "pip install '.[tpu]'")
-    return Finding("ok", f"{len(chips)} chip(s), {', '.join(there)}, libtpu {libtpu}" if chips else "none on this host")
+    if chips and not (present and libtpu):
+        absent = "libtpu" if present else "engine"
+        return Finding("failed", f"{len(chips)} chip(s), but no {absent}", "pip install '.[tpu]'")
+    return Finding(
+        "ok", f"{len(chips)} chip(s), {', '.join(present)}, libtpu {libtpu}" if chips else "none on this host"
+    )
 
 
 def check_tpu_is_free(chips: Sequence[Path], lock: Path = LIBTPU_LOCK) -> Finding:
-    """Who holds a chip or libtpu's lock file? A chip serves one process; the doctor never ends a process itself."""
+    """List processes that hold a chip or libtpu's lock file. A chip serves one process; the doctor never ends one."""
     names = {str(path) for path in [*chips, lock]}
     holders: dict[int, str] = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -209,13 +211,13 @@ def check_tpu_is_free(chips: Sequence[Path], lock: Path = LIBTPU_LOCK) -> Findin
             if any(os.readlink(link) in names for link in (process / "fd").iterdir()):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 holders[int(process.name)] = command.strip()[:80]
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or is another user's
             continue
     if holders:
         found = "by " + ", ".join(f"process {pid} ({command})" for pid, command in holders.items())
-        return Finding("failed", found, f"if that run is yours and is to end: kill {' '.join(map(str, holders))}")
+        return Finding("failed", found, f"to end that run, if it is yours: kill {' '.join(map(str, holders))}")
     if chips and lock.exists():
-        return Finding("warning", f"a killed run has left {lock}", f"rm {lock}")
+        return Finding("warning", f"a killed run left {lock} behind", f"rm {lock}")
     return Finding("ok", "no")
 
 
@@ -225,7 +227,7 @@ def check_tpu_is_free(chips: Sequence[Path], lock: Path = LIBTPU_LOCK) -> Findin
 def start_engines(
     checks: dict[str, Callable[[], Finding]], children: ExitStack, launch: Launch, device: str, limit_s: float
 ) -> Finding:
-    """Start a child for each installed engine. Adds to `checks` what waits for it; `children` ends it."""
+    """Start a child for each installed engine. Adds to `checks` the function that waits for it; `children` ends it."""
     from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 
     states: list[str] = []
@@ -239,7 +241,7 @@ def start_engines(
             mend = package.fix if engine == engine_made_for(where) else mend
             continue
         states.append(f"{engine} on {where}")
-        if launch.is_alone or options.launcher_counts_devices:  # the others are for one process a host
+        if launch.is_alone or options.launcher_counts_devices:  # other engines need one process per host
             child = children.enter_context(Child("portable_fsdp.doctor.checks", engine, where, str(limit_s)))
             checks[f"engine {engine}"] = partial(_wait, child, package, launch, limit_s)
     return Finding("failed" if mend else "ok", "; ".join(states), mend)
@@ -260,7 +262,7 @@ def _wait(child: Child, package: "Package", launch: Launch, limit_s: float) -> F
         names = ", ".join(name for _, name in socket.if_nameindex())
         mend = (
             "start the doctor on all hosts at once; MASTER_ADDR and MASTER_PORT must be open between them, and "
-            f"{' and '.join(SOCKETS)} unset or an interface (here: {names}) that the others reach; {mend}"
+            f"{' and '.join(SOCKETS)} unset or an interface (here: {names}) that the other hosts reach; {mend}"
         )
     if ended.how == "late":
         cause = "a process is missing, " if launch.world_size > 1 else ""
@@ -268,8 +270,8 @@ def _wait(child: Child, package: "Package", launch: Launch, limit_s: float) -> F
         return Finding("failed", late, f"--limit_s={2 * limit_s:g} waits longer; {mend}")
     if ended.code < 0:
         return Finding("failed", f"signal {signal.Signals(-ended.code).name}: {last}", mend)
-    problem, _, way_out = (answer.strip() if has_answered else last).partition("\n")
-    return Finding("failed", problem, f"{' '.join(way_out.split())} {mend}".strip())
+    problem, _, fix = (answer.strip() if has_answered else last).partition("\n")
+    return Finding("failed", problem, f"{' '.join(fix.split())} {mend}".strip())
 
 
 def main(argv: list[str]) -> int:
@@ -293,7 +295,7 @@ def _open(engine: str, device: str, limit_s: float) -> str:
     from portable_fsdp.backends.open import count_devices, open_backend
     from portable_fsdp.config.load import make_config
 
-    # The engine logs who is missing each time this has passed.
+    # The engine logs the missing processes each time this timeout has passed.
     config = make_config(run={"peer_timeout_s": max(5.0, limit_s / 4)})
     with open_backend(config, device=device, backend=engine) as backend:
         answer = f"opens on {count_devices(device)} x {backend.device_name}"

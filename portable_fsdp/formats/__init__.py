@@ -1,8 +1,8 @@
-"""Checkpoints in the formats of other tools: a `ForeignFormat` of a module and a row of `FORMATS` for each.
+"""Checkpoints in the formats of other tools: each is a `ForeignFormat` in a module, and a name in `FORMATS`.
 
-May import `checkpoint` and what that may. `checkpoint import|export` loads the format that a user names; a training run
-loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`, `importing.py`, `exporting.py`, then
-any format.
+May import `checkpoint` and the packages that it may. `checkpoint import|export` loads the format that a user names; a
+training run loads `huggingface` or `peft` when it exports, and no other. Read first: `base.py`,
+`importing.py`, `exporting.py`, then any format.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ FORMATS = ("huggingface", "dcp", "gguf", "safetensors", "torch", "xla_fsdp1")
 """The formats that we import, in the order in which `--format auto` tries them."""
 
 EXPORTS = {"huggingface": "model/", "dcp": "", "torch": "model/", "safetensors": "model/", "peft": "model/"}
-"""The formats that we export: what the names of the files begin with that each needs of a checkpoint."""
+"""Format that we export -> prefix of the checkpoint's files that it needs."""
 
 SINGLE_FILE = ("torch", "safetensors")
 """Exports that are one file; the others are folders."""
@@ -29,6 +29,6 @@ WITHOUT_CHECKSUM = ("safetensors", "huggingface", "gguf", "dcp")
 
 
 def require_source(path: Path) -> None:
-    """Raises CheckpointError where there is nothing to import."""
+    """Check that `path` exists. Raises CheckpointError."""
     if not path.exists():
-        raise CheckpointError(f"import {path}: expected a file or a folder, found none")
+        raise CheckpointError(f"import {path}: no such file or folder")

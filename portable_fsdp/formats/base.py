@@ -1,7 +1,7 @@
-"""The interface of a format, a source of tensors or an export, and the names that a model has by its config.
+"""The interface of a format (import, export, or both), and a model's tensor names by its config.
 
-Each is a `ForeignFormat`, named in capitals in its module. An import and an export hold one tensor at a time, in the
-order of our files.
+Each format is a `ForeignFormat`, named in capitals in its module. Imports and exports hold one tensor at a time, in
+the order of our files.
 """
 
 import json
@@ -27,7 +27,7 @@ from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.hub import import_transformers
 
 SaveTokenizer = Callable[[Path], None]
-"""Writes a tokenizer's files into a folder."""
+"""Function that writes a tokenizer's files into a folder."""
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MAX_LAYERS = 10_000
@@ -38,7 +38,7 @@ FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class ExportOptions:
     """`dtype`: of the model's floating-point tensors; None: as saved. `save_tokenizer`: for folders of transformers.
-    `base`: of adapters, a folder or a hub id; None: where the run read it. No file exceeds `max_file_bytes`."""
+    `base`: the adapters' base model, a folder or hub id; None: as in the run. No file exceeds `max_file_bytes`."""
 
     dtype: str | None = None
     save_tokenizer: SaveTokenizer | None = None
@@ -52,8 +52,8 @@ class ForeignCheckpoint:
     """A foreign checkpoint, open for reading.
 
     `tensors` has shapes and dtypes by our keys: FQN for the model's, `<state name>/<FQN>` for the optimizer's.
-    `read(key)` gives a tensor whole, contiguous, on the host, in that shape and dtype. `model_config` is transformers'
-    config, where the source has one.
+    `read(key)` returns a whole tensor, contiguous, on the host, in that shape and dtype. `model_config`: transformers'
+    config, if the source has one.
     """
 
     tensors: dict[str, TensorEntry]
@@ -63,9 +63,9 @@ class ForeignCheckpoint:
 
 
 class ForeignFormat(NamedTuple):
-    """`matches(path)` goes by names and first bytes alone. `open_checkpoint(path, trust_metadata)`: whether to read
-    pickled metadata, restricted. `export(reader, options)` checks what it can and returns the function that writes into
-    a path. Both raise `CheckpointError`."""
+    """`matches(path)` checks names and first bytes only. `open_checkpoint(path, trust_metadata)`: whether to read
+    pickled metadata, restricted. `export(reader, options)` checks as much as it can, and returns the function that
+    writes into a path. Both raise `CheckpointError`."""
 
     matches: Callable[[Path], bool] | None = None
     open_checkpoint: Any = None
@@ -73,25 +73,25 @@ class ForeignFormat(NamedTuple):
 
 
 def load_format(name: str) -> Any:
-    """The `ForeignFormat` of a name in `FORMATS` or `EXPORTS`."""
+    """Return the `ForeignFormat` of a name in `FORMATS` or `EXPORTS`."""
     return getattr(import_module(f"portable_fsdp.formats.{MODULES.get(name, name)}"), name.upper())
 
 
 def weights_of(reader: Reader, dtype: str | None = None) -> dict[str, TensorEntry]:
-    """The tensors of the model, in another `dtype`."""
+    """Return the entries of the model's tensors, with floating-point ones in `dtype`."""
     tensors = reader.manifest.tensors.items()
     return {key: as_dtype(tensor, dtype) for key, tensor in tensors if folder_of(key) == "model"}
 
 
 def as_dtype(tensor: TensorEntry, dtype: str | None) -> TensorEntry:
-    """The same tensor in `dtype`, if it is of floating point and there is a `dtype`."""
+    """Return the entry in `dtype`, if it is floating-point and `dtype` isn't None."""
     if dtype is None or tensor.dtype not in FLOAT_DTYPES:
         return tensor
     return TensorEntry(shape=tensor.shape, dtype=dtype)
 
 
 def file_inside(folder: Path, name: object) -> Path:
-    """`folder/name` for a plain file of that folder. Raises `CheckpointError` for a path, a link, or none."""
+    """Return `folder/name`, a plain file of that folder. Raises `CheckpointError` for a path, a link, or no file."""
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
         raise CheckpointError(f"{folder}: expected the plain name of a file in this folder, found {reprlib.repr(name)}")
     if (folder / name).is_symlink():
@@ -104,7 +104,7 @@ def file_inside(folder: Path, name: object) -> Path:
 
 
 def check_numbers(where: str, value: object, what: str = "a shape (at most 16 sizes)") -> tuple[int, ...]:
-    """`value` as a tuple, if it is a list of at most 16 integers, none negative. Raises `CheckpointError`."""
+    """Return `value` as a tuple: at most 16 integers, none negative. Raises `CheckpointError`."""
     numbers: tuple[Any, ...] = tuple(cast(Any, value)) if isinstance(value, list | tuple) else (None,)
     if len(numbers) > 16 or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise CheckpointError(f"{where}: expected {what}, found {reprlib.repr(value)}")
@@ -112,16 +112,16 @@ def check_numbers(where: str, value: object, what: str = "a shape (at most 16 si
 
 
 def check_shape(where: str, shape: object) -> tuple[int, ...]:
-    """`shape` as a tuple, if it is a list of sizes whose strides and bytes fit 64 bits. Raises `CheckpointError`."""
+    """Return `shape` as a tuple of sizes whose strides and bytes fit 64 bits. Raises `CheckpointError`."""
     sizes = check_numbers(where, shape)
-    if is_too_large(sizes):  # for a manifest too: what we read we can write
+    if is_too_large(sizes):  # a manifest refuses it too: we can write all that we read
         raise CheckpointError(f"{where}: expected at most 2**59 elements, found shape {list(sizes)}")
     return sizes
 
 
 @contextmanager
 def torch_saving(path: Path) -> Generator[None]:
-    """Turns the RuntimeError that torch.save's zip writer raises for a failed write into an OSError."""
+    """Turn the RuntimeError that torch.save's zip writer raises for a failed write into an OSError."""
     try:
         yield
     except RuntimeError as error:
@@ -134,7 +134,7 @@ def torch_saving(path: Path) -> Generator[None]:
 
 @dataclass(frozen=True)
 class ModelNames:
-    """All FQNs (several for a tied one) and the shape of each stored tensor, by its first FQN."""
+    """A model's FQNs (several for a tied tensor) and the shape of each stored tensor, by its first FQN."""
 
     aliases: dict[str, list[str]]
     shapes: dict[str, tuple[int, ...]]
@@ -147,24 +147,24 @@ class ModelNames:
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """transformers' config as a dict, from config.json or its folder; never code. Raises `CheckpointError`."""
+    """Load transformers' config as a dict, from config.json or its folder; runs no code. Raises `CheckpointError`."""
     file = path / "config.json" if path.is_dir() else path
     try:
         _check_layers(
             str(file), json.loads(read_regular(file, path if path.is_dir() else None))
         )  # older releases wrote infinities, which JSON lacks
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected a config.json, found: {error}") from None
+        raise CheckpointError(f"{file}: not a valid config.json: {error}") from None
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         return config_to_json(config)
     except Exception as error:  # transformers validates with exceptions of many classes
-        raise CheckpointError(f"{path}: expected a config.json that transformers knows, found: {error}") from None
+        raise CheckpointError(f"{path}: transformers can't load this config.json: {error}") from None
 
 
 def config_object(model_config: Mapping[str, Any], where: str) -> Any:
-    """transformers' config from a dict. Raises `CheckpointError`."""
+    """Make transformers' config from a dict. Raises `CheckpointError`."""
     _check_layers(where, model_config)
     try:
         import_transformers()
@@ -174,7 +174,7 @@ def config_object(model_config: Mapping[str, Any], where: str) -> Any:
 
 
 def _check_layers(where: str, config: object) -> None:
-    """Building a model on meta takes time for each layer. Raises `CheckpointError`."""
+    """Refuse too many layers: a model on meta takes time for each. Raises `CheckpointError`."""
     for key in _LAYERS if isinstance(config, Mapping) else ():
         layers = cast(Mapping[str, object], config).get(key)
         if isinstance(layers, int) and layers > _MAX_LAYERS:
@@ -182,7 +182,7 @@ def _check_layers(where: str, config: object) -> None:
 
 
 def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
-    """The model of a config; None unless it is a causal language model. Raises `CheckpointError`."""
+    """Build the model of a config on meta; None unless it is a causal language model. Raises `CheckpointError`."""
     config = config_object(model_config, where)
     transformers = import_transformers()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -190,12 +190,12 @@ def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
     try:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # sizes that don't fit each other fail in many ways
+    except Exception as error:  # inconsistent sizes fail in many ways
         raise CheckpointError(f"{where}: model_config: {type(error).__name__}: {error}") from None
 
 
 def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:
-    """The names in the model of a config; None unless it is a causal language model. Raises `CheckpointError`."""
+    """Return the names in a config's model; None unless it is a causal language model. Raises `CheckpointError`."""
     model = None if model_config is None else model_on_meta(model_config, where)
     if model is None:
         return None

@@ -1,12 +1,12 @@
 """Folders of `torch.distributed.checkpoint`: `.metadata` (a pickle) and `*.distcp` (a sequence of torch.save's files).
 
-We write what `dcp.save({"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, o)})` would:
+We write the same as `dcp.save({"model": get_model_state_dict(m), "optimizer": get_optimizer_state_dict(m, o)})`:
 
     model.<fqn>                            every name of a tied weight, over one copy of its bytes
     optimizer.state.<fqn>.<state name>     exp_avg, exp_avg_sq, step
-    train_state.step                       the run's, where torchtitan looks for it: int64, without dimensions
+    train_state.step                       the run's step, where torchtitan looks for it: int64 []
 
-and no `param_groups`, which our checkpoints don't hold: load `{"optimizer": {"state": ...}}`, or give dcp.load a
+and no `param_groups`, which our checkpoints don't hold: load `{"optimizer": {"state": ...}}`, or pass dcp.load a
 `DefaultLoadPlanner(allow_partial_load=True)`.
 
 We read that, the same without `model.` (torchtitan), optimizers under `optim` or at the top, and accelerate's
@@ -57,7 +57,7 @@ _STEPS = ("step", "train_state.step")
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: torch.save's bytes of it, at `start` in `path`."""
+    """A box of a tensor: the output of torch.save, at `start` in `path`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -82,16 +82,16 @@ class DcpEntry(NamedTuple):
 
 
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
-    """Reads `.metadata` with an unpickler that knows torch's metadata classes alone, and tensors with `weights_only`.
+    """Read `.metadata` with an unpickler that knows only torch's metadata classes, and tensors with `weights_only`.
 
     Holds one tensor, and the largest chunk of it. Raises `CheckpointError`.
     """
     folders = _folders(path)
     if not folders:
-        raise CheckpointError(f"{path}: expected a folder of torch.distributed.checkpoint, found no {METADATA} in it")
+        raise CheckpointError(f"{path}: not a folder of torch.distributed.checkpoint: it has no {METADATA}")
     if not trust_metadata:
         raise CheckpointError(
-            f"{path}: its {METADATA} is a Python pickle, which we read only with --trust_metadata, and then as data:\n"
+            f"{path}: its {METADATA} is a Python pickle. To read it, as data only, pass --trust_metadata:\n"
             "  names outside torch's checkpoint metadata are refused, nothing is executed."
         )
     tensors: dict[str, Chunked] = {}
@@ -101,13 +101,13 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
         step = next((_step(chunked[key]) for key in _STEPS if key in chunked), step)
         for key, name in _our_keys(chunked, paths).items():
             if key in tensors:
-                raise CheckpointError(f"{folder}: {name}: expected one tensor for {key}, found two")
+                raise CheckpointError(f"{folder}: {name}: a second tensor for {key}")
             tensors[key] = chunked[name]
     return ForeignCheckpoint({key: t.entry for key, t in tensors.items()}, lambda key: _read(key, tensors[key]), step)
 
 
 def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
-    """The checkpoint with its optimizer state as a folder that `dcp.load` opens.
+    """Export the checkpoint with its optimizer state, as a folder that `dcp.load` opens.
 
     Holds one tensor (in both dtypes where it is converted).
     """
@@ -135,7 +135,7 @@ def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
 
 
 def _folders(path: Path) -> list[Path]:
-    """The folder with `.metadata`, or such folders inside accelerate's."""
+    """Return the folder with `.metadata`, or such folders inside accelerate's."""
     if (path / METADATA).exists():
         return [path]
     inner = [path / name for name in ("pytorch_model_fsdp_0", "optimizer_0")]
@@ -143,14 +143,14 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _read_metadata(folder: Path) -> tuple[dict[str, Chunked], dict[str, tuple[Any, ...]]]:
-    """Tensors by their flat key, and the nested dictionary keys of a flat key, where the metadata has them."""
+    """Return tensors by flat key, and the nested dictionary keys of flat keys, if the metadata has them."""
     metadata = _expect(folder, "Metadata", read_pickle(file_inside(folder, METADATA)))
     places: dict[tuple[str, tuple[int, ...]], Record] = {}
     for index, info in _items(folder, metadata.get("storage_data")):
         record = _expect(folder, "MetadataIndex", index)
         fqn, offset = record.get("fqn"), record.get("offset")
         if not isinstance(fqn, str):
-            raise CheckpointError(f"{folder / METADATA}: expected the name of a tensor, found {reprlib.repr(fqn)}")
+            raise CheckpointError(f"{folder / METADATA}: expected a tensor's name, found {reprlib.repr(fqn)}")
         numbers = () if offset is None else check_numbers(str(folder), offset)
         places[fqn, numbers] = _expect(folder, "_StorageInfo", info)
     tensors = {
@@ -177,7 +177,7 @@ def _chunked(folder: Path, key: str, value: Record, places: Mapping[tuple[str, t
         offset, size = check_numbers(name, chunk.get("offsets")), check_shape(name, chunk.get("sizes"))
         info = places.get((key, offset))
         if info is None:
-            raise CheckpointError(f"{name}: expected a file for its chunk at {list(offset)}, found none")
+            raise CheckpointError(f"{name}: no file for its chunk at {list(offset)}")
         if not len(offset) == len(size) == len(shape):
             raise CheckpointError(f"{name}: expected chunks of {len(shape)} dimensions, found {size} at {offset}")
         chunks.append(Chunk(offset, size, *_place(folder, name, info)))
@@ -191,15 +191,15 @@ def _chunked(folder: Path, key: str, value: Record, places: Mapping[tuple[str, t
 
 
 def _place(folder: Path, name: str, info: Record) -> tuple[Path, int, int]:
-    """File, start and length of a chunk's bytes."""
+    """Return file, start and length of a chunk's bytes."""
     if info.get("transform_descriptors"):
         extensions = reprlib.repr(info.get("transform_descriptors"))
         raise CheckpointError(
-            f"{name}: expected plain bytes, found them transformed by {extensions}.\n"
+            f"{name}: its bytes are transformed by {extensions}, which we can't undo.\n"
             "  Save it again without extensions."
         )
     path = file_inside(folder, info.get("relative_path"))
-    start, length = check_numbers(name, (info.get("offset"), info.get("length")), "where its bytes lie")
+    start, length = check_numbers(name, (info.get("offset"), info.get("length")), "offset and length")
     size = path.stat().st_size
     if start + length > size:
         raise CheckpointError(f"{name}: expected {path.name} to hold {start + length:,} bytes, found {size:,}")
@@ -207,7 +207,7 @@ def _place(folder: Path, name: str, info: Record) -> tuple[Path, int, int]:
 
 
 def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
-    """Our key -> its flat key, for the model's and the optimizer's tensors; warns of others."""
+    """Map our keys to flat keys, for the model's and the optimizer's tensors; warns of others."""
     nested = {key: path for key, path in paths.items() if len(path) > 1}
     unknown_nesting = not paths and all(key.startswith("model.") or _OPTIMIZER.fullmatch(key) for key in tensors)
     keys: dict[str, str] = {}
@@ -225,7 +225,7 @@ def _our_keys(tensors: Mapping[str, Chunked], paths: Mapping[str, tuple[Any, ...
             keys[key] = key
     if left_out:
         names = ", ".join(left_out[:3])
-        log.warning("left out %d tensors that are no model's and no AdamW's: %s", len(left_out), names)
+        log.warning("ignoring %d tensors that are not the model's or the optimizer's: %s", len(left_out), names)
     return keys
 
 
@@ -248,7 +248,7 @@ def _load(key: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
             value = torch.load(part, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damage raises errors of many classes
         first_line = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"{chunk.path}: {key}: {type(error).__name__}: {first_line}") from None
     expected = f"torch.{entry.dtype} {list(chunk.shape)}"
@@ -265,7 +265,7 @@ def _step(tensor: Chunked) -> int:
 
 
 class _View(io.RawIOBase):
-    """A part of a file as a file of its own. (torch's own view seeks wrongly from the end, as zipfile does.)"""
+    """A part of a file as a separate file. (torch's own view seeks wrongly from the end, as zipfile needs.)"""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -304,7 +304,7 @@ def _items(folder: Path, value: object) -> Iterable[tuple[Any, Any]]:
 def _write_file(
     path: Path, entries: Mapping[str, TensorEntry], read: Callable[[str], Tensor], advance: Advance
 ) -> dict[str, tuple[str, int, int]]:
-    """Write one torch.save after another. Returns the file's name, and the start and length of each."""
+    """Write one torch.save after another. Returns file name, start and length for each key."""
     places: dict[str, tuple[str, int, int]] = {}
     with path.open("xb") as file:
         for key, entry in entries.items():
@@ -313,7 +313,7 @@ def _write_file(
             with torch_saving(path):
                 torch.save(tensor, cast(Any, file))
             del tensor
-            gc.collect(0)  # torch.save leaves it in a young reference cycle
+            gc.collect(0)  # torch.save leaves the tensor in a young reference cycle
             places[key] = (path.name, start, file.tell() - start)
             advance(file.tell() - start)
         file.flush()
@@ -322,7 +322,7 @@ def _write_file(
 
 
 def _metadata(written: Iterable[DcpEntry]) -> Any:
-    """The content of `.metadata`; each tensor in one chunk."""
+    """Make the content of `.metadata`; each tensor is one chunk."""
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 
@@ -343,7 +343,7 @@ def _metadata(written: Iterable[DcpEntry]) -> Any:
 
 
 def _paths_of(key: str, aliases: Mapping[str, list[str]]) -> list[tuple[str, ...]]:
-    """The nested dictionary keys of a tensor, for each of its names."""
+    """Return the nested dictionary keys of a tensor, for each of its names."""
     state, slash, fqn = key.rpartition("/")
     if slash:
         return [("optimizer", "state", fqn, state)]

@@ -1,7 +1,7 @@
 """An export: our checkpoint in another format, under a new name or in place of an earlier export.
 
 An unfinished export has a hidden name of its own beside the target, so that two exports at once never share a folder. A
-killed one leaves it. We can't tell it from one that is still at work, so we warn and leave it.
+killed export leaves it. We can't tell it from one that is still running, so we warn and leave it.
 """
 
 import glob
@@ -34,10 +34,10 @@ _UNIQUE = 8  # letters in the name of an unfinished export
 
 
 def export_checkpoint(checkpoint: Path, name: str, target: Path, options: ExportOptions) -> None:
-    """Write the checkpoint in a folder as `target`, in a format of `EXPORTS`. For one process.
+    """Export the folder `checkpoint` to `target`, in a format of `EXPORTS`. For one process.
 
     Hashes the files that it needs first. Replaces an older export in `target` once the new one is complete. Raises
-    `CheckpointError`: a damaged checkpoint, something else in `target`.
+    `CheckpointError`: a damaged checkpoint, other files in `target`.
     """
     is_file = name in SINGLE_FILE
     (require_new if is_file else require_replaceable)(target)
@@ -51,31 +51,31 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raises `CheckpointError` for a link, the working folder, and a folder that isn't an export of ours alone."""
+    """Refuse a link, the working directory, and a folder with more than an export of ours. Raises `CheckpointError`."""
 
     def problems() -> Iterator[str]:
         if folder.is_symlink():
             yield (
-                f"expected a folder, found a link to {folder.readlink()}: the export would replace the link,\n"
-                "  not its target. Name that folder itself."
+                f"it is a link to {folder.readlink()}, and the export would replace the link,\n"
+                "  not its target. Name the target itself."
             )
         if Path(os.path.realpath(folder)) in (Path.cwd(), *Path.cwd().parents):
             yield (
-                "expected a folder that can be replaced as a whole, found the one that you are in,\n"
-                "  or one above it. Name a new one inside it."
+                "it is the working directory or one above it, and an export replaces the whole\n"
+                "  folder. Name a new folder inside it."
             )
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return
         exported = _exported(folder)
         if exported is None:
             yield (
-                f"expected a new name, an empty folder or an earlier export (whose {MARK} lists its files),\n"
-                "  found something else, which is left alone. Name another folder."
+                f"it exists and is not an earlier export (whose {MARK} lists its files).\n"
+                "  Name another folder, or an empty one."
             )
         for other in (name for name in _names(folder) if name not in (exported or ())):
             yield (
-                f"expected the files of an earlier export (listed in {MARK}), found {other} too,\n"
-                "  which would be lost. Move it elsewhere, or name another folder."
+                f"{other} is not a file of the earlier export (listed in {MARK}), and would be lost.\n"
+                "  Move it elsewhere, or name another folder."
             )
 
     for problem in problems():
@@ -83,14 +83,14 @@ def require_replaceable(folder: Path) -> None:
 
 
 def require_new(file: Path) -> None:
-    """Raises `CheckpointError` where something lies at `file`: a file has no mark that it is ours."""
+    """Refuse an existing `file`: a file has no mark that it is ours. Raises `CheckpointError`."""
     if file.exists() or file.is_symlink():
-        raise CheckpointError(f"export to {file}: expected a new name, found something there. Name another file.")
+        raise CheckpointError(f"export to {file}: it already exists. Name another file.")
 
 
 @contextmanager
 def new_file(file: Path) -> Generator[Path]:
-    """A temporary name to write to. It becomes `file` at one instant, or vanishes after an error."""
+    """Yield a temporary name to write to. It becomes `file` atomically, or is deleted after an error."""
     require_new(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _hidden(file)
@@ -100,7 +100,7 @@ def new_file(file: Path) -> Generator[Path]:
             os.fsync(content.fileno())
         try:
             os.link(unfinished, file)  # unlike a rename it replaces nothing
-        except OSError:  # `file` is there by now, or the file system has no links
+        except OSError:  # `file` exists by now, or the file system has no links
             require_new(file)
             unfinished.rename(file)
     finally:
@@ -111,7 +111,7 @@ def new_file(file: Path) -> Generator[Path]:
 
 @contextmanager
 def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
-    """A temporary folder to write to. It replaces `folder` when the block ends without an error."""
+    """Yield a temporary folder to write to. It replaces `folder` when the block ends without an error."""
     require_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _hidden(folder)
@@ -129,7 +129,7 @@ def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
 
 
 def _exported(folder: Path) -> set[str] | None:
-    """The files of an export, by its mark; None where it is unreadable."""
+    """Return the files of an export, by its mark; None if that is unreadable."""
     try:
         files = parse_json(read_regular(folder / MARK, folder))["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -138,16 +138,16 @@ def _exported(folder: Path) -> set[str] | None:
 
 
 def _names(folder: Path) -> list[str]:
-    """All files, links among them, by their path inside the folder."""
+    """List all files, including links, by their path inside the folder."""
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 def _hidden(target: Path) -> Path:
-    """A unique name beside the target. Warns of what lies under such names."""
+    """Return a unique name beside the target. Warns of existing files with such names."""
     for kind in ("unfinished", "replaced"):
         for left in sorted(target.parent.glob(f".{glob.escape(target.name)}.{'?' * _UNIQUE}.{kind}*")):
-            log.warning("%s: a killed export left it, or one is at work. Delete it if none is.", left)
+            log.warning("%s: left by a killed export, or in use by a running one. Delete it if none is running.", left)
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:_UNIQUE]}.unfinished")
 
 
@@ -171,14 +171,14 @@ def _replace(folder: Path, new: Path) -> None:
 
 
 def require_room(config: Config) -> None:
-    """Raises where something else than an earlier export lies in its place."""
+    """Check that the export's folder is new, empty or an earlier export. Raises `CheckpointError`."""
     require_replaceable(_folder(config))
 
 
 def export_run(
     config: Config, backend: Backend, tokenizer: Tokenizer | None, newest: Path, history: Evaluated | None
 ) -> None:
-    """Export the best checkpoint by its evaluation, the newest where there was none. *collective*"""
+    """Export the best checkpoint by its evaluation, the newest without evaluations. *collective*"""
     folder = _folder(config)
     kind = "peft" if config.model.lora is not None and not config.checkpoint.merge_adapters else "huggingface"
 
@@ -193,9 +193,9 @@ def export_run(
     def as_error(error: Exception) -> TrainingError:
         again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER{' --format peft' * (kind == 'peft')}"
         reason = with_cause(error, folder.parent)
-        return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved: {again} repeats it.")
+        return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved. To export it: {again}")
 
-    on_process_0(backend, export, as_error)  # nobody leaves before the folder is whole
+    on_process_0(backend, export, as_error)  # no process continues before the folder is complete
 
 
 def _folder(config: Config) -> Path:

@@ -44,10 +44,10 @@ GENERATING = ("causal_lm", "seq2seq_lm")
 
 
 def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
-    """The model as a Hugging Face folder, adapters (LoRA) merged into their layers: of these it holds two in float32.
+    """Export the model as a Hugging Face folder, adapters (LoRA) merged: a merge holds two tensors in float32.
 
-    Of a model of `model.factory` the weights alone, for `load_state_dict`. Raises `CheckpointError`: a base that isn't
-    there, a model that isn't of transformers.
+    A model of `model.factory` exports only weights, for `load_state_dict`. Raises `CheckpointError`: a missing base, a
+    model that isn't from transformers.
     """
     saved, read = merged(reader, options.base)
     tensors = {key: as_dtype(tensor, options.dtype) for key, tensor in saved.items()}
@@ -67,7 +67,7 @@ def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], Non
 
 
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
-    """The folder's weights, and its config.json if there is one. Holds one tensor. Raises `CheckpointError`."""
+    """Open the folder's weights, and its config.json if it has one. Holds one tensor. Raises `CheckpointError`."""
     stored: dict[str, tuple[Path, Stored]] = {}
     weight_map = _weight_map(path) if (path / INDEX).exists() else None
     for name in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
@@ -77,19 +77,19 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
                 stored[key] = file, tensor
     for key, name in sorted((weight_map or {}).items()):
         if key not in stored:
-            raise CheckpointError(f"{path}: expected {key} in {name} ({INDEX}), found none")
+            raise CheckpointError(f"{path}: {name} has no tensor {key}, which {INDEX} lists")
     config = config_of(path) if (path / "config.json").is_file() else None
     entries = {key: tensor.entry for key, (_, tensor) in stored.items()}
     return ForeignCheckpoint(entries, lambda key: read_tensor(*stored[key]), 0, config)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Key -> plain name of a file."""
+    """Read the index: key -> plain name of a file."""
     path = file_inside(folder, INDEX)
     try:
         index = parse_json(read_regular(path, folder))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected JSON, found: {error}") from None
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     weight_map = cast(dict[str, object], index).get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected a weight_map (tensor -> file), found {str(weight_map)[:80]}")
@@ -101,14 +101,12 @@ def _task_of(manifest: Manifest) -> str:
 
 
 def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]) -> Any:
-    """transformers' config of the saved model, with what `from_pretrained` needs: architectures and dtype. None: the
-    model is none of transformers."""
+    """Make transformers' config of the saved model, with architectures and dtype, which `from_pretrained` needs. None:
+    the model isn't from transformers."""
     if manifest.config.get("model", {}).get("factory") is not None:
         return None
     if manifest.architecture is None:
-        raise CheckpointError(
-            f"checkpoint {name}: expected a model_config (transformers), found null: can't be exported"
-        )
+        raise CheckpointError(f"checkpoint {name}: can't be exported: its model_config (transformers) is null")
     config = config_object(manifest.architecture, f"checkpoint {name}")
     known = getattr(import_transformers(), mapping_of(_task_of(manifest)))
     if not config.architectures and type(config) in known:
@@ -120,8 +118,8 @@ def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]
 
 
 def _generation_config(manifest: Manifest) -> bytes | None:
-    """The bytes of `model.pretrained`'s, from the folder that the run opened, or where the name leads now. None:
-    transformers makes one of the model's config."""
+    """Read that file of `model.pretrained`, from the folder that the run opened, else where the name points now. None:
+    transformers makes one from the model's config."""
     model = manifest.config.get("model", {})
     name = model.get("pretrained")
     if name is None or model.get("gguf_file") is not None:
@@ -130,7 +128,7 @@ def _generation_config(manifest: Manifest) -> bytes | None:
         folder = opened_folder(manifest) or local_folder("model.pretrained", name, (GENERATION,))
         return read_regular(folder / GENERATION, folder) if (folder / GENERATION).is_file() else None
     except (ConfigError, OSError) as error:
-        log.warning("%s is made from the model's config, without that of model.pretrained: %s", GENERATION, error)
+        log.warning("%s is made from the model's config; that of model.pretrained can't be read: %s", GENERATION, error)
         return None
 
 
@@ -153,12 +151,12 @@ def _write_weights(
 
 
 def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
-    """adapter_config.json and the adapters' weights. Raises `CheckpointError` for a checkpoint without adapters."""
+    """Export adapter_config.json and the adapters' weights. Raises `CheckpointError` if there are no adapters."""
     adapters = adapters_of(reader)
     if adapters is None:
         raise CheckpointError(
-            f"checkpoint {reader.folder.name}: expected adapters (model.lora), found none: it has whole weights.\n"
-            "  Take --format huggingface."
+            f"checkpoint {reader.folder.name}: no adapters (model.lora); it has whole weights.\n"
+            "  Use --format huggingface."
         )
     import_transformers()  # before peft imports it, without torch_xla
     from peft import LoraConfig
@@ -177,7 +175,7 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
         revision=revision,
         inference_mode=True,
     )
-    # Set here: the constructor would make a set of them, in random order.
+    # Set here: the constructor would make them a set, in random order.
     settings.target_modules = _target_modules(adapters.base, [names.layer for names in adapters.layers])
 
     def write(folder: Path) -> None:
@@ -188,7 +186,7 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
 
 
 def _target_modules(base: nn.Module, layers: Iterable[str]) -> list[str]:
-    """The last parts of the layers' names, as people write them, where no other module has them; else whole names."""
+    """Return the last parts of the layers' names, as people write them; full names if other modules have them."""
     adapted = set(layers)
     ends = {name.rpartition(".")[2] for name in adapted}
     matching = {name for name, _ in base.named_modules() if name.rpartition(".")[2] in ends}
@@ -196,7 +194,7 @@ def _target_modules(base: nn.Module, layers: Iterable[str]) -> list[str]:
 
 
 def _base_model(manifest: Manifest) -> tuple[str | None, str | None]:
-    """The adapters' base: a hub id and its revision, or a folder by its absolute path."""
+    """Return the adapters' base: a hub id and its revision, or a folder by its absolute path."""
     name = manifest.config.get("model", {}).get("pretrained")
     if name is None:
         return None, None
@@ -217,7 +215,7 @@ class Adapters:
 
 
 def adapters_of(reader: Reader) -> Adapters | None:
-    """None for a checkpoint without adapters. Raises `CheckpointError`."""
+    """Return the adapters of a checkpoint, or None. Raises `CheckpointError`."""
     layers = lora.adapted_layers(list(weights_of(reader)))
     if not layers:
         return None
@@ -232,16 +230,16 @@ def adapters_of(reader: Reader) -> Adapters | None:
             )
     base: Any = None if manifest.architecture is None else model_on_meta(manifest.architecture, where)
     if base is None:
-        raise CheckpointError(f"{where}: expected a model_config (transformers) beside its adapters, found none")
+        raise CheckpointError(f"{where}: it has adapters but no model_config (transformers)")
     return Adapters(r, float(alpha), layers, base)
 
 
 def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEntry], Callable[[str], Tensor]]:
-    """The model's tensors under the names of the base, and a function that reads one; unchanged without adapters.
+    """Return the model's tensors under the base's names, and a function that reads one; unchanged without adapters.
 
     W + alpha / r * B A, in float32, then rounded to the base's dtype. Reads a base that the checkpoint leaves out from
-    `base`, a folder or on the hub; None: where the run read it. Reading holds one tensor, for one with an adapter two
-    in float32. Raises `CheckpointError`.
+    `base`, a folder or hub id; None: as in the run. Reading holds one tensor; if it has an adapter, two in float32.
+    Raises `CheckpointError`.
     """
     tensors = weights_of(reader) | reader.manifest.left_out
     adapters = adapters_of(reader)
@@ -271,35 +269,35 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
 
 
 def opened_folder(manifest: Manifest) -> Path | None:
-    """The folder that the run read `model.pretrained` from, if this host has it; for a hub id, the same commit."""
+    """Return the folder where the run read `model.pretrained`, if this host has it; for a hub id, the same commit."""
     opened = (manifest.architecture or {}).get("_name_or_path")
     return Path(str(opened)) if opened and Path(str(opened)).is_dir() else None
 
 
 def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedWeights | None:
-    """Fills the base that a checkpoint leaves out; None where it holds the base. Raises `CheckpointError`."""
+    """Open the base that a checkpoint leaves out; None if it includes the base. Raises `CheckpointError`."""
     manifest, base = reader.manifest, reader.manifest.base
     if base is None:
         return None
     place = name or str((opened_folder(manifest) if base.gguf_file is None else None) or base.pretrained)
-    problem = f"checkpoint {reader.folder.name}: expected the base of its adapters, which it leaves out:\n    {base}\n"
-    way_out = "\n  Name it: --base FOLDER (or org/name@revision). Adapters alone: --format peft."
+    problem = f"checkpoint {reader.folder.name}: expected the base model of its adapters:\n    {base}\n"
+    hint = "\n  Name it: --base FOLDER (or org/name@revision). Adapters only: --format peft."
     try:
         require_as_exported(Path(place))
         file = open_pretrained(Model(pretrained=place, gguf_file=base.gguf_file)).file
         if (actual := fingerprint(file)) != base.fingerprint:
-            raise CheckpointError(f"{problem}  found another in {place} (fingerprint {actual}).{way_out}")
+            raise CheckpointError(f"{problem}  found another in {place} (fingerprint {actual}).{hint}")
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
-        drawn = RandomWeights(model, 0, torch.float32)  # of nothing: the base has every weight
+        drawn = RandomWeights(model, 0, torch.float32)  # fills nothing: the base has every weight
         allow = manifest.config.get("model", {}).get("allow", ())
         return PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=None)
     except ConfigError as error:
-        raise CheckpointError(f"{problem}  found: {error}{way_out}") from None
+        raise CheckpointError(f"{problem}  found: {error}{hint}") from None
 
 
 def _is_folder(path: Path) -> bool:
-    """A folder with an index, or with the single file."""
+    """Whether a folder has an index, or the single file."""
     return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
 

@@ -1,4 +1,4 @@
-"""An import: a foreign checkpoint, read a tensor at a time, becomes one of ours by the same commit as any save."""
+"""An import: read a foreign checkpoint a tensor at a time, and commit it as ours, like any save."""
 
 import logging
 from collections.abc import Callable, Generator, Mapping
@@ -39,7 +39,7 @@ def import_checkpoint(
     place of the source's. `dtype`: of the model's floating-point tensors; None: as in the source. `trust_metadata`:
     read pickled metadata, restricted. No file exceeds `max_file_bytes`.
 
-    Holds one tensor at a time, and whatever its format needs to make it. Raises `CheckpointError`, and in an object
+    Holds one tensor at a time, and what its format needs to make it. Raises `CheckpointError`, and in an object
     store the errors of its client; then it commits nothing.
     """
     kind = detect(path) if name == "auto" else name
@@ -48,14 +48,14 @@ def import_checkpoint(
     except ConfigError as error:
         raise CheckpointError(f"import {error}") from None
     if kind in WITHOUT_CHECKSUM and not is_verified:
-        log.warning("import %s: %s has no checksum: damage that leaves it readable would go unnoticed", path, kind)
+        log.warning("import %s: %s has no checksum: damage that leaves it readable stays unnoticed", path, kind)
     model_config = None if config is None else config_of(config)
     source: ForeignCheckpoint = load_format(kind).open_checkpoint(path, trust_metadata=trust_metadata)
     model_config = model_config or source.model_config
     names = names_of(model_config, str(config or path))
     keys = choose_tensors(source, names)
     if not keys:
-        raise CheckpointError(f"{path}: expected tensors ({kind}), found none")
+        raise CheckpointError(f"{path}: no tensors (format {kind})")
     tensors = {key: as_dtype(source.tensors[old], None if "/" in key else dtype) for key, old in keys.items()}
     try:
         final = format.step_folder(checkpoints_of(folder), source.step)
@@ -83,37 +83,35 @@ def import_checkpoint(
 
 @contextmanager
 def _new_checkpoint(final: Path) -> Generator[tuple[str, Path]]:
-    """The id and the folder of an attempt by a single process, which an error removes."""
+    """Yield the id and the folder of an attempt by a single process; an error removes the folder."""
     store = store_of(final)
     if store.is_committed(final):
-        raise CheckpointError(
-            f"import to {final}: expected no such step, found it committed. Name another run's folder."
-        )
+        raise CheckpointError(f"import to {final}: this step is committed already. Name another run's folder.")
     attempt = commit.begin(final, format.IMPORTED)
     temporary = store.temporary_of(final, attempt)
     try:
         yield attempt, temporary
     except BaseException:
-        with suppress(Exception):  # a storage that doesn't answer: the first error says so
+        with suppress(Exception):  # storage that doesn't answer: raise the first error
             if temporary != final or not store.is_committed(final):
                 commit.discard(temporary)
         raise
 
 
 def detect(path: Path) -> str:
-    """The name of the format at `path`. Raises `CheckpointError`."""
+    """Return the name of the format at `path`. Raises `CheckpointError`."""
     require_source(path)
     for name in FORMATS:
         if load_format(name).matches(path):
             return name
     raise CheckpointError(
-        f"import {path}: expected one of {', '.join(FORMATS)}, found none of their marks.\n"
-        "  Name its format with --format, or the folder that holds the files."
+        f"import {path}: unknown format; expected one of {', '.join(FORMATS)}.\n"
+        "  Set --format, or name the folder that has the files."
     )
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """The folder of a run's checkpoints; perhaps `folder` itself."""
+    """Return the folder of a run's checkpoints; perhaps `folder` itself."""
     is_that = folder.name == "checkpoints" or bool(format.committed_steps(folder))
     return folder if is_that else folder / "checkpoints"
 
@@ -126,13 +124,13 @@ def _write(
     advance: Advance,
     max_file_bytes: int,
 ) -> tuple[tuple[format.FileEntry, ...], dict[str, format.TensorEntry]]:
-    """The files, and each tensor with its one piece; an empty one has none."""
+    """Write all tensors; return the files, and each tensor with its one piece (none if it is empty)."""
     entries = {key: format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
     files: list[format.FileEntry] = []
     for part in FOLDERS:
         below = {key: entry for key, entry in entries.items() if format.folder_of(key) == part and entry.nbytes}
         for ordinal, keys in enumerate(groups(below, max_file_bytes) if below else ()):
-            name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # `commit.py` says why
+            name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # see `commit.py`
             written = {key: below[key] for key in keys}
             for entry in written.values():
                 entry.files.append(len(files))
@@ -145,17 +143,15 @@ def _write(
 
 
 def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[str, str]:
-    """Our key -> the source's key, for all that we import: each tied tensor once, under its first FQN.
+    """Map our keys to the source's, for all that we import: each tied tensor once, under its first FQN.
 
-    With `names`, the source must hold the model's tensors, in its shapes; warns of others, which it leaves out. Raises
-    `CheckpointError`: a tensor is missing, or stands twice with different bytes.
+    With `names`, the source must have the model's tensors, in its shapes; warns of others, and ignores them. Raises
+    `CheckpointError`: a tensor is missing, or occurs twice with different bytes.
     """
     for key in source.tensors:
         state, slash, name = key.rpartition("/")
         if not name or not name.isprintable() or len(key) > 1000 or (slash and not state.isidentifier()):
-            raise CheckpointError(
-                f"expected the name of a tensor as modules have it (layers.0.weight), found {key[:200]!r}"
-            )
+            raise CheckpointError(f"expected a tensor name like layers.0.weight, found {key[:200]!r}")
     if names is None:
         return {key: key for key in source.tensors}
     # A folder may hold a tensor under any of its FQNs, or one without the base model's prefix (GPT-2's).
@@ -169,10 +165,10 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
     if missing := [first for first, options in matches.items() if not options]:
         others = [key for key in left_out if format.folder_of(key) == "model"]
         raise CheckpointError(
-            f"expected a tensor for each of the model's {len(matches)} (its config), found none for {missing[0]}"
+            f"of the model's {len(matches)} tensors (by its config) the source lacks {missing[0]}"
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-            + (f".\n  The source has others, as {others[0]}" if others else "")
-            + ".\n  Is it another model's config, or are these another library's names?"
+            + (f".\n  The source has others, such as {others[0]}" if others else "")
+            + ".\n  Is the config another model's, or are the names another library's?"
         )
     for first, options in matches.items():
         _check_tensor(source, first, options, names.shapes[first])
@@ -183,7 +179,7 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
             chosen.setdefault(f"{state}/{first_of[name]}", key)
     if left_out:
         shown = ", ".join(sorted(left_out)[:3]) + (", ..." if len(left_out) > 3 else "")
-        log.warning("left out %d tensors that are not the model's: %s", len(left_out), shown)
+        log.warning("ignoring %d tensors that are not the model's: %s", len(left_out), shown)
     return chosen
 
 
@@ -195,7 +191,7 @@ def _check_tensor(source: ForeignCheckpoint, first: str, options: list[str], sha
             )
     if len(options) > 1 and len({_digest(source, name) for name in options}) > 1:
         raise CheckpointError(
-            f"{first}: expected one content for tied weights, found different ones in {' and '.join(options)}.\n"
+            f"{first}: the tied weights {' and '.join(options)} have different values.\n"
             "  Was it saved with tie_word_embeddings=false? Then set that in config.json."
         )
 

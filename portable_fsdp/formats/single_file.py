@@ -1,4 +1,4 @@
-"""Formats of one file that holds the whole model: of torch.save, safetensors, and GGUF (llama.cpp; import only)."""
+"""Formats with the whole model in one file: torch.save, safetensors, and GGUF (llama.cpp; import only)."""
 
 import zipfile
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _NESTED = ("model", "state_dict", "model_state_dict")
 
 
 def is_torch(path: Path) -> bool:
-    """Whether it is the zip that torch.save writes, whatever its suffix."""
+    """Whether `path` is the zip that torch.save writes, whatever its suffix."""
     if not path.is_file():
         return False
     try:
@@ -45,7 +45,7 @@ def is_torch(path: Path) -> bool:
 
 
 def _open_torch(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
-    """A dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
+    """Open a dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
 
     Holds a copy of one tensor beside the page cache. Ignores other values of the dict. Raises `CheckpointError`.
     """
@@ -55,9 +55,9 @@ def _open_torch(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 
 
 def _export_torch(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
-    """`torch.load(path, weights_only=True)` gives {FQN: tensor}; all names of a tied weight share one storage.
+    """Export {FQN: tensor} for `torch.load(path, weights_only=True)`; all names of a tied weight share one storage.
 
-    torch.save reads the tensors from mapped files beside the target, which need as much room again.
+    torch.save reads the tensors from mapped files beside the target, which need the same disk space again.
     """
     tensors = weights_of(reader, options.dtype)
     names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
@@ -85,22 +85,22 @@ TORCH = ForeignFormat(is_torch, _open_torch, _export_torch)
 
 
 def load_mapped(path: Path) -> Any:
-    """`torch.load` with `weights_only`, its tensors mapped from the file. Raises `CheckpointError`."""
+    """Call `torch.load` with `weights_only`, its tensors mapped from the file. Raises `CheckpointError`."""
     require_regular(path, path.name)
     if not is_torch(path):
         raise CheckpointError(
-            f"{path}: expected a file of torch.save in its zip format (torch 1.6 or newer), found another.\n"
+            f"{path}: not a file of torch.save in zip format (torch 1.6 or newer).\n"
             "  Load it with torch and save it again."
         )
     with path.open("rb") as file:
         check_members(str(path), file)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # what weights_only refuses, and damage, show in many ways
+    except Exception as error:  # refusals of weights_only, and damage, raise many classes
         first = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
-            f"{path}: expected tensors and plain values (weights_only=True), found: {type(error).__name__}: {first}\n"
-            "  Nothing was executed. Save the tensors alone: torch.save(model.state_dict(), ...)."
+            f"{path}: torch.load(weights_only=True) failed: {type(error).__name__}: {first}\n"
+            "  Nothing was executed. Save only the tensors: torch.save(model.state_dict(), ...)."
         ) from None
 
 
@@ -115,20 +115,19 @@ def check_members(where: str, file: IO[bytes]) -> None:
             for member in archive.infolist():
                 if member.compress_type != zipfile.ZIP_STORED:
                     raise CheckpointError(
-                        f"{where}: {member.filename:.200}: expected bytes as they are, found them packed"
+                        f"{where}: {member.filename:.200}: expected uncompressed bytes, found compressed ones"
                     )
                 with archive.open(member) as content:
                     while content.read(1 << 20):
                         pass
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, OSError) as error:
         raise CheckpointError(
-            f"{where}: expected the bytes that torch.save wrote, found: {error!s:.300}.\n"
-            "  It was damaged since: copy it again."
+            f"{where}: damaged since torch.save wrote it: {error!s:.300}.\n  Copy it again."
         ) from None
 
 
 def tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
-    """The tensors by name, of the dict or of the dict in it that holds the model. Raises `CheckpointError`."""
+    """Return the tensors by name, of the dict or of the model's dict inside it. Raises `CheckpointError`."""
     outer = cast(dict[object, object], value) if isinstance(value, dict) else {}
     inner = next((outer[name] for name in _NESTED if isinstance(outer.get(name), dict)), outer)
     tensors = {str(key): item for key, item in cast(dict[object, object], inner).items() if isinstance(item, Tensor)}
@@ -141,7 +140,7 @@ def tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
 
 
 def entry_of(where: str, tensor: Tensor) -> TensorEntry:
-    """Shape and dtype. Raises `CheckpointError` for anything but a plain tensor with bytes of its own."""
+    """Return shape and dtype. Raises `CheckpointError` for anything but a plain tensor with its own bytes."""
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPE_BYTES or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise CheckpointError(f"{where}: expected a plain tensor, found {tensor.dtype} {tensor.layout} {tensor.device}")
@@ -168,13 +167,13 @@ def _open_safetensors(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 
 
 def _export_safetensors(reader: Reader, options: ExportOptions) -> Callable[[Path], object]:
-    """A tied weight stands once."""
+    """Export one file; a tied weight occurs once."""
     tensors = weights_of(reader, options.dtype)
     return lambda path: write_tensors(path, tensors, reader.read_whole, {}, options.advance)
 
 
 def _open_gguf(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
-    """The model in float32 (`--dtype` converts it further), and the config that transformers reads from the file.
+    """Open the model in float32 (`--dtype` converts it further), and the config that transformers reads from the file.
 
     Maps the file; holds one dequantised tensor, and a permuted copy of some. Raises `CheckpointError`.
     """

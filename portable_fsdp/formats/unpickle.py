@@ -1,6 +1,6 @@
-"""Reads a pickle of torch's checkpoint metadata as data: executes nothing, and returns no foreign class.
+"""Read a pickle of torch's checkpoint metadata as data: execute nothing, and return no foreign class.
 
-A pickle is a program. Every name in it becomes a stand-in: a `Record`, a plain value, or text. So whatever it calls,
+A pickle is a program. Every name in it becomes a stand-in: a `Record`, a plain value, or text. So all that it calls,
 sets or builds is one of these.
 """
 
@@ -34,8 +34,8 @@ _MAX_BYTES = 1 << 28
 # in the pickle: four bytes of input make 64 GiB.
 _Reader: Any = pickle._Unpickler  # pyright: ignore
 
-# Torch's metadata needs none. They make sets and dicts past `_Table`, number the memo by text (which is a dict, too),
-# allocate what their argument says, or call by other rules than `_MetadataReader`.
+# Torch's metadata needs none of these. They make sets and dicts without `_Table`, number the memo by text (a dict too),
+# allocate as much as their argument says, or call by other rules than `_MetadataReader`.
 _REFUSED = (
     *(pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8, pickle.PUT, pickle.GET),
     *(pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX),
@@ -50,13 +50,13 @@ class Record:
         self.state: Any = None
 
     def get(self, name: str) -> Any:
-        """A field of its state, or None."""
+        """Return a field of the state, or None."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 class _Table(dict[Any, Any]):
-    """Torch's metadata has no other keys. Chosen numbers make a dict take quadratic time, and the hash of nested tuples
-    recurses without a bound."""
+    """A dict with the kinds of keys that torch's metadata has. Chosen numbers make a dict take quadratic time, and the
+    hash of nested tuples recurses without a bound."""
 
     def __setitem__(self, key: object, value: object) -> None:
         if not isinstance(key, str | Record):
@@ -68,12 +68,12 @@ class _Table(dict[Any, Any]):
 
 _PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): lambda sizes=(): sizes,
-    ("collections", "OrderedDict"): lambda: _Table(),  # takes no items, which would go past `__setitem__`
+    ("collections", "OrderedDict"): lambda: _Table(),  # takes no items, which would bypass `__setitem__`
 }
 
 
 def read_pickle(path: Path) -> Any:
-    """Plain Python values, text for dtypes, and records.
+    """Read a pickle as plain Python values, text for dtypes, and records.
 
     Raises CheckpointError for any other name, and for a malformed pickle.
     """
@@ -84,7 +84,7 @@ def read_pickle(path: Path) -> Any:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(f"{path}: expected a pickle, found: {type(error).__name__}: {error!s:.200}") from None
+        raise CheckpointError(f"{path}: not a valid pickle: {type(error).__name__}: {error!s:.200}") from None
 
 
 class _MetadataReader(_Reader):
@@ -104,8 +104,8 @@ class _MetadataReader(_Reader):
         if stand_in := _PLAIN.get((module_name, global_name)):
             return stand_in
         raise CheckpointError(
-            f"expected names of torch's checkpoint metadata, found {module_name:.80}.{global_name:.80}.\n"
-            "  Nothing was executed. Metadata of a plain dcp.save has no such name: ask whoever made the file."
+            f"refused {module_name:.80}.{global_name:.80}: not a name of torch's checkpoint metadata.\n"
+            "  Nothing was executed. A plain dcp.save writes no such name: ask the author of the file."
         )
 
     def load_empty_dict(self) -> None:

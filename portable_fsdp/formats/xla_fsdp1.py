@@ -1,4 +1,4 @@
-"""The files that ranks of torch_xla's XlaFullyShardedDataParallel save: {'model': ..., 'shard_metadata': ...} each.
+"""Files saved by the ranks of torch_xla's XlaFullyShardedDataParallel: {'model': ..., 'shard_metadata': ...} each.
 
 Needs no torch_xla: it cuts a parameter into equal parts, flat (padded at the end) or along dimension 0 (padded with
 rows), and the metadata has its name and shape. With `flatten_parameters` a unit's parameters are one flat tensor.
@@ -36,7 +36,7 @@ class Sharded(NamedTuple):
 
 
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
-    """All files of a folder, one of each rank; read with `weights_only`, mapped. Weights only, no optimizer state.
+    """Open all files of a folder, one per rank; read with `weights_only`, mapped. Weights only, no optimizer state.
 
     Holds one tensor beside the page cache. Raises `CheckpointError`.
     """
@@ -46,27 +46,27 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     for name in cast(dict[str, Any], ranks[0]["model"]):
         for key, sharded in _unshard(path, name, [rank["model"] for rank in ranks], metadata):
             if key in tensors:
-                raise CheckpointError(f"{path}: {name}: expected one tensor for {key}, found two")
+                raise CheckpointError(f"{path}: {name}: a second tensor for {key}")
             tensors[key] = sharded
     if any("optimizer" in rank for rank in ranks):
-        log.warning("left out the optimizer's state in %s: it has numbers there, and no names", path)
+        log.warning("ignoring the optimizer state in %s: it has numbers, not names", path)
     return ForeignCheckpoint({key: s.entry for key, s in tensors.items()}, lambda key: _read(tensors[key]))
 
 
 def _ranks(folder: Path) -> list[dict[str, Any]]:
-    """The contents of the files in the order of their ranks; all ranks of one run, each once."""
+    """Load the files in the order of their ranks; all ranks of one run, each once. Raises `CheckpointError`."""
     by_rank: dict[int, dict[str, Any]] = {}
     sizes: set[int] = set()
     for path in _torch_files(folder):
         value = load_mapped(path)
         if not isinstance(value, dict) or not all(isinstance(value.get(k), dict) for k in ("model", "shard_metadata")):
             raise CheckpointError(
-                f"{path}: expected model and shard_metadata, as ranks of XlaFullyShardedDataParallel save, found others"
+                f"{path}: no dicts model and shard_metadata, which ranks of XlaFullyShardedDataParallel save"
             )
         metadata = value["shard_metadata"]
         rank, size = check_numbers(str(path), (metadata.get("rank"), metadata.get("world_size")), "rank and world_size")
         if rank in by_rank:
-            raise CheckpointError(f"{path}: expected one file of each rank, found a second one of rank {rank}")
+            raise CheckpointError(f"{path}: a second file of rank {rank}")
         by_rank[rank] = value
         sizes.add(size)
     if len(sizes) != 1 or sorted(by_rank) != list(range(next(iter(sizes)))):
@@ -77,7 +77,7 @@ def _ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 def _torch_files(folder: Path) -> list[Path]:
-    """If some are called `rank...`, only those: transformers' Trainer puts others beside them."""
+    """Return torch's files; if some are named `rank...`, only those: transformers' Trainer puts others beside them."""
     try:
         files = [folder / name for name in names_in(folder) if is_torch(folder / name)]
     except OSError as error:
@@ -86,17 +86,17 @@ def _torch_files(folder: Path) -> list[Path]:
 
 
 def _unshard(folder: Path, name: str, models: list[Any], metadata: Mapping[str, Any]) -> Iterator[tuple[str, Sharded]]:
-    """The tensors in the parts called `name`."""
+    """Yield the tensors in the parts named `name`."""
     where = f"{folder}: {name}"
     words = name.split(".")
     cut = next((i for i, word in enumerate(words) if word.startswith(_SHARD)), None)
     parts = [model.get(name) for model in models]
     if not all(isinstance(part, Tensor) for part in parts):
-        raise CheckpointError(f"{where}: expected a tensor of each rank, found something else")
+        raise CheckpointError(f"{where}: expected a tensor of each rank, found another type")
     if len({(part.shape, part.dtype) for part in parts}) != 1:
         raise CheckpointError(f"{where}: expected equal parts, found {[list(part.shape) for part in parts]}")
     entry = entry_of(where, parts[0])
-    if cut is None:  # a buffer, which every rank has, perhaps in another dtype than before: the metadata has its own
+    if cut is None:  # a buffer, which every rank has, perhaps in another dtype: the metadata has the original
         info = _get(where, metadata, "buffer_info").get(name)
         dtype = str(info.get("_orig_dtype") if isinstance(info, Mapping) else "").removeprefix("torch.")
         dtype = dtype if dtype in DTYPE_BYTES else entry.dtype
@@ -126,7 +126,7 @@ def _get(where: str, value: Any, *keys: str) -> Mapping[str, Any]:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{where}: expected {' > '.join(keys)} in shard_metadata, found none")
+        raise CheckpointError(f"{where}: shard_metadata has no {' > '.join(keys)}")
     return cast(Mapping[str, Any], value)
 
 

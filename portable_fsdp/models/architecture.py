@@ -2,8 +2,8 @@
 
 transformers accepts any key, and keeps an unknown one as an attribute that nothing reads. A class knows its fields,
 other names for them (`attribute_map`), and keys of older files that it converts (`rotary_pct`, `torch_dtype`). The log
-names the unknown keys of a file, or of a mapping pasted from one (`_MARKS` recognises it). An unknown key that the user
-typed is an error.
+names the unknown keys of a file, or of a mapping pasted from one (recognized by `_MARKS`). In a mapping that the user
+wrote, an unknown key is an error.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _MARKS = frozenset(
     {"architectures", "transformers_version", "auto_map", "_name_or_path"}
     | {"tokenizer_class", "is_llama_config"}  # of conversions from other tools
 )
-"""Keys of config.json files that nobody types, since they change nothing in training."""
+"""Keys of config.json files that nobody writes by hand, since they change nothing in training."""
 
 _MAPPINGS = {
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -39,13 +39,13 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidd
 """Transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
 
 _READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim", "rope_parameters", "decoder_start_token_id"}
-"""Keys that models read whether their class declares them or not."""
+"""Keys that models read even if their class doesn't declare them."""
 
 _MAX_BYTES = 16 * 2**20
 
 
 def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The mapping itself, or the content of the config.json (or of the folder that holds it) at this path.
+    """Return the mapping itself, or the content of the config.json (or of its folder) at this path.
 
     Needs no torch. Raises ConfigError for a missing file, and for one that is no config.json of transformers.
     """
@@ -58,38 +58,38 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
             raise FileNotFoundError
     except (OSError, ValueError):  # also a name that no file can have
         raise ConfigError(
-            f"model.architecture: expected a mapping, a config.json or a folder that holds one, found no file: {path}\n"
-            "  The path is relative to the folder that the run starts in."
+            f"model.architecture: no such file: {path}\n  Name a config.json or its folder, relative to the run's "
+            "working directory, or write a mapping."
         ) from None
     try:
-        # Infinity isn't JSON's, but Mamba 2's files have it.
+        # JSON has no Infinity, but Mamba 2's files do.
         values = parse_json(read_regular(path, max_bytes=_MAX_BYTES), constant=float)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.architecture: {path}: can't be read as JSON: {str(error).rstrip('.')}.") from None
     if not isinstance(values, dict) or not isinstance(cast(dict[str, Any], values).get("model_type"), str):
         raise ConfigError(
-            f"model.architecture: {path}: expected a config.json of transformers, found no `model_type` in it.\n"
+            f"model.architecture: {path}: no `model_type`, which a config.json of transformers needs.\n"
             "  Add it (llama, qwen3, gpt2, ...), or name another file."
         )
     return cast(dict[str, Any], values)
 
 
 def mapping_of(task: str) -> str:
-    """Which mapping of transformers' modeling_auto a task trains the models of; a function of the user's own: causal
-    language models."""
+    """The mapping of transformers' modeling_auto with the models of a task; for a user's function causal language
+    models."""
     return _MAPPINGS.get(task, _MAPPINGS["causal_lm"])
 
 
 def models_of(task: str) -> str:
-    """For messages."""
+    """Describe the models of a task, for messages."""
     return f"a model for train.task={task}" if task in _MAPPINGS and task != "causal_lm" else "a causal language model"
 
 
 def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal_lm", *, logs: bool = True) -> Any:
-    """The transformers config of a model for `task`, with all values as `from_pretrained` would have them.
+    """Return the transformers config of a model for `task`, with all values that `from_pretrained` would set.
 
-    `logs`: name the keys without effect. Raises ConfigError for unknown keys (see above), for missing sizes, and for
-    what transformers refuses.
+    `logs`: log the keys without effect. Raises ConfigError for unknown keys (see above), for missing sizes, and for
+    values that transformers refuses.
     """
     values = architecture_mapping(architecture)
     is_file = isinstance(architecture, str)
@@ -99,7 +99,8 @@ def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal
     dropout = [key for key, value in values.items() if "drop" in key and type(value) in (int, float) and value]
     if dropout and not is_published:
         raise ConfigError(
-            f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}: dropout is not built yet.\n  Leave it out."
+            f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}: dropout is not supported yet.\n"
+            "  Leave it out."
         )
     failure: Exception | None = None
     config: Any = None
@@ -118,12 +119,12 @@ def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal
     if unknown and logs:
         log_unknown_keys("model.architecture", config, unknown)
     if dropout and logs:
-        log.warning("model.architecture: %s: taken as 0, since dropout is not built yet", ", ".join(dropout))
+        log.warning("model.architecture: %s: set to 0, since dropout is not supported yet", ", ".join(dropout))
     return config
 
 
 def last_line(error: Exception) -> str:
-    """The last line of its message; its class where the message is empty."""
+    """Return the last line of an error's message; its class if the message is empty."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__
 
@@ -143,14 +144,14 @@ def _class_of(model_type: str, where: str, task: str) -> Any:
 
 
 def _read(values: Mapping[str, Any]) -> Any:
-    """Through a file, since only `from_pretrained` applies all of transformers' conversions."""
+    """Read the config through a file, since only `from_pretrained` applies all of transformers' conversions."""
     from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(values), encoding="utf-8")
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config._name_or_path = ""
-    for key in ("auto_map", "quantization_config"):  # of the weights and the code that came with the file
+    for key in ("auto_map", "quantization_config"):  # about the weights and the code that came with the file
         vars(config).pop(key, None)
     return config
 
@@ -159,7 +160,7 @@ def _read(values: Mapping[str, Any]) -> Any:
 
 
 def config_to_json(config: Any) -> dict[str, Any]:
-    """All values of a transformers config, as transformers writes them to a config.json.
+    """Return all values of a transformers config, as transformers writes them to a config.json.
 
     `inf` is `{"__float__": "Infinity"}` (Mamba 2's `time_step_limit`), since JSON has no infinity.
     """
@@ -167,13 +168,13 @@ def config_to_json(config: Any) -> dict[str, Any]:
 
 
 def config_from_json(values: Mapping[str, Any]) -> Any:
-    """The config of what `config_to_json` gave, or of a dict that holds infinities themselves.
+    """Return the config of a result of `config_to_json`, or of a dict with real infinities.
 
-    Raises what transformers validates with: exceptions of many classes, all about these values.
+    Raises transformers' validation errors: exceptions of many classes, all about these values.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    # Private: transformers itself asks it in from_pretrained only, which reads a file.
+    # Private: transformers itself calls it only in from_pretrained, which reads a file.
     decoded = PreTrainedConfig._decode_special_floats(dict(values))  # pyright: ignore[reportPrivateUsage]
     return AutoConfig.for_model(**decoded)
 
@@ -182,11 +183,11 @@ def config_from_json(values: Mapping[str, Any]) -> Any:
 
 
 def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iterator[tuple[str, Any]]:
-    """Name and config class of each key that the class doesn't know, in parts (`text_config.`) too."""
+    """Yield name and config class of each key that the class doesn't know, also in parts (`text_config.`)."""
     if not hasattr(config, "sub_configs"):  # no config: transformers refused the values, or the part is a plain dict
         return
     kind, known = type(config), _names(type(config))
-    # A converted key is no attribute. A key that begins with _ is transformers' own; nobody types it.
+    # A converted key is no attribute. A key that begins with _ is transformers' own; nobody writes it.
     names = [name for name in values if name in vars(config) and name not in known and not name.startswith("_")]
     undeclared = {name: vars(config)[name] for name in names}
     unknown = undeclared.keys() - _deciding(kind, undeclared)
@@ -198,9 +199,9 @@ def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iter
 
 
 def _deciding(kind: Any, undeclared: Mapping[str, Any]) -> set[str]:
-    """The undeclared keys of which the class makes other values: layer_types of global_attn_every_n_layers.
+    """Return the undeclared keys that change other values: global_attn_every_n_layers sets layer_types.
 
-    All are tried at once, then the halves of those that have an effect: few have one, and a file may have thousands.
+    Tries all at once, then the halves of those that have an effect: few have one, and a file may have thousands.
     """
     if not undeclared or not _has_effect(kind, undeclared):
         return set()
@@ -234,7 +235,7 @@ def _names(kind: Any) -> set[str]:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Name -> default."""
+    """Field -> default."""
     return {field.name: field.default for field in dataclasses.fields(kind)}
 
 
@@ -242,18 +243,18 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def _refuse_sizes(kind: Any, config: Any, values: Mapping[str, Any], where: str) -> None:
-    """transformers' defaults are some published model's sizes: 6.7 billion parameters for llama."""
+    """Raise ConfigError for missing sizes: the defaults are a published model's, 6.7 billion parameters for llama."""
     missing = dict(_missing_sizes(kind, config, values))
     if missing:
         defaults = ", ".join(f"{name}={default}" for name, default in missing.items())
         raise ConfigError(
-            f"{where.rstrip('.: ')}: expected the sizes of the model, found no {', '.join(missing)} of "
-            f"{kind.__name__}.\n  Add {'them' if len(missing) > 1 else 'it'}; transformers would take {defaults}."
+            f"{where.rstrip('.: ')}: missing sizes of {kind.__name__}: {', '.join(missing)}.\n"
+            f"  Add {'them' if len(missing) > 1 else 'it'}; transformers' defaults are {defaults}."
         )
 
 
 def _missing_sizes(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and default of each size that no key gives, by any of its names or by one that transformers converts."""
+    """Yield name and default of each size that no key sets, by any of its names or one that transformers converts."""
     aliases, defaults = kind.attribute_map, _fields(kind)
     given = {aliases.get(key, key) for key in values}
     for name in dict.fromkeys(aliases.get(size, size) for size in _SIZES):

@@ -1,9 +1,9 @@
-"""Attention and experts for all engines, made of static arguments and shapes only. Attention over blocks is in
+"""Attention and experts for all engines, with static arguments and shapes only. Attention over blocks is in
 `document_masks.py`.
 
 transformers' own paths build a mask by reading a tensor on the host, which costs XLA a second program and a wait in
-every step. This function needs no mask: tracing knows causality, sliding window, softcap and sinks, and numbers tell
-apart the documents that share a row.
+every step. This attention needs no mask: causality, sliding window, softcap and sinks are known when it is traced, and
+numbers distinguish the documents that share a row.
 """
 
 from typing import Any
@@ -37,22 +37,22 @@ def static_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally. Takes what transformers' `AttentionInterface` passes.
+    """Attend causally. Takes the arguments of transformers' `AttentionInterface`.
 
     Args:
-        module: the attention layer; its `is_causal` counts where the argument is None.
+        module: the attention layer; its `is_causal` applies if the argument is None.
         query: `[batch, heads, seq, head_dim]`; key and value `[batch, kv_heads, seq, head_dim]`, kv_heads | heads.
         attention_mask: None; `[batch, 1, seq, seq]` bool (True = attend) for the positions up to each; an additive
-            bias that includes causality; or `[batch, 1, 1, seq]` integers: the document of each position, outside of
-            which it sees nothing. A window narrows all of them.
-        sliding_window: tokens that a position sees, itself included; None: all before it.
+            bias that includes causality; or `[batch, 1, 1, seq]` integers: the document of each position, which sees
+            only that document. A window narrows all of them.
+        sliding_window: number of tokens that a position sees, itself included; None: all before it.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv 2408.00118).
         s_aux: `[heads]` sink logits: an extra column of the softmax that holds no value (gpt-oss).
 
     Returns: `[batch, seq, heads, head_dim]`, and None for the weights.
     """
     if position_bias is not None:
-        raise NotImplementedError(f"{type(module).__name__} adds a bias by position, which static attention has not")
+        raise NotImplementedError(f"static attention doesn't support the position bias of {type(module).__name__}")
     query, key = query.to(value.dtype), key.to(value.dtype)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     window = sliding_window if sliding_window is not None and sliding_window < query.shape[-2] else None
@@ -64,7 +64,7 @@ def static_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None, **options: Any) -> Tensor:
-    """`formula`, in whose place an engine may run a kernel: it catches the call in a `TorchFunctionMode`."""
+    """Run `formula`, or an engine's kernel instead: the engine intercepts the call in a `TorchFunctionMode`."""
     if has_torch_function((query,)):
         return handle_torch_function(attend, (query,), query, key, value, *masks, **options)
     return formula(query, key, value, *masks, **options)
@@ -84,9 +84,9 @@ def formula(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
-    """Attention as torch has it: `[batch, heads, seq, head_dim]`.
+    """Attend with torch's functions; returns `[batch, heads, seq, head_dim]`.
 
-    Arguments as of `static_attention`, with the numbers of documents apart from other masks.
+    Arguments as of `static_attention`, with the numbers of documents separate from other masks.
     """
     length = query.shape[-2]
     mask = mask if documents is None else documents
@@ -95,12 +95,12 @@ def formula(
         return _explicit(query, key, value, bias, dropout, scale, softcap, sinks)
     keep = None
     if mask is not None or window is not None:
-        # Kernels that take a mask take no grouped heads: torch would choose its formula, with all scores in memory.
+        # Kernels with a mask support no grouped heads: torch would choose its formula, with all scores in memory.
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         keep = _bias(length, causal, window, mask, query.device).to(query.dtype)
     if documents is not None and window is None:
-        keep = _keep(length, causal, None, query.device) & _same_document(documents)  # a byte each
+        keep = _keep(length, causal, None, query.device) & _same_document(documents)  # one byte per value
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -114,9 +114,9 @@ def formula(
 
 
 def register_static_attention() -> str:
-    """Make `static_attention` known to transformers; returns its name, for `attn_implementation` of a model's config.
+    """Register `static_attention` in transformers; return its name, for `attn_implementation` of a model's config.
 
-    A factory that builds a causal model of transformers needs it on XLA: transformers' own read a mask on the host.
+    A factory that builds a causal transformers model needs it on XLA: transformers' own read a mask on the host.
     """
     from transformers import AttentionInterface
 
@@ -125,17 +125,17 @@ def register_static_attention() -> str:
 
 
 def register_masked_attention() -> str:
-    """Make an attention for encoders known to transformers; returns its name.
+    """Register an attention for encoders in transformers; return its name.
 
-    Its masks are transformers' own too, with windows both ways, as biases. transformers' SDPA leaves a mask out where a
-    read on the host shows that nothing is padded.
+    Its masks are transformers' own, with windows both ways, as biases. transformers' SDPA leaves a mask out if a read
+    on the host shows that nothing is padded.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        kwargs["allow_is_bidirectional_skip"] = attention_mask is None  # known without a read
+        kwargs["allow_is_bidirectional_skip"] = attention_mask is None  # known without a host read
         return eager_mask(*args, attention_mask=attention_mask, **kwargs)
 
     AttentionInterface.register(MASKED, sdpa_attention_forward)
@@ -144,9 +144,9 @@ def register_masked_attention() -> str:
 
 
 def document_bias(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive bias `[batch, 1, seq, seq]`: each position sees those of its own document, up to itself.
+    """Return an additive bias `[batch, 1, seq, seq]`: each position sees its own document, up to itself.
 
-    `segments`: `[batch, seq]`, the document of each position, or a number of its own for padding.
+    `segments`: `[batch, seq]`, the document of each position; padding has a number of its own.
     """
     documents = segments[:, None, None]
     return _bias(segments.shape[-1], True, None, documents, segments.device).to(dtype)
@@ -162,7 +162,7 @@ def _same_document(documents: Tensor) -> Tensor:
 
 
 def _keep(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """`[seq, seq]` bool: the positions that each sees by distance alone; a constant to a compiler."""
+    """`[seq, seq]` bool: visible positions by distance alone; a constant to a compiler."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None]
     keep = column <= row if causal else torch.ones(length, length, dtype=torch.bool, device=device)
@@ -189,7 +189,7 @@ def _explicit(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention with its scores in memory, float32, for options that SDPA can't express."""
+    """Attend with float32 scores in memory, for options that SDPA can't express."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -205,7 +205,7 @@ def _explicit(
 
 # --------------------------------------------------------------------------------------------------------- experts
 
-# transformers' own loop over experts asks the host which tokens each of them got: a wait in every layer, and a new
+# transformers' own loop over experts reads on the host which tokens each of them got: a wait in every layer, and a new
 # program in every step on XLA. Here only the weights of a sum depend on the routing. This costs num_experts / top_k
 # times the FLOPs of the experts; `batched_mm` costs memory instead (a copy of the chosen weights per token), and
 # `grouped_mm` sorts tokens by expert, which needs kernels that not every engine has.
@@ -214,17 +214,17 @@ DENSE = "portable_fsdp_dense"
 
 
 def dense_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the chosen experts. Takes what transformers' `ExpertsInterface` passes.
+    """Return the weighted sum of the chosen experts. Takes the arguments of transformers' `ExpertsInterface`.
 
     Args:
-        self: the experts module, with `num_experts` and the layout of its weights as `use_experts_implementation` says.
+        self: the experts module, with `num_experts`, and weights in the layout of `use_experts_implementation`.
         hidden: `[tokens, hidden]`.
         top_k_index: `[tokens, top_k]` int64; top_k_weights: `[tokens, top_k]`, any float dtype.
 
     Returns: `[tokens, hidden]`, in the dtype of `hidden`.
     """
     ids = torch.arange(self.num_experts, device=hidden.device)
-    # Compared and summed, not scattered: a partitioner splits this by rows like anything else.
+    # Compare and sum instead of scatter: a partitioner can split this by rows.
     share = ((top_k_index[..., None] == ids) * top_k_weights[..., None]).sum(dim=1)  # [tokens, experts]
     if self.has_gate:
         out = self._apply_gate(_linear(self, hidden, "gate_up_proj"))
@@ -244,15 +244,15 @@ def _linear(experts: Any, hidden: Tensor, name: str) -> Tensor:
 
 
 def choose_experts(model: Any, implementation: str, itemsize: int) -> None:
-    """Make `model` run its experts as `model.experts` says; `itemsize`: bytes of a number in the compute dtype.
+    """Set the experts implementation of `model` to `model.experts`; `itemsize`: bytes per value in the compute dtype.
 
-    Raises ConfigError for a model without experts, and where grouped_mm can't run these.
+    Raises ConfigError for a model without experts, and if grouped_mm can't run them.
     """
     experts = {name: module for name, module in model.named_modules() if takes_implementation(module)}
     if implementation != "auto" and not experts:
         raise ConfigError(
             f"model.experts: expected auto, found {implementation}: {type(model).__name__} has no experts whose "
-            "implementation transformers lets us choose.\n  Set model.experts=auto."
+            "implementation can be set in transformers.\n  Set model.experts=auto."
         )
     if implementation == "grouped_mm":
         _check_alignment(experts, itemsize)
@@ -266,17 +266,17 @@ def choose_experts(model: Any, implementation: str, itemsize: int) -> None:
 
 
 def _check_alignment(experts: dict[str, nn.Module], itemsize: int) -> None:
-    """torch's grouped product takes rows of whole 16 bytes: of weights, inputs and outputs."""
+    """Raise ConfigError unless rows are multiples of 16 bytes, which torch's grouped product requires."""
     for name, module in experts.items():
         for leaf, weight in module.named_parameters(recurse=False):
             if weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
                 raise ConfigError(
                     "model.experts=grouped_mm: expected experts whose rows are a multiple of 16 bytes, found "
-                    f"{name}.{leaf} {list(weight.shape)} in numbers of {itemsize} bytes.\n"
+                    f"{name}.{leaf} {list(weight.shape)} with {itemsize} bytes per value.\n"
                     "  Set model.experts=auto."
                 )
 
 
 def takes_implementation(module: nn.Module) -> bool:
-    """Whether transformers' `use_experts_implementation` decorates the module's class."""
+    """Whether the module's class has transformers' decorator `use_experts_implementation`."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")

@@ -1,4 +1,4 @@
-"""What a device can do at most, and what a model needs: together they are MFU.
+"""The peak FLOP/s of devices, and the FLOPs of a model: together they give MFU.
 
 MFU (PaLM, arXiv 2204.02311, appendix B) counts the FLOPs of the model, not those of recomputation, against the dense
 peak of the device in the compute dtype.
@@ -11,19 +11,19 @@ TERA = 1e12
 
 
 class Peaks(NamedTuple):
-    """Dense peaks of one device in TFLOP/s (multiply and add count as two); None: the vendor gives no figure."""
+    """Dense peaks of one device in TFLOP/s (multiply and add count as two); None: the vendor publishes no figure."""
 
-    words: tuple[str, ...]  # all of them stand in the device's name
+    words: tuple[str, ...]  # all of them are in the device's name
     bfloat16: float | None
     float32: float | None  # outside of tensor cores: PyTorch's float32 matmul unless TF32 is allowed
     tf32: float | None
     source: str
-    float16: float | None = None  # None: that of bfloat16, for which tensor cores have the same rate
+    float16: float | None = None  # None: same as bfloat16, as on tensor cores
 
 
 _CLOUD_TPU = "peak compute per chip (bf16), docs.cloud.google.com/tpu/docs/"
 
-# Specific names before general ones: the first row whose words all stand in the name counts. NVIDIA's data sheets give
+# Specific names before general ones: the first row whose words are all in the name applies. NVIDIA's data sheets give
 # tensor-core figures "with sparsity"; such rows hold half of that, the dense figure.
 PEAKS = (
     Peaks(("b200",), 2250, 75, 1100, "NVIDIA HGX B200 data sheet: BF16 4.5 PF and TF32 2.2 PF sparse, FP32 75 TF"),
@@ -53,10 +53,10 @@ PEAKS = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak of one device in FLOP/s, by the name that its driver gives ("NVIDIA H100 80GB HBM3", "TPU v5p").
+    """Return the dense peak of one device in FLOP/s, by its driver's name ("NVIDIA H100 80GB HBM3", "TPU v5p").
 
-    `dtype` is bfloat16, float16, float32 or tf32 (float32 matmuls rounded to TF32). None for what the table doesn't
-    know: another device or dtype, or a slice of a device (MIG); MFU is then unknown, never guessed.
+    `dtype` is bfloat16, float16, float32 or tf32 (float32 matmuls rounded to TF32). None for a device or dtype that is
+    not in the table, and for a slice of a device (MIG); MFU is then unknown, never guessed.
     """
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if "mig" in words:
@@ -72,11 +72,11 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 def model_flops_per_token(
     parameters: int, embedding_parameters: int, layers: int, hidden: int, seq_len: int, frozen_parameters: int = 0
 ) -> float:
-    """Model FLOPs of forward and backward per token: 6 (N - E) + 12 L Q T (PaLM, arXiv 2204.02311, appendix B).
+    """Return model FLOPs of forward and backward per token: 6 (N - E) + 12 L Q T (PaLM, arXiv 2204.02311, appendix B).
 
     Each weight of a matmul costs a multiply and an add forward, and twice that backward (gradients of input and
-    weight): 6. Attention has two matmuls (scores, values) of width Q = heads * head_dim with T keys a token: 2 * 2 Q T
-    forward, three times that with backward: 12 in each of L layers.
+    weight): 6. Attention has two matmuls (scores, values) of width Q = heads * head_dim with T keys per token:
+    2 * 2 Q T forward, three times that with backward: 12 in each of L layers.
 
     NON-CAUSAL, as in PaLM and torchtitan: all T keys count though the causal mask leaves half; the causal convention is
     6 L Q T. Not counted: recomputation (gradient checkpointing), norms, softmax, the optimizer, and that biases and
@@ -87,7 +87,7 @@ def model_flops_per_token(
         embedding_parameters: E, those only looked up, never multiplied: input and position embeddings. A tied token
             embedding is the head's matrix too, so it is not in E.
         layers: L.
-        hidden: Q; the model's hidden size where that is heads * head_dim.
+        hidden: Q; equals the model's hidden size if that is heads * head_dim.
         seq_len: T, tokens.
         frozen_parameters: weights of matmuls that don't train: a third of the 6, their own gradient, is not computed.
     """

@@ -1,8 +1,8 @@
 """Observe a run: subclass `Callback`, and pass an instance to `train(..., callbacks=[...])`.
 
-Process 0 calls callbacks, in its main thread between two steps: ours first (`run_files.py`, `console.py`), then yours
-in order. They get frozen data and return nothing. A step's data arrive while the device computes the next step, so a
-quick callback costs no time. A callback of yours that raises is logged and gets no more calls; the run continues.
+Process 0 calls callbacks in its main thread between two steps: the built-in ones first (`run_files.py`, `console.py`),
+then yours in order. They get frozen data and return nothing. A step's data arrive while the device computes the next
+step, so a fast callback costs no time. If your callback raises, the run logs it, stops calling it, and continues.
 """
 
 import logging
@@ -29,23 +29,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run whose model is built and loaded, before its first step."""
+    """A run before its first step, with the model built and loaded."""
 
     config: Config  # resolved
     folder: Path  # run.dir
     engine: str
-    device: str  # as its driver names it
+    device: str  # the driver's name of the device
     devices: int
     processes: int
-    hosts: tuple[str, ...]  # of each process
-    step: int  # the last one done before this start; 0 in a new run
+    hosts: tuple[str, ...]  # host name of each process
+    step: int  # last step before this start; 0 in a new run
     steps: int  # of the whole run
-    tokens: int  # of a global batch
+    tokens: int  # per global batch
     parameters: int
     trained_parameters: int
     flops_per_token: float | None  # model FLOPs; None with experts
-    peak_flops: float | None  # of one device, FLOP/s; None for an unknown one
-    resumed: "Resumed | None"  # the checkpoint that it starts from
+    peak_flops: float | None  # FLOP/s of one device; None for an unknown device
+    resumed: "Resumed | None"  # the checkpoint that the run resumes from
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class EvaluationEnd:
     step: int
     loss: float  # mean over the counted tokens, nats
     perplexity: float
-    tokens: int  # counted; of a task without tokens: rows
+    tokens: int  # number of counted tokens; rows for a task without tokens
     seconds: float
     is_best: bool
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # means, by the task: `accuracy`
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # means of the task's metrics: `accuracy`
 
 
 @dataclass(frozen=True)
 class SamplesEnd:
-    """Texts that the model wrote after `step`, each with its prompt at its beginning."""
+    """Samples generated after `step`; each text begins with its prompt."""
 
     step: int
     prompts: tuple[str, ...]
@@ -73,7 +73,7 @@ class SamplesEnd:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A step whose loss is finite, with the evaluation that followed it."""
+    """A step with a finite loss, and the evaluation that followed it."""
 
     step: int  # counted from 1
     loss: float  # mean over the counted tokens of the global batch, nats
@@ -82,28 +82,28 @@ class StepEnd:
     tokens: int  # of the global batch
     tokens_per_second: float  # over all devices
     mfu: float | None  # 0 to 1
-    memory_bytes: int | None  # peak of the fullest device of process 0
+    memory_bytes: int | None  # peak, of the device of process 0 with the highest peak
     seconds: float  # wall time, without an evaluation after it
     ended: float  # seconds since 1970
-    data_seconds: float  # of them, waiting for rows
+    data_seconds: float  # part of `seconds` spent waiting for rows
     steps: int  # of the whole run
-    seconds_left: float | None  # of this start, evaluations and saves as often as so far; None while nothing is known
-    elapsed: float  # seconds since this start began to train
+    seconds_left: float | None  # until the end, with evaluations and saves at the same rate; None: unknown
+    elapsed: float  # seconds of training since this start
     device_flops: float | None  # model FLOP/s of one device
     is_logged: bool  # every train.log_every-th step, and the first
     memory_limit: int | None  # bytes of one device
-    process_seconds: tuple[float, ...]  # of each process's previous step; NaN in the first
-    process_own_seconds: tuple[float, ...]  # of them without waiting for others; NaN in the first
-    process_data_seconds: tuple[float, ...]  # of them waiting for rows; NaN in the first
-    process_memory_bytes: tuple[float, ...]  # NaN where the engine doesn't tell
-    imbalance: float | None  # of own times: the slowest process over the median; None for one process
-    stragglers: tuple[Straggler, ...]  # those that this step makes known, each once a start
-    collectives: "Mapping[str, Traffic] | None"  # in the first step of a start: what each step sends
+    process_seconds: tuple[float, ...]  # previous step of each process; NaN in the first
+    process_own_seconds: tuple[float, ...]  # the same without waiting for other processes; NaN in the first
+    process_data_seconds: tuple[float, ...]  # part of it spent waiting for rows; NaN in the first
+    process_memory_bytes: tuple[float, ...]  # peak; NaN if the engine doesn't know it
+    imbalance: float | None  # own time of the slowest process over the median; None for one process
+    stragglers: tuple[Straggler, ...]  # stragglers detected in this step, each once per start
+    collectives: "Mapping[str, Traffic] | None"  # in the first step of a start: the traffic of each step
     evaluation: EvaluationEnd | None = None
     last_checkpoint: Path | None = None  # committed by this start, or resumed from
-    loss_scale: float | None = None  # of this step; None: nothing computes in float16
-    skipped_steps: int | None = None  # of the run so far, since their gradients overflowed
-    is_empty: bool = False  # nothing counts in it, so that its loss is 0 and it changed nothing
+    loss_scale: float | None = None  # of this step; None without float16
+    skipped_steps: int | None = None  # in the run so far, because of overflowing gradients
+    is_empty: bool = False  # nothing counts in the step: its loss is 0 and it changed nothing
 
     @property
     def is_skipped(self) -> bool:
@@ -117,9 +117,9 @@ class ProfileEnd:
 
     first: int
     last: int
-    folder: Path  # of the trace, and summary.txt
+    folder: Path  # contains the trace and summary.txt
     summary: "ProfileSummary"
-    seconds: float  # to start it and to write it, beyond the steps
+    seconds: float  # time to start and to write it, in addition to the steps
 
 
 Outcome = Literal["finished", "stopped", "no improvement", "not finite", "failed"]
@@ -127,54 +127,55 @@ Outcome = Literal["finished", "stopped", "no improvement", "not finite", "failed
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. A failed one raises its error afterwards; an export follows."""
+    """The end of a run. A failed run raises its error afterwards; an export follows."""
 
     outcome: Outcome
-    step: int  # the last one that is done
+    step: int  # the last finished step
     reason: str  # "SIGTERM", "no improvement in 3 evaluations", an error's first line, or the outcome
     elapsed: float  # seconds
     last_checkpoint: Path | None
     best_step: int | None  # by evaluation loss
-    best_loss: float | None  # that one
-    values: Mapping[str, float]  # those that are not finite
+    best_loss: float | None  # evaluation loss of best_step
+    values: Mapping[str, float]  # the values of the step that are not finite
 
 
 class Callback:
-    """Override what you need."""
+    """Base class of callbacks. Override the methods that you need."""
 
     def on_start(self, start: RunStart) -> None:
-        """Before the first step, once everything has been checked."""
+        """Called before the first step, after all checks."""
 
     def on_step(self, step: StepEnd) -> None:
-        """After each step, a step late; after its evaluation and before its save."""
+        """Called after each step, one step late; after its evaluation and before its save."""
 
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
-        """After each evaluation; `on_step` of the same step follows."""
+        """Called after each evaluation; `on_step` of the same step follows."""
 
     def on_samples(self, samples: SamplesEnd) -> None:
-        """After the samples of each `train.sample_every` steps; `on_step` of the same step follows."""
+        """Called after the samples of every `train.sample_every` steps; `on_step` of the same step follows."""
 
     def on_save(self, save: "Saved") -> None:
-        """After each commit; that of a background save is seen at the end of a later step."""
+        """Called after each commit; for a background save at the end of a later step."""
 
     def on_profile(self, profile: ProfileEnd) -> None:
-        """After each profile of steps, between two steps."""
+        """Called after each profile, between two steps."""
 
     def on_end(self, end: RunEnd) -> None:
-        """Once, after the last save, also where the run fails; not where the process is killed."""
+        """Called once after the last save, also if the run fails; not if the process is killed."""
 
 
 class Callbacks:
-    """All callbacks of a run, on process 0; on the other processes none."""
+    """All callbacks of a run on process 0; none on other processes."""
 
     def __init__(self, ours: Sequence[Callback], yours: Sequence[Callback], backend: "Backend") -> None:
         self._ours = ours
         self._all = [*ours, *yours] if backend.process.index == 0 else []
 
     def call(self, hook: Callable[[Callback, T], None], data: T) -> None:
-        """`call(Callback.on_step, end)`: of all of them. What one of ours raises, as for a full disk, ends the run."""
+        """Call a hook of all callbacks: `call(Callback.on_step, end)`. An error of a built-in one (full disk) ends the
+        run."""
         for callback in self._all:
-            if hook is Callback.on_end and callback not in self._ours:  # not again where another one exits
+            if hook is Callback.on_end and callback not in self._ours:  # not again if another callback exits
                 self._all = [other for other in self._all if other is not callback]
             try:
                 getattr(callback, hook.__name__)(data)
@@ -182,7 +183,7 @@ class Callbacks:
                 if callback in self._ours:
                     if isinstance(error, OSError):
                         folder = Path(error.filename or "run.dir").parent
-                        message = f"the run can't write its record: {with_cause(error, folder)}"
+                        message = f"the run can't write its files: {with_cause(error, folder)}"
                         raise TrainingError(message) from error
                     raise
                 self._all = [other for other in self._all if other is not callback]

@@ -1,4 +1,4 @@
-"""Console: the lines that a run prints."""
+"""The console output of a run."""
 
 import logging
 from contextlib import suppress
@@ -18,17 +18,17 @@ log = logging.getLogger("portable_fsdp")
 
 
 class Console(Callback):
-    """A line for what happens; of steps every `train.log_every`."""
+    """Logs a line per event, and every `train.log_every` steps."""
 
     def on_start(self, start: RunStart) -> None:
         self._start, self._warned_of_empty = start, False
         if (resumed := start.resumed) is not None:
             if resumed.weights_only:
-                log.info("a new run from the weights of %s", resumed.path)
+                log.info("new run from the weights of %s", resumed.path)
             else:
                 log.info("resumed from %s: step %d", resumed.path, resumed.step)
                 for change in (change for change in resumed.changes if change.makes_curve):
-                    log.warning("changed since it was saved, as checkpoint.allow says: %s", change)
+                    log.warning("changed since the checkpoint (checkpoint.allow): %s", change)
         trained = "" if start.trained_parameters == start.parameters else f" ({start.trained_parameters:,} train)"
         log.info(
             f"{start.engine} on {start.devices} x {start.device} ({start.processes} process(es)): "
@@ -48,7 +48,7 @@ class Console(Callback):
             _log_evaluation(step.evaluation)
 
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
-        if evaluation.step == self._start.step:  # no step follows that would show it
+        if evaluation.step == self._start.step:  # no on_step follows that would log it
             _log_evaluation(evaluation)
 
     def on_samples(self, samples: SamplesEnd) -> None:
@@ -68,7 +68,7 @@ class Console(Callback):
 
     def on_end(self, end: RunEnd) -> None:
         if end.outcome == "finished" and end.step < self._start.steps:
-            log.info("ended after step %d of %d, as train.stop_at says", end.step, self._start.steps)
+            log.info("ended after step %d of %d (train.stop_at)", end.step, self._start.steps)
         if end.outcome == "stopped":
             log.info("stopped after step %d (%s); rerun the same command to resume", end.step, end.reason)
         if end.outcome == "no improvement":
@@ -78,14 +78,14 @@ class Console(Callback):
 
 
 def _own_settings(config: Config) -> str:
-    """Options that differ from their default, but for those that only name the run."""
+    """Format the options that differ from their default, without run.dir."""
     changed = [option for option in option_names() if value_of(config, option) != default_of(option)]
     settings = [f"{option}={shortened(yaml_value(value_of(config, option)))}" for option in changed]
     return " ".join(setting for setting in settings if not setting.startswith("run.dir="))
 
 
 def _step_line(step: StepEnd) -> str:
-    """In torchtitan's words, without what is unknown: tps is total over all devices, tflops is per device."""
+    """Format a step with torchtitan's names, without unknown values: tps is over all devices, tflops per device."""
     line = f"step: {step.step}/{step.steps}  loss: {step.loss:.4f}  grad_norm: {step.grad_norm:.4f}"
     if step.loss_scale is not None:
         line += f"  loss_scale: {step.loss_scale:.0f}  skipped: {step.skipped_steps}"
@@ -110,10 +110,10 @@ def _log_evaluation(evaluation: EvaluationEnd) -> None:
 
 
 def _summary(start: RunStart, end: RunEnd) -> str:
-    """What this start did and the whole run's goodput, where things lie, and the command that shows more."""
+    """Summarize this start, the goodput of the whole run, the paths of its files, and the command for a report."""
     steps, last, share = end.step - start.step, "", ""
     best = "" if end.best_step is None else f"; best eval loss {end.best_loss:.4f} (step {end.best_step})"
-    with suppress(Exception):  # a figure is no reason to fail a run that has ended: others may have changed the files
+    with suppress(Exception):  # other programs may have changed the files; the run must not fail after its end
         rows = read_jsonl(start.folder / "metrics.jsonl")
         if accounts := goodput(read_jsonl(start.folder / "events.jsonl"), rows):
             share = f"; goodput {accounts.share:.0%} of {duration(accounts.wall_seconds)} since the first process start"
@@ -124,5 +124,5 @@ def _summary(start: RunStart, end: RunEnd) -> str:
     return (
         f"{steps:,} steps, {steps * start.tokens:,} tokens in {duration(end.elapsed)} of training{last}{best}{share}\n"
         f"  last checkpoint: {end.last_checkpoint or 'none'}{trackers}\n"
-        f"  python -m portable_fsdp.report {start.folder} draws the curves and where the time went"
+        f"  python -m portable_fsdp.report {start.folder} draws the curves and the use of time"
     )

@@ -1,7 +1,7 @@
 """Goodput and pace: the share of wall time, over all starts of a run, that went into steps that count; stragglers.
 
-Everything comes from the run's own files. A start's events say when its process began and which steps it repeats;
-the rows of metrics.jsonl say how long each step took that still counts.
+All values come from the run's own files. The events of a start give its process start and the steps that it repeats;
+the rows of metrics.jsonl give the time of each step that still counts.
 """
 
 import math
@@ -27,7 +27,7 @@ PARTS = {
     "stopped": "between a requested end and the next start",
     "waiting": "between a failure or kill and the next start, with the steps that no file recorded",
 }
-"""Name of each part of the wall time -> the time that counts as it."""
+"""Name of each part of the wall time -> its meaning."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """0 to 1; 0 where no time has passed."""
+        """Goodput, 0 to 1; 0 if no time has passed."""
         return self.parts["steps"] / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
@@ -47,35 +47,35 @@ class Goodput:
 class Attempt:
     """One start of the run: its events, and the rows of its steps that still count."""
 
-    start: Mapping[str, Any]  # the event
-    events: Sequence[Mapping[str, Any]]  # the start among them
+    start: Mapping[str, Any]  # the event `start`
+    events: Sequence[Mapping[str, Any]]  # includes `start`
     rows: Sequence[Mapping[str, Any]]
 
     @property
     def began(self) -> float:
-        """When its process started, in seconds since 1970."""
+        """Start time of its process, in seconds since 1970."""
         return _seconds_of(self.start.get("began") or self.start["time"])
 
     @property
     def last_seen(self) -> float:
-        """When it last wrote a line, in seconds since 1970; steps that were repeated later count."""
+        """Time of its last written line, in seconds since 1970; includes steps that were repeated later."""
         times = [record["time"] for record in (*self.events, *self.rows[-1:]) if record.get("time")]
         return max(map(_seconds_of, times))
 
     @property
     def end(self) -> Mapping[str, Any] | None:
-        """The event that says how it ended; None while it runs, and after a kill."""
+        """The event of its end; None while it runs, and after a kill."""
         ends = [event for event in self.events if event["event"] in ("finish", "stop", "fail")]
         return ends[-1] if ends else None
 
     @property
     def was_asked_to_end(self) -> bool:
-        """It finished, or stopped as requested: whatever follows is nobody's failure."""
+        """Whether it finished or stopped on request, so that the time after it isn't due to a failure."""
         return self.end is not None and self.end["event"] != "fail" and self.end.get("reason") != "not finite"
 
 
 def attempts(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """All starts of a run, in order. `rows`: of metrics.jsonl, by step. Lines before the first start are left out."""
+    """Return all starts of a run, in order. `rows`: of metrics.jsonl, by step. Skips lines before the first start."""
     events = [event for event in events if not event.get("is_early")]  # failures before a start
     starts = [index for index, event in enumerate(events) if event["event"] == "start"]
     steps = [row["step"] for row in rows]
@@ -89,7 +89,7 @@ def attempts(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, An
 
 
 def goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Goodput | None:
-    """The accounts of a run, from events.jsonl and metrics.jsonl; None before its first start."""
+    """Return the goodput of a run from events.jsonl and metrics.jsonl; None before its first start."""
     starts = attempts(events, rows)
     if not starts:
         return None
@@ -142,7 +142,7 @@ def _seconds_of(time: str) -> float:
 
 
 def duration(seconds: float) -> str:
-    """`1 d 2 h`, `3 h 4 min`, `5 min 6 s`, `7.8 s`: the two largest units."""
+    """Format a duration in its two largest units: `1 d 2 h`, `3 h 4 min`, `5 min 6 s`, `7.8 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -152,13 +152,14 @@ def duration(seconds: float) -> str:
 
 
 class Pace:
-    """How long the rest of a run takes, by the mean time from step to step, which evaluations and saves add to."""
+    """Estimates the time left, by the mean time from step to step, including evaluations and saves."""
 
     def __init__(self) -> None:
         self._began, self._count = 0.0, -1
 
     def time_left(self, now: float, steps: int) -> float | None:
-        """Seconds of `steps` more steps after one that ended at `now`; None after the first one, which compiles."""
+        """Return the seconds of `steps` more steps after one that ended at `now`; None after the first, which
+        compiles."""
         self._count += 1
         if self._count == 0:
             self._began = now
@@ -170,7 +171,7 @@ WINDOW, ENOUGH, RATIO = 10, 9, 1.3
 """A straggler takes `RATIO` times the median or more in `ENOUGH` of the last `WINDOW` steps."""
 
 SHARE = 0.03
-"""Share of a step. Less time than that above the median delays nobody, whatever its ratio."""
+"""Share of a step. A delay over the median below this share doesn't matter, whatever its ratio."""
 
 
 class Straggler(NamedTuple):
@@ -178,7 +179,7 @@ class Straggler(NamedTuple):
 
     process: int
     host: str
-    ratio: float  # its own time over the median of all; the median of the slow steps
+    ratio: float  # its own time over the median of all processes; the median of this over the slow steps
     slow: int
     steps: int
 
@@ -188,16 +189,16 @@ class Straggler(NamedTuple):
 
 
 class StragglerWatch:
-    """Names each straggler once."""
+    """Detects stragglers; reports each once."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        """`hosts`: of each process."""
+        """`hosts`: host name of each process."""
         self._hosts = hosts
         self._ratios = [deque[float](maxlen=WINDOW) for _ in hosts]
         self._named = set[int]()
 
     def add(self, own: Sequence[float], seconds: float) -> tuple[Straggler, ...]:
-        """A step: each process's own time, and the whole step's. Returns the stragglers that nobody has named yet."""
+        """Add a step: own seconds of each process, and seconds of the step. Returns stragglers not reported before."""
         if imbalance(own) is None:
             return ()
         median, new = statistics.median_low(own), list[Straggler]()
@@ -213,7 +214,7 @@ class StragglerWatch:
 def imbalance(
     values: Sequence[float], median: Callable[[Sequence[float]], float] = statistics.median_low
 ) -> float | None:
-    """The greatest value over the `median` (of two values: over the smaller); 1 is even. None: some are unknown."""
+    """Return the largest value over the `median` (the smaller of two); 1 is balanced. None if some are unknown."""
     if not all(math.isfinite(value) and value > 0 for value in values):
         return None
     return max(values) / median(values)

@@ -1,4 +1,4 @@
-"""On a terminal: the newest figures in one line that stays at its bottom, while other lines scroll above it."""
+"""Status line at the bottom of a terminal with the newest metrics, while other lines scroll above it."""
 
 import logging
 import os
@@ -21,11 +21,11 @@ log = logging.getLogger("portable_fsdp")
 
 
 class LiveDisplay(Callback):
-    """Drawn by rich, a few times a second."""
+    """Status line, drawn by rich a few times per second."""
 
     def on_start(self, start: RunStart) -> None:
         self._eval, self._undo = "", ExitStack()
-        # Another descriptor: the run's logs take that of stderr itself.
+        # Use a duplicate: the run's logs redirect the descriptor of stderr.
         file = self._undo.enter_context(os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace"))
         terminal = Terminal(file=file)
         self._progress = Progress(
@@ -33,7 +33,7 @@ class LiveDisplay(Callback):
             MofNCompleteColumn(),
             *([BarColumn(20)] if terminal.width >= 100 else []),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}", table_column=Column(ratio=1, no_wrap=True)),  # it alone is cut short
+            TextColumn("{task.fields[now]}", table_column=Column(ratio=1, no_wrap=True)),  # the only truncated column
             console=terminal,
             refresh_per_second=4,
             transient=True,
@@ -47,7 +47,7 @@ class LiveDisplay(Callback):
             self._undo.enter_context(redirect_stdout(_LinesAbove(terminal, sys.stdout)))
         above: Any = _LinesAbove(terminal, sys.stderr, stderr_file(start.folder, 0))
         self._undo.enter_context(redirect_stderr(above))
-        for handler in log.handlers:  # which kept stderr
+        for handler in log.handlers:  # they hold the old stderr
             if isinstance(handler, logging.StreamHandler):
                 self._undo.callback(handler.setStream, cast(Any, handler).setStream(above))
 
@@ -55,7 +55,7 @@ class LiveDisplay(Callback):
         if step.evaluation is not None:
             self._eval = f" (eval {step.evaluation.loss:.4f})"
         saved = step.last_checkpoint and step_of(step.last_checkpoint)
-        parts = [  # the most important first: the terminal's width cuts the last ones off
+        parts = [  # the most important first: the terminal's width cuts off the last ones
             "" if step.seconds_left is None else f"eta {duration(step.seconds_left)}",
             f"loss {step.loss:.4f}{self._eval}",
             "" if saved is None else f"saved {saved}",
@@ -71,7 +71,7 @@ class LiveDisplay(Callback):
 
 
 class _LinesAbove(FileProxy):
-    """Prints whole lines above the display as they are, and appends them to `copy` where that file is there."""
+    """Prints whole lines unchanged above the display, and appends them to the file `copy` if it exists."""
 
     def __init__(self, terminal: Terminal, stream: IO[str], copy: Path | None = None) -> None:
         super().__init__(terminal, stream)

@@ -1,7 +1,7 @@
-"""Profiles of steps: those of `observe.profile`, and the next ones when a file `PROFILE` appears (`touch RUN/PROFILE`).
+"""Profiles of steps: those of `observe.profile`, and the next steps when a file `PROFILE` appears.
 
-Process 0 records itself between two steps, without the others. A profile that fails is dropped with one line, and so is
-one under way when the run ends early: a launcher gives a stopped run seconds, which belong to its save.
+Only process 0 records itself, between two steps. A profile that fails is dropped with one log line, and so is an
+unfinished one when the run ends early: a launcher gives a stopped run only seconds, which its save needs.
 """
 
 import logging
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("portable_fsdp")
 
-_STEPS = 3  # that one file asks for
+_STEPS = 3  # steps per PROFILE file
 _MOST_ROWS, _WIDTH = 15, 56
 
 
 class Profiles:
-    """Starts and ends the profiles of process 0; does nothing on the others."""
+    """Starts and ends the profiles of process 0; does nothing on other processes."""
 
     def __init__(self, engine: "Backend", start: RunStart, callbacks: Callbacks, request: StopRequest) -> None:
         self._engine, self._start, self._callbacks, self._request = engine, start, callbacks, request
         self._last = min(start.steps, start.config.train.stop_at or start.steps)
         first, last = start.config.observe.profile.steps if start.config.observe.profile else (0, 0)
-        self._planned = max(first, start.step + 1), last  # what is left of it
+        self._planned = max(first, start.step + 1), last  # the rest of observe.profile
         self._file, self._noise = start.folder / "PROFILE", stderr_file(start.folder, 0)
         self._is_on = engine.process.index == 0
         self._stop: Callable[[], Callable[[], list[Operation]]] | None = None
 
     def before_step(self, step: int, previous: "Pending | None") -> float:
-        """Between two steps: waits for the `previous` one where a profile ends or begins. Returns when it ended, in
-        seconds of time.perf_counter."""
+        """Begin or end a profile between two steps, after waiting for the `previous` step. Returns the end of the
+        previous step (seconds of time.perf_counter)."""
         under_way = self._stop is not None
         if not self._is_on or (step <= self._steps[1] if under_way else self._due(step) is None):
             return time.perf_counter()
@@ -53,7 +53,7 @@ class Profiles:
         return ended
 
     def after_step(self, step: int, *, is_last: bool = False) -> None:
-        """End a profile that doesn't go beyond `step`, which has ended; after the run's last step drop any."""
+        """End a profile whose last step has ended (`step`); after the run's last step drop an unfinished one."""
         if self._stop is not None and (is_last or step >= self._steps[1]):
             self._try(lambda: self._end(drop=is_last))
 
@@ -67,7 +67,7 @@ class Profiles:
         if steps != self._planned:
             self._file.unlink()
         self._folder = self._start.folder / "profile" / f"step-{steps[0]}-{steps[1]}"
-        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier start
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by an earlier start
         self._folder.mkdir(parents=True)
         with stderr_into(self._noise):
             self._stop = self._engine.start_trace(self._folder)
@@ -82,7 +82,7 @@ class Profiles:
             read = stop()
         if drop or self._request.requested:
             shutil.rmtree(self._folder, ignore_errors=True)
-            log.warning("the profile of steps %d to %d is dropped: the run ends", first, last)
+            log.warning("dropped the profile of steps %d to %d: the run ends", first, last)
             return
         summary, run = summarize(read(), wall), self._start
         title = f"steps {first} to {last}: {wall:.4f} s of process 0, {run.engine} on {run.devices} x {run.device}"
@@ -102,7 +102,7 @@ class Profiles:
 
 
 class Total(NamedTuple):
-    """The sum over all operations of one name, or of one module."""
+    """Sums over all operations of one name, or of one module."""
 
     name: str
     calls: int
@@ -111,21 +111,21 @@ class Total(NamedTuple):
 
 
 class ProfileSummary(NamedTuple):
-    """Seconds of the devices of process 0, their mean. Operations and modules without what runs inside them."""
+    """Seconds, averaged over the devices of process 0. Times of operations and modules exclude nested ones."""
 
     wall: float
     busy: float
     compute: float
     communication: float
-    exposed: float  # communication while nothing is computed
+    exposed: float  # exposed communication: no computation at the same time
     longest_gap: float  # between two operations of one device
-    operations: Sequence[Total]  # the longest first
+    operations: Sequence[Total]  # longest first
     modules: Sequence[Total]
     collectives: Sequence[Total]
 
 
 def summarize(operations: "Sequence[Operation]", wall: float) -> ProfileSummary:
-    """Sum up the operations of `wall` seconds."""
+    """Summarize the operations of `wall` seconds."""
     own_seconds, devices = [0.0] * len(operations), defaultdict[str, list[tuple[float, int, str]]](list)
     for index, begin, end in _own_times(operations):
         own_seconds[index] += end - begin
@@ -148,12 +148,12 @@ def summarize(operations: "Sequence[Operation]", wall: float) -> ProfileSummary:
 
 
 def _own_times(operations: "Sequence[Operation]") -> Iterator[tuple[int, float, float]]:
-    """Index, begin and end of the times in which an operation itself runs, and none inside it."""
+    """Yield (index, begin, end) of the times in which an operation runs without a nested one."""
     streams = defaultdict[tuple[str, str], list[tuple[float, float, int]]](list)
     for index, each in enumerate(operations):
         streams[each.device, each.stream].append((each.start, -each.seconds, index))
     for stream in streams.values():
-        now, running = 0.0, list[tuple[float, int]]()  # each with its end, the innermost last
+        now, running = 0.0, list[tuple[float, int]]()  # (end, index), the innermost last
         for start, minus_seconds, index in [*sorted(stream), (inf, 0.0, -1)]:
             while running and running[-1][0] <= start:
                 end, ended = running.pop()
@@ -167,7 +167,7 @@ def _own_times(operations: "Sequence[Operation]") -> Iterator[tuple[int, float, 
 
 
 def _times_of(edges: Sequence[tuple[float, int, str]]) -> tuple[float, float, float, float, float]:
-    """Busy, computing, communicating, communicating alone, the longest pause, of one device: seconds."""
+    """Return (busy, compute, communication, exposed communication, longest gap) of one device, in seconds."""
     running = Counter[str]()
     busy = compute = communication = exposed = longest_pause = 0.0
     for (begin, change, kind), (until, _, _) in pairwise(edges):
@@ -192,13 +192,13 @@ def _totals(rows: Iterable[tuple[str, float, int]]) -> list[Total]:
 
 
 def summary_text(summary: ProfileSummary, title: str) -> str:
-    """Shares of the wall time, then tables of operations, modules and collectives."""
+    """Format shares of the wall time, then tables of operations, modules and collectives."""
     gaps = max(0.0, summary.wall - summary.busy)
     shares = (
         ("device busy", summary.busy, ""),
         ("  compute", summary.compute, ""),
         ("  communication", summary.communication, ""),
-        ("    exposed", summary.exposed, "nothing is computed meanwhile"),
+        ("    exposed", summary.exposed, "without computation at the same time"),
         ("host gaps", gaps, f"the longest {1e3 * summary.longest_gap:.2f} ms"),
     )
     lines = [f"{name:<18}{time:>10.4f} s {time / summary.wall:>7.1%}  {note}".rstrip() for name, time, note in shares]

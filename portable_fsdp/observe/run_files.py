@@ -1,7 +1,7 @@
 """The files that a run writes line by line into its folder, and the callback that writes them.
 
-A kill can tear the last line of metrics.jsonl or events.jsonl, never more: each line goes out in one append, and
-whoever opens the file again cuts a torn line off. NaN and infinities, which JSON lacks, are written as null.
+A kill can truncate only the last line of metrics.jsonl or events.jsonl: each line is one append, and the next writer
+removes an incomplete line. NaN and infinities, which JSON lacks, are written as null.
 """
 
 import json
@@ -47,44 +47,44 @@ _KEYS = (
     "data_seconds",
     "imbalance",
 )
-"""Keys of metrics.jsonl, which people's scripts read; `processes`, `eval_*`, and in float16 `loss_scale` and
-`skipped_steps`, where they are known; `is_empty`, 1, in a step in which nothing counted."""
+"""Keys of each row of metrics.jsonl, which user scripts read. Some rows also have `processes`, `eval_*`, in float16
+`loss_scale` and `skipped_steps`, and `is_empty` (1) in a step in which nothing counted."""
 
 
 class LostSteps(NamedTuple):
-    """Steps that ran after the checkpoint that a run resumes from, and that it repeats."""
+    """Steps after the resumed checkpoint, which the run repeats."""
 
     steps: int
     seconds: float
-    until: str | None  # when the last one ended, in UTC (ISO 8601)
+    until: str | None  # end of the last one, in UTC (ISO 8601)
 
 
 class _LinesFile:
-    """A file of JSON objects, one a line. One writer at a time."""
+    """A file of JSON objects, one per line. One writer at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         _cut_torn_line(path)
 
     def _append(self, text: str) -> None:
-        # Opened for each line: truncate_after replaces the file, and a handle would write into the old one.
+        # Open it for each line: truncate_after replaces the file, and an old handle would write to the old one.
         with self._path.open("ab", buffering=0) as file:
             begin, line = file.tell(), memoryview(text.encode())
             try:
-                while line:  # a full disk first takes a part
+                while line:  # a nearly full disk first takes a part
                     line = line[file.write(line) :]
             except OSError as error:
                 error.filename = str(self._path)
                 with suppress(OSError):
-                    file.truncate(begin)  # else the next line would follow on a torn one
+                    file.truncate(begin)  # else the next line would follow an incomplete one
                 raise
 
 
 class MetricsFile(_LinesFile):
-    """metrics.jsonl, one row a step, and samples.jsonl, one a text, both in the order of the steps."""
+    """metrics.jsonl (one row per step) or samples.jsonl (one row per text), in the order of steps."""
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one row; it is with the operating system when this returns."""
+        """Append one row; the operating system has it when this returns."""
         self._append(_line(row))
 
     def add(self, step: int, values: Mapping[str, object]) -> None:
@@ -93,9 +93,9 @@ class MetricsFile(_LinesFile):
         write_text_atomically(self._path, "".join(map(_line, rows)))
 
     def truncate_after(self, step: int) -> LostSteps | None:
-        """Drop the rows of later steps, which a resumed run repeats, and return what they took; atomic.
+        """Drop the rows of later steps, which a resumed run repeats, and return their number and time; atomic.
 
-        Raises UsageError for a line that is no row of metrics.
+        Raises UsageError for a line that isn't a row of metrics.
         """
         if not self._path.exists():
             return None
@@ -111,17 +111,17 @@ class MetricsFile(_LinesFile):
 
 
 class EventsFile(_LinesFile):
-    """events.jsonl: start, resume, collectives, evaluation, samples, save, profile, straggler, each end, by time."""
+    """events.jsonl, by time: start, resume, collectives, evaluation, samples, save, profile, straggler and ends."""
 
     def write(self, event: str, /, **fields: object) -> None:
-        """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become text, without passwords."""
+        """Append one event with `time` in UTC (ISO 8601, milliseconds). Paths become strings, without passwords."""
         self._append(without_passwords(_line({"time": utc_text(time.time()), "event": event, **fields})))
 
 
 def last_save(path: Path) -> NamedSave | None:
-    """The newest save that an events.jsonl names and that no later start went behind; None: no such save.
+    """Return the newest save in events.jsonl at or before the step of every later start, or None.
 
-    Reads the last 64 MiB, and leaves out damaged lines. Raises UsageError for what is no plain file.
+    Reads the last 64 MiB and skips damaged lines. Raises UsageError if it isn't a regular file.
     """
     saves: list[NamedSave] = []
     for line in _tail(path).split(b"\n"):
@@ -129,7 +129,7 @@ def last_save(path: Path) -> NamedSave | None:
         step, address = event.get("step"), str(event.get("path"))
         if type(step) is not int:
             continue
-        if event.get("event") == "start":  # at 0 it began anew
+        if event.get("event") == "start":  # a start at step 0 is a new run
             saves = [save for save in saves if save.step <= step]
         elif event.get("event") == "save" and address.isprintable():
             saves.append(NamedSave(step, address, path))
@@ -137,14 +137,14 @@ def last_save(path: Path) -> NamedSave | None:
 
 
 def utc_text(seconds: float) -> str:
-    """Seconds since 1970 as both files write times: in UTC (ISO 8601, milliseconds)."""
+    """Format seconds since 1970 in UTC (ISO 8601, milliseconds), as in the files."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
-    """All rows of a file that may be in the middle of being written: a torn last line is left out.
+    """Read all rows of a file that may be written at the same time: an incomplete last line is left out.
 
-    Raises OSError as `open_regular` with `folder`, and UsageError for any other line that is not a JSON object.
+    Raises OSError like `open_regular` with `folder`, and UsageError for any other line that isn't a JSON object.
     """
     rows: list[dict[str, Any]] = []
     with open_regular(path, folder, MAX_LOG_BYTES) as file:
@@ -155,14 +155,14 @@ def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
                 rows.append(row)
             elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                 raise UsageError(
-                    f"{path}:{number}: expected one JSON object a line, found {text.rstrip()[:60]!r}.\n"
-                    "  The file was changed by something else: fix that line, or move the file away."
+                    f"{path}:{number}: expected one JSON object per line, found {text.rstrip()[:60]!r}.\n"
+                    "  Another program changed the file: fix that line, or move the file away."
                 )
     return rows
 
 
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None for anything else."""
+    """Return the JSON object of a line; None for anything else."""
     try:
         value: object = json.loads(line)
     except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
 
 
 def _tail(path: Path) -> bytes:
-    """The end of a file, or all of it; empty for an absent one. Raises UsageError for a file that can't be read."""
+    """Read the last bytes of a file; empty if it doesn't exist. Raises UsageError for a file that can't be read."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -183,7 +183,7 @@ def _tail(path: Path) -> bytes:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Let the file end with a whole line, so that the next append starts one."""
+    """Make the file end with a complete line, so that the next append starts a new one."""
     last = _tail(path).rpartition(b"\n")[2]
     if last and parse_line(last) is not None:
         with path.open("ab") as file:
@@ -210,14 +210,14 @@ def _without_nan(value: object) -> object:
 
 
 class RunFiles(Callback):
-    """config.yaml, metrics.jsonl, samples.jsonl, events.jsonl, STOPPED."""
+    """Writes config.yaml, metrics.jsonl, samples.jsonl, events.jsonl and STOPPED."""
 
     def on_start(self, start: RunStart) -> None:
-        """Makes the folder and drops the rows of steps that run again."""
+        """Create the folder and drop the rows of steps that run again."""
         self._folder, self._hosts, self._first = start.folder, start.hosts, start.step
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
-        lost = self._metrics.truncate_after(start.step)  # first: it refuses a file that something else has written to
+        lost = self._metrics.truncate_after(start.step)  # first: it refuses a file that another program changed
         self._samples = MetricsFile(self._folder / "samples.jsonl")
         self._samples.truncate_after(start.step)
         self._events = EventsFile(self._folder / "events.jsonl")
@@ -267,7 +267,7 @@ class RunFiles(Callback):
     def on_evaluate(self, evaluation: EvaluationEnd) -> None:
         figures = asdict(evaluation)
         self._events.write("evaluation", **{**figures, **figures.pop("metrics")})
-        if 0 < evaluation.step == self._first:  # of the step before this start, which wrote its row
+        if 0 < evaluation.step == self._first:  # an earlier start wrote the row of this step
             self._metrics.add(evaluation.step, _evaluation_row(evaluation))
 
     def on_samples(self, samples: SamplesEnd) -> None:
@@ -295,16 +295,16 @@ class RunFiles(Callback):
 
 
 def _evaluation_row(evaluation: EvaluationEnd) -> dict[str, object]:
-    """Its part of a row of metrics.jsonl."""
+    """Return the evaluation's part of a row of metrics.jsonl."""
     values = {name: getattr(evaluation, name) for name in ("loss", "perplexity", "tokens")}
     return {f"eval_{name}": value for name, value in {**values, **evaluation.metrics}.items()}
 
 
 def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
-    """How evenly the processes are loaded, by process index, as each saw it at the start of this step.
+    """Return the load of the processes, by process index, as measured at the start of this step.
 
-    Own seconds leave out waiting for others, which makes wall times even (observe/goodput.py). An imbalance is the
-    greatest value over the median; of `hosts`: of their mean own times, None for one host.
+    Own seconds exclude waiting for other processes, which makes wall times equal (observe/goodput.py). An imbalance is
+    the largest value over the median; `host_imbalance` compares the hosts' mean own times (None for one host).
     """
     by_host = defaultdict[str, list[float]](list)
     for host, own in zip(hosts, step.process_own_seconds, strict=True):
@@ -322,7 +322,8 @@ def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
 
 
 def _process_start() -> float:
-    """Seconds since 1970. psutil counts from a boot time of whole seconds, the kernel's clock since boot doesn't."""
+    """Return the start of this process in seconds since 1970. psutil's boot time has whole seconds; the kernel's clock
+    since boot is exact."""
     if not hasattr(time, "CLOCK_BOOTTIME"):  # not Linux
         return psutil.Process().create_time()
     after_boot = psutil.Process().create_time() - psutil.boot_time()
@@ -330,7 +331,7 @@ def _process_start() -> float:
 
 
 def environment() -> dict[str, str]:
-    """Host and versions, for whoever reads the run later."""
+    """Return host name and versions, for later readers of the run."""
     versions = {"host": socket.gethostname(), "python": platform.python_version()}
     for package in ("portable_fsdp", "torch", "torch_xla", "transformers"):
         with suppress(PackageNotFoundError):

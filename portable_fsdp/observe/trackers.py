@@ -1,6 +1,6 @@
-"""`observe.trackers`: starts a process for each tracker, which reads the run's files (report/track.py).
+"""`observe.trackers`: start a process for each tracker, which reads the run's files (report/track.py).
 
-A tracker that fails or hangs is dropped with one line, and costs a step nothing. Imports none of the trackers.
+A tracker that fails or hangs is dropped with one log line, and never delays a step. Imports none of the trackers.
 """
 
 import logging
@@ -31,14 +31,14 @@ PACKAGES = {
     "trackio": ("trackio",),
     "wandb": ("wandb",),
 }
-"""accelerate's name of each tracker -> distributions, one of which must be installed; install the first."""
+"""accelerate's name of a tracker -> distributions, one of which must be installed; messages suggest the first."""
 
 END_S = 20.0
-"""Seconds that a run waits at its end for its trackers."""
+"""Seconds that a run waits for its trackers at its end."""
 
 
 def require_installed(names: Iterable[str], key: str, way_out: str) -> None:
-    """Raises ConfigError for trackers whose package isn't installed. `key` named them; `way_out` does without them."""
+    """Raise ConfigError for trackers that aren't installed. `key`: where they are set; `way_out`: another fix."""
     missing = [name for name in names if not any(map(_is_installed, PACKAGES[name]))]
     if missing:
         packages = " ".join(PACKAGES[name][0] for name in missing)
@@ -57,7 +57,7 @@ class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     pipe: IO[bytes]  # its stdin
     output: Path
-    begin: int  # bytes that earlier starts wrote to it
+    begin: int  # bytes written by earlier starts
 
 
 class Trackers(Callback):
@@ -78,7 +78,7 @@ class Trackers(Callback):
 
     def on_end(self, end: RunEnd) -> None:
         for running in self._running.values():
-            running.pipe.close()  # they send the rest, and end
+            running.pipe.close()  # the tracker sends the rest and exits
         deadline = time.monotonic() + END_S
         for name, running in list(self._running.items()):
             try:
@@ -96,12 +96,12 @@ class Trackers(Callback):
 
     def _drop(self, name: str, reason: str) -> None:
         self._running.pop(name).pipe.close()
-        later = f"python -m portable_fsdp.report {self._folder} --track={name} sends what is missing"
+        later = f"python -m portable_fsdp.report {self._folder} --track={name} sends the missing rows"
         log.warning("tracker %s%s; %s", name, reason, later)
 
 
 def _last_line(running: _Running) -> str:
-    with suppress(OSError):  # someone may have deleted it
+    with suppress(OSError):  # the file may have been deleted
         text = running.output.read_bytes()[running.begin :].decode(errors="replace")
         return next(reversed(text.splitlines()), "")
     return ""
@@ -110,13 +110,13 @@ def _last_line(running: _Running) -> str:
 def _start(run: Path, name: str) -> _Running:
     output = run / "logs" / f"tracker-{name}.log"
     output.parent.mkdir(exist_ok=True)
-    # A process by itself, of no launcher's job, without a device.
+    # Not a process of the launcher's job, and without a device.
     environ = {key: value for key, value in os.environ.items() if key not in LAUNCH_VARIABLES}
     environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "portable_fsdp.report", str(run), f"--track={name}", "--follow"]
     with output.open("ab") as file:
         begin = file.tell()
-        # In another session: Ctrl-C reaches the run alone, which then lets its trackers finish.
+        # In its own session: Ctrl-C reaches only the run, which then lets its trackers finish.
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
         )

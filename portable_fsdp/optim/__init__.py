@@ -1,6 +1,6 @@
-"""Optimizers and the learning rate: what an update does, apart from where it runs.
+"""Optimizers and the learning rate: the computation of an update, independent of the engine.
 
 May import `config` and `runtime`, and torch; knows nothing of processes, devices or engines.
-Read first: `optimizer.py` (groups, which optimizer, the learning rate of each step), `counting.py` (the numbers of a
-step), then `own.py` (the optimizers that torch lacks).
+Read first: `optimizer.py` (groups, the choice of optimizer, the learning rate of each step), `counting.py` (the numbers
+of a step), then `own.py` (the optimizers that torch lacks).
 """

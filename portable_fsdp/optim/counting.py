@@ -1,5 +1,5 @@
-"""What every optimizer's step needs: the numbers of each step, steps that are skipped on the device, loss scaling for
-float16, and the base of optimizers that count steps on the host.
+"""Parts of every optimizer's step: the numbers of each step, skipping on the device, loss scaling for float16, and the
+base class of optimizers that count steps on the host.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -20,19 +20,19 @@ Make = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step changes nothing where the tensor `found_inf` is 1, as that of torch's fused optimizers."""
+    """Whether a step changes nothing if the tensor `found_inf` is 1, as with torch's fused optimizers."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class CountingOptimizer(torch.optim.Optimizer):
-    """Counts each parameter's steps on the host, in its state `step` if it has one, and reads nothing of the device.
+    """Counts each parameter's steps on the host, in its state `step` if it has one, and never reads the device.
 
-    It can skip a step on the device, as torch's fused optimizers do: a step changes nothing where the tensor
-    `found_inf` is 1. The host counts such steps too; `skips` has their number on the device, and `settle_counts`
-    subtracts it before a save.
+    It can skip a step on the device, as torch's fused optimizers do: a step changes nothing if the tensor `found_inf`
+    is 1. The host counts such steps too; `skips` has their number on the device, and `settle_counts` subtracts it
+    before a save.
 
     torch's `capturable` optimizers count on the device and correct by each count, which nearly doubles compile time.
-    Here parameters of equal counts share what follows from them; in a compiled step counts are inputs, which
+    Here parameters with equal counts share the numbers computed from them; in a compiled step counts are inputs, which
     `set_step_numbers` sets.
     """
 
@@ -42,23 +42,23 @@ class CountingOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
         self.placed: Mapping[str, Tensor] = {}
         self.skips: dict[Tensor, Tensor] = {}
-        """Parameter -> how many of the steps that `step` counts changed nothing, 0-dim; absent: none."""
+        """Parameter -> number of steps counted in `step` that changed nothing, 0-dim; absent: none."""
 
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        """What `update` takes for all parameters of one group whose next step is number `count`."""
+        """Return the numbers that `update` needs for all parameters of a group whose next step is number `count`."""
         return ()
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        """Change `parameter` and its state, which begins as zeros."""
+        """Update `parameter` and its state in place; the state begins as zeros."""
         raise NotImplementedError
 
     def counts(self) -> dict[str, float]:
-        """What the host knows of the next step by name: the number that it has for each parameter, and 0 skips."""
+        """Name -> number of the next step on the host: its count for each parameter, and 0 skips."""
         groups = [self._by_count(group) for group in self.param_groups]
         return {f"step {count}": float(count) for group in groups for count, _ in group} | {"skips": 0.0}
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. There is no closure: nothing here evaluates a loss again."""
+        """Update every parameter that has a gradient. Closures are not supported."""
         found_inf, skips = cast(Tensor | None, getattr(self, "found_inf", None)), dict[int, Tensor]()
         with torch.no_grad():
             for group in self.param_groups:
@@ -75,24 +75,24 @@ class CountingOptimizer(torch.optim.Optimizer):
                         if found_inf is not None:
                             for value, old in zip(self._changed(parameter), before, strict=True):
                                 value.copy_(torch.where(found_inf > 0, old, value))
-                            if "step" in self.state[parameter]:  # one tensor for all that counted alike so far
+                            if "step" in self.state[parameter]:  # one tensor for all with equal counts so far
                                 if id(known) not in skips:
                                     skips[id(known)] = found_inf if known is None else known + found_inf
                                 self.skips[parameter] = skips[id(known)]
 
     def settle_counts(self) -> None:
-        """Take steps that changed nothing out of the counts on the host. Waits for the device."""
+        """Subtract steps that changed nothing from the counts on the host. Waits for the device."""
         for parameter, skips in self.skips.items():
             self.state[parameter]["step"] -= skips.item()
         self.skips.clear()
 
     def _changed(self, parameter: Tensor) -> list[Tensor]:
-        """What an update changes on the device: a parameter and its state."""
+        """The tensors that an update changes on the device: a parameter and its state."""
         state = self.state[parameter].items()
         return [parameter, *(value for name, value in state if isinstance(value, Tensor) and name != "step")]
 
     def _by_count(self, group: dict[str, Any]) -> dict[tuple[int, int], list[Tensor]]:
-        """A group's parameters that counted alike so far, by the number of their next step, from 1, and `skips`."""
+        """(number of the next step, from 1, id of `skips`) -> a group's parameters with equal counts so far."""
         grouped: dict[tuple[int, int], list[Tensor]] = {}
         for parameter in group["params"]:
             steps = self.state.get(parameter, {}).get("step")
@@ -102,9 +102,9 @@ class CountingOptimizer(torch.optim.Optimizer):
 
 
 def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:
-    """The host's numbers of the next step by name, for `set_step_numbers`: shares of `lr`, and `counts`.
+    """Name -> number of the next step, for `set_step_numbers`: shares of `lr`, and `counts`.
 
-    Names may change with the step; how many there are doesn't while the same parameters train.
+    Names may change with the step; their number doesn't while the same parameters train.
     """
     rates = {_rate(group): lr * _share(group) for group in optimizer.param_groups}
     compiled = _compiled(optimizer)
@@ -114,10 +114,10 @@ def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float
 def set_step_numbers(
     optimizer: torch.optim.Optimizer, numbers: Mapping[str, float], placed: Mapping[str, Tensor]
 ) -> None:
-    """Set the `step_numbers` of the next step; `placed` holds them as float32 tensors of the device.
+    """Set the `step_numbers` of the next step; `placed` holds them as float32 device tensors.
 
-    A compiled step reads these tensors as inputs. A copy into an old tensor would be a separate program, and a number
-    of Python could become part of the program.
+    A compiled step reads these tensors as inputs. A copy into an old tensor would be a separate program, and a Python
+    number could become part of the program.
     """
     if compiled := _compiled(optimizer):
         compiled.placed = placed
@@ -128,17 +128,17 @@ def set_step_numbers(
 
 @contextmanager
 def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Around a step, which changes no weight, state or step count where `skipped` (0-dim, bool) is true. Never waits.
+    """Context of a step that changes no weight, state or step count if `skipped` (0-dim, bool) is true. Never waits.
 
-    An optimizer that doesn't heed `found_inf` needs memory for a second copy of weights and state meanwhile, except in
-    a compiled step. Step counts that it keeps on the host of a device count skipped steps too.
+    An optimizer that ignores `found_inf` needs memory for a second copy of weights and state meanwhile, except in a
+    compiled step. Its step counts on the host of a device count skipped steps too.
     """
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     found_inf = skipped.float().to(parameters[0].device)  # waits with cpu_offload, as gradients did
     if skips_on_device(optimizer):
         cast(Any, optimizer).found_inf = found_inf
         yield
-        del cast(Any, optimizer).found_inf  # else it would hold for steps of the user's own too
+        del cast(Any, optimizer).found_inf  # else it would apply to the user's own steps too
         return
 
     def changed() -> dict[tuple[Tensor, str], Tensor]:
@@ -154,13 +154,13 @@ def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Gen
 
 
 def _compiled(optimizer: torch.optim.Optimizer) -> CountingOptimizer | None:
-    """The optimizer, if it is one of ours in a compiled step."""
+    """Return the optimizer if it is one of ours in a compiled step."""
     is_compiled = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
     return optimizer if is_compiled and isinstance(optimizer, CountingOptimizer) else None
 
 
 def _share(group: dict[str, Any]) -> float:
-    return group.get("lr_share", 1.0)  # groups that others made have none
+    return group.get("lr_share", 1.0)  # groups made elsewhere have none
 
 
 def _rate(group: dict[str, Any]) -> str:
@@ -188,21 +188,21 @@ class LossScaler:
         self.restore(scale, 0, 0)
 
     def restore(self, scale: float, finite_steps: int, skipped_steps: int) -> None:
-        """`finite_steps`: in a row, since the scale last changed. `skipped_steps`: of the whole run."""
-        self.scale = torch.tensor(scale, device=self._device)  # these are replaced, never changed: metrics hold them
+        """Set the state. `finite_steps`: in a row, since the scale last changed. `skipped_steps`: of the whole run."""
+        self.scale = torch.tensor(scale, device=self._device)  # replaced, never changed: metrics hold them
         self._finite = torch.tensor(finite_steps, device=self._device)
         self._skipped = torch.tensor(skipped_steps, device=self._device)
 
     def state(self) -> dict[str, float]:
-        """The arguments of `restore`. Waits for the device."""
+        """Return the arguments of `restore`. Waits for the device."""
         finite, skipped = int(self._finite.item()), int(self._skipped.item())
         return {"scale": self.scale.item(), "finite_steps": finite, "skipped_steps": skipped}
 
     def update(self, overflows: Tensor, is_empty: Tensor) -> dict[str, Tensor]:
-        """Set the scale of the step after this one, which an empty step doesn't change.
+        """Set the scale of the next step; an empty step doesn't change it.
 
-        0-dim, equal on all processes: whether a gradient isn't finite, and whether nothing counts in the step. Returns
-        metrics: the scale of this step, and how many steps were skipped so far since gradients overflowed.
+        `overflows` (a gradient isn't finite) and `is_empty` (no label counts in the step): bool, 0-dim, equal on all
+        processes. Returns metrics: the scale of this step, and the number of steps skipped so far by overflows.
         """
         used, finite = self.scale, self._finite + ~is_empty
         is_full = finite == self._window
@@ -214,10 +214,10 @@ class LossScaler:
 
     @staticmethod
     def require_skippable(optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigError for an optimizer that can't skip a step without reading `found_inf` on the host."""
+        """Raise ConfigError for an optimizer that can't skip a step without reading `found_inf` on the host."""
         if not skips_on_device(optimizer):
             raise ConfigError(
-                f"precision.compute: float16 needs an optimizer that skips a step on the device, found "
-                f"{type(optimizer).__name__}.\n  Let its step heed found_inf (docs/optimizers.md), or set "
+                f"precision.compute: float16 needs an optimizer that skips a step on the device, and "
+                f"{type(optimizer).__name__} can't.\n  Let its step apply found_inf (docs/optimizers.md), or set "
                 "precision.compute=bfloat16 or optim.name=adamw."
             )

@@ -1,7 +1,7 @@
-"""Groups of parameters, the optimizer that the config names, and the learning rate of each step. Loads no torch.
+"""Parameter groups, the config's optimizer, and the learning rate of each step. Imports no torch.
 
-A backend makes the optimizer once its parameters are laid out: `make_optimizer` gives it the function to call. The loop
-tells it the numbers of each step (`counting.step_numbers`, `set_step_numbers`): a compiled step takes them as inputs.
+A backend builds the optimizer once its parameters are sharded, by the function that `make_optimizer` returns. The loop
+sets the numbers of each step (`counting.step_numbers`, `set_step_numbers`): a compiled step takes them as inputs.
 """
 
 import math
@@ -26,14 +26,14 @@ def parameter_groups(
     frozen: Collection[str] = (),
     tables: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """The parameters that train, by what an update does to them; no group is empty.
+    """Group the parameters that train by the settings of their update; no group is empty.
 
-    A group's `params` are FQNs in the order of `named_shapes`. The first of `optim.groups` that matches gives
+    A group's `params` are FQNs in the order of `named_shapes`. The first matching one of `optim.groups` sets
     `weight_decay` and `lr_share` (its learning rate as a share of the schedule's). By default tensors of two or more
     dimensions decay, embedding tables included; biases and norm weights don't. `ties`: further FQN of a tied weight ->
-    its first; any of them may match. `frozen`: FQNs of weights that don't train. Where optim.name is muon, `is_hidden`
+    its first; any of them may match. `frozen`: FQNs of weights that don't train. With optim.name=muon, `is_hidden`
     marks the groups of matrices that aren't `tables` (embeddings and the head). Raises ConfigError for a group of
-    `optim.groups` that takes nothing.
+    `optim.groups` that gets no parameter.
     """
     first = {fqn: fqn for fqn in (*named_shapes, *frozen)} | dict(ties or {})
     own = _own_group(first, named_shapes.keys(), optim)
@@ -52,7 +52,7 @@ def parameter_groups(
 
 
 def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim) -> dict[str, OptimGroup]:
-    """Trained FQN -> the first of `optim.groups` that matches it; `first`: FQN -> the first one of its weight."""
+    """Trained FQN -> the first of `optim.groups` that matches it; `first`: FQN -> first FQN of its weight."""
     own: dict[str, OptimGroup] = {}
     for index, group in enumerate(optim.groups):
         key = f"optim.groups[{index}].match"
@@ -60,25 +60,24 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
         trains = [fqn for fqn in names if fqn in trained]
         if not trains:
             raise ConfigError(
-                f"{key}: expected a pattern that names parameters which train, found {group.match!r}: all that it "
-                f"names, {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, is frozen by model.freeze.\n"
-                "  Leave the group out, or freeze less."
+                f"{key}: {group.match!r} matches only parameters that model.freeze freezes: "
+                f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}.\n  Leave the group out, or freeze less."
             )
         if own.keys() >= set(trains):
             raise ConfigError(
-                f"{key}: expected a pattern that names parameters which no earlier group has taken, found "
-                f"{group.match!r}.\n  The first group that matches counts: put this one before."
+                f"{key}: {group.match!r} matches only parameters of earlier groups.\n"
+                "  The first group that matches applies: put this one before."
             )
         own = dict.fromkeys(trains, group) | own
     return own
 
 
 def make_optimizer(optim: Optim, compute: "torch.dtype | None" = None) -> "Make":
-    """`make(groups, compiled)`, which makes the config's optimizer from groups of parameters.
+    """Return `make(groups, compiled)`, which builds the config's optimizer from parameter groups.
 
-    A compiled step may hold no number that changes with the step: lr is then a float32 tensor, and AdamW the one of
+    A compiled step may hold no number that changes with the step: lr is then a float32 tensor, and AdamW that of
     own.py, whose state has the names, shapes and dtypes of torch's. `compute`: the dtype of Muon's iteration;
-    None: float32. Raises ConfigError for a package that is missing, and for a factory that can't be used.
+    None: float32. Raises ConfigError for a missing package, and for a factory that can't be used.
     """
     if optim.factory is None and optim.name != "adamw8bit":
         return lambda groups, compiled: _make(optim, compute, groups, compiled)
@@ -96,7 +95,7 @@ def _make(
     if optim.name in ("adamw", "adam") and not compiled and "tpu" not in devices:
         torchs = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
         has_fused = devices in ({"cuda"}, {"cpu"})
-        # fused=None: torch's default, which refuses no device. It skips a step only where it is fused.
+        # fused=None: torch's default, which refuses no device. Only a fused optimizer can skip a step.
         return torchs(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True if has_fused else None)
     from portable_fsdp.optim import own
 
@@ -117,13 +116,13 @@ def _make(
 
 # -------------------------------------------------------------------------------------------------- the learning rate
 
-# Linear warmup, then constant, linear, cosine or wsd (warmup, stable, decay). It is never 0: XLA compiles a program of
-# its own for an exact 0, so warmup begins at lr / warmup_steps and decay ends at min_lr_ratio * lr. wsd is that of
+# Linear warmup, then constant, linear, cosine or wsd (warmup, stable, decay). It is never 0: XLA compiles a separate
+# program for an exact 0, so warmup begins at lr / warmup_steps and decay ends at min_lr_ratio * lr. wsd is that of
 # MiniCPM (arXiv 2404.06395, section 4) with a linear decay.
 
 
 def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
-    """The learning rate of `step`, which counts from 1; the schedule spans `total_steps`, and stays at its end after.
+    """Return the learning rate of `step`, counted from 1; the schedule spans `total_steps`, then stays at its end.
 
     Step s of w warmup steps takes lr * s / w; step `total_steps` takes min_lr_ratio * lr, unless constant.
     """
@@ -134,7 +133,7 @@ def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
         return optim.lr
     wsd = optim.schedule == "wsd"
     decay = _wsd_decay_steps(optim, total_steps) if wsd else max(1, total_steps - warmup)
-    left = min(1.0, max(0, total_steps - step) / decay)  # share of the decay that is still to come
+    left = min(1.0, max(0, total_steps - step) / decay)  # remaining share of the decay
     if optim.schedule == "cosine":
         left = (1 - math.cos(math.pi * left)) / 2
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)

@@ -1,7 +1,7 @@
-"""Optimizers that torch lacks or that do worse there: AdamW (and Adam) of a compiled step, SGD, Lion, Adafactor, Muon,
-AdamW with moments in 8 bits; and those of the user's own, tried on the host before they train.
+"""Optimizers that torch lacks, or whose torch version is worse: AdamW (and Adam) of a compiled step, SGD, Lion,
+Adafactor, Muon, AdamW with 8-bit moments; and the user's own optimizers, tried on the host before they train.
 
-Ours run in eager and in compiled steps; of torch's own, only AdamW and Adam do better in eager ones.
+Ours run in eager and in compiled steps; of torch's own, only AdamW and Adam are better in eager ones.
 """
 
 import math
@@ -18,13 +18,13 @@ from portable_fsdp.runtime.factory import call_user, described, load_factory
 
 
 def adamw_prepare(group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-    """What `adamw_update` takes for all parameters of one group and count."""
+    """Return the numbers that `adamw_update` needs for all parameters of one group and count."""
     first, second = (_bias_correction(beta, count) for beta in group["betas"])
     return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
 
 
 def _bias_correction(beta: float, count: Number) -> Number:
-    """1 - beta^count; on the device without the digits that float32 would lose where beta^count is about 1."""
+    """Return 1 - beta^count; on the device by expm1, since float32 would lose digits if beta^count is about 1."""
     if isinstance(count, Tensor):
         return -torch.expm1(count * (math.log(beta) if beta else -math.inf))
     return 1 - beta**count
@@ -38,11 +38,11 @@ def adamw_update(
     prepared: tuple[Number, ...],
     decoupled: bool = True,
 ) -> None:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch's.
+    """Apply AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch does.
 
     m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
     parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
-    Not `decoupled` it is torch's Adam: w * parameter is added to the gradient.
+    Without `decoupled` it is torch's Adam: w * parameter is added to the gradient.
     """
     (beta1, beta2), (shrink, size, root) = group["betas"], prepared
     if not state:
@@ -129,11 +129,11 @@ ADAFACTOR_EPS = 1e-30  # the paper's first epsilon
 class Adafactor(CountingOptimizer):
     """Adafactor (Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5) with the learning rate of the schedule.
 
-    That is transformers' with scale_parameter=False and relative_step=False, as its Trainer has it: no first moment, no
+    It equals transformers' with scale_parameter=False and relative_step=False, as its Trainer sets: no first moment, no
     step relative to the weights. With k = t^-0.8 in the t-th step of a parameter, R and C (state `exp_avg_sq_row`,
     `exp_avg_sq_col`) move by k towards the means of gradient^2 + 1e-30 over columns and rows of the last two
     dimensions; u = gradient / sqrt(R C / mean(R)); parameter = parameter * (1 - lr * w) - lr * u / max(1, rms(u)).
-    Vectors have the whole second moment. torch's reads the norm of each parameter back to the host.
+    Vectors keep the full second moment. torch's Adafactor reads the norm of each parameter back to the host.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: Number) -> None:
@@ -171,7 +171,7 @@ def _shapes(parameter: Tensor) -> dict[str, list[int]]:
 
 
 def _mean_by_sum(tensor: Tensor, dim: int) -> Tensor:
-    """The mean by a sum: DTensor's mean over uneven shards would weigh each process alike."""
+    """Compute the mean by a sum: DTensor's mean over uneven shards would weigh all processes equally."""
     return tensor.sum(dim) / tensor.shape[dim]
 
 
@@ -182,13 +182,13 @@ COEFFICIENTS, ITERATIONS, MUON_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jorda
 
 
 class Muon(CountingOptimizer):
-    """Muon (Jordan et al., kellerjordan.github.io/posts/muon) of groups with `is_hidden`, AdamW of the others.
+    """Muon (Jordan et al., kellerjordan.github.io/posts/muon) for groups with `is_hidden`, AdamW for the others.
 
     It is torch.optim.Muon(adjust_lr_fn="match_rms_adamw") (Liu et al., arXiv 2502.16982), so that one learning rate and
     one weight decay w serve both: m = b * m + (1 - b) * gradient; O = orthogonal((1 - b) * gradient + b * m);
     parameter = parameter * (1 - lr * w) - lr * 0.2 * sqrt(max(rows, columns)) * O.
 
-    torch's iterates in bfloat16 always, and so its rounding, hence the loss curve, would depend on the devices. It also
+    torch's Muon always iterates in bfloat16: its rounding, and so the loss curve, would depend on the devices. It also
     reads a device's learning rate back to the host. Here the iteration has the dtype `compute`.
     """
 
@@ -224,7 +224,7 @@ class Muon(CountingOptimizer):
 
 
 def orthogonalized(matrix: Tensor, compute: torch.dtype) -> Tensor:
-    """The nearest matrix with singular values near 1 (0.7 to 1.2), by Newton and Schulz's iteration in `compute`."""
+    """Return the nearest matrix with singular values near 1 (0.7 to 1.2), by Newton-Schulz iteration in `compute`."""
     a, b, c = COEFFICIENTS
     # Not torch's norm: squares and one sum are the same over shards, and in XLA.
     x = (matrix / matrix.square().sum().sqrt().clamp(min=MUON_EPS)).to(compute)
@@ -239,16 +239,16 @@ def orthogonalized(matrix: Tensor, compute: torch.dtype) -> Tensor:
 # ----------------------------------------------------------------------------------------------------- AdamW in 8 bits
 
 
-BLOCK, SMALLEST = 256, 4096  # values of one scale, and of the smallest tensor that is quantised: bitsandbytes' own
+BLOCK, SMALLEST = 256, 4096  # values per scale, and in the smallest quantised tensor, as in bitsandbytes
 
 
 def from_bitsandbytes(optim: Optim) -> Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]:
-    """`make_optimizer` for optim.name=adamw8bit. Raises ConfigError without bitsandbytes."""
+    """Implement `make_optimizer` for optim.name=adamw8bit. Raises ConfigError without bitsandbytes."""
     try:
         from bitsandbytes.functional import create_dynamic_map
     except ImportError as error:
         raise ConfigError(
-            f"optim.name=adamw8bit: expected the package bitsandbytes, found {error}.\n"
+            f"optim.name=adamw8bit: can't import the package bitsandbytes: {error}.\n"
             "  pip install bitsandbytes, or set optim.name=adamw."
         ) from None
     maps: list[Tensor] = [create_dynamic_map(signed=signed) for signed in (True, False)]
@@ -258,10 +258,10 @@ def from_bitsandbytes(optim: Optim) -> Callable[[list[dict[str, Any]], bool], to
 class AdamW8bit(AdamW):
     """AdamW with block-wise quantised moments (Dettmers et al., arXiv 2110.02861).
 
-    The state of a tensor is the same on any number of devices. Where a row of dimension 0 is whole blocks of 256
-    values, and the tensor has at least 4096, `exp_avg` and `exp_avg_sq` are uint8 codes in its shape, and
-    `exp_avg_scale`, `exp_avg_sq_scale` `[rows, blocks of a row]` float32: the largest magnitude of each block. Other
-    tensors have AdamW's own state. (bitsandbytes' own optimizer cuts blocks from what a device holds.)
+    The state of a tensor is the same on any number of devices. If a row of dimension 0 is whole blocks of 256 values,
+    and the tensor has at least 4096, `exp_avg` and `exp_avg_sq` are uint8 codes in its shape, and `exp_avg_scale`,
+    `exp_avg_sq_scale` `[rows, blocks of a row]` float32: the largest magnitude of each block. Other tensors have
+    AdamW's own state. (bitsandbytes' own optimizer forms blocks within a device's shard.)
     """
 
     def __init__(self, groups: list[dict[str, Any]], maps: list[Tensor], **options: Any) -> None:
@@ -280,7 +280,7 @@ class AdamW8bit(AdamW):
             scales = [rows, values // rows // BLOCK]
             state |= {f"{name}_scale": gradient.new_zeros(scales, dtype=torch.float32) for name in names}
         state["step"] += 1
-        # No block crosses a row, and processes hold rows: each updates what it holds.
+        # No block crosses a row, and processes hold whole rows: each updates its own.
         local = {name: _local(value) for name, value in state.items()}
         parameter, gradient = _local(parameter), _local(gradient)
         if not parameter.numel():
@@ -296,19 +296,19 @@ class AdamW8bit(AdamW):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
+    """Return this process's part of a tensor."""
     return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
-# ------------------------------------------------ optimizers of the user's own, tried on the host before they train
+# ------------------------------------------------ the user's own optimizers, tried on the host before they train
 
 
 def from_factory(optim: Optim, name: str) -> Make:
-    """`make_optimizer` for a `function(groups, lr)`; lr is a number, or in compiled steps a float32 tensor.
+    """Implement `make_optimizer` for a `function(groups, lr)`; lr is a number, or in compiled steps a float32 tensor.
 
-    Raises ConfigError for a function that can't be used. So it does for an optimizer that keeps what a checkpoint
-    doesn't hold, whose state doesn't start at zero, or that ignores `lr` or `weight_decay` of its groups: trials show
-    it, each of two steps on small tensors.
+    Raises ConfigError for a function that can't be used, and for an optimizer with state that a checkpoint can't hold
+    or that doesn't start at zero, or that ignores `lr` or `weight_decay` of its groups. Trials of two steps on small
+    tensors detect these.
     """
     function = load_factory("optim.factory", name)
 
@@ -317,7 +317,7 @@ def from_factory(optim: Optim, name: str) -> Make:
         optimizer: object = call_user(f"optim.factory: {name}", function, groups, lr)
         if not isinstance(optimizer, torch.optim.Optimizer):
             actual = type(optimizer).__name__
-            raise ConfigError(f"optim.factory: expected a torch.optim.Optimizer from {name}, found {actual}.")
+            raise ConfigError(f"optim.factory: expected {name} to return a torch.optim.Optimizer, found {actual}.")
         return optimizer
 
     if problem := _problem(lambda **changes: _trial(make, name, **changes), decays=optim.weight_decay > 0):
@@ -332,20 +332,20 @@ class Trial(NamedTuple):
 
 
 def _problem(run: Callable[..., Trial], *, decays: bool) -> str:
-    """What keeps the optimizer from training here, or nothing. Engines lay out all state as zeros before a step."""
+    """Why the optimizer can't train here; empty if it can. Engines allocate all state as zeros before a step."""
     plain = run()
     own = {key: value for state in plain.states for key, value in state.items() if value is not None}
     if others := sorted(key for key, value in own.items() if not isinstance(value, Tensor)):
-        return f"expected tensors as its state, found {others}, which a checkpoint doesn't hold. Make them tensors"
+        return f"{others} of its state aren't tensors, which a checkpoint can't hold. Make them tensors"
     if counted := sorted(key for key, value in run(steps=1).group.items() if value != plain.group[key]):
-        return f"expected groups that a step leaves alone, found {counted} changed. Keep them in the state, as tensors"
+        return f"a step changes {counted} of its groups. Keep them in the state, as tensors"
     zeroed = run(zeros=plain.states)
     if not _equal(zeroed.weights, plain.weights):
         pairs = [(a, b) for a, b in zip(plain.states, zeroed.states, strict=True)]
         differ = sorted({key for a, b in pairs for key in a if not _equal([a[key]], [b[key]])})
-        return f"expected state that starts at zero, found {differ or sorted(own)} that doesn't. Let it start at zero"
+        return f"{differ or sorted(own)} of its state doesn't start at zero. Let it start at zero"
     if _equal(run(lr=1e-3).weights, plain.weights):
-        return "expected a step that reads `lr` of its groups, found one that doesn't. Read it in each step"
+        return "its step ignores `lr` of its groups. Read it in each step"
     if decays and _equal(run(weight_decay=0.0).weights, plain.weights):
         return "`weight_decay` of its groups has no effect. Read it in each step, or set optim.weight_decay=0"
     return ""
@@ -360,7 +360,7 @@ def _trial(
     weight_decay: float = 0.25,
     zeros: list[dict[str, Any]] | None = None,
 ) -> Trial:
-    """`zeros`: state whose shapes and dtypes that of the trial has from the start, as zeros."""
+    """Run some steps on small tensors. `zeros`: start with zeros in the shapes and dtypes of this state."""
     generator = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 4), (4,))]
     try:

@@ -1,4 +1,4 @@
-"""Is it the same run there? `python -m portable_fsdp.parity --config=run.yaml --on=native:2,xla:4 --steps=20`."""
+"""Compare a run across places: `python -m portable_fsdp.parity --config=run.yaml --on=native:2,xla:4 --steps=20`."""
 
 import argparse
 import os
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Run the first steps of a config on several engines or numbers of devices; compare them step by step.
 
-Writes certificate.md and certificate.json. Where one layer computes something else, names it."""
+Writes certificate.md and certificate.json. If one layer computes something else, names that layer."""
 EXIT_CODES = "exit code: 0 equal within the bounds, 1 different, or a place failed, 2 usage or config error, 130 Ctrl-C"
 
-ROUNDING = "the difference grows little by little, as rounding does"
-COMPILER = "a compiler makes it: it's gone where layers are recorded, without compile.enabled and scan_layers"
+ROUNDING = "the difference grows gradually, as rounding does"
+COMPILER = "a compiler causes it: it disappears when layers are recorded, without compile.enabled and scan_layers"
 
 _LIMIT_S = 24 * 3600.0
 _WORKER = "portable_fsdp.parity"
@@ -60,19 +60,19 @@ _WORKER = "portable_fsdp.parity"
 def _parser() -> CommandParser:
     parser = CommandParser("parity", DESCRIPTION, epilog=EXIT_CODES)
     add = parser.add_argument
-    add("words", nargs="*", metavar="CONFIG key=value", help="as --config, and overrides of its keys")
+    add("words", nargs="*", metavar="CONFIG key=value", help="the config, like --config, and overrides of its keys")
     add("--config", action=Once, metavar="FILE", help="YAML file, as for portable_fsdp.launch")
     add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
-    add("--on", metavar="PLACES", help="ENGINE:DEVICES,... as native:2,xla:4; the others are compared with the first")
+    add("--on", metavar="PLACES", help="ENGINE:DEVICES,... as in native:2,xla:4; each is compared with the first")
     add("--device", default="auto", help="auto | cpu | cuda | tpu, for all places (default auto, as for launch)")
-    add("--steps", type=at_least(1, int), default=20, metavar="N", help="(default 20)")
-    add("--out", type=Path, metavar="FOLDER", help="for the certificate (default: beside run.dir, RUN-parity)")
-    add("--compare", nargs=2, type=Path, metavar="JSON", help="compare two certificates: of two environments")
+    add("--steps", type=at_least(1, int), default=20, metavar="N", help="number of steps (default 20)")
+    add("--out", type=Path, metavar="FOLDER", help="folder of the certificate (default: RUN-parity next to run.dir)")
+    add("--compare", nargs=2, type=Path, metavar="JSON", help="compare two certificates from different environments")
     return parser
 
 
 def main(argv: list[str], worker: str = _WORKER) -> int:
-    """Run with the arguments after the program's name; returns the exit code. `worker`: the module of each place."""
+    """Run with the arguments after the program's name; return the exit code. `worker`: the module of each place."""
 
     def parity(options: argparse.Namespace) -> int:
         certificate, folder = _compared(options) if options.compare else _made(options, worker)
@@ -96,7 +96,7 @@ def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
     if len(files) != 1 or options.on is None:
         raise UsageError("parity: expected one CONFIG and --on=PLACES, as in run.yaml --on=native:2,xla:4.")
     if not detect_launch(os.environ).is_alone:
-        raise UsageError("parity: expected a plain start, found a launcher: parity starts all processes itself.")
+        raise UsageError("parity: a launcher started this process; start parity directly: it starts all processes.")
     config = read_config(files[0], overrides, options.imports, os.environ).config
     for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
         config = with_value(config, key, value)
@@ -108,12 +108,12 @@ def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
 
 
 def _places(text: str, device: str, config: Config) -> list[Place]:
-    """Raises UsageError for places that can't run the config, before one is started."""
+    """Parse places. Raises UsageError for places that can't run the config, before any starts."""
     places: list[Place] = []
     for name in text.split(","):
         engine, _, number = name.partition(":")
         if not engine or not number.isdecimal() or int(number) < 1:
-            raise UsageError(f"--on={text}: expected ENGINE:DEVICES,..., as native:2,xla:4, found {name!r}.")
+            raise UsageError(f"--on={text}: expected ENGINE:DEVICES,..., as in native:2,xla:4, found {name!r}.")
         where, engine = resolve(device, engine)
         if where != "cpu" and int(number) > (count := count_devices(where)):
             raise UsageError(f"--on={text}: expected at most the {count} devices of this host, found {name!r}.")
@@ -126,15 +126,16 @@ def _folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out: expected a folder that can be made, found {path}: {error.strerror}.") from None
+        raise UsageError(f"--out: {path}: the folder can't be created: {error.strerror}.") from None
     return path
 
 
 def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _WORKER) -> Certificate:
     """Run the first steps of a config on each place, and compare with the first place.
 
-    Then step 1 again with each module recorded: a wrong layer may change no loss by more than the bound. If that shows
-    none, all steps up to the first that differs. torch.compile and scan, which run many modules as one, are off there.
+    Then run step 1 again with each module recorded: a wrong layer may change no loss by more than the bound. If no
+    layer is found, record all steps up to the first that differs. While recording, torch.compile and scan are off,
+    since they run many modules as one.
     """
     apart = config.without_compiler().model_dump_json()
     plain = RunTask(config=config.model_dump_json(), steps=steps)
@@ -165,7 +166,7 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
 
 
 def run_place(task: PlaceTask) -> list[PlaceRecord]:
-    """In processes of its own. Raises UsageError for what the place refuses, TrainingError for what fails there."""
+    """Run a place in processes of its own. Raises UsageError if it refuses the config, TrainingError if it fails."""
     recorded = max((run.steps for run in task.runs if run.records), default=0)
     to_stderr(f"{task.place} on {task.place.device}: {task.runs[0].steps} step(s), {recorded} with modules recorded")
     path, out, refusal = (Path(f"{task.out}{suffix}") for suffix in (".task", "", ".error"))
@@ -175,15 +176,16 @@ def run_place(task: PlaceTask) -> list[PlaceRecord]:
         ended = child.wait(_LIMIT_S)
     if ended.how == "finished" and out.is_file():
         return [PlaceRecord.model_validate_json(line) for line in out.read_text().splitlines()]
-    if not refusal.is_file():  # not ours, whatever its exit code says: MKL ends a process with 2
+    if not refusal.is_file():  # not our error, whatever the exit code: MKL exits with 2
         raise TrainingError(f"{task.place}: exit code {ended.code}\n{ended.last_lines}")
     raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
 
 
 def work(argv: list[str], prepare: Callable[["Training"], None] = lambda training: None) -> int:
-    """One place, in a process of its own: train, and write records. `argv`: the process to end with, a `PlaceTask`.
+    """Train in one place, in a process of its own, and write records. `argv`: the parent's pid, the file of a
+    `PlaceTask`.
 
-    Saves nothing, and leaves run.dir alone. An error of ours goes into the file `<out>.error`. `prepare` gets the
+    Saves nothing, and leaves run.dir alone. Our errors go into the file `<out>.error`. `prepare` is called with the
     training before its first step. Returns the exit code.
     """
     parent, path = argv
@@ -215,14 +217,14 @@ def _certificate(config: Config, records: list[PlaceRecord], deviations: list[De
 
 
 def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
-    """The first place of one certificate with each place of the other."""
+    """Compare the first place of one certificate with each place of the other."""
     if options.on or options.config or options.words:
-        raise UsageError("--compare: expected two certificates and nothing to run, found --on, a config or overrides.")
+        raise UsageError("--compare: it runs nothing; leave out --on, the config and overrides.")
     try:
         first, other = (Certificate.model_validate_json(read_regular(path)) for path in options.compare)
         configs = [Config.model_validate_json(certificate.config) for certificate in (first, other)]
     except (OSError, ValidationError) as error:
-        raise UsageError(f"--compare: expected two files certificate.json of parity, found: {error}") from None
+        raise UsageError(f"--compare: expected two certificate.json files of parity: {error}") from None
     values = [with_value(with_value(config, "run.dir", ""), "run.name", None).model_dump() for config in configs]
     differing = [name for name in Config.model_fields if values[0][name] != values[1][name]]
     if differing or len(first.records[0].losses) != len(other.records[0].losses):
@@ -234,7 +236,7 @@ def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
 
 
 def _markdown(certificate: Certificate) -> str:
-    """The verdict first, then each place, then the steps."""
+    """Format the certificate: the verdict, then each place, then the steps."""
     config = Config.model_validate_json(certificate.config)
     records, deviations = certificate.records, certificate.deviations
     limit, steps = bounds(config), len(records[0].losses)
@@ -252,7 +254,7 @@ def _markdown(certificate: Certificate) -> str:
             f"| {name} | {record.device_name} | {', '.join(map(' '.join, record.versions.items()))} |"
             for name, record in zip(names, records, strict=True)
         ),
-        *(line for item in deviations for line in ("", f"## {item.place} beside {names[0]}", "", *_findings(item))),
+        *(line for item in deviations for line in ("", f"## {item.place} vs. {names[0]}", "", *_findings(item))),
         "",
         f"| step | {' | '.join(f'loss, {name} | gradient norm, {name}' for name in names)} | loss differs by |",
         "|---" * (2 + 2 * len(names)) + "|",
@@ -274,7 +276,7 @@ def _findings(item: Deviation) -> list[str]:
         lines += [
             f"- **{culprit.what}** (step {culprit.step}, {culprit.kind}: {culprit.relative:.1e}, at most "
             f"{culprit.before:.1e} before it)",
-            f"- its update in that step differs most: {culprit.parameter}",
+            f"- the parameter whose update in that step differs most: {culprit.parameter}",
         ]
     return [*lines, f"- {item.remark}"] if item.remark else lines
 

@@ -1,9 +1,8 @@
-"""What a place is given and writes, and the certificate, as JSON; the verdict's bounds, and the culprit. No torch here.
+"""JSON forms of a place's task, its record and the certificate; the verdict's bounds, and the culprit. No torch here.
 
-`find_culprit` finds the first operation that differs in two records of the same steps, although all that it depends on
-agrees. Events stand in the order in which they happened: what an event depends on comes before it. Rounding grows
-little by little, a wrong operation is a jump: a difference beyond the bound, and JUMP times that of every event before
-it.
+`find_culprit` finds the first operation that differs in two records of the same steps although its inputs agree. Events
+are in chronological order, so an event's inputs come before it. Rounding grows gradually; a wrong operation is a jump:
+a difference beyond the bound, and JUMP times that of every earlier event.
 """
 
 import math
@@ -20,8 +19,8 @@ Stage = Literal["data", "weights", "forward", "backward", "gradient", "update"]
 
 
 class Bounds(NamedTuple):
-    """Relative differences of losses up to step 20 and up to the last step, as README.md promises them, and of gradient
-    norms, as the project's own tests of curves hold them."""
+    """Largest relative differences of losses up to step 20 and up to the last step, as README.md promises, and of
+    gradient norms, as in the project's tests of loss curves."""
 
     loss: float
     loss_after_20: float
@@ -38,7 +37,7 @@ def bounds(config: Config) -> Bounds:
 
 
 class _Json(BaseModel):
-    model_config = ConfigDict(ser_json_inf_nan="strings")  # JSON has no number for them
+    model_config = ConfigDict(ser_json_inf_nan="strings")  # JSON has no inf and NaN
 
 
 class Place(_Json):
@@ -53,18 +52,18 @@ class Place(_Json):
 class RunTask(_Json):
     config: str  # JSON
     steps: int
-    records: bool = False  # each module's tensors too
+    records: bool = False  # record each module's tensors too
 
 
 class PlaceTask(_Json):
     place: Place
     runs: list[RunTask]
     module: str  # the worker
-    out: str  # a file of as many lines, PlaceRecords
+    out: str  # output file: a line with a PlaceRecord for each run
 
 
 class PlaceRecord(_Json):
-    """What one place computed. Lists are by step; `state` has one more, from before the first step."""
+    """Results of one place. Lists are by step; `state` has one more item, from before the first step."""
 
     place: Place
     device_name: str
@@ -76,16 +75,16 @@ class PlaceRecord(_Json):
 
 
 class Culprit(_Json):
-    """The first thing that differs although all that it depends on agrees."""
+    """The first operation that differs although its inputs agree."""
 
     step: int
     kind: Stage
-    layer: str  # the module's name; empty: the model itself, or all parameters
-    parameter: str  # whose update in that step differs most
+    layer: str  # name of the module; empty: the model itself, or all parameters
+    parameter: str  # the parameter whose update in that step differs most
     what: str
-    key: str  # of the recorded tensor
+    key: str  # key of the recorded tensor
     relative: float
-    before: float  # the largest difference of what comes before it
+    before: float  # the largest difference of earlier events
 
 
 class Deviation(_Json):
@@ -94,7 +93,7 @@ class Deviation(_Json):
     place: Place
     losses: list[float]
     grad_norms: list[float]
-    first_step: int | None  # beyond a bound
+    first_step: int | None  # first step beyond a bound
     culprit: Culprit | None = None
     remark: str = ""
 
@@ -108,9 +107,9 @@ class Certificate(_Json):
 
 
 def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviation:
-    """Raises ValueError for records of different lengths."""
+    """Compare two places step by step. Raises ValueError for records of different lengths."""
     limit, first_step = bounds(config), None
-    skips = "float16" in config.precision.dtypes  # a step whose gradients overflow, in both places alike
+    skips = "float16" in config.precision.dtypes  # both places skip a step whose gradients overflow
     losses = [*map(_apart, first.losses, other.losses)]
     norms = [
         0.0 if skips and not any(map(math.isfinite, pair)) else _apart(*pair)
@@ -123,7 +122,7 @@ def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviati
 
 
 def _apart(first: float, other: float) -> float:
-    """Infinite unless both are finite."""
+    """Return the relative difference; infinite unless both are finite."""
     if not (math.isfinite(first) and math.isfinite(other)):
         return math.inf
     return abs(first - other) / (max(abs(first), abs(other)) or 1.0)
@@ -133,26 +132,26 @@ def _apart(first: float, other: float) -> float:
 
 JUMP = 10
 ALIKE = 100
-"""Bounds. The median of all gradients, or updates, never differs by more from rounding."""
+"""Multiple of the bound that the median difference of all gradients, or updates, never exceeds by rounding."""
 
 _SMALL = 1e-3
-"""A gradient below this share of the largest one counts as that large: one that should be 0 is rounding alone."""
+"""A gradient below this share of the largest one counts as that large: a gradient that should be 0 is only rounding."""
 
 _SENTENCES = {
-    "weights": "starts with other values",
-    "gradient": "gets another gradient, though those of all activations agree: a product, a sum over devices, clipping",
+    "weights": "has other initial values",
+    "gradient": "has another gradient although those of all activations agree: a product, a sum over devices, clipping",
     "update": "gets another update from the same gradient: the optimizer",
 }
 
 Values = Mapping[str, Any]
-"""Key -> array of elements, sum of squares, projections."""
+"""Key -> array of [element count, sum of squares, projections]."""
 
 Pair = Sequence[Values]
 """Values of the first place and of another."""
 
 
 class Jump(NamedTuple):
-    """Where a difference stands out; no key: in all parameters alike."""
+    """A difference that stands out; an empty key means all parameters alike."""
 
     kind: Stage
     key: str
@@ -161,7 +160,7 @@ class Jump(NamedTuple):
 
 
 def find_culprit(first: PlaceRecord, other: PlaceRecord, bound: float) -> Culprit | None:
-    """In the earliest step that has one; None where no difference stands out."""
+    """Return the culprit of the earliest step that has one; None if no difference stands out."""
     for step in range(1, len(first.modules) + 1):
         modules = [_arrays(record.modules[step - 1]) for record in (first, other)]
         old, new = ([_arrays(record.state[at]) for record in (first, other)] for at in (step - 1, step))
@@ -196,7 +195,7 @@ def _jumps(
 
 
 def _outlier(kind: Stage, differences: Mapping[str, float], bound: float) -> Iterator[Jump]:
-    """The one that differs most, if it stands out; or all."""
+    """Yield the key that differs most, if it stands out; or an empty key if most differ."""
     if not differences:
         return
     key, typical = max(differences, key=lambda key: differences[key]), median(differences.values())
@@ -207,7 +206,7 @@ def _outlier(kind: Stage, differences: Mapping[str, float], bound: float) -> Ite
 
 
 def _once(value: Any, modules: Pair, key: str) -> Any:
-    """In a forward each data shard may have the same tensor, whose copies have added up as rows do."""
+    """Scale back a tensor whose copies were summed: in a forward each data shard may have the same tensor."""
     return value * (min(part[key][0] for part in modules) / value[0])
 
 
@@ -225,13 +224,13 @@ def _parameters(state: Pair) -> list[str]:
 
 
 def _update(old: Any, new: Any) -> Any:
-    """What a step added. No difference of sums of squares is one: the projections' own mean square stands for it."""
+    """Return a step's change. Sums of squares don't subtract: the mean square of the projections replaces theirs."""
     return np.array([new[0], np.mean((new - old)[2:] ** 2), *(new - old)[2:]])
 
 
 def _relative(first: Any, other: Any, floor: float = 0.0) -> float:
-    """Root of the mean square of the projections' differences, which estimates the norm of the tensors' difference,
-    over the larger norm (`floor`: its least square). Infinite where one isn't finite, 0 where neither is."""
+    """Return the root mean square of the projections' differences, which estimates the norm of the tensors' difference,
+    over the larger norm (`floor`: its least square). Infinite if one isn't finite, 0 if neither is."""
     if not (np.isfinite(first[1:]).all() or np.isfinite(other[1:]).all()):
         return 0.0
     square = np.mean((first[2:] - other[2:]) ** 2) / (max(first[1], other[1], floor) or 1.0)
@@ -239,7 +238,7 @@ def _relative(first: Any, other: Any, floor: float = 0.0) -> float:
 
 
 def _words(jump: Jump, modules: Values) -> tuple[str, str]:
-    """The module at fault, and a sentence about it."""
+    """Return the module at fault, and a sentence about it."""
     if jump.kind == "data":
         return "", "the batches differ: the data, not the model"
     if jump.kind in _SENTENCES:
@@ -247,11 +246,11 @@ def _words(jump: Jump, modules: Values) -> tuple[str, str]:
     _, place, name, *_ = jump.key.split("|")
     forward = jump.kind == "forward"
     if (place == "out") == forward:
-        made = "output" if forward else "gradient of the input"
-        return name, f"{name}: its {made} differs, although all that it is computed from agrees"
+        result = "output" if forward else "gradient of the input"
+        return name, f"{name}: its {result} differs, although its inputs agree"
     known = {"", *(key.split("|")[2] for key in modules)}
     caller = name.rpartition(".")[0]
     while caller not in known:  # a list of layers has no forward of its own
         caller = caller.rpartition(".")[0]
     what = f"the input of {name}" if forward else f"the gradient of the output of {name}"
-    return caller, f"{caller or 'the model'}: its own forward makes {what} differ, although all before it agrees"
+    return caller, f"{caller or 'the model'}: its own forward makes {what} differ, although everything before it agrees"

@@ -1,7 +1,7 @@
-"""Trains the first steps of a run, and records what they compute, by module, as statistics that engines share.
+"""Recorder: trains the first steps of a run and records each module's tensors as statistics comparable across engines.
 
 A tensor becomes its number of elements, its sum of squares and projections on fixed random signs. These are sums over
-rows, so data shards and micro batches add up, and they leave the step's program as one more output of it.
+rows, so data shards and micro batches add up. The step's program returns them as one more output.
 """
 
 from collections import Counter
@@ -26,10 +26,10 @@ from portable_fsdp.train.step import train_step
 
 PROJECTIONS = 8
 _LARGE = 1e15
-"""Masks hold infinities, which no sum survives. The square of this is a float32."""
+"""Clamp: masks hold infinities, which would spoil every sum. The square of this fits into float32."""
 
 Statistics = dict[str, list[float]]
-"""Key -> elements, sum of squares, PROJECTIONS projections; keys in the order in which the tensors appear."""
+"""Key -> [element count, sum of squares, PROJECTIONS projections]; keys in the order in which the tensors appear."""
 
 
 def run(place: Place, task: RunTask, prepare: Callable[[Training], None]) -> PlaceRecord:
@@ -69,16 +69,16 @@ def run(place: Place, task: RunTask, prepare: Callable[[Training], None]) -> Pla
 
 @cache
 def signs(size: int, device: torch.device) -> Tensor:
-    """float32 [size, PROJECTIONS] of +1 and -1, the same in every process."""
+    """Return float32 `[size, PROJECTIONS]` of +1 and -1, the same in every process."""
     bits = torch.randint(0, 2, (size, PROJECTIONS), generator=torch.Generator().manual_seed(size))
     return (bits * 2.0 - 1.0).to(device)
 
 
 def statistics(tensor: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """[2 + PROJECTIONS] in the dtype of `weights`, which are [size, PROJECTIONS] for each of the last dimensions.
+    """Return `[2 + PROJECTIONS]` in the dtype of `weights`: one `[size, PROJECTIONS]` for each of the last dimensions.
 
-    Sums over the dimensions in front of these. The product of the weights is a random sign for each element; a
-    projection's expected square is the sum of squares (Achlioptas, 2003, Database-friendly random projections).
+    Sums over the dimensions before these. The product of the weights is a random sign for each element; a projection's
+    expected square is the sum of squares (Achlioptas, 2003, Database-friendly random projections).
     """
     values = tensor.detach().to(weights[0].dtype).clamp(-_LARGE, _LARGE)
     total = values @ weights[-1]
@@ -89,11 +89,11 @@ def statistics(tensor: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 class StepRecorder:
-    """Hooks on all modules of a training, and an engine for `train_step` whose programs return what the hooks see.
+    """Hooks on all modules of a training, and an engine for `train_step` whose programs also return the statistics.
 
     Keys are `direction|place|module|call|leaf`: `forward|in`, `forward|out`, `backward|out` (the gradient of the
-    output), `backward|in`. `call` counts a module's calls in a micro batch. Left out are tensors of fewer than two
-    dimensions, those of integers except the model's own inputs, and the model's output, a sum over a process's rows.
+    output), `backward|in`. `call` counts a module's calls in a micro batch. Tensors of fewer than two dimensions are
+    left out, integer tensors except the model's own inputs, and the model's output, a sum over a process's rows.
     """
 
     def __init__(self, engine: Backend, training: Training) -> None:
@@ -101,7 +101,7 @@ class StepRecorder:
         self._seen: dict[str, Tensor] = {}
         self._calls = Counter[str]()
         self._records_forward = True
-        self.total: Statistics = {}  # of all programs, until someone empties it
+        self.total: Statistics = {}  # sum over all programs since the caller last reset it
         for name, module in training.model.named_modules():
             module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             module.register_forward_hook(partial(self._leave, name))
@@ -110,14 +110,14 @@ class StepRecorder:
         return getattr(self._engine, name)
 
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
-        """The engine's `compile`; the program also adds to `total`."""
+        """Compile by the engine; the program also adds to `total`."""
         keys: list[str] = []
 
         def recorded(*args: Any) -> Metrics:
             self._seen, self._calls, self._records_forward = {}, Counter(), True
             metrics = fn(*args)
             keys[:], seen = self._seen, [*self._seen.values()]
-            self._seen = {}  # a tensor that lives when a program of XLA's ends is one of its outputs
+            self._seen = {}  # on XLA, a tensor that lives at the end of a program becomes an output
             return {**metrics, "seen": self._engine.sum(torch.stack(seen))} if seen else metrics
 
         program = self._engine.compile(recorded, name)
@@ -138,12 +138,13 @@ class StepRecorder:
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
         if name:
             return self._noted("out", name, output)
-        # What runs from now on is gradient checkpointing: the same again, whose gradients count on XLA.
+        # From now on gradient checkpointing runs the same modules again; on XLA their gradients count.
         self._records_forward, self._calls = False, Counter()
         return output
 
     def _noted(self, place: str, name: str, value: Any) -> Any:
-        """The same, as aliases: the gradient of each is that of this use alone, and comes after those of its users."""
+        """Record a value and return it as aliases: the gradient of an alias is that of this use alone, and comes after
+        those of its users."""
         leaves, structure = tree_flatten(value)
         prefix = f"{place}|{name}|{self._calls[name]}"
         return tree_unflatten([self._note(f"{prefix}|{at}", leaf) for at, leaf in enumerate(leaves)], structure)
@@ -171,7 +172,7 @@ def _add(total: Statistics, more: Mapping[str, list[float]]) -> None:
 
 
 def state_statistics(engine: Backend, training: Training) -> Statistics:
-    """In float64, of each tensor of a checkpoint but numbers, by its key; all dimensions have signs. *collective*"""
+    """Return float64 statistics of a checkpoint's non-scalar tensors by key; all dimensions have signs. *collective*"""
     mine: Statistics = {}
     for key, state in engine.state(training.model, training.optimizer).items():
         for piece in (piece for piece in state.pieces() if state.shape and not piece.replica):

@@ -1,4 +1,4 @@
-"""Memory and time on hardware that isn't here: `python -m portable_fsdp.plan --config=run.yaml --on=v5p:2x2x4`."""
+"""Memory and time on absent hardware: `python -m portable_fsdp.plan --config=run.yaml --on=v5p:2x2x4`."""
 
 import argparse
 import importlib.util
@@ -25,9 +25,9 @@ from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_l
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
 from portable_fsdp.runtime.signals import end_with_parent
 
-DESCRIPTION = """Does it fit, how many bytes on a device, how long at best: on hardware that you don't have."""
-EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, each plan of a sweep is
-refused, or no micro batch fits; 1 anything else; 130 for Ctrl-C"""
+DESCRIPTION = """Plan a run on hardware that you don't have: whether it fits, memory by part, step time."""
+EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, every plan of a sweep refused,
+or no micro batch fits; 1 any other error; 130 for Ctrl-C"""
 
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
@@ -47,24 +47,24 @@ def _parser() -> CommandParser:
     )
     parser.switch("--largest_batch", "find the largest train.micro_batch that fits, and plan it")
     parser.add_argument(
-        "--memory", metavar="GiB", type=at_least(0, float), help="of a device, in place of the known figure"
+        "--memory", metavar="GiB", type=at_least(0, float), help="memory of a device; overrides the known figure"
     )
-    parser.switch("--sweep", "plan other settings too, and say which fit and which is fastest at best")
+    parser.switch("--sweep", "plan a grid of settings: which fit, and how fast each can be")
     parser.add_argument(
         "--over",
         action="append",
         default=[],
         metavar="key=value,...",
-        help="a key to sweep with its values, as --over=train.micro_batch=1,2,4; may be given several times",
+        help="a key to sweep with its values, as in --over=train.micro_batch=1,2,4; may be repeated",
     )
-    parser.add_argument("--compare", metavar="RUN", help="a run's folder: what it took beside the bound")
+    parser.add_argument("--compare", metavar="RUN", help="a run's folder: compare its measured steps with the plan")
     parser.add_argument("--save", metavar="FILE", help="draw the plan, or the sweep, to a file (plan.png)")
     parser.switch("--json", "one JSON object")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Plan what is asked for by the arguments after the program's name; returns the exit code."""
+    """Run the command with the arguments after the program's name; return the exit code."""
 
     def plan(options: argparse.Namespace) -> int:
         with Worker() as worker:
@@ -79,10 +79,10 @@ def main(argv: list[str]) -> int:
 
 def _plan(options: argparse.Namespace, worker: Worker) -> int:
     if options.config is None or options.on is None:
-        raise ConfigError("plan: expected --config=FILE and --on=WHERE, as --on=v5p:2x2x4 or --on=h100:8.")
+        raise ConfigError("plan: --config=FILE and --on=WHERE are required, as in --on=v5p:2x2x4 or --on=h100:8.")
     is_sweep = options.sweep or bool(options.over)
     if is_sweep and (options.compare is not None or options.largest_batch):
-        raise UsageError("--compare, --largest-batch: expected one plan, found --sweep or --over.\n  Leave that out.")
+        raise UsageError("--compare, --largest-batch: these need a single plan.\n  Leave out --sweep and --over.")
     target = parse_target(options.on)
     if options.memory is not None:
         target = with_memory(target, options.memory)
@@ -103,12 +103,12 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
         planner.grid(_axes(options.over)) if options.over else planner.usual_grid(config, target.devices, scan=scans)
     )
     for settings in points:
-        config_of(settings)  # refuses an unknown key before the first plan
+        config_of(settings)  # raises for an unknown key before the first plan
     return _sweep(points, plan_of, as_json=options.json, picture=picture)
 
 
 def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, picture: Path | None) -> int:
-    tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # else the plan says it
+    tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # None: from the plan
     measured = _measured(options.compare, tokens) if options.compare and tokens else None
     is_search = options.largest_batch or config.train.micro_batch == "auto"
     best = planner.largest_that_fits(config, target.devices, plan_of, to_stderr) if is_search else Tried(settings={})
@@ -119,7 +119,7 @@ def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: P
     if not options.json:
         to_stdout(f"the largest that fits: {best.words}\n\n{result.text(plan)}" if best.fits else result.text(plan))
     measures: list[Tried] = []
-    if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # no lower bound shows that anything fits
+    if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # a lower bound can't show that a plan fits
         planned = with_value(config, "train.micro_batch", plan.settings["train.micro_batch"])
         offload = target.hardware.kind == "cuda"
         measures = list(planner.nearest_that_fits(planned, lambda more: plan_of(best.settings | more), offload=offload))
@@ -148,7 +148,7 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
             results.append(tried)
             to_stderr(f"{len(results)} of at most {len(points)}: {tried.line}")
     except KeyboardInterrupt:
-        to_stderr("interrupted: what was planned until now")
+        to_stderr("interrupted: the plans so far")
         is_complete = False
     done = [tried.settings for tried in results]
     left_out = [settings for settings in points if settings not in done]
@@ -159,7 +159,7 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
     else:
         to_stdout(result.sweep_text(planned, keys))
         if left_out and is_complete:
-            to_stdout(f"left out: {len(left_out)} with more rows at once than one that does not fit")
+            to_stdout(f"left out: {len(left_out)} with a larger train.micro_batch than one that does not fit")
         for reason in sorted({tried.refusal for tried in results if tried.refusal is not None}):
             group = [f"  {tried.words}" for tried in results if tried.refusal == reason]
             to_stdout("\n".join(["refused:", *group, reason]))
@@ -172,7 +172,7 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
 
 
 def _rank(tried: Tried) -> tuple[bool, float, int]:
-    """What fits first; of these what may be fastest, and then what needs least."""
+    """Sort key: plans that fit first, then the fastest, then the smallest memory."""
     plan = tried.plan
     assert plan is not None
     rate = plan.expected_tokens_per_second_per_device or plan.time.tokens_per_second_per_device or 0.0
@@ -183,14 +183,14 @@ def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
     axes: dict[str, list[str]] = {}
     for word in texts:
         key, equals, values = word.partition("=")
-        axes[key] = re.split(r",(?![^\[{]*[\]}])", values)  # not at the commas of a list or a mapping
+        axes[key] = re.split(r",(?![^\[{]*[\]}])", values)  # but not at commas inside a list or a mapping
         if not equals or "." not in key or not all(axes[key]):
-            raise ConfigError(f"--over={word}: expected a key with values, as --over=train.micro_batch=1,2,4.")
+            raise ConfigError(f"--over={word}: expected a key with values, as in --over=train.micro_batch=1,2,4.")
     return axes
 
 
 def _picture(name: str) -> Path:
-    """Refuse what can't be written before minutes of planning."""
+    """Return the path. Raises UsageError for one that can't be written, before minutes of planning."""
     folder = os.path.dirname(os.path.abspath(name))
     is_writable = os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(name)
     if Path(name).suffix not in (".png", ".pdf", ".svg") or not is_writable:
@@ -198,14 +198,14 @@ def _picture(name: str) -> Path:
             f"--save={name}: expected a file that ends in .png, .pdf or .svg, in a folder that exists and is writable."
         )
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--save: matplotlib is not installed: in a checkout of portable_fsdp pip install '.[plan]'")
+        raise UsageError("--save: matplotlib is not installed; in a checkout of portable_fsdp: pip install '.[plan]'")
     return Path(name)
 
 
 def _measured(name: str, tokens: int) -> list[MeasuredStep]:
     folder = Path(name)
     if not (folder / "metrics.jsonl").is_file():
-        raise UsageError(f"--compare={folder}: expected a run's folder, found no metrics.jsonl in it.")
+        raise UsageError(f"--compare={folder}: no metrics.jsonl in this folder; name a run's folder.")
     try:
         return measured_steps(read_jsonl(folder / "metrics.jsonl", folder), tokens)
     except OSError as error:
@@ -213,8 +213,8 @@ def _measured(name: str, tokens: int) -> list[MeasuredStep]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].isdecimal():  # a run's child, see runtime/child.py
+    if sys.argv[1:2] and sys.argv[1].isdecimal():  # child process of a run, see runtime/child.py
         end_with_parent(int(sys.argv.pop(1)))
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no child and no file is left
+    for number in (signal.SIGTERM, signal.SIGHUP):  # clean up as for Ctrl-C: leave no child and no file
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

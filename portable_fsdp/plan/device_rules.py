@@ -1,7 +1,7 @@
-"""What devices add to a step on fake tensors: matrix products, kernels' workspaces, the attention that a GPU or a TPU
-would run, a TPU's tiles, and the memory that torch's caching allocator takes from a GPU's driver.
+"""Device rules for a step on fake tensors: matrix products, kernel workspaces, the attention kernel that a GPU or a TPU
+would run, a TPU's tiles, and the memory that torch's caching allocator reserves from a GPU's driver.
 
-Torch takes the fake tensors of a plan for a GPU for the CPU's.
+The fake tensors of a GPU's plan are CPU tensors to torch, so it would pick CPU kernels.
 """
 
 import math
@@ -17,17 +17,17 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxOutput
 from torch.utils.flop_counter import flop_registry
 
-# cuBLAS's workspace of one handle and stream, at::cuda's default for compute capability 9.0; before it 8.1 MiB.
+# cuBLAS workspace per handle and stream: at::cuda's default for compute capability 9.0; 8.1 MiB for older ones.
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_DIM = 256  # the largest
-_FLASH_ROWS = 128  # that flash attention's backward rounds a row up to
+_FLASH_ROWS = 128  # flash attention's backward rounds the sequence length up to a multiple
 
 # A TPU lays memory out in tiles.
-_LANES = 128  # of a tile's row
-_ROWS = 8  # of a tile, at most
-_WORD_BYTES = 4  # narrower elements of neighbouring rows share one
-_FLAT_ELEMENTS = 1024  # of a tile of a vector
+_LANES = 128  # elements in a tile's row
+_ROWS = 8  # largest number of rows in a tile
+_WORD_BYTES = 4  # narrower elements of neighbouring rows share a word
+_FLAT_ELEMENTS = 1024  # elements in a vector's tile
 
 _aten = torch.ops.aten
 
@@ -35,10 +35,10 @@ _aten = torch.ops.aten
 def matrix_products(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[torch.dtype, float] | None:
-    """Dtype of the factors and operations of an operator's matrix products; a multiply and an add are two.
+    """Return dtype of the factors and FLOPs of an operator's matrix products; a multiply-add counts two.
 
-    By the formulas of torch.utils.flop_counter, but causal attention counts by half, as the kernels do it, and heads
-    may be grouped. None for an operator without products.
+    Uses the formulas of torch.utils.flop_counter, but counts half of causal attention, as the kernels compute it, and
+    allows grouped heads. None for an operator without products.
     """
     packet = func._overloadpacket
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
@@ -54,22 +54,22 @@ def matrix_products(
 
 
 def _attention(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> tuple[torch.dtype, float]:
-    """Two products: scores, and values by them; backward computes scores again, and a gradient of each factor."""
+    """Count two products, scores and scores times values; backward recomputes scores and adds a gradient per factor."""
     is_backward = func._overloadpacket.__name__.endswith("_backward")
     query, key, value = tensors[1:4] if is_backward else tensors[:3]
     batch, heads, length, width = query.shape
     widths = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
     count = 2.0 * batch * heads * length * key.shape[-2] * widths
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    return query.dtype, count / 2 if given.get("is_causal") else count
+    named_args = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    return query.dtype, count / 2 if named_args.get("is_causal") else count
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """The memory that a CUDA kernel takes from the caching allocator while it runs.
+    """Return the bytes that a CUDA kernel takes from the caching allocator while it runs.
 
-    Backward of flash attention: dq in float32 and a number a row, rows rounded up, and with grouped heads dk and dv of
-    all heads (torch 2.9, aten/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd); the memory-efficient one a
-    number a row, and gradients in float32 where they are to be in another dtype (attention_backward.cu).
+    Flash attention's backward: dq in float32 and one float32 per row, rows rounded up; with grouped heads also dk and
+    dv of all heads (torch 2.9, aten/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd). The memory-efficient
+    backward: one float32 per row, and float32 gradients if their dtype is another (attention_backward.cu).
     """
     packet = func._overloadpacket
     if packet not in (
@@ -97,12 +97,13 @@ def gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, by the kernel that torch chooses on a GPU.
+    """Run torch's scaled_dot_product_attention with the kernel that torch chooses on a GPU.
 
-    query [batch, heads, seq, width], key and value with their own heads and seq; the result is as the query.
-    Flash attention for 16-bit factors without a mask; the memory-efficient kernel with one, or for float32, but not for
-    grouped heads; else the formula, with its scores in memory (sdp_utils.cpp of torch 2.9, use_flash_attention and
-    use_mem_efficient_attention). What cuDNN's kernel keeps, where torch prefers it, has the size of flash attention's.
+    query `[batch, heads, seq, width]`, key and value with their own heads and seq; the result has the query's shape.
+    Chooses flash attention for 16-bit factors without a mask; the memory-efficient kernel with a mask or for float32,
+    but not for grouped heads; else the formula, with its scores in memory (sdp_utils.cpp of torch 2.9,
+    use_flash_attention and use_mem_efficient_attention). Where torch prefers cuDNN's kernel, that one saves as many
+    bytes as flash attention.
     """
     width, is_grouped = query.shape[-1], query.shape[1] != key.shape[1]
     is_plain = query.dim() == 4 and width == value.shape[-1]
@@ -133,26 +134,26 @@ def tpu_attention(
     scale: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, as TorchTPU's splash kernel holds memory: it keeps no scores.
+    """Run torch's scaled_dot_product_attention with the memory of TorchTPU's splash kernel, which saves no scores.
 
-    It keeps factors, result and a float32 number a row, as flash attention does (torch_tpu 0.2.0,
-    _internal/ops/splash_attention.py), in every dtype. What TorchTPU does with a mask isn't known: a mask's own bytes
+    It saves factors, result and one float32 per row, as flash attention does (torch_tpu 0.2.0,
+    _internal/ops/splash_attention.py), in every dtype. How TorchTPU handles a mask is unknown: the mask's own bytes
     count, scores don't.
     """
     return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
 
 
 def gpu_flex(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, return_aux: Any, **_: Any) -> Any:
-    """torch's flex_attention, whose kernel keeps what flash attention's does: factors, result and a number a row.
+    """Run torch's flex_attention, whose kernel saves the same as flash attention: factors, result, one float32 per row.
 
-    Counts the products of causal attention over whole rows, since the lengths of documents aren't known here.
+    Counts the products of causal attention over whole rows, since document lengths are unknown here.
     """
     out, lse = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal=True, scale=scale)[:2]
     return out if return_aux is None else (out, AuxOutput(lse=lse))
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as numbers, for each head (a view), in rows of a multiple of 16."""
+    """Return the mask as additive bias per head (a view), its rows padded to a multiple of 16."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     over = -mask.shape[-1] % 16
@@ -162,12 +163,12 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Bytes of a tensor with elements of `itemsize` bytes, as libtpu lays out a program's arguments and results.
+    """Return the bytes of a tensor with elements of `itemsize` bytes, as libtpu lays out arguments and results.
 
-    libtpu puts those two dimensions last that pad least. The last is padded to 128, the one before to 8 or, if it is
-    smaller, to a power of two. A vector is padded to 1024, a short one to a power of two from 128 on. Elements of less
-    than 4 bytes fill words: 2 or 4 rows at least. Source: sizes of arguments in programs that libtpu 0.0.21 compiles
-    (tests/plan/test_device_rules.py); 0.0.52 has the same layouts on v6e and tpu7x. 8-bit tensors may take
+    libtpu puts the two dimensions last that need least padding. The last is padded to 128, the one before to 8 or, if
+    smaller, to a power of two. A vector is padded to 1024, a short one to a power of two of at least 128. Elements of
+    less than 4 bytes share words: at least 2 or 4 rows. Source: sizes of arguments in programs that libtpu 0.0.21
+    compiles (tests/plan/test_device_rules.py); 0.0.52 has the same layouts on v6e and tpu7x. 8-bit tensors may take
     more: some have tiles of 32 rows.
     """
     elements = math.prod(shape)
@@ -189,7 +190,7 @@ def _up(size: int, step: int) -> int:
 
 
 def _power(size: int) -> int:
-    """The least power of two that isn't below."""
+    """Round up to a power of two."""
     return 1 << (size - 1).bit_length()
 
 
@@ -205,7 +206,7 @@ LARGE_PAGE_BYTES = 20 * MEBIBYTE
 
 @dataclass
 class _Pool:
-    """One expandable segment: it grows by pages at its end."""
+    """One expandable segment, which grows by pages at its end."""
 
     page: int
     end: int = 0
@@ -221,7 +222,7 @@ class _Pool:
         return -(-(size - self.spare) // self.page) * self.page
 
     def resize(self, change: int) -> None:
-        """Map pages behind the end, or unmap free ones in front of it."""
+        """Map pages after the end, or unmap free pages before it."""
         begin = self.end - self.spare
         if self.spare:
             self.free.pop()
@@ -231,27 +232,26 @@ class _Pool:
 
 
 class CachingAllocator:
-    """What torch's caching allocator takes from the driver for a sequence of allocations, by its own rules.
+    """Simulation of torch's caching allocator: the memory that it reserves for a sequence of allocations.
 
-    `torch.cuda.max_memory_reserved` isn't the sum of what lives: sizes are rounded, each stream has its own pools for
-    small and for large pieces, and a free piece serves only what fits into it. A pool has one expandable segment, which
+    `torch.cuda.max_memory_reserved` isn't the sum of live tensors: sizes are rounded, each stream has its own pools for
+    small and large blocks, and a free block serves only what fits into it. A pool has one expandable segment, which
     grows by pages at its end (expandable_segments:True, the default of a run). All of this is deterministic.
 
-    `reserved` is in bytes, as torch.cuda.memory_stats has it.
+    `reserved` is in bytes, as in torch.cuda.memory_stats.
 
-    `capacity`: bytes that the driver can give. Where they run out, the allocator first gives back the free pages at the
-    end of each segment (torch also those in the middle); then it takes the missing bytes all the same, for the caller
-    to see.
+    `capacity`: bytes that the driver has. If they run out, the allocator first unmaps the free pages at the end of each
+    segment (torch also those in the middle). Then it exceeds the capacity, so the caller sees it.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity
-        self._pools: dict[tuple[Hashable, bool], _Pool] = {}  # by stream, and whether it has small pieces
+        self._pools: dict[tuple[Hashable, bool], _Pool] = {}  # by stream, and whether its blocks are small
         self._in_use: dict[Hashable, tuple[_Pool, int, int]] = {}
         self.reserved = self.peak_reserved = 0
 
     def malloc(self, key: Hashable, bytes: int, stream: Hashable) -> None:
-        """Allocate a storage, of which `free` is given the same key; it goes back to the stream's pool."""
+        """Allocate a block; `free` with the same key returns it to the stream's pool."""
         size = max(ROUND_BYTES, -(-bytes // ROUND_BYTES) * ROUND_BYTES)
         is_small = size <= SMALL_BYTES
         page = SMALL_PAGE_BYTES if is_small else LARGE_PAGE_BYTES
@@ -275,7 +275,7 @@ class CachingAllocator:
         pool.free.insert(at, (begin, end))
 
     def _grow(self, pool: _Pool, size: int) -> None:
-        """`try_allocate_expandable_block`: pages are mapped behind the last piece, and join it where it is free."""
+        """Map pages after the last block and merge them with it if it is free (`try_allocate_expandable_block`)."""
         if self._capacity is not None and self.reserved + pool.missing(size) > self._capacity:
             for other in self._pools.values():
                 unmapped = other.spare // other.page * other.page

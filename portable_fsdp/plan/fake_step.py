@@ -1,11 +1,11 @@
-"""The native train step on GPUs and TPUs that aren't there (or on CPUs): a device's memory, and its work.
+"""The native train step on absent GPUs and TPUs (or on CPUs): a device's memory and its work.
 
 `plan_memory` runs the trainer's own step (the native backend, `train.build.build_training`) for rank 0 of any number of
-ranks, on fake tensors and a fake process group, in one process. It says what lives at the peak, in which module, and
-what torch's caching allocator takes for it.
+ranks, on fake tensors and a fake process group, in one process. It returns the storages that live at the peak, with
+their modules, and the memory that torch's caching allocator reserves for them.
 """
 
-# The step is watched through private parts of torch only: there is no other way in.
+# Observing the step needs private parts of torch: it has no public hooks for this.
 # pyright: reportPrivateUsage=false
 
 import importlib.metadata
@@ -61,47 +61,47 @@ from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.measures import control_numbers, tokens_and_flops
 from portable_fsdp.train.step import train_step
 
-# NCCL's buffers of one communicator: two connections a channel for a ring and two for a tree, each 10 MiB to receive
-# or 2 MiB to send into (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; no more with more ranks than
-# two hosts, issues/864), in 24 channels. Not measured by us.
+# NCCL's buffers per communicator: in each of 24 channels two connections for a ring and two for a tree, each with
+# 10 MiB to receive or 2 MiB to send (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; more than two
+# hosts need no more, issues/864). Not measured by us.
 COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
 
 L2_BYTES = 126 * 10**6
-"""The L2 cache of B200, the largest of the GPUs here (jax-ml.github.io/scaling-book/gpus)."""
+"""L2 cache of B200, the largest of the known GPUs (jax-ml.github.io/scaling-book/gpus)."""
 
 VMEM_BYTES = 170 * 2**20
-"""The on-chip memory of v4 with CMEM and spMEM, the largest of the TPUs here (arXiv 2304.01433, table 4)."""
+"""On-chip memory of v4 with CMEM and spMEM, the largest of the known TPUs (arXiv 2304.01433, table 4)."""
 
 TPU_NOTE = (
-    "memory is a lower bound: what operations read and leave, one at a time, as TorchTPU runs them. Not known: scratch "
-    "and code of their programs, tpu_dist's buffers, gaps of the allocator. A product by a gathered weight may take "
+    "memory is a lower bound: inputs and outputs of operations, one at a time, as TorchTPU runs them. Unknown: scratch "
+    "and code of their programs, tpu_dist's buffers, gaps of the allocator. A product by a gathered weight may need "
     "the weight's bytes again (1,002 MiB for a head of 128,256 x 4,096 in libtpu 0.0.52's program on v6e)."
 )
 
-MICRO_BATCHES = 3  # the first, one that adds to what the first left, and the last; those between are alike
+MICRO_BATCHES = 3  # the first, one that accumulates onto the first's gradients, and the last; the rest equal the second
 BIGGEST = 10
 SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 
 
 def plan_memory(config: Config, target: Target) -> EnginePlan:
-    """What a step of `config` takes of the fullest device of `target`, and the work of each device.
+    """Plan the memory of the fullest device of `target` in a step of `config`, and the work of each device.
 
-    Nothing runs and no weight is made. It takes seconds, which grow with the layers and hardly with the devices.
-    Memory's parts are what lives at the peak (rank 0 holds the largest shards), and on cuda two more:
-    - `allocator`: what torch's caching allocator has reserved on top (`CachingAllocator`), within the device's limit,
-      because torch gives back unused memory there.
+    Nothing runs and no weight is allocated. It takes seconds, which grow with the layers and hardly with the devices.
+    Memory has the parts that live at the peak (rank 0 holds the largest shards), and on cuda two more:
+    - `allocator`: memory that torch's caching allocator reserves on top (`CachingAllocator`). It stays within the
+      device's limit, because torch returns unused memory there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
-    The CUDA context (about half a GiB) is in neither: `Target.limit_bytes` leaves it out. On TPUs memory is a lower
+    Neither includes the CUDA context (about half a GiB): `Target.limit_bytes` subtracts it. On TPUs memory is a lower
     bound (TPU_NOTE), of tensors in their tiles.
 
-    Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 ones as `tf32`
-    where precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
-    group, of its own where possible: FSDP2 and DTensor keep caches.
+    Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 products as
+    `tf32` if precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
+    group, best in a process of its own: FSDP2 and DTensor keep caches.
     """
     recorder, training, activations = _record(config, target)
     is_compiled, rates = config.compile.enabled, rates_of(target)
     first, rest, left_out = recorder.calls[:2], recorder.calls[2:], check_batch(config, target.devices) - MICRO_BATCHES
-    programs = [*first, *first[1:] * left_out, *rest]  # micro batches that were left out are like the second
+    programs = [*first, *first[1:] * left_out, *rest]  # the micro batches left out equal the second
     runs = [entry for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)]
     sent = {run.collective: _sent_by(run.collective, target) for run in runs}
     blocks = peak(recorder.events)
@@ -110,9 +110,9 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     operations = operations_of(programs, sent, is_compiled=is_compiled)
     frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
     traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
-    notes = ("planned as if it ran eagerly: what is compiled keeps less.",) * is_compiled
+    notes = ("planned as an eager step: a compiled one needs less memory.",) * is_compiled
     if config.precision.products != "auto":
-        notes += ("planned with bfloat16 products: those of float8 take less time.",)
+        notes += ("planned with bfloat16 products: float8 products take less time.",)
     return EnginePlan(
         facts_of(training, config.data.seq_len),
         memory,
@@ -126,7 +126,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
 def _memory(
     recorder: Recorder, blocks: list[Block], sent: Collection[Collective], target: Target, host_bytes: int
 ) -> DeviceMemory:
-    """What a device holds while `blocks` live, the peak."""
+    """Sum up a device's memory while `blocks`, those of the peak, live."""
     parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
     for block in blocks:
         parts[block.part] += block.bytes
@@ -152,7 +152,7 @@ def _memory(
 
 
 def _planned(config: Config, devices: int) -> Config:
-    """The config, eager, its products in the compute dtype, with no more micro batches than differ."""
+    """Return the config for the plan: eager, products in the compute dtype, and only the micro batches that differ."""
     accumulation = check_batch(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
     return with_value(with_value(config.without_compiler(), "train.global_batch", rows), "precision.products", "auto")
@@ -162,7 +162,7 @@ def _planned(config: Config, devices: int) -> Config:
 
 
 def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
-    """The planned steps; `Recorder.calls` are those of the last one. Last: bytes of activations on the host."""
+    """Record the planned steps; `Recorder.calls` has the last one. The int is the bytes of activations on the host."""
     config = _planned(config, target.devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind = target.hardware.kind
@@ -173,7 +173,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
         held.enter_context(_ranks(target.devices, target.devices_per_host))
         backend = held.enter_context(planned_backend(config, fake, recorder))
         held.enter_context(_seen_by(recorder))
-        # Newer DTensors propagate shapes on tensors of the running mode, which the recorder would take for memory.
+        # Newer DTensors propagate shapes on tensors of the active mode, which the recorder would count as memory.
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
         training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
         _name(recorder, training)
@@ -184,7 +184,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
             held.enter_context(patch.object(document_masks, "flex_attention", gpu_flex))
         held.enter_context(fake)
         held.enter_context(recorder.watching(training.model))
-        # A first step, of one micro batch, sets what a step gathers ahead.
+        # A first step, of one micro batch, determines FSDP2's prefetch order.
         limit, task = config.train.max_grad_norm, training.task
         first = train_step(backend, training.model, training.optimizer, accumulation=1, max_grad_norm=limit, task=task)
         for step, micro_batches in ((first, 1), (training.step, training.accumulation)):
@@ -198,14 +198,14 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
 
 @contextmanager
 def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) -> Generator[NativeBackend]:
-    """The native backend of rank 0, for fake tensors."""
-    # The CPU, which stands in here, would be refused flex; the model was built with its attention all the same.
+    """Open the native backend of rank 0 for fake tensors."""
+    # The stand-in device is the CPU, for which the backend refuses flex; the model is built with its own attention.
     with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as opened:
         yield cast(NativeBackend, _Planned(opened, fake, recorder))
 
 
 class _Planned:
-    """The native backend with fake tensors, and a stand-in for its GPU or TPU; it does itself what isn't here."""
+    """The native backend on fake tensors and a stand-in device; overrides the methods that need the real device."""
 
     def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder) -> None:
         self._backend, self._fake, self._recorder = backend, fake, recorder
@@ -229,9 +229,9 @@ class _Planned:
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def as_on_device(groups: list[dict[str, Any]], compiled: bool) -> torch.optim.Optimizer:
             on_device = all(parameter.device == stand_in() for group in groups for parameter in group["params"])
-            optimizer = make(groups, compiled or self._recorder.is_tpu)  # as make_optimizer does on a TPU
+            optimizer = make(groups, compiled or self._recorder.is_tpu)  # like make_optimizer on a TPU
             for group in optimizer.param_groups:
-                if "fused" in group and on_device:  # as it does on a GPU
+                if "fused" in group and on_device:  # like make_optimizer on a GPU
                     group |= {"foreach": False, "fused": True}
             return optimizer
 
@@ -242,7 +242,7 @@ class _Planned:
         return Backend.place_control(cast(Backend, self), values)
 
     def place(self, batch: Batch, axes: Sequence[str] = ()) -> Batch:
-        with self._recorder.making("activations", "the batch"), self._fake:  # numbers are no fake tensors yet
+        with self._recorder.making("activations", "the batch"), self._fake:  # the batch's tensors aren't fake yet
             return {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
                 for name, tensor in batch.items()
@@ -263,7 +263,7 @@ class _Planned:
 
 
 def _name(recorder: Recorder, training: Training) -> None:
-    """Give the tensors that rest on the device the names that a checkpoint gives them."""
+    """Name the tensors that stay on the device as a checkpoint does."""
     parameters = dict(training.model.named_parameters())
     for fqn, parameter in (*parameters.items(), *training.model.named_buffers()):
         recorder.name(local_part(parameter), fqn)
@@ -273,21 +273,23 @@ def _name(recorder: Recorder, training: Training) -> None:
 
 
 def _host_bytes(training: Training) -> int:
-    """Bytes of this rank's weights, gradients and optimizer state that are offloaded to the host."""
+    """Return the bytes of this rank's weights, gradients and optimizer state that are offloaded to the host."""
     weights = list(training.model.parameters())
     gradients = [parameter for parameter in weights if parameter.requires_grad]
     state = [value for states in training.optimizer.state.values() for value in states.values()]
     tensors = [local_part(tensor) for tensor in (*weights, *gradients, *state)]
-    return sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)  # no counts
+    # Step counts (dim 0) are on the host anyway.
+    return sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)
 
 
 # ------------------------------------------------------------------------------------------------------- stand-ins
 
 
 def stand_in() -> torch.device:
-    """The device that stands for a GPU or a TPU: torch computes there as on the CPU, and takes it for another device.
+    """Return the device that stands in for a GPU or a TPU: torch computes there as on the CPU, but treats it as another
+    device.
 
-    So copies to it are made and mixing the two fails, as on a GPU. Fake tensors on "cuda" itself end the process where
+    So copies to it are recorded and mixing the two fails, as on a GPU. Fake tensors on "cuda" itself end the process if
     there is no driver.
     """
     return torch.device("cpu", 0)
@@ -295,7 +297,7 @@ def stand_in() -> torch.device:
 
 @contextmanager
 def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
-    """A process group of `devices` ranks, of which this process is the first."""
+    """Open a fake process group of `devices` ranks; this process is rank 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     importlib.import_module("torch.distributed._tools.fake_collectives")  # collectives of fake tensors
@@ -311,7 +313,7 @@ def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
 
 @contextmanager
 def _seen_by(recorder: Recorder) -> Generator[None]:
-    """Storages that are resized, which no dispatch mode sees; and step counts, which a fake tensor can't tell."""
+    """Report resizes of storages, which no dispatch mode sees; let `item()` of fake tensors (step counts) return 1."""
     resize, item = torch.UntypedStorage.resize_, torch.Tensor.item
 
     def resized(storage: Any, size: int) -> Any:
@@ -332,10 +334,10 @@ def _seen_by(recorder: Recorder) -> Generator[None]:
 def least_traffic(
     blocks: Iterable[Block], frozen: Collection[str], *, is_compiled: bool, on_chip: int = L2_BYTES
 ) -> float:
-    """Bytes that cross the memory's interface: twice `blocks`, which live at the peak, once written and once read.
+    """Return the least memory traffic in bytes: each of `blocks`, which live at the peak, is written and read once.
 
-    Leaves out `frozen` weights (FQNs; of a table a few rows are read), what may stay `on_chip`, and in a step that
-    compiles all that doesn't rest, because fused kernels spare it.
+    Leaves out `frozen` weights (FQNs; only a few rows of a table may be read) and `on_chip` bytes. For a compiled step
+    it counts only weights, gradients and optimizer state: fused kernels may avoid the rest.
     """
     counted = [block for block in blocks if block.name not in frozen and not block.name.endswith("workspace")]
     if is_compiled:
@@ -344,7 +346,7 @@ def least_traffic(
 
 
 def _sent_by(collective: Collective, target: Target) -> dict[str, float]:
-    """Link -> the least that a device sends over it; gradients go round the ring, and then their sums."""
+    """Return link -> least bytes that a device sends over it; an all-reduce circles the ring twice."""
     ranks, size = collective.ranks, collective.bytes * (2 if collective.kind == "all_reduce" else 1)
     return over_links(target.levels, size, members=len(ranks), stride=ranks[-1] - ranks[-2])
 
@@ -370,13 +372,13 @@ def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float
 def operations_of(
     programs: Iterable[Timeline], sent: Mapping[Collective, Mapping[str, float]], *, is_compiled: bool
 ) -> Iterator[ScheduleEntry]:
-    """What a GPU runs for the programs of a step, one after the other.
+    """List the operations that a GPU runs for the programs of a step, in order.
 
-    FSDP2 asks for the next gather when compute has taken over the last one's weights, and compute waits where it reads
-    what isn't gathered yet; gradients are reduced beside compute, in turn with gathers, and a program ends when they
-    are. `is_compiled`: layers and the loss are compiled, which fuses the kernels between their products.
+    FSDP2 starts the next gather when compute takes over the last one's weights. Compute waits where it reads weights
+    that aren't gathered yet. Gradient reductions overlap with compute and alternate with gathers; a program ends when
+    they have ended. `is_compiled`: layers and the loss are compiled, which fuses the kernels between their products.
     """
-    gathered: set[Block] = set()  # that nothing has read yet
+    gathered: set[Block] = set()  # not read yet
     for program in programs:
         for entry in fused(program) if is_compiled else program:
             if isinstance(entry, CollectiveRun):
@@ -397,14 +399,14 @@ def operations_of(
 
 
 def rows_of(config: Config) -> Rows | None:
-    """The rows of `data.factory`, the first of which say what a batch holds; None: text. Raises as the run does."""
+    """Return the rows of `data.factory`, whose first rows define a batch; None: text. Raises the run's errors."""
     if config.data.factory is None:
         return None
     return build_data(config.data.model_copy(update={"eval_split": None})).rows
 
 
 def facts_of(training: Training, seq_len: int) -> ModelFacts:
-    """The facts of the whole model, as a run counts them (measures.run_start). `seq_len`: tokens in a row of text."""
+    """Return the whole model's facts, as a run counts them (measures.run_start). `seq_len`: tokens in a row of text."""
     size, trial = training.built.size, training.trial
     tokens, flops = tokens_and_flops(size, seq_len, trial and trial.cost)
     row = trial.row.items() if trial else ()
@@ -413,7 +415,7 @@ def facts_of(training: Training, seq_len: int) -> ModelFacts:
 
 
 def empty_batch(config: Config, training: Training, rows: int, device: str) -> Batch:
-    """The tensors of a micro batch, without values: those of `data.factory`'s first rows, or text as int64
+    """Return the tensors of a micro batch, without values: shaped as `data.factory`'s first rows, or text as int64
     `[rows, seq_len]`."""
     names = ["input_ids", "labels"]
     if config.data.resolved_packing != "stream":

@@ -1,8 +1,8 @@
-"""Reads a compiled program: what XLA writes after partitioning and scheduling, as text.
+"""Parser of a compiled program: the HLO text that XLA writes after partitioning and scheduling.
 
-Collectives and matrix products are those of one run of the program: what stands in a loop counts as often as the loop
-turns. XLA's own cost analysis counts a loop's body once. `operations_of` lists what a TPU does in a run, in the order
-of the schedule.
+Collectives and matrix products are counted for one run of the program: the body of a loop counts once per iteration.
+XLA's own cost analysis counts a loop's body once. `operations_of` lists a TPU's operations in a run, in the order of
+the schedule.
 """
 
 import math
@@ -18,7 +18,7 @@ from portable_fsdp.plan.time import Compute, Drain, Loop, ScheduleEntry, Send, W
 
 
 class Instruction(NamedTuple):
-    """`name = type operation(operands)rest`: a line of a computation."""
+    """One line of a computation: `name = type operation(operands)rest`."""
 
     computation: str
     name: str
@@ -60,12 +60,12 @@ MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
 def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
-    """Kind (all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute) and dtype that crosses, as
-    `all_gather bf16` -> what one run moves.
+    """Return `all_gather bf16` -> traffic of one run, by kind (all_gather, all_reduce, reduce_scatter, all_to_all,
+    collective_permute) and dtype on the wire.
 
-    A call that moves tensors of several dtypes counts under `all_reduce bf16+f32`. An all-reduce that the TPU compiler
-    fused with the slice that follows it is a reduce_scatter, which it sends as. `devices`: that the program is
-    partitioned over, the size of a group that the text leaves open.
+    A call with tensors of several dtypes counts as `all_reduce bf16+f32`. An all-reduce that the TPU compiler fused
+    with the slice after it counts as a reduce_scatter, since it sends that much. `devices`: number of devices that the
+    program is partitioned over, the group size if the text names none.
     """
     seen: set[str] = set()
     totals: defaultdict[str, Moved] = defaultdict(Moved)
@@ -78,10 +78,10 @@ def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
 
 
 def matmul_flops(hlo_text: str) -> dict[str, int]:
-    """Dtypes of the two factors (`bf16 x bf16`) -> floating point operations of one run, on one device.
+    """Return dtypes of the two factors (`bf16 x bf16`) -> FLOPs of one run, on one device.
 
-    2 x elements of the result x elements that are summed, over `dot` (CPU) and `convolution` (the TPU compiler's form
-    of every dot). Products inside custom kernels (flash attention) are not counted.
+    Counts 2 x elements of the result x elements summed for each, over `dot` (CPU) and `convolution` (the TPU compiler's
+    form of every dot). Products inside custom kernels (flash attention) are not counted.
     """
     computations, runs = read_program(hlo_text)
     flops: Counter[str] = Counter()
@@ -92,7 +92,7 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
 
 
 def flash_attention_flops(hlo_text: str) -> dict[str, int]:
-    """Dtype -> floating point operations of the products inside attention kernels, on one device."""
+    """Return dtype -> FLOPs of the matrix products inside attention kernels, on one device."""
     flops: Counter[str] = Counter()
     for runs, instruction in _instructions(hlo_text):
         if kernel := kernel_flops_of(instruction):
@@ -101,11 +101,10 @@ def flash_attention_flops(hlo_text: str) -> dict[str, int]:
 
 
 def kernel_flops_of(instruction: Instruction) -> tuple[str, int] | None:
-    """Dtype and floating point operations of the products inside one call of an attention kernel; None: it is none.
+    """Return dtype and FLOPs of the matrix products in one call of an attention kernel; None for another instruction.
 
-    The call itself says how many (`backends/torch_xla/spmd/splash.py`), half of the scores counted where attention is
-    causal. The blocks on the diagonal, computed whole, count half. The dtype is that of the first operand that is no
-    integer.
+    The call states its FLOPs (`backends/torch_xla/spmd/splash.py`); causal attention counts half of the scores, also
+    for the diagonal blocks, which are computed whole. The dtype is that of the first floating-point operand.
     """
     if 'custom_call_target="tpu_custom_call"' not in instruction.rest:
         return None
@@ -116,7 +115,7 @@ def kernel_flops_of(instruction: Instruction) -> tuple[str, int] | None:
 
 
 def host_transfers(hlo_text: str) -> list[str]:
-    """Instructions that exchange data with the host: infeeds, outfeeds, callbacks; not traffic between TPU slices."""
+    """List instructions that exchange data with the host: infeeds, outfeeds, callbacks; not traffic between slices."""
     return [
         instruction.name
         for _, instruction in _instructions(hlo_text)
@@ -127,10 +126,10 @@ def host_transfers(hlo_text: str) -> list[str]:
 
 
 def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
-    """What devices of several TPU slices exchange over the network, as `collectives_by_dtype` gives it.
+    """Return the network traffic between TPU slices, in the form of `collectives_by_dtype`.
 
-    The compiler splits such a collective: a collective of the program within the slice, and a `send` to the runtime,
-    which does the rest over the network. `sent_bytes` is that of a ring of `slices`.
+    The compiler splits such a collective into one within the slice and a `send` to the runtime, which does the rest
+    over the network. `sent_bytes` is that of a ring of `slices`.
     """
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
     totals: defaultdict[str, Moved] = defaultdict(Moved)
@@ -146,26 +145,26 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
 
 
 def aliased_parameters(hlo_text: str) -> set[int]:
-    """Numbers of the program's parameters whose memory an output takes."""
+    """Return the numbers of the program's parameters whose memory an output reuses."""
     header = hlo_text.partition("\n")[0]
     aliases = re.search(r"input_output_alias=\{(.*?\)) \}", header)
     return {int(number) for number in re.findall(r"\((\d+), ", aliases.group(1))} if aliases else set()
 
 
 def rematerialised(hlo_text: str) -> int:
-    """Instructions that the compiler itself computes a second time, because memory was short."""
+    """Count instructions that the compiler rematerialises on its own because memory is short."""
     return len(re.findall(r"%[\w.\-]*\.remat[\w.]* =", hlo_text))
 
 
-@lru_cache(maxsize=1)  # every question about a program begins here; the largest has 20 MB of text
+@lru_cache(maxsize=1)  # every function above calls it; the largest program has 20 MB of text
 def read_program(hlo_text: str) -> tuple[Computations, Counter[str]]:
-    """The computations, and how often each runs. Raises ValueError for a text that has no entry."""
+    """Parse the computations, and count how often each runs. Raises ValueError for a text without an entry."""
     computations = _read_computations(hlo_text)
     return computations, _times_run(computations)
 
 
 def _instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
-    """Every instruction, and how often it runs."""
+    """Yield every instruction, with the number of times it runs."""
     computations, runs = read_program(hlo_text)
     for name, instructions in computations.items():
         yield from ((runs[name], instruction) for instruction in instructions)
@@ -198,14 +197,14 @@ def _times_run(computations: Computations) -> Counter[str]:
     }
     runs: Counter[str] = Counter({ENTRY: 1})
     callees = {name: {callee for callee, _ in called} for name, called in calls.items()}
-    for name in reversed(tuple(TopologicalSorter(callees).static_order())):  # callers before what they call
+    for name in reversed(tuple(TopologicalSorter(callees).static_order())):  # callers before callees
         for callee, turns in calls.get(name, ()):
             runs[callee] += runs[name] * turns
     return runs
 
 
 def trip_count(loop: Instruction, computations: Computations) -> int:
-    """The count that the compiler noted; the TPU compiler notes none, so else the bound in the loop's condition."""
+    """Return the known_trip_count; the TPU compiler writes none, so fall back to the bound in the loop's condition."""
     known = re.search(r'known_trip_count\D*"?(\d+)', loop.rest)
     if known:
         return int(known.group(1))
@@ -222,23 +221,23 @@ def trip_count(loop: Instruction, computations: Computations) -> int:
 
 class CollectiveCall(NamedTuple):
     kind: str  # all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute
-    dtypes: str  # that cross: `bf16`, `bf16+f32`
-    moved: Moved  # by one run
-    # What the parts of one collective share: the TPU compiler spreads one over several fusions, which then name the
-    # same channel. Empty for channel 1, which every reduce-scatter written by hand has, and where none is named.
+    dtypes: str  # on the wire: `bf16`, `bf16+f32`
+    moved: Moved  # traffic of one run
+    # Key shared by the parts of one collective: the TPU compiler spreads it over several fusions with the same channel.
+    # Empty if there is no channel id, or it is 1 (all hand-written reduce-scatters share it).
     part_of: str
 
 
 def collective_of(instruction: Instruction, devices: int) -> CollectiveCall | None:
-    """The collective that an instruction is or starts; None where it is none."""
+    """Return the collective that an instruction is or starts; None for another instruction."""
     match = _COLLECTIVE.fullmatch(instruction.operation)
     if match is None:
         return None
     kind, shapes = match[1], shapes_in(instruction.type)
-    # Devices that take part together: `replica_groups=[2,4]<=[8]`, `{{0,1},{2,3}}`, or all.
+    # Devices of one group: `replica_groups=[2,4]<=[8]`, `{{0,1},{2,3}}`, or all.
     group = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\})", instruction.rest)
     members = devices if group is None else int(group[1] or len(group[2].split(",")))
-    if match[2] and kind == "all-gather":  # (pieces that go in, full tensors that come out)
+    if match[2] and kind == "all-gather":  # (shards in, full tensors out)
         shapes = shapes[len(shapes) // 2 :]
     elif match[2] and kind == "collective-permute":  # (in, out, and two flags)
         shapes = shapes[:1]
@@ -247,14 +246,14 @@ def collective_of(instruction: Instruction, devices: int) -> CollectiveCall | No
     part_of = f"{kind} {channel[1]}" if channel and channel[1] != "1" else ""
     if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
-    # A ring passes each piece on to all but one, an all-reduce does so twice.
+    # In a ring each piece travels members - 1 hops, in an all-reduce twice.
     ring = full * (members - 1) // members * (2 if kind == "all-reduce" else 1)
     moved = Moved(1, full, full if kind == "collective-permute" else ring)
     return CollectiveCall(kind.replace("-", "_"), "+".join(sorted({dtype for dtype, _ in shapes})), moved, part_of)
 
 
 def shapes_in(type_text: str) -> list[tuple[str, list[int]]]:
-    """Dtype and shape of each array in a type, tuples taken apart; layouts and tokens left out."""
+    """Return dtype and shape of each array in a type, tuples flattened; without layouts and tokens."""
     return [
         (dtype, [int(size) for size in sizes.split(",") if size])
         for dtype, sizes, _ in _ARRAY.findall(type_text)
@@ -267,25 +266,25 @@ def bytes_of(shapes: Iterable[tuple[str, list[int]]]) -> int:
 
 
 def products_of(instructions: list[Instruction]) -> Iterator[tuple[Instruction, str, int]]:
-    """The matrix products of a computation, with dtypes of the factors and floating point operations."""
+    """Yield the matrix products of a computation, with dtypes of the factors and FLOPs."""
     arrays: dict[str, tuple[str, list[int]]] = {}
-    for one in instructions:
-        if shapes := [] if one.type.startswith("(") else shapes_in(one.type):
-            arrays[one.name] = shapes[0]
-        if one.operation in ("dot", "convolution"):
-            left, right = (arrays[operand] for operand in one.reads[:2])
-            contracted = re.search(r"rhs_contracting_dims=\{([\d,]+)\}", one.rest)
+    for line in instructions:
+        if shapes := [] if line.type.startswith("(") else shapes_in(line.type):
+            arrays[line.name] = shapes[0]
+        if line.operation in ("dot", "convolution"):
+            left, right = (arrays[operand] for operand in line.reads[:2])
+            contracted = re.search(r"rhs_contracting_dims=\{([\d,]+)\}", line.rest)
             axes = map(int, contracted[1].split(",")) if contracted else ()
-            is_dot = one.operation == "dot"
-            summed = math.prod(right[1][axis] for axis in axes) if is_dot else _convolved(one.rest, right[1])
-            yield one, f"{left[0]} x {right[0]}", 2 * math.prod(arrays[one.name][1]) * summed
+            is_dot = line.operation == "dot"
+            summed = math.prod(right[1][axis] for axis in axes) if is_dot else _convolved(line.rest, right[1])
+            yield line, f"{left[0]} x {right[0]}", 2 * math.prod(arrays[line.name][1]) * summed
 
 
 def _convolved(attributes: str, right: list[int]) -> int:
-    """Elements summed for one of the result: input features, and window dimensions that aren't batch in disguise.
+    """Count the elements summed per element of the result: input features, and window dimensions that aren't batches.
 
-    The TPU compiler writes batched products as convolutions whose window is padded, strided or dilated: each position
-    of the result then meets one of the window's, and nothing is summed over it.
+    The TPU compiler writes batched products as convolutions whose window is padded, strided or dilated: then each
+    position of the result meets one of the window, and nothing is summed over it.
     """
     labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
     spread = re.search(r"window=\{[^}]*(?:pad|lhs_dilate|stride)", attributes)
@@ -303,11 +302,11 @@ _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota
 
 
 def operations_of(hlo_text: str, devices: int) -> list[ScheduleEntry]:
-    """One run on one device, of a program that the TPU compiler has scheduled for `devices`.
+    """List one device's operations in one run of a program that the TPU compiler scheduled for `devices`.
 
     A chip is one stream of compute and one of links. An instruction computes its products, runs its attention kernel,
-    or moves its bytes of main memory. A synchronous collective stops compute, an asynchronous one only where its end is
-    waited for too early. Copies between main and on-chip memory that run beside compute are free.
+    or moves its bytes of main memory. A synchronous collective stops compute; an asynchronous one only if compute waits
+    for it before it ends. Copies between main and on-chip memory that overlap with compute are free.
     Raises ValueError for a text that is no program.
     """
     computations, _ = read_program(hlo_text)
@@ -322,9 +321,9 @@ class _Schedule:
         self._flops_in: dict[str, int] = {}
 
     def of(self, computation: str) -> list[ScheduleEntry]:
-        """A computation from beginning to end; all links are free when it begins."""
+        """List the operations of a computation; all links are free when it begins."""
         operations: list[ScheduleEntry] = []
-        under_way: dict[str, tuple[str, ...]] = {}  # instruction, or what parts share -> keys of its collectives
+        under_way: dict[str, tuple[str, ...]] = {}  # instruction, or `part_of` -> keys of its collectives
         types = {instruction.name: instruction.type for instruction in self._computations[computation]}
         for instruction in self._computations[computation]:
             operation = instruction.operation
@@ -354,7 +353,7 @@ class _Schedule:
         kernel: Compute,
         under_way: dict[str, tuple[str, ...]],
     ) -> Iterator[ScheduleEntry]:
-        """A collective that begins, or a part of one that is under way, with what is computed beside it."""
+        """Start a collective, or a part of a running one, with the compute that overlaps with it."""
         key = collectives[0].part_of or instruction.name
         inside = "".join(other.rest for name in instruction.callees for other in self._computations[name])
         is_beside = key in under_way or kernel.part == "products" or "AsyncCollective" in inside
@@ -370,7 +369,7 @@ class _Schedule:
             yield Wait(key)
 
     def _collectives(self, instruction: Instruction) -> list[CollectiveCall]:
-        """The collectives that an instruction is, or that stand in what it calls."""
+        """List the collectives of an instruction and of the computations that it calls."""
         own = collective_of(instruction, self._devices)
         calls = [own] if own else []
         for name in instruction.callees if instruction.operation in ("fusion", "async-start", "call") else ():
@@ -379,8 +378,8 @@ class _Schedule:
         return calls
 
     def _kernel(self, instruction: Instruction, types: Mapping[str, str], carries: bool) -> Compute:
-        """What an instruction computes and moves. One that `carries` a collective has the collective's buffers among
-        its own. Products count as bfloat16's: XLA rounds factors of float32 by default."""
+        """Return an instruction's compute and memory traffic. If it `carries` a collective, its buffers include the
+        collective's. Products count as bfloat16: XLA rounds float32 factors by default."""
         if kernel := kernel_flops_of(instruction):
             return Compute("attention", kernel[1], 0)
         if instruction.operation in _FREE or instruction.operation.endswith("-start"):
@@ -394,7 +393,7 @@ class _Schedule:
         return Compute("copies" if inside <= _MOVES | _FREE else "elementwise", 0, moved)
 
     def _flops(self, instruction: Instruction) -> int:
-        """Operations of the product that an instruction is, and of all in what it calls."""
+        """Count the FLOPs of an instruction's product, and of all products in the computations that it calls."""
         for name in instruction.callees:
             if name not in self._flops_in:
                 self._flops_in[name] = sum(map(self._flops, self._computations[name]))
@@ -402,7 +401,7 @@ class _Schedule:
         return own + sum(self._flops_in[name] for name in instruction.callees)
 
     def _moved(self, instruction: Instruction, types: Mapping[str, str]) -> int:
-        """Bytes of main memory that an instruction reads and writes: of what it slices or updates, only that part."""
+        """Count the bytes of main memory that an instruction reads and writes; of a slice or update only that part."""
         written, read = _bytes(instruction.type), [_bytes(types.get(name, "")) for name in instruction.reads]
         if instruction.operation == "dynamic-update-slice":
             return 2 * sum(read[1:2])
@@ -418,7 +417,7 @@ class _Schedule:
 
 
 def _parts_of_parameters(fusion: list[Instruction]) -> Mapping[int, int]:
-    """Parameter -> bytes, of those that a fusion only takes slices from, or writes a slice into."""
+    """Return parameter -> bytes, for parameters that a fusion only slices, or updates one slice of."""
     sizes: dict[int, int] = {}
     for parameter in (instruction for instruction in fusion if instruction.operation == "parameter"):
         users = [instruction for instruction in fusion if parameter.name in instruction.reads]
@@ -431,7 +430,7 @@ def _parts_of_parameters(fusion: list[Instruction]) -> Mapping[int, int]:
 
 
 def _updated(fusion: list[Instruction], written: int) -> int:
-    """Bytes that a fusion writes whose result is an array with one slice replaced."""
+    """Return the bytes that a fusion writes; only the slice if its result is an array with one slice replaced."""
     updates = [instruction for instruction in fusion if instruction.operation == "dynamic-update-slice"]
     types = {instruction.name: instruction.type for instruction in fusion}
     if not updates or sum(_bytes(instruction.type) for instruction in updates) < written:
@@ -440,5 +439,5 @@ def _updated(fusion: list[Instruction], written: int) -> int:
 
 
 def _bytes(type_text: str) -> int:
-    """Bytes of a type's arrays in main memory; `S(1)` in a layout names another memory."""
+    """Return the bytes of a type's arrays in main memory; `S(1)` in a layout names another memory."""
     return bytes_of(shapes_in(_ARRAY.sub(lambda array: "" if "S(" in (array[3] or "") else array[0], type_text)))

@@ -1,7 +1,7 @@
-"""Which memory lives when, while a step runs on fake tensors: every storage from its first tensor to its last.
+"""Lifetimes of memory while a step runs on fake tensors: every storage from its first tensor to its last.
 
 `Recorder` is a dispatch mode: it sees each operator, and so each new storage, the matrix products and the collectives.
-It notes a storage's operator, moment, module, stream and part of the plan when it is made.
+When a storage is allocated, it records its operator, moment, module, stream and part of the plan.
 """
 
 # Autograd's running node and a storage's address have no public name.
@@ -45,14 +45,14 @@ class Block:
     bytes: int
     stream: int
     part: MemoryPart
-    name: str  # of the operator, or the tensor's FQN
+    name: str  # name of the operator, or the tensor's FQN
     where: str  # "backward of model.layers.7.mlp"
-    freed: float = math.inf  # number of the entry of its program's timeline before which it was freed, if it was
-    program: int = 0  # that made it, counted from 1
+    freed: float = math.inf  # number of the timeline entry, in its program, before which it was freed; inf: never
+    program: int = 0  # number, from 1, of the program that allocated it
 
 
 Events = list[tuple[Block, bool]]
-"""In order: a block that is made (True) or freed (False)."""
+"""Blocks in the order in which they are allocated (True) or freed (False)."""
 
 
 @dataclass(frozen=True)
@@ -61,49 +61,49 @@ class Collective:
     dtype: str
     bytes: int  # of the full tensor
     ranks: tuple[int, ...]
-    communicator: str  # its name: two of them may have the same ranks
+    communicator: str  # name: two communicators may have the same ranks
 
 
 @dataclass
 class KernelRun:
-    """What an operator does on the device's stream of compute."""
+    """An operator's kernels on the device's compute stream."""
 
     part: KernelPart
     dtype: str  # of the factors of its matrix products
     flops: float
-    reads: list[tuple[Block, int]]  # and how many bytes of it
+    reads: list[tuple[Block, int]]  # block, and bytes read of it
     writes: list[tuple[Block, int]]
 
 
 @dataclass
 class CollectiveRun:
-    """A collective, where the step asks for it."""
+    """A collective at the point where the step starts it."""
 
     collective: Collective
-    result: Block | None  # what a gather fills
+    result: Block | None  # the block that a gather fills
 
 
 Timeline = list[KernelRun | CollectiveRun]
-"""The work of one call of a program of the step, in order."""
+"""Work of one call of one of the step's programs, in order."""
 
 
 # ---------------------------------------------------------------------------------------------------------- moments
 
 
 class Moments:
-    """The current place in a step: FSDP2's or the optimizer's section, and whose forward or backward runs.
+    """The current place in a step: FSDP2's or the optimizer's section, and the module whose forward or backward runs.
 
-    Each node of autograd has the number of the operation that made it. Forward notes the numbers at which modules begin
-    and end; in backward the running node's number tells the innermost module.
+    Each autograd node has the sequence number of the operation that made it. Forward records the numbers at which
+    modules begin and end; in backward, the running node's number identifies the innermost module.
     """
 
     def __init__(self) -> None:
-        self.sections: list[str] = []  # of torch.profiler.record_function, which FSDP2 and optimizers name
-        self.in_loss = False  # in forward, from the head on
+        self.sections: list[str] = []  # of torch.profiler.record_function, as FSDP2 and optimizers name them
+        self.in_loss = False  # True in forward from the head on
         self._names: dict[int, str] = {}
         self._head: nn.Module | None = None
         self._running: list[str] = []
-        self._marks: list[tuple[int, str]] = []  # number of an operation, and the module from it on
+        self._marks: list[tuple[int, str]] = []  # (number of an operation, module that runs from it on)
         self._backward_module = ""
 
     @contextmanager
@@ -112,7 +112,7 @@ class Moments:
         self._head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         with (
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),  # recomputation ends by an exception
+            register_module_forward_hook(self._leave, always_call=True),  # recomputation ends with an exception
         ):
             yield
 
@@ -133,12 +133,12 @@ class Moments:
         self._marks.append((cast(Any, torch.autograd)._get_sequence_nr(), name))
 
     def _module(self) -> str:
-        """The innermost running one; the model's own operations after its head are the loss."""
+        """Return the innermost running module; the model's own operations after its head are the loss."""
         name = self._running[-1] if self._running else ""
         return LOSS if self.in_loss and name == "" else name
 
     def now(self) -> tuple[str, str]:
-        """Moment (`forward`, `recomputation`, `backward`, or a section's name) and FQN."""
+        """Return the moment (`forward`, `recomputation`, `backward`, or a section's name) and the module's FQN."""
         section = self.section
         if section.startswith("Optimizer."):
             return "optimizer", ""
@@ -163,15 +163,15 @@ class Moments:
 
 COPIES = {"aten::copy_", "aten::clone", "aten::cat", "aten::_to_copy", "aten::split_with_sizes_copy.out"}
 UNWRITTEN = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "record_stream")  # operators
-FILLS = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # that don't read what they write
+FILLS = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # write their argument without reading it
 LOOKUPS = {"embedding", "index_select", "gather", "index"}
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what is made and freed on `device` in tensors of `fake`, and the work that runs.
+    """Records allocations and frees on `device` by tensors of `fake`, and the work that runs.
 
-    `kind`: on cuda, add the memory that a GPU's kernels take for themselves; on tpu, take bytes as it lays out tensors.
-    `has_tf32`: products of float32 factors round them.
+    `kind`: cuda adds the workspaces of a GPU's kernels; tpu counts bytes in a TPU's tiled layout.
+    `has_tf32`: products of float32 factors round them to TF32.
     """
 
     def __init__(self, fake: FakeTensorMode, device: torch.device, kind: str, *, has_tf32: bool = False) -> None:
@@ -179,23 +179,23 @@ class Recorder(TorchDispatchMode):
         self.moments = Moments()
         self.events: Events = []
         self.calls: list[Timeline] = []
-        self.streams: list[Any] = []  # in the order of their first use; held, so that no two have one id
+        self.streams: list[Any] = []  # in the order of their first use; references keep their ids unique
         self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, kind == "cuda", kind == "tpu"
         self._has_tf32 = has_tf32
         self._known: tuple[MemoryPart, str] | None = None
-        self._live: dict[int, tuple[Any, Block]] = {}  # by the storage's address
+        self._live: dict[int, tuple[Any, Block]] = {}  # keyed by the storage's address
         self._weights: Mapping[str, set[torch.Size]] = {}  # module -> shapes of its parameters
         self._has_workspace: set[bool] = set()
 
     @contextmanager
     def making(self, part: MemoryPart, where: str) -> Generator[None]:
-        """Everything made inside is of this part."""
+        """Assign everything allocated inside to this part."""
         with patch.object(self, "_known", (part, where)):
             yield
 
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
-        """The modules of a model, from its first forward to its last backward."""
+        """Record a model's modules, from its first forward to its last backward."""
         self._weights = {
             name: {parameter.shape for parameter in module.parameters(recurse=False)}
             for name, module in model.named_modules()
@@ -204,12 +204,12 @@ class Recorder(TorchDispatchMode):
             yield
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Give a tensor that exists already its FQN."""
+        """Set the FQN of an existing tensor."""
         if (block := self._block_of(tensor)) is not None:
             block.name = name
 
     def resized(self, storage: Any) -> None:
-        """FSDP2 frees gathered weights, and makes room for them again, by `resize_`, which no dispatch mode sees."""
+        """Record a `resize_`, which no dispatch mode sees: FSDP2 frees and allocates gathered weights by it."""
         entry = self._live.get(storage._cdata)
         bytes_ = self._flat_bytes(storage)
         if entry is None or entry[1].bytes == bytes_:
@@ -228,8 +228,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # it comes back with the local tensors
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all that is asked
+            return NotImplemented  # the call comes back with the local tensors
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
         name, sections = func.name(), self.moments.sections
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor, op: str) -> None:
-        # DTensor propagates shapes on fake tensors of a mode of its own: those are no memory.
+        # DTensor propagates shapes on fake tensors of its own mode: those are no memory.
         if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fake or tensor.device != self.device:
             return
         storage = tensor.untyped_storage()
@@ -285,24 +285,24 @@ class Recorder(TorchDispatchMode):
             return "gradients"
         if moment == "optimizer" or not moment:
             return "temporaries"
-        if self.moments.in_loss or module == LOSS:  # the head's gradient is taken with the loss
+        if self.moments.in_loss or module == LOSS:  # the head's gradient is computed with the loss
             return "gradients" if tensor.shape in self._weights.get(module, ()) else "loss and logits"
         if moment in ("forward", "recomputation"):
             return "activations"
-        # A gradient has the size of its weight, before FSDP2 sees it; that of a copy is cast for the weight itself.
+        # A gradient has the size of its weight, before FSDP2 sees it; the gradient of a cast copy is cast back.
         is_cast = (node := _running_node()) is not None and node.name() == "ToCopyBackward0"
         modules = self._weights if is_cast else (module,)
         shapes = (shape for name in modules for shape in self._weights.get(name, ()))
         return "gradients" if any(shape.numel() == tensor.numel() for shape in shapes) else "temporaries"
 
     def _stream(self) -> int:
-        stream = torch.cpu.current_stream()  # where FSDP2 takes this device's streams from
+        stream = torch.cpu.current_stream()  # the API through which FSDP2 gets this device's streams
         if not any(known is stream for known in self.streams):
             self.streams.append(stream)
         return next(number for number, known in enumerate(self.streams) if known is stream)
 
     def _note_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        # Only a GPU's step gets an expected time from them.
+        # Only the expected time of a GPU's step needs them.
         reads, writes = self._traffic(func, args, kwargs, out) if self.is_gpu else ([], [])
         products = matrix_products(func, args, kwargs, out)
         if products is not None and self.is_gpu:
@@ -319,13 +319,13 @@ class Recorder(TorchDispatchMode):
     def _traffic(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> tuple[list[tuple[Block, int]], list[tuple[Block, int]]]:
-        """What a kernel reads and writes on the device; nothing for a view, and for memory that isn't filled."""
+        """Return the blocks that a kernel reads and writes on the device; none for a view and for unfilled memory."""
         if func.is_view or func._opname.startswith(UNWRITTEN):
             return [], []
         reads: list[tuple[Block, int]] = []
         writes: list[tuple[Block, int]] = []
-        given = (*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]))
-        for argument, value in zip(func._schema.arguments, given, strict=False):
+        all_args = (*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]))
+        for argument, value in zip(func._schema.arguments, all_args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             is_read = not (is_written and (argument.is_out or func._opname in FILLS))
             for tensor in [value] if isinstance(value, Tensor) else value if isinstance(value, (list, tuple)) else ():
@@ -337,7 +337,7 @@ class Recorder(TorchDispatchMode):
         for tensor in results:
             if (block := self._block_of(tensor)) is not None and id(block) not in known:
                 writes.append((block, tensor.nbytes))
-        if func._opname in LOOKUPS and reads:  # of a table only the rows that are asked for
+        if func._opname in LOOKUPS and reads:  # only the requested rows of a table are read
             reads[0] = (reads[0][0], sum(tensor.nbytes for tensor in results))
         return reads, writes
 
@@ -348,7 +348,7 @@ class Recorder(TorchDispatchMode):
         def workspace(size: int, kernel: str) -> Block:
             return Block(size, self._stream(), "temporaries", f"{kernel} workspace", _words(*self.moments.now()))
 
-        # Of cuBLAS: for the thread of forward and for that of backward, each kept from its first product on.
+        # cuBLAS has a workspace for forward's thread and one for backward's, kept from the first product on.
         is_backward = _running_node() is not None
         if is_backward not in self._has_workspace:
             self._has_workspace.add(is_backward)
@@ -366,17 +366,17 @@ class Recorder(TorchDispatchMode):
 
 
 def _running_node() -> Any:
-    """Autograd's running node, in backward; else None."""
+    """Return autograd's running node in backward, else None."""
     return cast(Any, torch._C)._current_autograd_node()
 
 
 def _words(moment: str, module: str) -> str:
-    """`backward of model.layers.7.mlp`."""
+    """Format `backward of model.layers.7.mlp`."""
     return f"{moment} of {module}" if module else moment
 
 
 def peak(events: Events) -> list[Block]:
-    """What lives when most bytes live at once, in the order in which it was made; the last one made it the peak."""
+    """Return the blocks that live at the peak, in the order of allocation; the last one caused the peak."""
     now = most = at = 0
     for number, (block, is_made) in enumerate(events, start=1):
         now += block.bytes if is_made else -block.bytes
@@ -392,7 +392,7 @@ def peak(events: Events) -> list[Block]:
 
 
 def fused(program: Timeline) -> Timeline:
-    """The program as a compiler runs it: kernels without products become one, between products and collectives."""
+    """Return the program as compiled: kernels without products between products and collectives become one kernel."""
     entries: Timeline = []
     end = 0
     for is_fused, group in groupby(program, lambda entry: isinstance(entry, KernelRun) and not entry.flops):
@@ -403,7 +403,7 @@ def fused(program: Timeline) -> Timeline:
 
 
 def _as_one(kernels: list[KernelRun], end: int) -> KernelRun:
-    """One kernel: it reads each input once, and writes only what outlives it, to entry `end` of the timeline."""
+    """Merge kernels: read each input once, and write only blocks that live beyond entry `end` of the timeline."""
     made: set[int] = set()
     reads: dict[int, tuple[Block, int]] = {}
     writes: dict[int, tuple[Block, int]] = {}

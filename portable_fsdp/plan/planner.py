@@ -1,7 +1,7 @@
-"""A config and a target to a plan: memory and work from the engine's own planner, then the bounds of time.
+"""Planner: a config and a target become a plan; memory and work from the engine's own planner, then the time bounds.
 
-`sweep` and what follows it plan several settings: a grid over the keys that decide memory and time, and the nearest or
-largest that fits.
+`sweep` and the functions after it plan several settings: a grid over the keys that decide memory and time, and the
+nearest or largest setting that fits.
 """
 
 import itertools
@@ -26,12 +26,12 @@ SETTINGS = (
     *("train.micro_batch", "train.global_batch", "data.seq_len", "sharding.strategy", "memory.gradient_checkpointing"),
     *("memory.cpu_offload", "compile.scan_layers", "precision.compute"),
 )
-"""Keys on which memory and time depend most: a plan always shows them."""
+"""Keys that matter most for memory and time: a plan always shows them."""
 
 SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
 """A plan also shows each key of these sections that isn't at its default."""
 
-SHARED_LINKS = "two devices share a chip's links: what crosses ici isn't bounded."  # counted by device, some in a chip
+SHARED_LINKS = "two devices share a chip's links: ici traffic isn't bounded."  # it is counted by device, not by chip
 
 
 def make_plan(
@@ -44,8 +44,8 @@ def make_plan(
 ) -> Plan:
     """Plan one step of `config` on `target`; takes seconds to a minute, and needs none of the hardware.
 
-    `backend`: an engine, or `auto`. `worker` runs what needs torch; give it to the next plan too.
-    What the trainer would refuse there is refused here, by the same checks. Raises ConfigError, BackendError.
+    `backend`: an engine, or `auto`. `worker` runs the code that needs torch; reuse it for the next plan.
+    Runs the trainer's own checks, and raises their ConfigError and BackendError.
     """
     began = perf_counter()
     kind = target.hardware.kind
@@ -55,8 +55,8 @@ def make_plan(
     if engine not in methods:
         names = sorted(methods, key=lambda name: name != usual)
         raise BackendError(
-            f"plan on {target.text}: expected --backend={' or '.join(names)}, found {backend}: no other engine "
-            f"has a planner for {kind}."
+            f"plan on {target.text}: expected --backend={' or '.join(names)}, found {backend}, which has no planner "
+            f"for {kind}."
         )
     generation = target.hardware.name if kind == "tpu" else ""
     require_supported(config, Deployment(engine, kind, target.devices, target.hosts, generation))
@@ -93,7 +93,7 @@ def _settings(config: Config, without: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _no_shorter(expected: Expected, time: Time) -> Expected:
-    """Than the bound: copies into on-chip memory, that the time of a TPU's program counts as free, bind small steps."""
+    """Raise the expected time to the bound: copies into on-chip memory, which it counts as free, bind small steps."""
     missing = (time.seconds or 0.0) - expected.seconds
     if missing <= 0:
         return expected
@@ -107,50 +107,50 @@ def _fake_step(config: Config, target: Target, worker: Worker, progress: Progres
         raise BackendError(f"plan on {target.text}: TorchTPU trains on one slice only.\n  Use {other}.")
     if target.hardware.kind == "tpu" and config.compile.enabled:
         raise BackendError(
-            f"plan on {target.text}: compile.enabled=true: TorchTPU's compiler makes its programs on a chip only, and "
-            f"they keep less than the eager step.\n  Plan with compile.enabled=false, or {other}."
+            f"plan on {target.text}: compile.enabled=true: TorchTPU compiles programs on a chip only, and they need "
+            f"less memory than the eager step.\n  Plan with compile.enabled=false, or {other}."
         )
     progress("running a step on fake tensors")
     try:
         return worker("portable_fsdp.plan.fake_step:plan_memory", config, target)
     except WorkerFailedError as failed:
-        problem = "the step could not be planned, for which up to 3 GiB of memory are needed"
+        problem = "the step could not be planned (planning needs up to 3 GiB of memory)"
         raise BackendError(failure_message(problem, failed.ended)) from None
 
 
 def _notes(target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
-    """What a reader may misread the figures without."""
+    """Yield notes that the reader needs to interpret the figures."""
     model = planned.model
     if model.rows:
         counted = "; each counts as one token" if model.tokens_per_row == 1 else ""
-        yield f"rows as data.factory gives them first: {model.rows}{counted}. Larger ones take more."
+        yield f"planned for the first rows of data.factory: {model.rows}{counted}. Larger rows take more."
     reached = target.hardware.reached
     if planned.expected is None and target.hardware.kind != "cpu":
-        yield f"no expected time: no run is known here that tells what {target.hardware.device_name} reaches."
+        yield f"no expected time: no published run shows what {target.hardware.device_name} reaches."
     elif planned.expected and reached and not reached.source.startswith("fitted"):
-        yield f"the expected time is made of shares of the peak that are {reached.source}."
+        yield f"the expected time uses shares of the peak that are {reached.source}."
     for link in planned.work.sent_bytes.keys() - time.links_s.keys():
-        yield f"no bandwidth of {link} is known here: what crosses it isn't bounded."
+        yield f"no bandwidth of {link} is known: its traffic isn't bounded."
 
 
 # --------------------------------------------------------------------------------------------------- several settings
 
 MODES = ("none", "selective", "full")
-FREE = 0.05  # share of a device's memory for what a plan can't see: code, drivers, gaps
+FREE = 0.05  # share of a device's memory that a plan can't see: code, drivers, gaps
 
 PlanOf = Callable[[Settings], Plan]
-"""Plans the config with these settings laid over it. Raises what planning raises."""
+"""Plans the config, overridden by these settings. Raises what planning raises."""
 
 
 def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
-    """What a sweep tries by default; smaller micro batches first.
+    """Return the default grid of a sweep; smaller micro batches first.
 
-    Scanned layers are recomputed all or none, since all turns of the loop run one program.
+    Scanned layers are recomputed all or none, since all iterations of the loop run one program.
     """
     rows = max(config.train.global_batch // devices, 1)
     micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | ({config.train.micro_batch} - {"auto"})
     unrolled = {"compile.scan_layers": "false"} if scan else {}
-    if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers alone
+    if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers only
         unrolled["memory.offload"] = "none"
     layers = [unrolled | checkpointing(config, mode) for mode in MODES]
     if scan:
@@ -165,12 +165,12 @@ def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
 
 
 def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
-    """Each value of each key with each of the others."""
+    """Return the Cartesian product of the keys' values."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def checkpointing(config: Config, mode: str) -> Settings:
-    """The mode with what it needs, without what only another takes; selective: every second layer by default."""
+    """Return a mode's settings; reset keys that only another mode takes. Selective defaults to every second layer."""
     memory = config.memory
     is_selective = memory.every is not None or bool(memory.save_ops)
     settings = {"memory.gradient_checkpointing": mode}
@@ -186,7 +186,7 @@ def checkpointing(config: Config, mode: str) -> Settings:
 
 
 def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
-    """Plan one after the other. Where a `train.micro_batch` doesn't fit, leave out larger ones."""
+    """Plan in order. If a `train.micro_batch` doesn't fit, skip larger ones."""
     too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
     for settings in points:
         rows = settings.get("train.micro_batch", "")
@@ -200,10 +200,10 @@ def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
 
 
 def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iterator[Tried]:
-    """Ever stronger measures, each on top of those before, up to the first that fits; the last may not fit either.
+    """Plan with cumulative measures up to the first that fits; the last may not fit either.
 
-    In the order of what they cost: recomputing layers, fewer rows at once, sharding all, and with `offload` the
-    optimizer's state on the host. None of them changes what the model learns.
+    The order is that of their cost: recompute layers, smaller micro batch, FULL_SHARD, and with `offload` the
+    optimizer's state on the host. None of them changes the loss curve.
     """
     measures: list[Settings] = []
     if config.memory.gradient_checkpointing != "full":
@@ -225,10 +225,10 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
 
 
 def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: Progress) -> Tried:
-    """The plan of the largest `train.micro_batch` that fits and leaves FREE; else of 1, whether it fits or not.
+    """Plan the largest `train.micro_batch` that fits and leaves FREE; else that of 1, whether it fits or not.
 
-    Bisects the divisors of a device's rows: at most 2 + log2 of their number plans, each reported to `progress`. Raises
-    ConfigError where the devices don't divide the global batch, BackendError for a plan without a verdict, and what
+    Bisects the divisors of a device's rows: at most 2 + log2(number of divisors) plans, each reported to `progress`.
+    Raises ConfigError if the devices don't divide the global batch, BackendError for a plan without a verdict, and what
     planning the result raises.
     """
     check_batch(with_value(config, "train.micro_batch", 1), devices)
@@ -240,11 +240,11 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: P
         progress(tried[size].line)
         plan = tried[size].plan
         if plan is not None and plan.memory.verdict == "unknown":
-            why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; give --memory"
-            raise BackendError(f"plan on {plan.on}: no plan can say that a train.micro_batch fits: memory {why}.")
+            why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; set --memory"
+            raise BackendError(f"plan on {plan.on}: can't tell which train.micro_batch fits: memory {why}.")
         return plan is not None and plan.memory.peak_bytes <= (1 - FREE) * (plan.memory.limit_bytes or 0)
 
-    if has_room(largest):  # first: one micro batch a step needs no sums of gradients, and may need less than half of it
+    if has_room(largest):  # first: a single micro batch accumulates no gradients, and may need less than half of it
         return tried[largest]
     fitting = bisect_left(smaller, True, key=lambda size: not has_room(size))
     best = tried[sizes[max(0, fitting - 1)]]

@@ -1,4 +1,4 @@
-"""What a plan says: in plain values, which `--json` prints with a stable schema, in words, and as a picture."""
+"""Result of a plan: plain values, which `--json` prints with a stable schema, as text, and as a picture."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ _GIB = 2**30
 FitVerdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
 
 Progress = Callable[[str], None]
-"""Called with a few words on what begins."""
+"""Called with the name of each stage as it begins."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What collectives of one kind move in one run of the program."""
+    """Traffic of one kind of collective in one run of the program."""
 
     calls: int = 0
-    bytes: int = 0  # of the full tensors that are gathered or reduced; all-to-all, collective-permute: of one device's
+    bytes: int = 0  # of the full tensors gathered or reduced; all-to-all, collective-permute: of one device's tensors
     sent_bytes: int = 0  # by one device, in a ring
 
     def __add__(self, other: "Moved") -> "Moved":
@@ -40,43 +40,43 @@ class _Result(BaseModel):
 
 
 class ModelFacts(_Result):
-    """What a plan needs of a model besides its step."""
+    """Facts of a model that a plan needs in addition to its step."""
 
-    parameters: int  # a tied weight once
-    tokens_per_row: int  # 1 where rows have no tokens
-    rows: str  # what rows of data.factory hold: `pixel_values float32 [3, 224, 224], ...`; empty: text
+    parameters: int  # a tied weight counts once
+    tokens_per_row: int  # 1 if rows have no tokens
+    rows: str  # contents of rows of data.factory: `pixel_values float32 [3, 224, 224], ...`; empty: text
     flops_per_token: float | None  # of forward and backward, as MFU counts them; None for a mixture of experts
 
 
 class Buffer(_Result):
-    """One of the largest pieces of memory that live at the peak."""
+    """One of the largest buffers that live at the peak."""
 
     name: str  # a tensor's FQN, an operator, or an instruction of the program
     bytes: int
-    where: str  # the module, or the source line, that made it; empty where it isn't known
+    where: str  # module or source line that allocated it; empty if unknown
 
 
 class DeviceMemory(_Result):
-    """What a step takes of one device: the fullest one."""
+    """Memory of the fullest device in a step."""
 
     parts: dict[str, int]  # of the peak, in bytes, in the order of display: weights, optimizer, ...
-    limit_bytes: int | None  # that the device lets a program have; None: unknown
-    at: str = ""  # the moment and the module of the peak; empty where it isn't known
+    limit_bytes: int | None  # available to a program on the device; None: unknown
+    at: str = ""  # moment and module of the peak; empty if unknown
     biggest: tuple[Buffer, ...] = ()  # the largest first
     host_bytes: int = 0  # offloaded to the host, for one device's process
     is_least: bool = False  # a lower bound: the device needs more, unknown how much
-    rematerialised: int = 0  # instructions that the compiler repeats by itself, because memory was short
+    rematerialised: int = 0  # instructions that the compiler repeats on its own because memory is short
 
     @computed_field
     @property
     def peak_bytes(self) -> int:
-        """What must fit at once."""
+        """Sum of the parts, which must fit at once."""
         return sum(self.parts.values())
 
     @computed_field
     @property
     def verdict(self) -> FitVerdict:
-        """Whether it fits; by recomputing: the compiler made it fit by itself, at the cost of time."""
+        """Verdict on the fit; "by recomputing": the compiler made it fit on its own, at the cost of time."""
         if self.limit_bytes is None:
             return "unknown"
         if self.peak_bytes > self.limit_bytes:
@@ -87,59 +87,59 @@ class DeviceMemory(_Result):
 
 
 class Work(_Result):
-    """What one device does in one step."""
+    """One device's work in one step."""
 
-    matmul_flops: dict[str, float]  # dtype of the factors -> operations; a multiply and an add are two
-    memory_bytes: float  # that must at least cross between the device's memory and its processor
+    matmul_flops: dict[str, float]  # dtype of the factors -> FLOPs; a multiply-add counts two
+    memory_bytes: float  # least traffic between the device's memory and its processor
     collectives: dict[str, Moved]
     """Kind and dtype (`all_gather bfloat16`) -> calls, bytes of full tensors, sent_bytes of one device in a ring."""
     sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
 
 
 class Expected(_Result):
-    """How long a step should take, at the speeds that measured runs reach."""
+    """Expected time of a step, at the speeds that measured runs reach."""
 
     seconds: float
-    # What compute does meanwhile: products, attention, elementwise, copies, and exposed communication, when it waits.
+    # Seconds of the compute stream: products, attention, elementwise, copies, and exposed communication, when it waits.
     parts: dict[str, float]
     # Kind of collective -> bytes that one device sends while compute waits, because the program's schedule stops there.
     synchronous_bytes: dict[str, float]
 
 
 class EnginePlan(NamedTuple):
-    """What an engine's planner says of a step; the bounds of its time follow from `work`."""
+    """An engine's plan of a step; the bounds of its time follow from `work`."""
 
     model: ModelFacts
     memory: DeviceMemory
     work: Work
-    method: str  # how the figures were made, and what they don't cover
-    notes: tuple[str, ...] = ()  # what a user should know besides
-    expected: Expected | None = None  # None: no measured run tells what this hardware reaches
+    method: str  # how the figures were computed, and what they don't cover
+    notes: tuple[str, ...] = ()  # further facts for the user
+    expected: Expected | None = None  # None: no measured run shows what this hardware reaches
 
 
 class Time(_Result):
-    """Lower bounds of a step by roofline, each as if everything else were free."""
+    """Lower bounds of a step's time by roofline, each as if everything else were free."""
 
     compute_s: float | None  # None: no peak known for this device and dtype
     memory_s: float | None
-    links_s: dict[str, float]  # by link; those without a known bandwidth are left out
+    links_s: dict[str, float]  # by link; links without a known bandwidth are left out
     devices: int
     tokens_per_step: int  # of the global batch
-    # In a step, as the trainer counts them for MFU: all of attention, nothing twice.
+    # In a step, as the trainer counts them for MFU: all of attention, without recomputation.
     model_flops_per_device: float | None
     peak_flops: float | None  # of one device in the compute dtype, for MFU
 
     @computed_field
     @property
     def bounds(self) -> dict[str, float]:
-        """All that are known, by their names."""
+        """Known bounds by name."""
         named = {"compute": self.compute_s, "memory": self.memory_s, **self.links_s}
         return {name: seconds for name, seconds in named.items() if seconds is not None}
 
     @computed_field
     @property
     def seconds(self) -> float | None:
-        """No step can take less; None for unknown hardware."""
+        """Lower bound of the step time; None for unknown hardware."""
         return max(self.bounds.values(), default=None)
 
     @computed_field
@@ -151,7 +151,7 @@ class Time(_Result):
     @computed_field
     @property
     def tokens_per_second(self) -> float | None:
-        """At most, over all devices."""
+        """Upper bound, over all devices."""
         return self.tokens_per_step / self.seconds if self.seconds else None
 
     @computed_field
@@ -162,27 +162,27 @@ class Time(_Result):
     @computed_field
     @property
     def mfu(self) -> float | None:
-        """At most. It may exceed 1: MFU counts all of attention, the bound half."""
+        """Upper bound. It may exceed 1: MFU counts all of attention, the bound half."""
         if not self.seconds or not self.peak_flops or self.model_flops_per_device is None:
             return None
         return self.model_flops_per_device / self.seconds / self.peak_flops
 
 
 class Plan(_Result):
-    """A config on hardware that need not be there."""
+    """The plan of a config on hardware that may be absent."""
 
     schema_version: int = 1  # of `--json`; raised when a key changes its meaning
-    on: str  # as it was given: `v5p:2x2x4`
-    hardware: str  # in words: `16 TPU v5p chips of 4 hosts`
+    on: str  # the value of `--on`: `v5p:2x2x4`
+    hardware: str  # description: `16 chips of TPU v5p on 4 hosts`
     devices: int
     backend: str  # the engine that would run there
-    settings: dict[str, JsonValue]  # the keys of the config that a plan depends on most, and others that are set
+    settings: dict[str, JsonValue]  # the config keys that matter most for a plan, and others that are set
     parameters: int
     memory: DeviceMemory
     work: Work
     time: Time
-    expected: Expected | None  # None: no measured run tells what this hardware reaches
-    method: str  # how the figures were made, and what they don't cover
+    expected: Expected | None  # None: no measured run shows what this hardware reaches
+    method: str  # how the figures were computed, and what they don't cover
     notes: tuple[str, ...] = ()
     planned_in_s: float
 
@@ -199,22 +199,22 @@ class Plan(_Result):
 
 
 class Comparison(_Result):
-    """A measured run beside the bounds of its step."""
+    """A measured run compared with its plan."""
 
-    steps: int  # that were measured, without the first ones
-    seconds: float  # of a step, the median
+    steps: int  # measured steps, without the first ones
+    seconds: float  # median step time
     tokens_per_second: float  # over all devices, at that median
-    mfu: float | None  # the median; None where the run had none
-    ratio: float | None  # measured seconds over the bound's; under 1 the bound, or the plan, is wrong
-    expected_ratio: float | None  # measured seconds over the expected ones
+    mfu: float | None  # median; None if the run recorded none
+    ratio: float | None  # measured seconds / bound; below 1 the bound, or the plan, is wrong
+    expected_ratio: float | None  # measured seconds / expected seconds
 
 
 Settings = dict[str, str]
-"""Key of the config -> value, as an override writes it."""
+"""Config key -> value, as in an override."""
 
 
 class Tried(BaseModel):
-    """A setting of the grid: its plan, or why there is none."""
+    """A setting of the grid with its plan, or the reason for its refusal."""
 
     settings: Settings
     plan: Plan | None = None
@@ -222,17 +222,17 @@ class Tried(BaseModel):
 
     @property
     def fits(self) -> bool:
-        """Unknown is no."""
+        """True if it fits; False if unknown."""
         return self.plan is not None and self.plan.memory.verdict in ("fits", "fits by recomputing")
 
     @property
     def words(self) -> str:
-        """Its settings, as the command line takes them."""
+        """Its settings as command line overrides."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
     @property
     def line(self) -> str:
-        """The setting and its result."""
+        """Summary line: the setting and its result."""
         if self.plan is None:
             return f"{self.words}: refused: {(self.refusal or '').partition(chr(10))[0]}"
         memory = self.plan.memory
@@ -243,7 +243,7 @@ class Tried(BaseModel):
 
 
 def text(plan: Plan) -> str:
-    """All of a plan, for people."""
+    """Format a whole plan as text."""
     settings = ", ".join(f"{key}={yaml_value(value)}" for key, value in plan.settings.items())
     lines = [f"{plan.on}: {plan.hardware}, backend {plan.backend}", f"{_count(plan.parameters)} parameters; {settings}"]
     lines += ["", *_memory_lines(plan.memory), "", *_expected_lines(plan), *_time_lines(plan.time), ""]
@@ -252,9 +252,9 @@ def text(plan: Plan) -> str:
 
 
 def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
-    """A row for each plan, in their order; `keys` of the settings."""
+    """Format a table with a row per plan, in order; `keys`: the settings to show."""
     is_expected = all(each.plan is None or each.plan.expected for each in tried)
-    rate_title = "tokens/s a device, " + ("expected" if is_expected else "at most")
+    rate_title = "tokens/s per device, " + ("expected" if is_expected else "at most")
     rows = [(*keys, "GiB", "verdict", rate_title, "bound by")]
     for setting in tried:
         if plan := setting.plan:
@@ -266,22 +266,22 @@ def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
 
 
 def measures_text(tried: Sequence[Tried]) -> str:
-    """What makes it fit, and what was tried before; the last of `tried` fits, or nothing does."""
+    """Format the measure that makes it fit, and those tried before; the last of `tried` fits, or none does."""
     *before, last = tried
     if not last.fits:
         return "\n".join(["None of these makes it fit:", *(f"  {each.line}" for each in tried)])
-    tried_before = ["Before that was tried:", *(f"  {each.line}" for each in before)]
+    tried_before = ["Tried before:", *(f"  {each.line}" for each in before)]
     return "\n".join([f"It fits with {last.line}.", *(tried_before if before else [])])
 
 
 def comparison_text(run: Comparison) -> str:
-    """What a run took, beside what its plan says."""
+    """Format the comparison of a run with its plan."""
     expected = "" if run.expected_ratio is None else f", {run.expected_ratio:.2f} times the expected time"
     ratio = "" if run.ratio is None else f", {run.ratio:.2f} times the bound"
     mfu = "" if run.mfu is None else f", mfu {run.mfu:.1%}"
     return (
-        f"measured over {run.steps} steps: {_seconds(run.seconds)} a step{expected}{ratio}; "
-        f"{run.tokens_per_second:,.0f} tokens a second in all{mfu}"
+        f"measured over {run.steps} steps: {_seconds(run.seconds)} per step{expected}{ratio}; "
+        f"{run.tokens_per_second:,.0f} tokens/s in total{mfu}"
     )
 
 
@@ -295,11 +295,11 @@ def _memory_lines(memory: DeviceMemory) -> list[str]:
     lines = [f"memory of the fullest device: {least}{memory.peak_bytes / _GIB:.2f}{of} GiB{share}: {memory.verdict}"]
     lines.append(table(rows, right=(1,), indent="  "))
     if memory.host_bytes:
-        lines.append(f"  offloaded to the host, for each device: {memory.host_bytes / _GIB:.2f} GiB")
+        lines.append(f"  offloaded to the host, per device: {memory.host_bytes / _GIB:.2f} GiB")
     if memory.at:
         lines.append(f"  the peak is in {memory.at}")
     if memory.rematerialised:
-        lines.append(f"  the compiler repeats {memory.rematerialised} instructions by itself, because memory is short")
+        lines.append(f"  the compiler rematerialises {memory.rematerialised} instructions, because memory is short")
     if memory.biggest:
         lines.append("  largest there:")
         shown = [(f"{b.bytes / _GIB:.3f}", b.name, b.where) for b in memory.biggest[:_MOST_BUFFERS]]
@@ -319,22 +319,22 @@ def _expected_lines(plan: Plan) -> list[str]:
     if shown:
         sent = ", ".join(f"{kind} {size / _GIB:.2f} GiB" for kind, size in shown.items())
         lines.append(f"  sent while compute waits: {sent}")
-    return [*lines, f"  {each:,.0f} tokens a second on a device, {each * plan.devices:,.0f} in all{mfu}"]
+    return [*lines, f"  {each:,.0f} tokens/s per device, {each * plan.devices:,.0f} in total{mfu}"]
 
 
 def _time_lines(time: Time) -> list[str]:
     rate, each = time.tokens_per_second, time.tokens_per_second_per_device
     if time.seconds is None or rate is None or each is None:
-        return ["time of a step: no bound, since no peak and no bandwidth of this device is known"]
+        return ["time of a step: no bound, since this device's peak and bandwidths are unknown"]
     mfu = "" if time.mfu is None else f"; mfu at most {time.mfu:.0%}"
     lines = [f"time of a step, at least: {_seconds(time.seconds)}, bound by {time.binds}"]
     lines.append("  " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in time.bounds.items()))
-    lines.append(f"  at most {each:,.0f} tokens a second on a device, {rate:,.0f} in all{mfu}")
+    lines.append(f"  at most {each:,.0f} tokens/s per device, {rate:,.0f} in total{mfu}")
     return lines
 
 
 def _bar(size: int, most: int) -> str:
-    """Its share of the widest, in eighths of a character."""
+    """Draw a bar as long as its share of the widest one, in eighths of a character."""
     eighths = round(size / most * _BAR * 8) if most else 0
     full, rest = divmod(eighths, 8)
     return "█" * full + ("" if not rest else chr(0x2588 + 8 - rest))
@@ -352,9 +352,9 @@ def _count(number: int) -> str:
 
 
 def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
-    """Memory by part of each plan as stacked bars, with the devices' limit, and the tokens a second at most.
+    """Draw each plan's memory by part as stacked bars, with the devices' limit, and its tokens per second.
 
-    Raises UsageError where `path`, whose suffix is the picture's format, can't be written.
+    Raises UsageError if `path`, whose suffix is the picture's format, can't be written.
     """
     import matplotlib as mpl
     import matplotlib.pyplot as plt
@@ -370,7 +370,7 @@ def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     for limit in {plan.memory.limit_bytes for plan in plans} - {None}:
         left.axvline((limit or 0) / _GIB, color="0.3", linestyle="--", linewidth=1)
     left.invert_yaxis()
-    left.set(xlabel="GiB of the fullest device (dashed: what a program may have)")
+    left.set(xlabel="GiB of the fullest device (dashed: available to a program)")
     left.legend(frameon=False, fontsize="small")
     at_most = [plan.time.tokens_per_second_per_device or 0.0 for plan in plans]
     right.barh(labels, at_most, color="0.85", label="at most")
@@ -378,10 +378,10 @@ def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
         expected = [plan.expected_tokens_per_second_per_device or 0.0 for plan in plans]
         right.barh(labels, expected, color="0.5", label="expected")
     right.legend(frameon=False, fontsize="small")
-    right.set(xlabel="tokens a second on a device")
+    right.set(xlabel="tokens/s per device")
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise UsageError(f"--save={path}: expected to be able to write there, found: {error}") from None
+        raise UsageError(f"--save={path}: can't be written: {error}") from None
     finally:
         plt.close(figure)

@@ -1,6 +1,6 @@
-"""What `--on` names: a TPU slice (`v5p:2x2x4`, `v6e-16`, `2*v5e:16x16`), GPUs (`h100:8`), `cpu:2`.
+"""The target that `--on` names: a TPU slice (`v5p:2x2x4`, `v6e-16`, `2*v5e:16x16`), GPUs (`h100:8`), `cpu:2`.
 
-What is known of each kind of hardware stands in `hardware.yaml`, every figure beside its source.
+`hardware.yaml` has the figures of each kind of hardware, with their sources.
 """
 
 import difflib
@@ -25,50 +25,50 @@ Shape = tuple[int, ...]
 
 
 class Figure(NamedTuple):
-    """A number, and who says it."""
+    """A number and its source."""
 
     value: float  # bytes, or bytes/s that one device can send while it receives as much
     source: str
-    # Switches that add up what devices send, and send out copies, halve the bytes of a ring: a gather then mostly
-    # receives and a reduction mostly sends, and both may run at once.
+    # Switches that reduce and multicast halve the bytes of a ring: a gather then mostly receives and a reduction mostly
+    # sends, and both may run at once.
     in_switch: bool = False
 
 
 @dataclass(frozen=True)
 class TpuChip:
-    """How chips of a generation make slices."""
+    """The slices that chips of a generation form."""
 
-    google: str  # how Google's accelerator types begin: `v5litepod` in `v5litepod-16`
-    cores: int  # that those types count for each chip; 1 where they count chips
-    devices: int  # that a program sees in a chip
+    google: str  # prefix of Google's accelerator types: `v5litepod` in `v5litepod-16`
+    cores: int  # number that those types count per chip; 1 if they count chips
+    devices: int  # devices that a program sees per chip
     axes: Literal[2, 3]
-    most: int  # chips of a slice
+    most: int  # most chips of a slice
     wraps: Literal["cube", "sixteen", "always"]  # which axes are rings: see `target.links_per_chip`
-    link: Figure | None  # bytes/s, one way, of one link of ICI; a chip has two on each axis
-    shapes: tuple[Shape, ...]  # that are sold; of three axes: the ones below a cube
+    link: Figure | None  # bytes/s, one way, of one ICI link; a chip has two on each axis
+    shapes: tuple[Shape, ...]  # sold shapes; with three axes: those below a cube
 
 
 class Reached(NamedTuple):
-    """Shares of what a device can do at most that measured runs reach: an expected time is made of them."""
+    """Shares of a device's peaks that measured runs reach; the expected time is computed from them."""
 
-    products: float  # matrix products, of the peak
-    attention: float  # attention kernels, of the same peak
-    memory: float  # other kernels, of the memory's bandwidth
+    products: float  # matrix products, share of peak FLOP/s
+    attention: float  # attention kernels, share of the same peak
+    memory: float  # other kernels, share of the memory's bandwidth
     link: float  # collectives within a host or a slice
-    network: float  # and over the network
+    network: float  # collectives over the network
     source: str
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device, in hosts of the usual make; None for an unknown figure."""
+    """One kind of device, in hosts of the usual kind; None for an unknown figure."""
 
     name: str
     kind: Literal["tpu", "cuda", "cpu"]  # the trainer's --device
-    device_name: str  # as its driver and `models.flops.peak_flops` name it
-    program: Figure | None  # bytes of a device that a program may have
+    device_name: str  # name in its driver and in `models.flops.peak_flops`
+    program: Figure | None  # bytes of a device that are available to a program
     memory_bandwidth: Figure | None  # bytes/s of a device
-    devices_per_host: int | None  # of GPUs, at most
+    devices_per_host: int | None  # most GPUs per host
     links: dict[str, Figure]  # by name: nvlink or pcie within a host; network between GPU hosts, or TPU slices
     chip: TpuChip | None
     reached: Reached | None
@@ -76,7 +76,7 @@ class Hardware:
 
 @cache
 def known_hardware() -> tuple[Hardware, ...]:
-    """All of it: TPUs, GPUs, and the CPU last."""
+    """Return all known hardware: TPUs, GPUs, and the CPU last."""
     rows = yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
     return tuple(_hardware(name, row) for name, row in rows.items())
 
@@ -101,7 +101,7 @@ def _hardware(name: str, row: dict[str, Any]) -> Hardware:
 
 
 def _figure(text: str, source: str, *remarks: str) -> Figure:
-    """The figure of `80 GiB` and its source."""
+    """Parse a figure like `80 GiB`, with its source."""
     number, unit = text.split()
     return Figure(float(number) * UNITS[unit], source, "reduces in switches" in remarks)
 
@@ -109,19 +109,19 @@ def _figure(text: str, source: str, *remarks: str) -> Figure:
 # ---------------------------------------------------------------------------------------------------- what --on names
 
 CONTEXT_BYTES = 2**29
-"""A CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
+"""Size of a CUDA context with its kernels, by rule: about half a GiB, more with more libraries. Not measured by us."""
 
 
 @dataclass(frozen=True)
 class Target:
     """The devices to plan for, and how they are connected."""
 
-    text: str  # as it was given
+    text: str  # the value of `--on`
     hardware: Hardware
-    devices: int  # that the training program sees, in all slices together
+    devices: int  # devices that the training program sees, over all slices
     hosts: int  # each runs a process of the program; for a TPU: virtual machines
     slices: int = 1
-    shape: Shape = ()  # of one slice, in chips; empty for GPUs and CPUs
+    shape: Shape = ()  # chips of one slice along each axis; empty for GPUs and CPUs
 
     @property
     def devices_per_host(self) -> int:
@@ -129,30 +129,30 @@ class Target:
 
     @property
     def chips(self) -> int:
-        """All of them; a GPU is one."""
+        """Number of chips in all slices; a GPU counts one."""
         return self.slices * math.prod(self.shape) if self.shape else self.devices
 
     @property
     def topology(self) -> str | None:
-        """One slice as libtpu names it; None for what isn't a TPU."""
+        """libtpu's name of one slice; None for other hardware than TPUs."""
         return f"{self.hardware.name}:{_written(self.shape)}" if self.shape else None
 
     @property
     def torus(self) -> Shape:
-        """Devices along each axis, as their numbers run: slices, z, y, x; empty for those of which a chip has two."""
+        """Devices along each axis in the order of their numbers: slices, z, y, x; empty if a chip has two devices."""
         chip = self.hardware.chip
         return (self.slices, *reversed(self.shape)) if chip is not None and chip.devices == 1 else ()
 
     @property
     def limit_bytes(self) -> int | None:
-        """What a step may take of a device; None: unknown. On GPUs without the context: torch doesn't allocate it."""
+        """Bytes available to a step on a device; None: unknown. On GPUs without the context, which isn't torch's."""
         program = self.hardware.program
         context = CONTEXT_BYTES if self.hardware.kind == "cuda" else 0
         return None if program is None else int(program.value) - context
 
     @property
     def in_words(self) -> str:
-        """`16 chips of TPU v5p on 4 hosts`, `8 x NVIDIA H100 80GB HBM3 on 1 host`."""
+        """Description: `16 chips of TPU v5p on 4 hosts`, `8 x NVIDIA H100 80GB HBM3 on 1 host`."""
         hosts = f"on {self.hosts} host{'s' if self.hosts > 1 else ''}"
         if self.hardware.kind == "cpu":
             return f"{self.devices} processes on the CPU"
@@ -164,9 +164,9 @@ class Target:
 
     @property
     def levels(self) -> tuple[tuple[str, int], ...]:
-        """Links from the inside out, each with how many of the next inner group it joins; their product: devices.
+        """Links from the inside out, each with the number of inner groups that it joins; their product is `devices`.
 
-        `chip` joins devices that share a TPU chip, and `host` CPU processes; the speed of neither is known.
+        `chip` joins devices that share a TPU chip, `host` joins CPU processes; the speed of neither is known.
         """
         if self.hardware.chip is not None:
             return ("chip", self.hardware.chip.devices), ("ici", math.prod(self.shape)), ("network", self.slices)
@@ -174,10 +174,10 @@ class Target:
         return (name, self.devices_per_host), ("network", self.hosts)
 
     def link(self, name: str) -> Figure | None:
-        """What one device can send over it, with all its wires in use; None where no source says it.
+        """Return the bytes/s that one device can send over a link with all its wires; None if no source states it.
 
-        ICI: the mean over the slice's chips. What all of them receive in a collective can't come in faster than over
-        all wires of the slice at once, however it is routed.
+        ICI: the mean over the slice's chips. However a collective is routed, the chips can't receive faster than over
+        all wires of the slice at once.
         """
         chip = self.hardware.chip
         if name == "ici" and chip is not None and chip.link is not None:
@@ -186,16 +186,16 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Understand what `--on` names, in upper or lower case.
+    """Parse the value of `--on`, in upper or lower case.
 
     - a TPU slice as libtpu names it: `v5p:2x2x4`, chips along each axis;
     - Google's accelerator type: `v6e-16` and `v5litepod-16` are 16 chips, `v5p-32` and `v4-32` too: they count cores;
     - several TPU slices: their number and `*` before one of these, `2*v6e-256`;
-    - GPUs: `h100:8`, all of them together; `h100` is one;
+    - GPUs: `h100:8`, the total number; `h100` is one;
     - processes on a CPU: `cpu:2`;
-    - devices as their driver names them, all together: `NVIDIA H100 80GB HBM3:8`, `TPU v6e:8`.
+    - the driver's name of the device, and the total number: `NVIDIA H100 80GB HBM3:8`, `TPU v6e:8`.
 
-    Raises ConfigError, with the nearest names, for hardware that isn't known and a shape that isn't sold.
+    Raises ConfigError, with the nearest names, for unknown hardware and for a shape that isn't sold.
     """
     device_name, _, devices = text.rpartition(":")
     for hardware in known_hardware():
@@ -218,19 +218,19 @@ def parse_target(text: str) -> Target:
 
 
 def with_memory(target: Target, gib: float) -> Target:
-    """The target with devices of this much memory, of which a program may have all."""
-    return replace(target, hardware=replace(target.hardware, program=Figure(gib * 2**30, "as it was given")))
+    """Return the target with this much memory per device, all of it available to a program."""
+    return replace(target, hardware=replace(target.hardware, program=Figure(gib * 2**30, "set by the user")))
 
 
 # ------------------------------------------------------------------------------------------------------- TPU slices
 
 
 def links_per_chip(chip: TpuChip, shape: Shape) -> float:
-    """The mean number of ICI links that a chip of this slice has: two on an axis that is a ring, else its ends one.
+    """Return the mean number of ICI links per chip of this slice: two on a ring axis; on others, end chips have one.
 
     Rings are: all axes of slices made of whole cubes of 4x4x4 (v4, v5p, TPU7x: "slices smaller than a full cube ...
     don't have wrap-around links", docs.cloud.google.com/tpu/docs/v5p); axes of 16 (v5e, v6e: jax-ml.github.io/
-    scaling-book/tpus: "without wraps on dims < 16"); for v2 and v3 no source says, so all are taken for rings.
+    scaling-book/tpus: "without wraps on dims < 16"). There is no source for v2 and v3, so all axes count as rings.
     """
     cubes = all(size % 4 == 0 for size in shape)
     rings = {"cube": [cubes] * len(shape), "sixteen": [size == 16 for size in shape], "always": [True] * len(shape)}
@@ -240,10 +240,10 @@ def links_per_chip(chip: TpuChip, shape: Shape) -> float:
 
 
 def shapes_of(chip: TpuChip) -> Iterator[Shape]:
-    """All shapes of a slice that are sold, the small ones first.
+    """Yield all slice shapes that are sold, the small ones first.
 
-    Of three axes, from a cube on: A <= B <= C, all of them multiples of 4 (cloud.google.com/tpu/docs/types-topologies,
-    written for v4; the lists of v5p and TPU7x in AI-Hypercomputer/xpk, core/system_characteristics.py, keep to it).
+    With three axes, from a cube on: A <= B <= C, all multiples of 4 (cloud.google.com/tpu/docs/types-topologies,
+    written for v4; the lists of v5p and TPU7x in AI-Hypercomputer/xpk, core/system_characteristics.py, agree).
     """
     yield from chip.shapes
     if chip.axes == 3:
@@ -258,7 +258,7 @@ def shapes_of(chip: TpuChip) -> Iterator[Shape]:
 
 
 def accelerator_type(chip: TpuChip, shape: Shape) -> str:
-    """Google's name for a slice of this size: `v5p-32` for 2x2x4."""
+    """Return Google's name for a slice of this size: `v5p-32` for 2x2x4."""
     return f"{chip.google}-{math.prod(shape) * chip.cores}"
 
 
@@ -267,14 +267,14 @@ def _slice_target(text: str, hardware: Hardware, chip: TpuChip, slices: int, mar
     is_shape = "x" in rest
     if not shapes or mark != (":" if is_shape else "-"):
         raise _no_such_slice(text, hardware, chip, rest)
-    # Google's type of a size has by default the shape most like a cube (types-topologies, as above).
+    # The default shape of a size is the one most like a cube (types-topologies, as above).
     shape = min(shapes, key=sum)
     chips = math.prod(shape)
     return Target(text, hardware, slices * chips * chip.devices, slices * _hosts(hardware, chips), slices, shape)
 
 
 def _hosts(hardware: Hardware, chips: int) -> int:
-    """Virtual machines of a slice: of 4 chips each; a v5e or v6e slice of 8 chips is one machine of 8.
+    """Return the number of virtual machines of a slice: 4 chips each; a v5e or v6e slice of 8 chips is one machine.
 
     Source: VM types, docs.cloud.google.com/tpu/docs/v6e: "v6e slices are created using half-host VMs, each with 4 TPU
     chips", with v6e-1 and v6e-8 as exceptions; v5e's page has the same; all others have hosts of 4 chips.
@@ -295,7 +295,7 @@ def _no_such_slice(text: str, hardware: Hardware, chip: TpuChip, rest: str) -> C
     )
     return ConfigError(
         f"--on={text}: expected a {hardware.name} slice that is sold: chips along each axis, or Google's "
-        f"{chip.google}-N (N counts {chip.cores} a chip).\n  nearest: {names}."
+        f"{chip.google}-N (N counts {chip.cores} per chip).\n  nearest: {names}."
     )
 
 

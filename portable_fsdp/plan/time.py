@@ -1,8 +1,8 @@
-"""How long a step takes at least, by roofline: compute, memory traffic, traffic over each link.
+"""Lower bound of a step's time by roofline (compute, memory traffic, traffic over each link), and its expected time.
 
-A lower bound: each is taken at the speed that the vendor names, at its most favourable split and routing, and as if the
-others were free. Published runs took 1.2 to 3.4 times as long (benchmarks/results/time_bounds.md). `expected_time` says
-what a step should take: it walks over the operations of one device, at the speeds that measured runs reach (`Rates`).
+The bound assumes the vendor's speed, the most favourable split and routing, and that everything else is free. Published
+runs took 1.2 to 3.4 times as long (benchmarks/results/time_bounds.md). `expected_time` simulates the operations of one
+device at the speeds that measured runs reach (`Rates`).
 """
 
 import math
@@ -24,23 +24,23 @@ ITEM_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "s8": 1}
 WARM_UP_STEPS = 5
 
 GPU_KERNEL_S = 4e-6
-"""The least time from a GPU kernel's start to the next one's. A guess; it decides nothing where kernels are large."""
+"""Least time between the starts of two GPU kernels. A guess; it doesn't matter for large kernels."""
 
 
 def bound(
     work: Work, target: Target, *, tokens_per_step: int, model_flops_per_device: float | None, compute: str = "bfloat16"
 ) -> Time:
-    """The bounds of a step that does `work` on each device of `target`; MFU is a share of the peak in `compute`.
+    """Return the bounds of a step that does `work` on each device of `target`; MFU is a share of the peak in `compute`.
 
-    `model_flops_per_device`: of the model in a step, as the trainer counts them for MFU. Where a link's switches do
+    `model_flops_per_device`: FLOPs of the model in a step, as the trainer counts them for MFU. If a link's switches do
     part of the work (`Figure.in_switch`), half the bytes count: a gather then mostly receives and a reduction mostly
     sends, and an all-reduce sends once.
     """
     name = target.hardware.device_name
     times: list[float] = []
     for dtype, flops in work.matmul_flops.items():
-        # Bfloat16's peak counts where the vendor names none: no product of 16 or 32 bits is faster, and one of 8 bits
-        # takes half of its time at least.
+        # Fall back to bfloat16's peak if the vendor states none: no product of 16 or 32 bits is faster, and one of
+        # 8 bits takes at least half of its time.
         if peak := peak_flops(name, dtype) or peak_flops(name, "bfloat16"):
             times.append(flops / peak / (2 if dtype == "s8" else 1))
     memory = target.hardware.memory_bandwidth
@@ -63,11 +63,11 @@ def bound(
 def over_links(
     levels: Sequence[tuple[str, int]], full_bytes: float, *, members: int | None = None, stride: int = 1
 ) -> dict[str, float]:
-    """Link -> bytes that one device sends when a tensor is gathered, or reduced and scattered; an all-reduce: twice.
+    """Return link -> least bytes that one device sends to gather, or reduce-scatter, a tensor; an all-reduce: twice.
 
     `levels` as `Target.levels`. A group has `members` devices (None: all), each `stride` after the last in the order of
-    hosts, so that neighbours share a host, a chip or a slice. Each part of the tensor crosses a network once per host
-    or slice, divided over its devices, and then the links inside: the least that can cross.
+    hosts, so neighbours share a host, a chip or a slice. Each part of the tensor crosses a network once per host or
+    slice, divided over its devices, and then the links inside.
     """
     left = members or math.prod(units for _, units in levels)
     sent: dict[str, float] = {}
@@ -88,15 +88,15 @@ def over_links(
 class Rates(NamedTuple):
     """The speeds that measured runs reach on a device."""
 
-    peaks: Mapping[str, float]  # FLOP/s by dtype, that it can do at most
-    products: float  # the share of it that matrix products reach
-    attention: float  # and attention kernels
+    peaks: Mapping[str, float]  # peak FLOP/s by dtype
+    products: float  # share of the peak that matrix products reach
+    attention: float  # share of the peak that attention kernels reach
     memory: float  # bytes/s that other kernels move
     links: Mapping[str, float]  # bytes/s that a device sends, by link
-    kernel_s: float = 0.0  # that any kernel takes at least
+    kernel_s: float = 0.0  # least time of any kernel
 
     def seconds_of(self, kernel: "Compute") -> float:
-        """Bfloat16's peak counts where the vendor names none for the dtype."""
+        """Return a kernel's time; bfloat16's peak replaces that of a dtype for which the vendor states none."""
         peak = self.peaks.get(kernel.dtype, self.peaks["bfloat16"])
         reached = peak * (self.attention if kernel.part == "attention" else self.products)
         return max(kernel.flops / reached, kernel.memory_bytes / self.memory, self.kernel_s)
@@ -105,26 +105,26 @@ class Rates(NamedTuple):
 class Compute(NamedTuple):
     """A kernel: it takes the time of its products, or of the bytes that it moves to and from memory."""
 
-    part: str  # of `Expected.parts`
+    part: str  # key of `Expected.parts`
     flops: float
     memory_bytes: float
     dtype: str = "bfloat16"  # of the factors of its products
 
 
 class Send(NamedTuple):
-    """A collective begins, after those before it on the same stream."""
+    """A collective begins when the previous one on its stream has ended."""
 
     key: Hashable  # for `Wait`
     stream: str
     sent: Mapping[str, float]  # link -> bytes that a device sends over it
-    is_ahead: bool = False  # it may begin when the last `Wait` ended
+    is_ahead: bool = False  # it may begin as early as the end of the last `Wait`
 
 
 class Wait(NamedTuple):
-    """Compute waits for the end of a collective; not where none of this key has begun."""
+    """Compute waits for the end of a collective; no wait if none with this key has begun."""
 
     key: Hashable
-    # Kinds of collectives, and bytes that a device sends while compute waits: the schedule itself stops there.
+    # (kind of collective, bytes that a device sends while compute waits): the schedule itself stops there.
     synchronous: tuple[tuple[str, float], ...] = ()
 
 
@@ -133,7 +133,7 @@ class Drain(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """All turns of a loop, or the longest branch of a condition; no collective outlives a turn."""
+    """All iterations of a loop, or the longest branch of a condition; no collective outlives an iteration."""
 
     turns: int
     branches: "Sequence[Sequence[ScheduleEntry]]"
@@ -143,13 +143,13 @@ ScheduleEntry = Compute | Send | Wait | Drain | Loop
 
 
 def expected_time(operations: Iterable[ScheduleEntry], rates: Rates) -> Expected:
-    """How long `operations` take, in their order: one stream computes, and each other stream carries one collective
-    after the other beside it. Parts that take no time are left out."""
+    """Return the time of `operations` in order: one stream computes, and each other stream runs its collectives in
+    order, overlapped with compute. Parts that take no time are left out."""
     parts: defaultdict[str, float] = defaultdict(float)
     synchronous: defaultdict[str, float] = defaultdict(float)
     now = last_wait = 0.0
     free: dict[str, float] = {}  # stream -> when its last collective ends
-    ends: dict[Hashable, float] = {}  # of each collective
+    ends: dict[Hashable, float] = {}  # key of a collective -> when it ends
 
     for operation in operations:
         until = now
@@ -181,7 +181,7 @@ def expected_time(operations: Iterable[ScheduleEntry], rates: Rates) -> Expected
 
 
 def rates_of(target: Target) -> Rates | None:
-    """None where the peak, the memory's bandwidth or the shares that runs reach aren't known."""
+    """Return the target's rates; None if the peak, the memory's bandwidth or the reached shares are unknown."""
     hardware, reached = target.hardware, target.hardware.reached
     peaks = {dtype: peak for dtype in ITEM_BYTES if (peak := peak_flops(hardware.device_name, dtype))}
     if reached is None or hardware.memory_bandwidth is None or "bfloat16" not in peaks:
@@ -205,7 +205,7 @@ def rates_of(target: Target) -> Rates | None:
 
 
 class MeasuredStep(BaseModel):
-    """What a comparison needs of a row of a run's metrics.jsonl."""
+    """The part of a row of metrics.jsonl that a comparison needs."""
 
     seconds: float = Field(gt=0, allow_inf_nan=False, strict=True)
     tokens: StrictInt
@@ -213,29 +213,29 @@ class MeasuredStep(BaseModel):
 
 
 def measured_steps(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> list[MeasuredStep]:
-    """A run's metrics.jsonl, as `observe.run_files.read_jsonl` reads it.
+    """Validate the rows of a run's metrics.jsonl, as read by `observe.run_files.read_jsonl`.
 
-    Raises UsageError for no rows, for rows that aren't a run's, and for a run of another batch.
+    Raises UsageError for no rows, for invalid rows, and for a run with another number of tokens per step.
     """
     try:
         steps = TypeAdapter(Annotated[list[MeasuredStep], Len(1)]).validate_python(rows)
     except ValidationError:
         raise UsageError(
             "--compare: expected the rows of a run's metrics.jsonl, each with `seconds`, `tokens` and `mfu`, found "
-            f"{len(rows)} rows{' of which some are something else' if rows else ''}.\n"
-            "  Name the folder of a run that has made steps."
+            f"{len(rows)} rows{', some of them invalid' if rows else ''}.\n"
+            "  Name the folder of a run that has finished steps."
         ) from None
     batches = {step.tokens for step in steps}
     if batches != {tokens_per_step}:
         raise UsageError(
-            f"--compare: expected a run with {tokens_per_step:,} tokens a step, as planned, found "
+            f"--compare: expected a run with {tokens_per_step:,} tokens per step, as planned, found "
             f"{', '.join(map(str, sorted(batches)))}.\n  Plan with that run's own config.yaml."
         )
     return steps
 
 
 def compare(time: Time, steps: Sequence[MeasuredStep], expected: Expected | None = None) -> Comparison:
-    """A run beside the bounds of the step that it ran, and what that step was expected to take.
+    """Compare a run's median step with the bound and the expected time of its plan.
 
     Leaves out the first steps, which compile and warm up: WARM_UP_STEPS, or all but the last.
     """

@@ -1,13 +1,13 @@
-"""The train step on a TPU slice that isn't there: its memory, collectives and work, from the TPU's own compiler.
+"""The train step on an absent TPU slice: its memory, collectives and work, from the TPU's own compiler.
 
-`plan_compiled` has the trainer's own step traced (`tpu_trace.py`) and compiled by libtpu, each in a process of its own;
+`plan_compiled` traces the trainer's own step (`tpu_trace.py`) and compiles it by libtpu, each in a process of its own;
 it imports no torch, and needs no TPU. `compile_for` runs `python -m portable_fsdp.plan.tpu_compiler PARENT FOLDER`,
 which compiles FOLDER/program.hlo.pb for the slice that FOLDER/program.json names, through jax's client for absent
-devices. It stops the compiler once buffers are assigned: code generation, which follows, takes most of the time and can
-only fail. What the compiler wrote is kept by the content of all its inputs.
+devices. It stops the compiler after buffer assignment: code generation follows, takes most of the time and adds nothing
+but possible failures. The compiler's output is cached under a hash of all its inputs.
 """
 
-# jax has no public way from an HLO module to libtpu, and its bridge isn't typed: written for the jax 0.7.1 and
+# jax has no public API from an HLO module to libtpu, and its bridge isn't typed: written for the jax 0.7.1 and
 # libtpu 0.0.21 that torch_xla 2.9.0 pins.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportArgumentType=false
 
@@ -52,22 +52,22 @@ from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.signals import end_with_parent
 
 LIMIT_S = 900  # for the trace, and for each program
-LARGEST_BYTES = 2**30  # of all entries of the cache: 8B, unrolled, takes about 5 MB
+LARGEST_BYTES = 2**30  # limit on the whole cache: an entry of 8B, unrolled, takes about 5 MB
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # jax itself must not look for chips
     "TPU_SKIP_MDS_QUERY": "1",  # nor ask a cloud's metadata server who we are
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else two compilations at once stop at a lock file
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else concurrent compilations fail at a lock file
 }
 
 
 def plan_compiled(config: Config, target: Target, progress: Progress = lambda stage: None) -> EnginePlan:
-    """Memory and work of the config's train step on one device of `target`, one or more TPU slices.
+    """Plan memory and work of the config's train step on one device of `target`, one or more TPU slices.
 
-    Calls `progress` at once with `tracing`, later with what is compiled. Raises what opening the backend and building
-    the model raise; BackendError where the extra is missing, and where the compiler refuses the slice, an option or the
-    program, fails, or takes longer than LIMIT_S.
+    Calls `progress` at once with `tracing`, later with the programs that are compiled. Raises what opening the backend
+    and building the model raise. Raises BackendError if the extra is missing, or the compiler refuses the slice, an
+    option or the program, fails, or takes longer than LIMIT_S.
     """
     assert target.topology is not None
     progress("tracing")
@@ -88,7 +88,7 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
     work = work_of(compiled, accumulation)
     notes = notes_of(compiled)
     if config.precision.products != "auto":
-        notes.append(f"products of {config.precision.products} are expected to take bfloat16's time")
+        notes.append(f"{config.precision.products} products are expected to take the time of bfloat16 products")
     method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
     memory = memory_of(compiled, target.limit_bytes)
     step = [Loop(times_run(name, accumulation), [program.operations]) for name, program in compiled.items()]
@@ -97,7 +97,7 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
 
 
 def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = ()) -> Traced:
-    """`tpu_trace.trace` in a process of its own; raises what it raises, and BackendError where it fails or is late."""
+    """Run `tpu_trace.trace` in a process of its own. Raises its errors, and BackendError if it crashes or times out."""
     if config.sharding.strategy.startswith("HYBRID") and config.sharding.replicas is None:
         config = with_value(config, "sharding.replicas", hosts)
     with Worker(LIMIT_S) as worker:
@@ -115,11 +115,11 @@ def compile_for(
     generate_code: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Compiled:
-    """What the TPU compiler makes of `program` on `slices` of `topology`, as libtpu names it (`v6e:2x4`); needs no TPU.
+    """Compile `program` for `slices` of `topology`, in libtpu's notation (`v6e:2x4`); needs no TPU.
 
-    Takes an earlier result for the same program from the cache, but for `generate_code`: that compiles to the end,
-    where a kernel may still be refused, in minutes for a model of billions. `stopped` says whether nobody waits for the
-    result any more. Raises BackendError where the compiler refuses the program, an option or the slice, fails, or takes
+    Reads an earlier result for the same program from the cache, except with `generate_code`: that compiles to the end,
+    where a kernel may still be refused, in minutes for a model of billions. `stopped` returns True once nobody waits
+    for the result. Raises BackendError if the compiler refuses the program, an option or the slice, fails, or takes
     longer than LIMIT_S.
     """
     arguments = libtpu_arguments(os.environ, topology.partition(":")[0])
@@ -145,12 +145,12 @@ def _run_compiler(
     *,
     generate_code: bool,
 ) -> dict[str, str]:
-    """Run the compiler until it has assigned buffers, or to its end; returns the texts that it wrote."""
+    """Run the compiler up to buffer assignment, or to its end; return its output files' texts."""
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as name:
         folder, dump = Path(name), Path(name) / "dump"
         (folder / "program.json").write_text(json.dumps(request))
         (folder / "program.hlo.pb").write_bytes(program.hlo)
-        # libtpu writes logs into /tmp/tpu_logs otherwise, and nobody removes them.
+        # Otherwise libtpu writes logs into /tmp/tpu_logs, which nobody removes.
         environment = {"LIBTPU_INIT_ARGS": arguments, "TPU_LOG_DIR": os.environ.get("TPU_LOG_DIR", name)}
         with Child("portable_fsdp.plan.tpu_compiler", name, environment=environment) as child:
             ended = child.wait(LIMIT_S, lambda: stopped() or (not generate_code and _is_written(dump, program.name)))
@@ -165,7 +165,7 @@ def _run_compiler(
 
 
 def _is_written(dump: Path, name: str) -> bool:
-    """Whether the last of the files that are read is complete: the next one has been begun and stopped growing."""
+    """True if the last file to read is complete: the file after it exists and has stopped growing."""
     last = list(dump.glob(f"*.{name}.*after_optimizations_after_buffer_assignment.txt"))
     if not last or not last[0].stat().st_size:
         return False
@@ -185,9 +185,9 @@ def require_installed() -> None:
     missing = [name for name in ("torch_xla", "jax", "libtpu") if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendError(
-            f"plan for a TPU slice: expected the packages torch_xla, jax and libtpu, found no {', '.join(missing)}.\n"
-            "  In a new environment, in a checkout of portable_fsdp on Linux on x86-64: pip install '.[plan]'. No TPU "
-            "is needed. Here --backend=native plans the memory of FSDP2 on TorchTPU."
+            f"plan for a TPU slice: needs the packages torch_xla, jax and libtpu; not installed: {', '.join(missing)}."
+            "\n  In a new environment, in a checkout of portable_fsdp on Linux on x86-64: pip install '.[plan]'. No "
+            "TPU is needed. Without them, --backend=native plans the memory of FSDP2 on TorchTPU."
         )
 
 
@@ -199,29 +199,29 @@ _SLICE = r"(Invalid TPU external name: \w+|does not match|Topology layout .*|it 
 
 
 def _refusal(ended: Ended) -> str:
-    """The compiler's error, and what to do about it."""
+    """Return the compiler's error and its fix."""
     if option := re.search(_OPTION, ended.log):
         return (
-            f"expected options that {compiler_version()} knows and takes, found {option[1]}.\n"
-            "  LIBTPU_INIT_ARGS sets it; a run would refuse it too. Remove it."
+            f"{compiler_version()} rejects the option {option[1]}.\n"
+            "  LIBTPU_INIT_ARGS sets it; a run would fail too. Remove it."
         )
     if ended.how == "failed" and (unknown := re.search(_SLICE, ended.log)):
         return (
-            f"expected a slice that {compiler_version()} knows, found: {unknown[1]}\n"
+            f"{compiler_version()} doesn't know this slice: {unknown[1]}\n"
             "  It knows v4, v5e, v5p and v6e: a colon, then the torus in chips, as in v6e:2x4 and v5p:2x2x4; "
-            "tpu7x needs a newer libtpu (0.0.51). --backend=native plans without."
+            "tpu7x needs a newer libtpu (0.0.51). --backend=native plans without libtpu."
         )
     if full := re.search(r"RESOURCE_EXHAUSTED[^\n]*", ended.log):
         return (
             f"the step does not fit: {full.group()[:600]}\n"
-            "  Lower train.micro_batch or data.seq_len, set memory.gradient_checkpointing=full, or take more chips."
+            "  Lower train.micro_batch or data.seq_len, set memory.gradient_checkpointing=full, or use more chips."
         )
-    return failure_message("the TPU compiler gave no program", ended)
+    return failure_message("the TPU compiler wrote no program", ended)
 
 
 def failure_message(problem: str, ended: Ended) -> str:
-    """A message with the child's last lines; keeps its log in the cache folder."""
-    how = "the time limit stopped it" if ended.how == "late" else f"it ended with code {ended.code}"
+    """Return a message with the child's last lines; save its log in the cache folder."""
+    how = "the time limit stopped it" if ended.how == "late" else f"it exited with code {ended.code}"
     reports = cache_folder(os.environ) / "reports"
     try:
         reports.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def failure_message(problem: str, ended: Ended) -> str:
             file.write(ended.log)
         kept = file.name
     except OSError as error:
-        kept = f"could not be kept ({error})"
+        kept = f"could not be saved ({error})"
     return f"{problem}: {how}. Its last lines:\n{ended.last_lines}\n  Its whole log: {kept}"
 
 
@@ -238,17 +238,17 @@ def failure_message(problem: str, ended: Ended) -> str:
 
 
 def load_entry(folder: Path, key: str) -> dict[str, str] | None:
-    """Name -> text of an entry; None where there is no undamaged one."""
+    """Return name -> text of an entry; None if it is missing or damaged."""
     path = folder / f"{key}.gz"
     try:
-        os.utime(path)  # the longest unused go first
+        os.utime(path)  # for `save_entry`, which deletes the least recently used
         return json.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
         return None
 
 
 def save_entry(folder: Path, key: str, texts: Mapping[str, str], largest_bytes: int = LARGEST_BYTES) -> None:
-    """Keep an entry, and delete the longest unused ones beyond `largest_bytes`; nothing where folder isn't writable."""
+    """Save an entry, and delete the least recently used beyond `largest_bytes`; no effect if folder isn't writable."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         entry = folder / f"{key}.{os.getpid()}"
@@ -278,14 +278,14 @@ def _main(folder: Path) -> None:
 
 
 def devices_of(topology: str, slices: int = 1) -> list[Any]:
-    """The devices, sorted by id as torch_xla's runtime does (pjrt_computation_client.cpp): x runs fastest."""
+    """Return the devices sorted by id, as in torch_xla's runtime (pjrt_computation_client.cpp): x runs fastest."""
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}
     if topology.startswith("v4:"):
         options["chip_config_name"] = "megacore"  # a chip's two cores as one device: TPU_MEGACORE of a run
     if set(topology.partition(":")[2].split("x")) == {"1"}:
-        options["chips_per_host_bounds"] = (1, 1, 1)  # one chip, of a host that has more
+        options["chips_per_host_bounds"] = (1, 1, 1)  # one chip of a host that has more
     if slices > 1:
         options["num_slices"] = slices
     devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
@@ -293,7 +293,7 @@ def devices_of(topology: str, slices: int = 1) -> list[Any]:
 
 
 def _annotated(hlo: bytes, request: dict[str, Any]) -> Any:
-    """The program with what an HLO module leaves out: shardings of arguments and results, and what is donated."""
+    """Add to the program what an HLO module lacks: shardings of arguments and results, and donated arguments."""
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 

@@ -1,8 +1,8 @@
-"""A program of a step for a TPU slice: as it is traced (`Program`), and as the TPU compiler made it (`Compiled`).
+"""A program of a step for a TPU slice: as traced (`Program`), and as compiled by the TPU compiler (`Compiled`).
 
-The compiler writes two texts: the scheduled program, and the assignment of its buffers, with the times at which each of
-them lives. `read_compiled` reads from them where memory goes, and what moves and is computed in a run; `memory_of`,
-`work_of` and `notes_of` say it of a step, which may be two programs.
+The compiler writes two texts: the scheduled program, and the buffer assignment with the live range of each buffer.
+`read_compiled` parses memory, traffic and compute of one run from them; `memory_of`, `work_of` and `notes_of` combine
+them for a step, which may be two programs.
 """
 
 import re
@@ -16,14 +16,14 @@ from portable_fsdp.plan import hlo
 from portable_fsdp.plan.result import Buffer, DeviceMemory, ModelFacts, Moved, Work
 from portable_fsdp.plan.time import ScheduleEntry
 
-SHOWN = 12  # buffers of a plan
+SHOWN = 12  # buffers listed in a plan
 PARTS = ("weights", "gradients", "optimizer", "batch", "temporaries", "outputs")
 DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16", "s32": "int32", "u32": "uint32", "pred": "bool"}
 _VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+\[[\d,]*\])?")
 
 
 def part_of(name: str) -> str:
-    """The part of a device's memory that an argument takes, a key of `result.DeviceMemory.parts`."""
+    """Return the part of a device's memory that an argument belongs to, a key of `result.DeviceMemory.parts`."""
     before, slash, _ = name.partition("/")
     if slash:
         return "gradients" if before == "grad" else "optimizer"
@@ -35,10 +35,10 @@ def part_of(name: str) -> str:
 class Argument:
     """An input of a program, in the order of its parameters."""
 
-    name: str  # as Backend.state's keys, with `grad/<FQN>` besides; `batch.<key>`; or `constant`
+    name: str  # a key of Backend.state, `grad/<FQN>`, `batch.<key>`, or `constant`
     shape: tuple[int, ...]
-    sharding: str  # in XLA's words
-    output: int | None  # number of the output that takes its place in memory
+    sharding: str  # in XLA's notation
+    output: int | None  # number of the output that reuses its memory
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Program:
 
 
 class Traced(NamedTuple):
-    """A config's step: `train_step`, or `micro_batch` and `update`; and the model that it trains."""
+    """Programs of a config's step, `train_step` or `micro_batch` and `update`; and the facts of its model."""
 
     programs: dict[str, Program]
     model: ModelFacts
@@ -61,33 +61,33 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one device of the slice needs for one run of a program."""
+    """Memory and work of one device of the slice for one run of a program."""
 
     slice: str
-    argument_bytes: int  # weights, optimizer state, batch; their updates take the same place
+    argument_bytes: int  # weights, optimizer state, batch; their updates are in place
     temporary_bytes: int
-    output_bytes: int  # that take no argument's place
+    output_bytes: int  # outputs that reuse no argument's memory
     host_bytes: int  # in the host's memory, of `memory.offload`
     collectives: dict[str, Moved]  # kind and dtype: `all_gather bf16`
     matmul_flops: dict[str, int]  # dtypes of the factors: `bf16 x bf16`
-    rematerialised: int  # instructions that the compiler repeats by itself, because memory was short
-    compile_s: float  # of processor time, up to the assignment of buffers, or with code generation
-    named_bytes: dict[str, int]  # of each argument, by its name; constants together
-    updated_bytes: int  # of the arguments whose update takes their place
-    live_bytes: int  # of temporaries, when most of them are alive; the rest are gaps between them
-    at: str  # the operation that runs then
-    biggest: tuple[Buffer, ...]  # the largest of arguments, and of temporaries that live then
-    undonated: tuple[str, ...]  # arguments whose update is put elsewhere
+    rematerialised: int  # instructions that the compiler repeats on its own because memory is short
+    compile_s: float  # processor time up to buffer assignment, or including code generation
+    named_bytes: dict[str, int]  # of each argument, by name; constants together
+    updated_bytes: int  # of the arguments updated in place
+    live_bytes: int  # of temporaries at their peak; the rest of temporary_bytes are gaps between them
+    at: str  # the operation that runs at the peak
+    biggest: tuple[Buffer, ...]  # the largest arguments, and temporaries at the peak
+    undonated: tuple[str, ...]  # arguments not updated in place
     host_transfers: tuple[str, ...]  # instructions that communicate with the host
     between_slices: dict[str, Moved]  # as `collectives`, over the network
     kernel_flops: dict[str, int]  # matrix products inside flash attention, by dtype
-    operations: Sequence[ScheduleEntry]  # what a device does, by the program's schedule
+    operations: Sequence[ScheduleEntry]  # a device's operations in the program's schedule
 
 
 def read_compiled(
     program: Program, topology: str, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0
 ) -> Compiled:
-    """Parses the compiler's two texts; raises ValueError where they are not what it writes."""
+    """Parse the compiler's two texts. Raises ValueError if they aren't such texts."""
     sizes, temporary_bytes, output_bytes, host_bytes = _allocations(assignment)
     named: Counter[str] = Counter()
     for number, size in sizes.items():
@@ -98,7 +98,7 @@ def read_compiled(
     for value in living:
         operation, where = described.get(value.instruction, (value.instruction, ""))
         if value.is_carried:
-            operation = "kept over the turns of a loop:"
+            operation = "carried through a loop:"
         temporaries.append(Buffer(name=f"{operation} {value.type}", bytes=value.bytes, where=where))
     # Copies between memories have no known origin.
     origins = [described[instruction] for instruction in before if described.get(instruction, ("", ""))[1]]
@@ -135,11 +135,11 @@ def read_compiled(
 
 
 def _allocations(assignment: str) -> tuple[dict[int, int], int, int, int]:
-    """Bytes of each parameter by its number, of temporaries, of outputs (not aliased); and on the host."""
+    """Return the bytes of each parameter by number, of temporaries, of unaliased outputs, and on the host."""
     parameters: dict[int, int] = {}
     temporary_bytes = output_bytes = host_bytes = 0
     for size, rest in re.findall(r"^allocation \d+: size (\d+)(.*)", assignment, re.MULTILINE):
-        if "color" in rest:  # in another memory: VMEM, SMEM; 5 is the host's
+        if "color" in rest:  # another memory: VMEM, SMEM; 5 is the host's
             host_bytes += int(size) * ("color 5," in rest)
         elif number := re.search(r"parameter (\d+)", rest):
             parameters[int(number[1])] = int(size)
@@ -157,16 +157,16 @@ class _Temporary(NamedTuple):
     bytes: int
     offset: int
     type: str  # bf16[4096,128256]
-    first: int  # time at which it lives, and the last
+    first: int  # first time of its live range
     last: int
-    is_carried: bool  # an element of a loop's state: of scanned layers, what each of them keeps
+    is_carried: bool  # an element of a loop's state: for scanned layers, the values saved by each layer
 
 
 def _peak(assignment: str) -> tuple[list[str], list[_Temporary]]:
-    """When most bytes of temporaries live in main memory: the last instructions, newest first, and what lives."""
+    """Find the peak of temporaries in main memory: return the last instructions, newest first, and the live values."""
     schedule, values = _temporaries(assignment)
     events = [(value.first, 1, value) for value in values] + [(value.last + 1, 0, value) for value in values]
-    alive: dict[int, list[int]] = {}  # offset -> sizes there: one value may pass its place on to the next
+    alive: dict[int, list[int]] = {}  # offset -> sizes there: a value may share its place with its successor
     total = best = at = 0
     for time, begins, value in sorted(events):
         here = alive.setdefault(value.offset, [])
@@ -187,7 +187,7 @@ def _peak(assignment: str) -> tuple[list[str], list[_Temporary]]:
 
 
 def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
-    """Time -> instruction, and the temporaries whose times are known."""
+    """Return time -> instruction, and the temporaries with known live ranges."""
     _, _, text = assignment.rpartition("\nHloLiveRange")
     order, _, text = text.partition("BufferLiveRange:")
     lifetimes, _, _ = text.partition("Live ranges at")
@@ -217,12 +217,12 @@ def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
 
 
 def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
-    """The largest buffers, as many as a plan shows."""
+    """Return the largest buffers, as many as a plan lists."""
     return tuple(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.name))[:SHOWN])
 
 
 def _described(text: str, instructions: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Instruction -> what it does (`mm`, `all-gather`), and the module or the source line that it comes from."""
+    """Return instruction -> its operation (`mm`, `all-gather`), and the module or source line of its origin."""
     described: dict[str, tuple[str, str]] = {}
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = ", line)
@@ -236,7 +236,7 @@ def _described(text: str, instructions: Collection[str]) -> dict[str, tuple[str,
 
 
 def _origin(op_name: str, line: str) -> str:
-    """The innermost module that the operation is traced in, else the source line; in backward neither is known."""
+    """Return the innermost module of the operation, else its source line; in backward neither is known."""
     modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name)
     if modules:
         return modules[-1]
@@ -253,7 +253,7 @@ def _origin(op_name: str, line: str) -> str:
 
 
 def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> DeviceMemory:
-    """The memory of the fuller program, with the arguments of the other one, which stay on the device all the same."""
+    """Return the memory of the fuller program, with the arguments of the other, which stay on the device meanwhile."""
     arguments: dict[str, int] = {}
     for compiled in programs.values():
         arguments |= compiled.named_bytes
@@ -275,7 +275,7 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Devi
 
 
 def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
-    """The work of a step: with accumulation `micro_batch` runs several times, `update` once."""
+    """Sum up the work of a step: with accumulation `micro_batch` runs several times, `update` once."""
     flops: defaultdict[str, float] = defaultdict(float)
     collectives: defaultdict[str, Moved] = defaultdict(Moved)
     sent: Counter[str] = Counter()
@@ -285,7 +285,7 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
         for factors, count in (*compiled.matmul_flops.items(), *compiled.kernel_flops.items()):
             names = [DTYPES.get(name, name) for name in factors.split(" x ")]
             dtype = "float32" if "float32" in names else names[0]  # the narrower factor is cast first
-            if dtype != "bool":  # of masks (T5's); no vendor gives their speed
+            if dtype != "bool":  # masks (T5's); no vendor states their speed
                 flops[dtype] += times * count
         by_link = (("ici", "", compiled.collectives), ("network", " between slices", compiled.between_slices))
         for link, suffix, moves in by_link:
@@ -294,8 +294,8 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
                 words = "+".join(DTYPES.get(dtype, dtype) for dtype in dtypes.split("+"))
                 collectives[f"{kind} {words}{suffix}"] += moved * times
                 sent[link] += moved.sent_bytes * times
-        # What is updated in its place, and temporaries at the peak, are written and read, outputs written. What is
-        # only read is left out: of a table it may be a few rows.
+        # Arguments updated in place and temporaries at the peak are written and read, outputs written. Arguments that
+        # are only read are left out: of a table it may be a few rows.
         memory_bytes += times * (2.0 * (compiled.updated_bytes + compiled.live_bytes) + compiled.output_bytes)
     return Work(
         matmul_flops=flops,
@@ -306,20 +306,20 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
 
 
 def times_run(program: str, accumulation: int) -> int:
-    """How often a step runs one of its programs."""
+    """Return how often a step runs one of its programs."""
     return accumulation if program == "micro_batch" else 1
 
 
 def notes_of(programs: Mapping[str, Compiled]) -> list[str]:
-    """What is wrong with a program: state that isn't updated in place, waits for the host, copies of unknown speed."""
+    """List problems of the programs: state not updated in place, waits for the host, copies of unknown speed."""
     notes: list[str] = []
     for name, compiled in programs.items():
-        for found, problem in (
+        for items, problem in (
             (compiled.undonated, "tensors are not updated in place, which takes their memory twice"),
             (compiled.host_transfers, "instructions inside the step wait for the host"),
         ):
-            if found:
-                notes.append(f"{name}: {len(found)} {problem}: {', '.join(found[:3])}")
+            if items:
+                notes.append(f"{name}: {len(items)} {problem}: {', '.join(items[:3])}")
         if compiled.host_bytes:
-            notes.append(f"{name}: copies to the host are taken to hide behind compute: their speed is unknown")
+            notes.append(f"{name}: copies to the host are assumed to overlap with compute: their speed is unknown")
     return notes

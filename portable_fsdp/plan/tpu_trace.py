@@ -1,4 +1,4 @@
-"""The trainer's own step, traced for devices that aren't there.
+"""The trainer's own step, traced for absent devices.
 
 `trace` uses the same backend and the same `train.build.build_training` as a run, with tensors that hold no memory.
 """
@@ -28,10 +28,10 @@ from portable_fsdp.train.measures import control_numbers
 
 
 def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
-    """The config's train step on `devices` devices, chips of `torus` (as `Tensors.torus`).
+    """Trace the config's train step for `devices` devices, chips of `torus` (as `Tensors.torus`).
 
     Nothing runs, and neither weights nor optimizer state take memory. Call it in a process that hasn't used torch_xla
-    yet, because torch_xla keeps the count of devices. Raises what opening the backend and building the model raise.
+    yet, because torch_xla caches the device count. Raises what opening the backend and building the model raise.
     """
     with _pretended(devices):
         tracer = Tracer(torus)
@@ -48,10 +48,10 @@ def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
 
 @contextmanager
 def _pretended(devices: int) -> Generator[None]:
-    """A mesh of more devices than the CPU client has; a program that is only traced needs none of them."""
+    """Pretend that the CPU client has `devices` devices; a program that is only traced needs none of them."""
     os.environ["PJRT_DEVICE"] = "CPU"
-    os.environ.setdefault("CPU_NUM_DEVICES", "4")  # a single one would leave annotations out
-    os.environ.update(XLA_IR_DEBUG="1", XLA_HLO_DEBUG="1")  # operations keep their names and lines: 1 s for 8B
+    os.environ.setdefault("CPU_NUM_DEVICES", "4")  # with a single device, annotations would be left out
+    os.environ.update(XLA_IR_DEBUG="1", XLA_HLO_DEBUG="1")  # operations keep names and source lines: 1 s for 8B
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import torch_xla.runtime
 
@@ -60,9 +60,9 @@ def _pretended(devices: int) -> Generator[None]:
 
 
 class Tracer:
-    """Gives the XLA backend tensors without memory, and keeps its programs instead of running them."""
+    """Gives the XLA backend tensors without memory, and records its programs instead of running them."""
 
-    for_tpu = True  # as on TPU
+    for_tpu = True  # trace as for a TPU
     compilations = 0
 
     def __init__(self, torus: tuple[int, ...]) -> None:
@@ -71,12 +71,12 @@ class Tracer:
         self.torus = torus
         self.programs: dict[str, Program] = {}
         self._bridge: Any = cast(Any, torch_xla)._XLAC
-        # What still names a placeholder after a traced step has changed it, and its partition.
+        # A clone that still identifies a placeholder after a traced step changed it, and the partition.
         self._handles: list[tuple[Tensor, Spec]] = []
-        self._spec_of: dict[str, Spec] = {}  # of each argument seen so far
+        self._spec_of: dict[str, Spec] = {}  # partition of each argument so far
 
     def begin(self, training: Training, axes: Mapping[str, int]) -> None:
-        """Before the first step, whose model and optimizer `training` has."""
+        """Set the training and the mesh axes; call it before the first step."""
         self._training, self._axes, self._devices = training, axes, math.prod(axes.values())
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Initializer | None) -> Tensor:
@@ -90,33 +90,33 @@ class Tracer:
         return self.make(tensor.shape, tensor.dtype, spec, None)
 
     def wait(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
     def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
         def step(*args: Any) -> Metrics:
             before = self._state()
-            with torch.no_grad():  # a clone keeps the node of what is updated in place
+            with torch.no_grad():  # a clone keeps the node of a tensor that is updated in place
                 clones = {key: tensor.detach().clone() for key, tensor in {**before, **_named(args)}.items()}
             versions = {key: (id(tensor), tensor._version) for key, tensor in before.items()}
             metrics = fn(*args)
             after = self._state()
             changed = {key: t for key, t in after.items() if (id(t), t._version) != versions.get(key)}
             self.programs[name] = self._lower(name, metrics, changed, clones)
-            for key, tensor in (metrics | changed).items():  # the next program takes them as arguments
+            for key, tensor in (metrics | changed).items():  # arguments of the next program
                 tensor.data = self.make(tensor.shape, tensor.dtype, self._spec_of.get(key, ()), None)
             return metrics
 
         return step
 
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Nothing is compiled again."""
+        """Do nothing: no program is compiled twice."""
 
     def scope(self, name: str) -> object:
-        """Operations traced while the result lives have `name` as a part of their own."""
+        """Open a scope: operations traced while the result lives have `name` in their op_name."""
         return self._bridge.profiler.scope_pusher(name)
 
     def _state(self) -> dict[str, Tensor]:
-        """All that a step may change in place, by its name in a checkpoint; gradients as `grad/<FQN>`."""
+        """Return the tensors that a step may change in place, by checkpoint name; gradients as `grad/<FQN>`."""
         parameters = dict(self._training.model.named_parameters())
         states = optimizer_tensors(parameters, self._training.optimizer)
         gradients = {state_key("grad", fqn): p.grad for fqn, p in parameters.items() if p.grad is not None}
@@ -140,7 +140,7 @@ class Tracer:
         return Program(name, self._devices, context.hlo(), tuple(arguments), tuple(results))
 
     def _sharding(self, spec: Spec) -> str:
-        """XLA's words for it: tiles along each dimension, devices that hold the same tile last, and their order."""
+        """Format a sharding for XLA: tiles per dimension, replicas of a tile last, and the order of devices."""
         sizes = {axis: size for axis, size in self._axes.items() if size > 1}
         cuts = [axis for part in spec for axis in part if axis in sizes]
         if not cuts:
@@ -161,7 +161,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _named(args: Sequence[Any]) -> dict[str, Tensor]:
-    """The tensors among a step's arguments: batches by their keys."""
+    """Return the tensors among a step's arguments, batches by their keys."""
     named: dict[str, Tensor] = {}
     for number, argument in enumerate(args):
         if isinstance(argument, dict):
@@ -172,7 +172,7 @@ def _named(args: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def name_operations(model: nn.Module, scope: Callable[[str], object]) -> None:
-    """Give the forward operations of each module its FQN; those of backward run elsewhere and have none."""
+    """Tag the forward operations of each module with its FQN; backward operations run elsewhere and get none."""
     names = {module: f"module.{fqn}" for fqn, module in model.named_modules()}
     open_scopes: list[object] = []
 

@@ -1,4 +1,4 @@
-"""`python -m portable_fsdp.report RUN [RUN2 ...]`: writes report.html into the first run's folder, or to --out."""
+"""Command `python -m portable_fsdp.report RUN [RUN2 ...]`: writes report.html into the first run's folder, or --out."""
 
 import argparse
 import gc
@@ -12,9 +12,9 @@ from portable_fsdp.runtime.command import CommandParser, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, UsageError
 from portable_fsdp.runtime.files import write_text_atomically
 
-DESCRIPTION = """Report on a run, or on several side by side: losses, speed, memory, restarts, where the time went.
+DESCRIPTION = """Report on one run or compare several: losses, speed, memory, restarts, where the time went.
 
-The run may still be under way. The page opens offline."""
+Works during a run too. The page opens offline."""
 
 
 def _parser() -> CommandParser:
@@ -30,20 +30,20 @@ def _parser() -> CommandParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run with the arguments after the program's name; returns the exit code."""
+    """Run with the arguments after the program's name; return the exit code."""
     return run_command(_parser(), argv, _report)
 
 
 def _report(options: argparse.Namespace) -> int:
     chosen = [flag for flag in ("track", "markdown", "out") if getattr(options, flag) not in (None, False)]
     if len(chosen) > 1 or (options.follow and not options.track):
-        raise UsageError("expected one of --out, --markdown and --track, and --follow only with --track.")
+        raise UsageError("--out, --markdown and --track exclude each other, and --follow needs --track.")
     if options.out is not None and options.out.suffix not in (".html", ".htm"):
         raise UsageError(f"--out: expected a file that ends in .html, found {options.out}.")
     if options.track is not None:
         return _track(options)
     runs = [read_run(folder) for folder in options.runs]
-    gc.freeze()  # else every collection while drawing walks through all rows
+    gc.freeze()  # else every garbage collection while drawing traverses all rows
     if options.markdown:
         to_stdout(markdown(runs).rstrip())
         return EXIT_FINISHED

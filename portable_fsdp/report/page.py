@@ -19,11 +19,11 @@ from portable_fsdp.report.read import Numbers, RunRecord
 from portable_fsdp.version import __version__
 
 _MOST_POINTS = 1500
-"""Points of a curve: about two for each pixel of its width; the extremes of what lies between them are kept."""
+"""Limit on points of a curve: about two per pixel of its width; thinning keeps the extremes."""
 
 _RUN_COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2")
 _ENGINE_COLOURS = ("#64748b", "#d97706", "#0d9488", "#7c3aed")
-_PART_COLOURS = (  # of goodput.PARTS
+_PART_COLOURS = (  # in the order of goodput.PARTS
     *("#16a34a", "#0891b2", "#eab308", "#2563eb", "#7c3aed", "#db2777"),
     *("#64748b", "#dc2626", "#94a3b8", "#cbd5e1", "#f97316"),
 )
@@ -31,8 +31,8 @@ _PART_COLOURS = (  # of goodput.PARTS
 
 class _Chart(NamedTuple):
     title: str
-    keys: tuple[str, ...]  # of a row of metrics.jsonl
-    format: str = ""  # of the axis, as numeral.js writes it
+    keys: tuple[str, ...]  # path of the value in a row of metrics.jsonl
+    format: str = ""  # numeral.js format of the axis
     scale: float = 1.0
     from_zero: bool = True
 
@@ -44,15 +44,15 @@ _CHARTS = (
     _Chart("tokens per second, all devices", ("tokens_per_second",), "0.[0]a"),
     _Chart("MFU", ("mfu",), "0.[0]%"),
     _Chart("peak memory of the fullest device (GiB)", ("memory_bytes",), "0.[00]", 2**-30),
-    _Chart("seconds of a step", ("seconds",)),
+    _Chart("seconds per step", ("seconds",)),
     _Chart("seconds waiting for rows", ("data_seconds",)),
-    _Chart("own time of the slowest process over the median", ("imbalance",)),
-    _Chart("fullest process over the median", ("processes", "memory_imbalance")),
+    _Chart("own time of the slowest process / median", ("imbalance",)),
+    _Chart("memory of the fullest process / median", ("processes", "memory_imbalance")),
 )
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The HTML of a report on one run, or on several side by side."""
+    """Render the HTML of a report on one run, or on several side by side."""
     script, charts = components(_tabs(runs))
     pages = Environment(loader=PackageLoader("portable_fsdp.report", "."), autoescape=True)
     return pages.get_template("page.html").render(
@@ -78,7 +78,7 @@ def _yaml(run: RunRecord) -> str:
 
 
 def _tabs(runs: Sequence[RunRecord]) -> Tabs:
-    """The charts twice: over steps and over time."""
+    """Draw the charts twice: over steps and over time."""
     by_step = _grid(runs, lambda run: run.steps, "step")
     longest = max((run.hours[-1] for run in runs if run.rows), default=0.0)
     units, unit = (1, "hours") if longest >= 1 else (60, "minutes")
@@ -88,7 +88,7 @@ def _tabs(runs: Sequence[RunRecord]) -> Tabs:
 
 
 def _grid(runs: Sequence[RunRecord], x_of: Callable[[RunRecord], Numbers], label: str) -> Any:
-    """The charts that have data. All share the range of x, so that zooming in one zooms all."""
+    """Draw the charts that have data. All share the x range, so zooming one zooms all."""
     ends = [x_of(run)[-1] for run in runs if run.rows]
     shared = Range1d(start=0, end=max(ends, default=1.0) * 1.01 or 1.0)
     charts = [figure_ for chart in _CHARTS if (figure_ := _draw(chart, runs, x_of, shared, label)) is not None]
@@ -128,7 +128,7 @@ def _draw(
 
 
 def _mark_starts(plot: Any, run: RunRecord, x: Numbers) -> None:
-    """A line where a start took over from the one before, in the colour of its engine."""
+    """Draw a line at each restart, in the colour of its engine."""
     engines = list(dict.fromkeys(read.engine(attempt.start) for attempt in run.attempts))
     for attempt in run.attempts[1:]:
         if attempt.rows:
@@ -145,7 +145,7 @@ def _draw_evaluations(plot: Any, run: RunRecord, x: Numbers, colour: str) -> Non
 
 
 def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """At most `_MOST_POINTS` points of a curve: of each stretch its least and its greatest value, in order."""
+    """Thin a curve to at most `_MOST_POINTS` points: minimum and maximum of each stretch, in order."""
     if len(x) <= _MOST_POINTS:
         return x, y
     stretches = np.array_split(np.arange(len(x)), _MOST_POINTS // 2)

@@ -1,4 +1,4 @@
-"""A run's folder as data, and its figures. The run may still be under way, or have ended in any way; damaged lines are
+"""A run's folder as data, and its figures. The run may still be active, or have ended in any way; damaged lines are
 left out."""
 
 import os
@@ -25,14 +25,14 @@ JsonObject = Mapping[str, Any]
 Numbers = NDArray[np.float64]
 Table = list[tuple[str, str]]
 
-_MOST_SAVES = 20  # and samples, in Markdown
+_MOST_SAVES = 20  # in Markdown also the limit on samples
 _MOST_STRAGGLERS = 8
 _MOST_SAMPLES = 50
 _MOST_PROFILES = 10
-_MOST_BYTES = 20_000  # of a profile's summary
+_MOST_BYTES = 20_000  # limit on a profile's summary
 _SMALL_BYTES = 1 << 20
 _MOST_EVENT_BYTES = 1 << 25  # some hundred thousand events
-_MOST_ROWS = 200_000  # in memory; of a longer run every second, fourth, ... row is read
+_MOST_ROWS = 200_000  # in memory; of a longer run only every second, fourth, ... row is kept
 _ROW_KEYS = (
     *("step", "seconds", "data_seconds", "loss", "eval_loss", "grad_norm", "lr"),
     *("tokens", "tokens_per_second", "mfu", "memory_bytes", "imbalance"),
@@ -41,25 +41,25 @@ _ROW_KEYS = (
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the files of one run say."""
+    """Contents of one run's files."""
 
     folder: Path
     config: Mapping[str, Any]  # by dotted key
     rows: Sequence[JsonObject]  # of metrics.jsonl, by step
     events: Sequence[JsonObject]
-    samples: Sequence[JsonObject]  # the newest, of samples.jsonl
-    skipped: Mapping[str, int]  # damaged lines, by the name of their file
-    every: int = 1  # of so many lines of metrics.jsonl one was read
+    samples: Sequence[JsonObject]  # the newest of samples.jsonl
+    skipped: Mapping[str, int]  # file name -> number of damaged lines
+    every: int = 1  # 1 of this many lines of metrics.jsonl was read
     _columns: dict[tuple[str, ...], Numbers] = field(default_factory=dict[tuple[str, ...], Numbers], repr=False)
 
     @property
     def name(self) -> str:
-        """`run.name` if it has one, and the folder's."""
+        """Name: `run.name` if set, and the folder's name."""
         return name_of(self.folder, self.config)
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """The starts of this run."""
+        """Starts of this run."""
         return attempts(self.events, self.rows)
 
     @cached_property
@@ -71,26 +71,26 @@ class RunRecord:
         return self.column("step")
 
     def column(self, *keys: str) -> Numbers:
-        """One number a row, NaN where there is none: `column("loss")`, `column("processes", "seconds_imbalance")`."""
+        """Return a number per row, NaN if missing: `column("loss")`, `column("processes", "seconds_imbalance")`."""
         if keys not in self._columns:
             values: list[Any] = [*self.rows]
-            for key in keys:  # a Mapping would be slow to ask for
+            for key in keys:  # isinstance with Mapping would be slow
                 values = [value.get(key) if type(value) is dict else None for value in values]
             self._columns[keys] = np.array([value if _is_number(value) else np.nan for value in values], dtype=float)
         return self._columns[keys]
 
     @cached_property
     def hours(self) -> Numbers:
-        """Hours of training at the end of each row's step: what its start and the starts before it spent in steps."""
+        """Hours of training at the end of each row's step: time in steps of its start and of those before it."""
         return np.cumsum(np.nan_to_num(self.column("seconds"))) * self.every / 3600
 
     def of_kind(self, kind: str) -> list[JsonObject]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return [event for event in self.events if event["event"] == kind]
 
     @cached_property
     def profiles(self) -> list[str]:
-        """The summaries of profiled steps, by step."""
+        """Summaries of profiled steps, by step."""
         folder = self.folder / "profile"
         with _readable():
             paths = [folder / name / "summary.txt" for name in (names_in(folder) if folder.is_dir() else ())]
@@ -100,18 +100,18 @@ class RunRecord:
 
     @property
     def damage(self) -> str:
-        """What was left out: damaged lines, and rows of a long run; empty where nothing was."""
+        """Summary of what was left out: damaged lines, and rows of a long run; empty if nothing was."""
         total, files = sum(self.skipped.values()), ", ".join(name for name, count in self.skipped.items() if count)
         damaged = [f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}"] * (total > 0)
-        long = [f"the run is long: one of {self.every} rows was read, and tokens and goodput are left out"]
+        long = [f"the run is long: 1 of {self.every} rows was read, and tokens and goodput are left out"]
         return "; ".join(damaged + long * (self.every > 1))
 
     @property
     def status(self) -> str:
-        """How it ended, as far as its files know."""
+        """End of the run, as far as its files show."""
         end = self.attempts[-1].end if self.attempts else None
         if end is None:
-            return "under way, or killed"
+            return "running, or killed"
         if end["event"] == "finish":
             return f"finished at step {end['step']}"
         verb = "stopped" if end["event"] == "stop" else "failed"
@@ -119,15 +119,15 @@ class RunRecord:
 
 
 def name_of(folder: Path, config: Mapping[str, Any]) -> str:
-    """`run.name` if the config has one, and the folder's."""
+    """Return `run.name` if the config has one, and the folder's name."""
     last, name = folder.resolve().name, config.get("run.name")
     return last if name in (None, last) else f"{name} ({last})"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A run's config by dotted key. Raises UsageError for a folder that is no run's."""
+    """Read a run's config by dotted key. Raises UsageError for a folder that is no run's."""
     if not (folder / "events.jsonl").is_file():
-        raise UsageError(f"{folder}: expected the folder of a run, with an events.jsonl, found none.")
+        raise UsageError(f"{folder}: this is no run's folder: it has no events.jsonl.")
     return _config(folder / "config.yaml")
 
 
@@ -144,7 +144,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _part_of(row: JsonObject) -> JsonObject:
-    """What the report reads: a run of many processes has long rows."""
+    """Return the part of a row that the report needs: a run of many processes has long rows."""
     part = {key: row[key] for key in _ROW_KEYS if _is_number(row.get(key))}
     if isinstance(row.get("processes"), dict) and _is_number(shared := row["processes"].get("memory_imbalance")):
         part["processes"] = {"memory_imbalance": shared}
@@ -153,7 +153,7 @@ def _part_of(row: JsonObject) -> JsonObject:
 
 @contextmanager
 def _readable() -> Generator[None]:
-    """A file that isn't a run's own is an error in one sentence."""
+    """Turn OSError into a UsageError in one sentence."""
     try:
         yield
     except OSError as error:
@@ -163,9 +163,9 @@ def _readable() -> Generator[None]:
 def read_records(
     path: Path, *needed: str, offset: int = 0, most: int = 0, newest: int = 0, most_bytes: int = MAX_LOG_BYTES
 ) -> tuple[list[JsonObject], int, int, int]:
-    """The objects from byte `offset` on that have the `needed` keys, how many other lines there are, the offset behind
-    them, and of how many lines one was read: with `most` a long file takes no more memory, but its last line is read.
-    A torn one is none; a file that has become shorter is read from its beginning."""
+    """Read the objects from byte `offset` on that have the `needed` keys. Return them, the number of other lines, the
+    offset after the last, and N if 1 of N lines was read: `most` limits the memory for a long file, but its last line
+    is always read. A torn line isn't read; a file that has become shorter is read from its beginning."""
     records, skipped, tried, every = list[JsonObject](), 0, 0, 1
     if not os.path.lexists(path):
         return records, skipped, 0, every
@@ -192,7 +192,7 @@ def read_records(
 
 
 def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:
-    """Whether all that the report reads of it is there and has its type; null is unknown."""
+    """True if all that the report reads of a record is present and has its type; null means unknown."""
     for key in (*needed, *_NEEDED.get(str(record.get("event")), ())):
         if record.get(key) is None:
             return False
@@ -237,7 +237,7 @@ _CHECKS = (
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The config by dotted key; empty if the file is missing or no run wrote it. Aliases and depth are bounded."""
+    """Read the config by dotted key; empty if the file is missing or no run wrote it. Aliases and depth are bounded."""
     try:
         with _readable():
             text = read_regular(path, path.parent, _SMALL_BYTES) if os.path.lexists(path) else b""
@@ -258,7 +258,7 @@ def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:
 
 
 def figures(run: RunRecord) -> Table:
-    """Name and value, for people; what the files don't know is left out."""
+    """Return name and value of each figure, as text; unknown figures are left out."""
     engines = dict.fromkeys(engine(attempt.start) for attempt in run.attempts)
     rows: Table = [("status", run.status), ("engine", " → ".join(engines) or "?")]
     if run.rows:
@@ -288,7 +288,7 @@ def figures(run: RunRecord) -> Table:
 
 
 def accounts(run: RunRecord) -> list[tuple[str, float, float]]:
-    """Each part of the wall time that isn't empty: its name, seconds, and share (0 to 1); the largest first."""
+    """Return name, seconds and share (0 to 1) of each part of the wall time that isn't empty; the largest first."""
     if run.goodput is None or run.goodput.wall_seconds <= 0:
         return []
     parts = sorted(run.goodput.parts.items(), key=lambda part: -part[1])
@@ -296,7 +296,7 @@ def accounts(run: RunRecord) -> list[tuple[str, float, float]]:
 
 
 def starts(run: RunRecord) -> list[list[str]]:
-    """A row for each start: when, from which step, on what, to which step, its end."""
+    """Return a row per start: time, first step, engine, last step, end."""
     rows = [["started (UTC)", "from step", "engine", "last step", "end"]]
     for attempt in run.attempts:
         end, unknown = attempt.end, "-" if attempt is run.attempts[-1] else "no end recorded"
@@ -313,24 +313,24 @@ def starts(run: RunRecord) -> list[list[str]]:
 
 
 def saves(run: RunRecord) -> list[list[str]]:
-    """Step, time and name of the newest checkpoints."""
+    """Return step, time and name of the newest checkpoints."""
     newest = run.of_kind("save")[-_MOST_SAVES:]
     return [[str(e["step"]), time_text(e["time"]), Path(str(e.get("path", ""))).name] for e in newest]
 
 
 def environment(run: RunRecord) -> list[list[str]]:
-    """Host and versions of the newest start."""
+    """Return host and versions of the newest start."""
     newest = run.attempts[-1].start if run.attempts else {}
     return [[str(name), str(value)] for name, value in (newest.get("environment") or {}).items()]
 
 
 def engine(start: Mapping[str, object]) -> str:
-    """`native, 2 x cpu` of a start event."""
+    """Format a start event's engine: `native, 2 x cpu`."""
     return f"{start.get('backend', '?')}, {start.get('devices', '?')} x {start.get('device', '?')}"
 
 
 def config_differences(runs: Sequence[RunRecord]) -> list[list[str]]:
-    """Keys that the runs set differently: a row each, a column for each run."""
+    """Return the keys that differ between runs: a row per key, a column per run."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run.dir")  # it always differs
     differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
     values = [[key, *(str(run.config.get(key, "-")) for run in runs)] for key in differing]
@@ -338,13 +338,13 @@ def config_differences(runs: Sequence[RunRecord]) -> list[list[str]]:
 
 
 def markdown(runs: Sequence[RunRecord]) -> str:
-    """All but the curves and the whole config, as Markdown."""
+    """Format all but the curves and the whole config as Markdown."""
     parts: list[str] = []
     for run in runs:
         parts += [f"## {_cell(run.name)}", _markdown_table([("", ""), *figures(run)])]
         if spent := accounts(run):
             body = [[name, duration(seconds), f"{share:.1%}", PARTS[name]] for name, seconds, share in spent]
-            parts.append(_markdown_table([["time in", "spent", "share", "what it is"], *body]))
+            parts.append(_markdown_table([["part", "time", "share", "meaning"], *body]))
         checkpoints = [["step", "saved (UTC)", "checkpoint"], *saves(run)]
         tables = starts(run), checkpoints, [["environment", "version"], *environment(run)]
         parts += [_markdown_table(table) for table in tables if len(table) > 1]
@@ -356,7 +356,7 @@ def markdown(runs: Sequence[RunRecord]) -> str:
             parts.append(run.damage)
     differing = config_differences(runs)
     if len(runs) > 1 and len(differing) > 1:
-        parts += ["## What differs", _markdown_table(differing)]
+        parts += ["## Config differences", _markdown_table(differing)]
     return "\n\n".join(parts) + "\n"
 
 

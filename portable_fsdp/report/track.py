@@ -1,8 +1,8 @@
-"""Send a run's metrics to an experiment tracker, by accelerate's classes: while it runs, or afterwards.
+"""Send a run's metrics to an experiment tracker, through accelerate's classes: during the run or afterwards.
 
-A run starts one such process for each tracker (`observe/trackers.py`): one that raises or hangs touches no training,
-and accelerate, which would start XLA in a worker, never meets one. It reads the files of the run's folder, as
-a later `report RUN --track=NAME` does, and keeps in `trackers/NAME.json` which step it has sent.
+A run starts one such process per tracker (`observe/trackers.py`), so one that raises or hangs doesn't disturb training,
+and accelerate, which would start XLA in a worker, is never imported there. Like a later `report RUN --track=NAME`, it
+reads the files of the run's folder, and stores the last sent step in `trackers/NAME.json`.
 """
 
 import json
@@ -29,12 +29,12 @@ _SYSTEM_EVERY_S = 10.0
 
 
 class TrackerError(PortableFSDPError):
-    """What a tracker's library raised."""
+    """Error raised by a tracker's library."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """How far a tracker is; `id` is its own name of the run, by which a resumed run stays one curve."""
+    """Progress of a tracker; `id` is the tracker's id of the run, which keeps a resumed run one curve."""
 
     id: str
     step: int = 0  # the last one sent; steps that a resumed run repeats are not sent again
@@ -42,23 +42,23 @@ class Sent:
 
 
 _OWN_IDS = {"mlflow": lambda run: run.info.run_id, "aim": lambda run: run.hash, "clearml": lambda task: task.id}
-"""Trackers that choose the id of a run themselves."""
+"""Trackers that choose the id of a run themselves -> how to read it."""
 
 _TAKE_TEXTS = ("comet_ml", "dvclive", "swanlab", "tensorboard", "trackio", "wandb")
-"""Trackers whose class in accelerate takes texts beside numbers."""
+"""Trackers whose class in accelerate accepts texts in addition to numbers."""
 
 
 def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
-    """The arguments of accelerate's class for a tracker, so that it writes below `folder`, and to the run's own curve.
+    """Return the arguments of accelerate's class for a tracker, so it writes below `folder` and to the run's own curve.
 
-    Raises KeyError for a name that accelerate doesn't have.
+    Raises KeyError for an unknown tracker.
     """
     project = {"run_name": _PROJECT}
     return {
         "aim": {"run_name": run, "logging_dir": str(folder), "run_hash": sent.id or None},
         "clearml": {**project, "task_name": run, "continue_last_task": sent.id or False},
         "comet_ml": {**project, "experiment_key": sent.id, "mode": "get_or_create"},
-        # Without these dvclive commits to the user's repository.
+        # Without these, dvclive commits to the user's repository.
         "dvclive": {"dir": str(folder / name), "resume": True, "save_dvc_exp": False, "dvcyaml": None},
         "mlflow": {"experiment_name": _PROJECT, "run_name": run, "run_id": sent.id or None},
         "swanlab": {**project, "experiment_name": run, "id": sent.id, "resume": "allow", "logdir": str(folder)},
@@ -69,13 +69,13 @@ def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
 
 
 def track(run: Path, name: str, *, follow: bool) -> int:
-    """Send what is new; with `follow` keep sending until standard input ends. Returns the last step sent.
+    """Send new rows; with `follow` keep sending until standard input closes. Returns the last step sent.
 
     Raises UsageError for a folder that is no run and while another process sends, TrackerError for a library's error.
     """
     config, folder = read_config(run), run / FOLDER
     if folder.is_symlink() or (folder / f"{name}.lock").is_symlink():
-        raise UsageError(f"--track: {folder}: expected a folder of the run with files, found a link.")
+        raise UsageError(f"--track: {folder}: this folder or {name}.lock in it is a symbolic link.\n  Remove the link.")
     try:
         folder.mkdir(exist_ok=True)
         with os.fdopen(os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "r+b") as lock:
@@ -98,7 +98,7 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
         if not sent.config:
             tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
             sent = replace(sent, config=True)
-        samples, offset = list[JsonObject](), 0  # a run writes them before the row of their step
+        samples, offset = list[JsonObject](), 0  # a run writes samples before the row of their step
         for rows in _batches(run / "metrics.jsonl", sent.step, follow=follow):
             for row in rows:
                 new, _, offset, _ = read_records(run / "samples.jsonl", "step", offset=offset)
@@ -120,7 +120,7 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
 
 
 def _open(name: str, folder: Path, run_name: str, sent: Sent) -> Any:
-    os.environ["USE_TORCH_XLA"] = "0"  # else accelerate starts XLA wherever torch_xla can be imported
+    os.environ["USE_TORCH_XLA"] = "0"  # else accelerate starts XLA if torch_xla can be imported
     from accelerate.state import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -131,7 +131,7 @@ def _open(name: str, folder: Path, run_name: str, sent: Sent) -> Any:
 
 
 def _batches(path: Path, after: int, *, follow: bool) -> Iterator[list[JsonObject]]:
-    """New rows of later steps than `after`, each step once, as they come; with `follow` every `_POLL_S`."""
+    """Yield new rows of steps after `after`, each step once; with `follow` poll every `_POLL_S`."""
     offset, pause, is_last = 0, 0.0, False
     while not is_last:
         is_last = not follow or _parent_is_gone(pause)
@@ -143,13 +143,13 @@ def _batches(path: Path, after: int, *, follow: bool) -> Iterator[list[JsonObjec
 
 
 def _parent_is_gone(seconds: float) -> bool:
-    """Whether standard input has ended, which the run holds open while it lives, after waiting at most so long."""
+    """Wait up to `seconds`; return True if standard input closed, which the run keeps open while it lives."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
 
 
 def _values(row: JsonObject) -> dict[str, float]:
-    """The numbers of a row, as trackers group them: `train/loss`, `eval/loss`, `processes/seconds_imbalance`."""
+    """Return the numbers of a row, grouped for trackers: `train/loss`, `eval/loss`, `processes/seconds_imbalance`."""
     flat: dict[str, Any] = {f"train/{key}": value for key, value in row.items() if not key.startswith("eval_")}
     flat |= {f"eval/{key[5:]}": value for key, value in row.items() if key.startswith("eval_")}
     loads = row.get("processes")
@@ -159,7 +159,7 @@ def _values(row: JsonObject) -> dict[str, float]:
 
 
 def _texts(samples: Sequence[JsonObject], step: int) -> dict[str, str]:
-    """`samples/1`, ... -> text."""
+    """Return `samples/1`, ... -> text."""
     texts = [str(sample.get("text")) for sample in samples if sample["step"] == step]
     return {f"samples/{number}": text for number, text in enumerate(texts, start=1)}
 

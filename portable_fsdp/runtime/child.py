@@ -1,4 +1,4 @@
-"""A child process with a time limit: it may hang or crash, keeps its last lines, and never outlives its parent.
+"""Child processes with a time limit: they may hang or crash, keep their last lines, and never outlive the parent.
 
 `Child` runs a module once. `Worker` runs functions in one child, one after the other.
 """
@@ -25,7 +25,7 @@ from portable_fsdp.runtime.signals import end_with_parent
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child process ended; `enough`: it was stopped because it had given what was wanted."""
+    """The end of a child process; `enough`: it was stopped because its output was sufficient."""
 
     how: Literal["finished", "enough", "failed", "late"]
     code: int  # as in subprocess: negative for a signal
@@ -35,16 +35,16 @@ class Ended:
 
     @property
     def last_lines(self) -> str:
-        """For a message: the end of the log, without empty lines."""
+        """The last lines of the log for a message, without empty lines."""
         lines = [line for line in self.log.splitlines() if line.strip()]
         return "\n".join(f"    {line[:300]}" for line in lines[-12:]) or "    (it printed nothing)"
 
 
 class Child:
-    """`python -m MODULE PARENT ARGUMENTS`, started at once, in a process group of its own.
+    """`python -m MODULE PARENT ARGUMENTS`, started immediately, in its own process group.
 
-    MODULE calls `runtime.signals.end_with_parent(PARENT)` first, so that no kill of this process leaves it behind.
-    `close`, or leaving the `with` block, kills it and all that it started. `environment` is added to this process's.
+    MODULE calls `runtime.signals.end_with_parent(PARENT)` first, so that it dies if this process is killed. `close`, or
+    leaving the `with` block, kills it and all its children. `environment` is added to that of this process.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Child:
         stdin: int = subprocess.DEVNULL,
     ) -> None:
         self._began = time.monotonic()
-        # Files instead of pipes: a child that hangs in the kernel would keep a reader waiting.
+        # Files instead of pipes: a child that hangs in the kernel would block a reader.
         self._files: list[Any] = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(os.getpid()), *arguments],
             stdin=stdin,
             stdout=self._files[0],
             stderr=self._files[1],
-            # It finds modules where this process does: the user's factories lie beside the config.
+            # Same module search path as this process: the user's factories are beside the config.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})},
             start_new_session=True,
         )
@@ -76,16 +76,16 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """The exit code, as in subprocess; None while it runs, or where the kernel doesn't let it go."""
+        """The exit code, as in subprocess; None while it runs, or if the kernel can't end it."""
         return self._process.returncode
 
     @property
     def stdin(self) -> IO[bytes]:
-        """The pipe to a child that was started with `stdin=subprocess.PIPE`."""
+        """The pipe to a child started with `stdin=subprocess.PIPE`."""
         return cast(IO[bytes], self._process.stdin)
 
     def wait(self, limit_s: float, has_enough: Callable[[], bool] = lambda: False) -> Ended:
-        """Wait until it ends, has given enough, or `limit_s` seconds have passed since its start; then `close` it."""
+        """Wait until it ends, `has_enough()`, or `limit_s` seconds after its start; then `close` it."""
         how = self.until(limit_s, has_enough)
         self._kill()
         code = -signal.SIGKILL if self.code is None else self.code
@@ -94,8 +94,8 @@ class Child:
         return Ended("failed" if how == "finished" and code else how, code, self._cpu_s, output, log)
 
     def until(self, limit_s: float, has_enough: Callable[[], bool]) -> Literal["finished", "enough", "late"]:
-        """Wait as `wait` does, but let the child run."""
-        # WNOWAIT: not reaped yet, so that its number stays its own until the kill.
+        """Wait like `wait`, but let the child run."""
+        # WNOWAIT: don't reap it, so that its PID isn't reused before the kill.
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if has_enough():
                 return "enough"
@@ -110,14 +110,14 @@ class Child:
 
     def _close_files(self) -> None:
         for file in (*self._files, *filter(None, [self._process.stdin])):
-            with suppress(BrokenPipeError):  # of a request that nobody reads any more
+            with suppress(BrokenPipeError):  # a request that nobody reads
                 file.close()
 
     def _kill(self) -> None:
         if self.code is not None:
             return
         os.killpg(self._process.pid, signal.SIGKILL)
-        for _ in range(100):  # not for ever: a process that hangs in a driver can't be ended
+        for _ in range(100):  # not forever: a process that hangs in a driver can't be killed
             pid, status, used = os.wait4(self._process.pid, os.WNOHANG)
             if pid:
                 self._process.returncode = os.waitstatus_to_exitcode(status)
@@ -132,7 +132,7 @@ def _text(file: Any) -> str:
 
 
 class WorkerFailedError(Exception):
-    """A worker crashed, raised an error that isn't ours, or took too long."""
+    """A worker crashed, raised an error other than PortableFSDPError, or timed out."""
 
     def __init__(self, ended: Ended) -> None:
         super().__init__(ended.last_lines)
@@ -140,10 +140,10 @@ class WorkerFailedError(Exception):
 
 
 class Worker:
-    """Calls functions in one child process, one after the other; it starts with the first call, and stays for the next.
+    """Calls functions in one child process, one after the other. It starts at the first call, and stays for the next.
 
     For functions that import torch, which takes seconds, or replace parts of it. Leaving the `with` block kills the
-    process and deletes its temporary files. `limit_s`: how long it may live.
+    process and deletes its temporary files. `limit_s`: its maximum lifetime.
     """
 
     def __init__(self, limit_s: float = math.inf) -> None:
@@ -160,22 +160,22 @@ class Worker:
         self._folder.cleanup()
 
     def __call__(self, work: Callable[..., Any] | str, *arguments: Any) -> Any:
-        """`work(*arguments)`, all of which pickle can send; `module:name` is a function that only the child imports.
+        """Return `work(*arguments)`; all must be picklable. `module:name` is a function that only the child imports.
 
-        Raises the PortableFSDPError that `work` raises; WorkerFailedError for any other error, after which the next
-        call starts a new process.
+        Raises the PortableFSDPError that `work` raises; WorkerFailedError for any other error. The next call then
+        starts a new process.
         """
         folder = self._folder.name
         if self._child is None:
             self._child = Child(_THIS_MODULE, folder, environment={"TMPDIR": folder}, stdin=subprocess.PIPE)
-        with suppress(BrokenPipeError):  # it has ended
+        with suppress(BrokenPipeError):  # the child has ended
             self._child.stdin.write(pickle.dumps((work, arguments)))
             self._child.stdin.flush()
         answer = Path(folder, "answer")
         try:
             if self._child.until(self._limit_s, answer.exists) != "enough":
                 raise WorkerFailedError(self._child.wait(self._limit_s))
-        except BaseException:  # nobody reads its answer any more
+        except BaseException:  # nobody will read its answer
             self._child.close()
             self._child = None
             raise
@@ -190,7 +190,7 @@ _THIS_MODULE = "portable_fsdp.runtime.child"
 
 
 def _serve(folder: Path) -> None:
-    """In the worker's process: call what stdin asks for, until it is closed."""
+    """Run in the worker's process: execute the calls from stdin until it is closed."""
     while cast(io.BufferedReader, sys.stdin.buffer).peek(1):
         work, arguments = pickle.load(sys.stdin.buffer)
         try:

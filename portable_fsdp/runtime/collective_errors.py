@@ -1,4 +1,4 @@
-"""An error of one process is raised on all of them, so that none waits in a collective for one that has failed."""
+"""Raise an error of one process on all processes, so that none waits in a collective for one that has failed."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class Processes(Protocol):
-    """The part of a backend that is used here."""
+    """The part of a backend that this module uses."""
 
     @property
-    def process(self) -> Any: ...  # with an index
+    def process(self) -> Any: ...  # has an `index`
 
     def agree(self, value: T) -> T: ...
 
@@ -21,14 +21,14 @@ class Processes(Protocol):
 
 
 def as_error_of_all(error: Exception) -> PortableFSDPError:
-    """One of our errors as it is; another one by its class and message, since not every exception can be pickled."""
+    """Return our errors unchanged; convert others to class and message, since not every exception can be pickled."""
     return error if isinstance(error, PortableFSDPError) else TrainingError(f"{type(error).__name__}: {error}")
 
 
 def on_process_0(
     processes: Processes, work: Callable[[], T], as_error: Callable[[Exception], PortableFSDPError] = as_error_of_all
 ) -> T:
-    """The result of `work()` on process 0, for all processes; an exception is raised on all of them. *collective*
+    """Run `work()` on process 0 and return its result, or raise its exception, on all processes. *collective*
 
     `as_error` makes the error that the other processes raise.
     """
@@ -40,9 +40,9 @@ def on_process_0(
 
 
 def on_each_process(processes: Processes, work: Callable[[], T]) -> T:
-    """The result of `work()` on this process, once all have finished theirs. *collective*
+    """Run `work()` on every process and return its result after all have finished. *collective*
 
-    Raises its own exception; else the error of the first process that failed, with its number.
+    Raises this process's own exception; else the error of the first process that failed, with its index.
     """
     result, failure = _attempt(work)
     errors = processes.gather(None if failure is None else as_error_of_all(failure))
@@ -55,7 +55,7 @@ def on_each_process(processes: Processes, work: Callable[[], T]) -> T:
 
 
 def together(processes: Processes, work: Callable[[], T], as_error: Callable[[Exception], PortableFSDPError]) -> T:
-    """`work()` on this process, once all have finished theirs; raises the first process's error on all. *collective*"""
+    """Like `on_each_process`, but raises the error of the first process that failed on all of them. *collective*"""
     result, failure = _attempt(work)
     own = None if failure is None else as_error(failure)
     first = next((error for error in processes.gather(own) if error is not None), None)
@@ -73,7 +73,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _raise(error: PortableFSDPError, failure: Exception | None) -> None:
-    """On the process where it happened, a bug keeps its own traceback."""
+    """Raise `error`; on the process of the failure, a bug keeps its own traceback."""
     if failure is not None and type(error) is TrainingError and not isinstance(failure, PortableFSDPError | OSError):
         raise failure
     raise error from (None if isinstance(failure, PortableFSDPError) else failure)

@@ -1,7 +1,7 @@
-"""The frame of a command: its flags, its help, its usage errors, and our errors as sentences with an exit code.
+"""Command lines: flags, help, usage errors, and our errors as messages with an exit code.
 
-All commands take flags alike: `--name=value` or `--name value`, `--switch`, `section.key=value` (with dashes too, as
-Hydra and torchtitan write it); never an abbreviation.
+All commands take the same forms of flags: `--name=value` or `--name value`, `--switch`, `section.key=value` (with dashes
+too, as in Hydra and torchtitan); no abbreviations.
 """
 
 import argparse
@@ -31,13 +31,13 @@ EXIT_NO_READER = 141  # 128 + SIGPIPE
 
 
 def to_stderr(message: str) -> None:
-    """Print, without passwords; a terminal that can't be written to is no reason to end a run."""
+    """Print without passwords; ignores a terminal that can't be written to, so that the run continues."""
     with suppress(OSError):
         print(without_passwords(message), file=sys.stderr, flush=True)
 
 
 class LogLines(logging.Formatter):
-    """Writes no passwords."""
+    """Log formatter that hides passwords."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_passwords(super().format(record))
@@ -53,9 +53,9 @@ def to_stdout(text: str) -> None:
 
 
 def configure_log(process_index: int) -> None:
-    """Send the log `portable_fsdp` to stderr: all of process 0, and the warnings of the others with their number.
+    """Send the log `portable_fsdp` to stderr: all of process 0, and warnings of other processes with their index.
 
-    A second call replaces what the first one set up.
+    A second call replaces the first one's setup.
     """
     handler = logging.StreamHandler()
     prefix = "" if process_index == 0 else f"[process {process_index}] "
@@ -63,12 +63,12 @@ def configure_log(process_index: int) -> None:
     logger = logging.getLogger("portable_fsdp")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if process_index == 0 else logging.WARNING)
-    logger.propagate = False  # a root handler (absl's, which jax brings) would print every line a second time
+    logger.propagate = False  # a root handler (absl's, which jax installs) would print every line twice
 
 
 @contextmanager
 def errors_as_sentences() -> Generator[None]:
-    """For a user's own program: our errors end it with their message and exit code, others with a traceback."""
+    """End a user's program with message and exit code on our errors; other errors keep their traceback."""
     try:
         yield
     except PortableFSDPError as error:
@@ -77,7 +77,7 @@ def errors_as_sentences() -> Generator[None]:
 
 
 def number_of(flag: str, text: str) -> int | None:
-    """The value of a flag that counts devices or hosts; None for auto. Raises ConfigError."""
+    """Parse a flag that counts devices or hosts; None for auto. Raises ConfigError for anything but a number >= 1."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -86,9 +86,9 @@ def number_of(flag: str, text: str) -> int | None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The flags of `python -m portable_fsdp.COMMAND`, on the command line or in files (absl's `--flagfile`).
+    """Parser for flags of `python -m portable_fsdp.COMMAND`, on the command line or in files (absl's `--flagfile`).
 
-    Takes `--dry-run` for `--dry_run`, and no abbreviation.
+    Accepts `--dry-run` for `--dry_run`, and no abbreviations.
     """
 
     def __init__(self, command: str = "", description: str = "", **options: Any) -> None:
@@ -99,9 +99,9 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
-        self.add_argument("--flagfile", metavar="FILE", help="read flags from a file, one a line")
+        self.add_argument("--flagfile", metavar="FILE", help="read flags from a file, one per line")
         self.foreign_hint: Callable[[str, str], str] | None = None
-        """What an unknown flag with this value means in another tool; empty: nothing."""
+        """(name, value) of an unknown flag -> what to write here if another tool has it; else empty."""
 
     def switch(self, name: str, help: str) -> None:
         self.add_argument(name, action="store_true", help=help)
@@ -110,7 +110,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._without_unknown(super().parse_known_args(self._prepared(args), namespace))
 
     def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # From Python 3.12.8 on it no longer calls parse_known_args; before, the words are prepared twice, to no effect.
+        # Since Python 3.12.8 it no longer calls parse_known_args; before, words are prepared twice, without effect.
         return self._without_unknown(super().parse_known_intermixed_args(self._prepared(args), namespace))
 
     def _prepared(self, args: Sequence[str] | None) -> list[str]:
@@ -133,7 +133,7 @@ class CommandParser(argparse.ArgumentParser):
     def _with_flagfiles(self, words: list[str]) -> list[str]:
         if not any(word.startswith("--flagfile") for word in words):
             return words
-        from absl import flags  # the doctor runs without any package
+        from absl import flags  # imported here: the doctor runs without any package
 
         try:
             return flags.FlagValues().read_flags_from_files(words, force_gnu=True)
@@ -144,12 +144,12 @@ class CommandParser(argparse.ArgumentParser):
         to_stdout(self.format_help().rstrip())
 
     def error(self, message: str) -> NoReturn:
-        to_stderr(f"{message}\n{self.format_usage().rstrip()}\n  --help says more.")
+        to_stderr(f"{message}\n{self.format_usage().rstrip()}\n  See --help.")
         raise SystemExit(EXIT_USAGE)
 
 
 class Once(argparse.Action):
-    """A flag that may stand once: of two config files none is the one that counts."""
+    """A flag that may be given only once: with two config files it would be unclear which counts."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -158,7 +158,7 @@ class Once(argparse.Action):
 
 
 def at_least(least: float, number: type[int] | type[float]) -> Callable[[str], float]:
-    """A flag's type: a finite number of at least `least`."""
+    """Return the type of a flag: a finite number of at least `least`."""
 
     def parse(text: str) -> float:
         try:
@@ -196,15 +196,15 @@ def run_command(
     *,
     say: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Run `body` with the parsed arguments, those after the program's name; returns the exit code.
+    """Run `body` with the parsed arguments after the program's name; returns the exit code.
 
-    `say` prints the message of a PortableFSDPError, and `Nothing was started.` below that of a usage error, unless a
-    run had begun to train: an engine refuses some models only when it compiles the step.
+    `say` prints the message of a PortableFSDPError, and `Nothing was started.` below a usage error, unless training has
+    begun: an engine refuses some models only when it compiles the step.
     """
     keep_torch_tpu_out()
     try:
         options = parser.parse_intermixed_args(argv)
-    except SystemExit as end:  # argparse's, after --help or a flag that it doesn't take
+    except SystemExit as end:  # from argparse, after --help or an unknown flag
         return end.code if isinstance(end.code, int) else EXIT_FINISHED
     try:
         return body(options)
@@ -225,7 +225,7 @@ def stderr_file(run: Path, process: int) -> Path:
 
 
 class RunLog(logging.Handler):
-    """Holds lines until `open`, then appends them to run.log, each with its time (ISO 8601, seconds)."""
+    """Buffers lines until `open`, then appends them to run.log, each with its time (ISO 8601, seconds)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class RunLog(logging.Handler):
         self._write(self.path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(Exception):  # arguments that don't fit the message: the terminal's handler says so
+        with suppress(Exception):  # arguments that don't fit the message: the terminal's handler reports it
             self._held.append(f"{self.format(record)}\n")
         if self.path:
             self._write(self.path)
@@ -249,7 +249,7 @@ class RunLog(logging.Handler):
             with path.open("a", encoding="utf-8", errors="replace") as file:
                 file.writelines(self._held)
         except OSError as error:
-            self.setLevel(logging.CRITICAL + 1)  # not again
+            self.setLevel(logging.CRITICAL + 1)  # don't try again
             to_stderr(_dropped(path, error))
         self._held.clear()
 
@@ -260,7 +260,7 @@ def _dropped(path: Path, error: OSError) -> str:
 
 @contextmanager
 def run_log(process: int) -> Generator[RunLog]:
-    """The log `portable_fsdp`, and the warnings of transformers instead of on the terminal; of process 0 alone."""
+    """Collect the log `portable_fsdp` and the warnings of transformers (not on the terminal), only on process 0."""
     from transformers.utils import logging as transformers_log
 
     handler = RunLog()
@@ -278,11 +278,11 @@ def run_log(process: int) -> Generator[RunLog]:
 
 
 class KeptOutput:
-    """A context manager: what this process writes to file descriptors 1 and 2, the writes of C code included.
+    """Context manager: captures output to file descriptors 1 and 2, including output of C code.
 
-    `hold_stdout` keeps what C code writes to stdout (gloo: which ranks are connected) off the terminal; Python's own
-    stdout stays there. `begin` puts that into the process's log, and from then on has `tee` copy stderr there, so that
-    the last words of a crash arrive at both. Does nothing where Python's streams are replaced, as in a notebook.
+    `hold_stdout` keeps output of C code to stdout (gloo prints the connected ranks) off the terminal; Python's stdout
+    still goes there. `begin` writes it to the process's log, and then lets `tee` copy stderr there, so that the last
+    lines of a crash reach both. Does nothing if Python's streams are replaced, as in a notebook.
     """
 
     def __init__(self) -> None:
@@ -295,11 +295,11 @@ class KeptOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else a traceback follows, which belongs into the log
+        if kind is None:  # else a traceback follows, which should reach the log
             self._undo.close()
 
     def hold_stdout(self) -> None:
-        """Until `begin`."""
+        """Hold output of C code to stdout until `begin`."""
         if not self._is_ours:
             return
         stdout = sys.stdout
@@ -313,7 +313,7 @@ class KeptOutput:
             self._undo.callback(self._release)
 
     def begin(self, run: Path, process: int) -> None:
-        """Append to this process's log; the run's folder must be there."""
+        """Append to this process's log; the run's folder must exist."""
         if not self._is_ours:
             return
         self._release()
@@ -323,7 +323,7 @@ class KeptOutput:
             path.parent.mkdir(exist_ok=True)
             with path.open("ab") as file:
                 file.write(f"--- {time.strftime(_TIME)}\n".encode() + self._held.read())
-            # In another session: Ctrl-C at the terminal reaches the run alone.
+            # In its own session: Ctrl-C at the terminal reaches only the run.
             tee = subprocess.Popen(["tee", "-a", path], stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         except OSError as error:
             to_stderr(_dropped(path, error))
@@ -335,7 +335,7 @@ class KeptOutput:
 
 @contextmanager
 def stderr_into(path: Path) -> Generator[None]:
-    """What C code writes to stderr meanwhile is appended to this file alone, if it can be opened."""
+    """Redirect stderr, including output of C code, to the end of this file, if it can be opened."""
     with ExitStack() as undo:
         with suppress(OSError):
             undo.callback(_redirect(2, undo.enter_context(path.open("ab")).fileno()))
@@ -343,12 +343,12 @@ def stderr_into(path: Path) -> Generator[None]:
 
 
 def _redirect(descriptor: int, to: int) -> Callable[[], object]:
-    """Returns what undoes it."""
+    """Redirect a descriptor; returns a function that restores it."""
     before = os.dup(descriptor)
     os.dup2(to, descriptor)
     return lambda: os.dup2(before, descriptor)
 
 
 def _wait(tee: "subprocess.Popen[bytes]") -> None:
-    with suppress(subprocess.TimeoutExpired):  # a child process that holds our stderr open keeps it
+    with suppress(subprocess.TimeoutExpired):  # a child process that holds our stderr open keeps tee running
         tee.wait(_LAST_LINES_S)

@@ -1,16 +1,15 @@
-"""Every error that a user can cause, and the exit code that each one ends with.
+"""All errors that a user can cause, and their exit codes.
 
     PortableFSDPError            exit 1
       UsageError                 exit 2: nothing was started, nothing was written
         ConfigError              a key, a flag or a value of the config
-        BackendError             what this device or this engine cannot do, found when it opens
+        BackendError             not supported by this device or engine, detected when it opens
         DataError                the corpus or the tokenizer
         CheckpointError          a checkpoint that is incomplete, or of another model
           StoreError             storage that doesn't answer: the checkpoint there may be complete
-      TrainingError              the run itself went wrong (a NaN loss)
+      TrainingError              the run itself failed (a NaN loss)
 
-A message says what was expected, what was found, where, and what to do. Any other exception is a bug, and keeps its
-traceback.
+A message states the problem, its place and the fix. Any other exception is a bug, and keeps its traceback.
 """
 
 import logging
@@ -32,19 +31,19 @@ EXIT_STOPPED = 143  # 128 + SIGTERM: stopped on request, after a committed save
 
 
 def printable(text: str) -> str:
-    """The text with each character that doesn't print, but for line ends, written as Python does (`\\x1b`)."""
+    """Escape non-printable characters except line ends as Python does (`\\x1b`)."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def without_passwords(text: str) -> str:
-    """Replace users, passwords and tokens in URLs by `(hidden)`, and `user:password@` where a client repeats a part."""
+    """Replace users, passwords and tokens in URLs by `(hidden)`, also `user:password@` in repeated parts of a URL."""
     return _SECRET_OF_URL.sub(r"\1(hidden)", _USER_OF_URL.sub(r"\1(hidden)@", text)) if "://" in text else text
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> str:
-    """Columns as wide as their widest cell; those in `right` are aligned to the right."""
+    """Format columns as wide as their widest cell; columns in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     aligned = (
         [
@@ -57,7 +56,7 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str 
 
 
 class PortableFSDPError(Exception):
-    """Base of all errors whose message is meant for the user; its text is `printable`."""
+    """Base of all errors with a message for the user; the text is `printable`."""
 
     exit_code = EXIT_FAILED
     run_has_started = False
@@ -67,7 +66,7 @@ class PortableFSDPError(Exception):
 
 
 class UsageError(PortableFSDPError):
-    """The run can't start as asked; nothing was lost."""
+    """The run can't start as requested; nothing was lost."""
 
     exit_code = EXIT_USAGE
 
@@ -77,7 +76,7 @@ class ConfigError(UsageError):
 
 
 class BackendError(UsageError):
-    """The device or engine is absent, or can't honour the config."""
+    """The device or engine is not available, or can't honour the config."""
 
 
 class DataError(UsageError):
@@ -89,18 +88,18 @@ class CheckpointError(UsageError):
 
 
 class StoreError(CheckpointError):
-    """Storage doesn't answer; that is no damage, and no reason to resume from an older step."""
+    """Storage doesn't answer. Not a damaged checkpoint, so the run must not resume from an older step."""
 
 
 class TrainingError(PortableFSDPError):
-    """The run failed after it had started."""
+    """The run failed after its start."""
 
 
 log = logging.getLogger("portable_fsdp")
 
 
 class Closing(ABC):
-    """A context manager whose target is itself and whose exit is `close`."""
+    """Context manager that returns itself and calls `close` on exit."""
 
     def __enter__(self) -> "Self":
         return self
@@ -113,7 +112,7 @@ class Closing(ABC):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close at the end of a `with` block. What fails then is a warning if the block itself ended with an `error`."""
+    """Close at the end of a `with` block. If the block ended with an `error`, a failure to close is only a warning."""
     try:
         close()
     except Exception as failure:

@@ -1,4 +1,4 @@
-"""Functions of the user's own that a config names: `module:function`."""
+"""User functions in a config: `module:function`."""
 
 import importlib
 import sys
@@ -16,35 +16,35 @@ FACTORY_PATTERN = r"^[^\s:]+:[^\s:]+$"
 
 
 class UserExit(TrainingError):
-    """User code raised SystemExit or another exception that is no Exception. That is an error, not a run's end."""
+    """User code raised SystemExit or another exception outside Exception. It is an error, not the end of a run."""
 
 
 @contextmanager
 def user_code(name: str = "user code") -> Generator[None]:
-    """Raises UserExit, which begins with `name`, in place of a SystemExit; signals pass, and so does any Exception."""
+    """Convert SystemExit to UserExit, with a message that begins with `name`; signals and Exceptions pass through."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or is_signal(error):
             raise
-        way_out = "Raise an Exception for an error. To stop a run after a save, send it SIGTERM."
+        way_out = "Raise an Exception for an error. To stop a run after a save, send SIGTERM."
         raise UserExit(f"{name} raised {described(error)}\n  {way_out}") from error
 
 
 def search_folder(folder: Path) -> None:
-    """Find modules in `folder` first, as Python does for a script."""
+    """Search modules in `folder` first, as Python does for a script."""
     path = str(folder.absolute())
     if path not in sys.path:
         sys.path.insert(0, path)
 
 
 def load_factory(key: str, name: str) -> Callable[..., Any]:
-    """The function that `name`, `module:function`, names. `key` is where the config has it, for messages.
+    """Import the function `name` (`module:function`). `key`: its config key, for messages.
 
-    Modules are found in the config's folder and on PYTHONPATH. Raises ConfigError where the module can't be imported or
+    Modules are searched in the config's folder and on PYTHONPATH. Raises ConfigError if the module can't be imported or
     has no such function.
     """
-    before_transformers()  # which the module may import
+    before_transformers()  # the module may import transformers
     module_name, _, attribute = name.partition(":")
     with user_code(f"{key}: the import of {module_name}"):
         try:
@@ -52,7 +52,7 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
         except Exception as error:
             raise ConfigError(
                 f"{key}: {name} can't be imported: {described(error)}\n"
-                "  Modules are found in the config's folder and on PYTHONPATH."
+                "  Modules are searched in the config's folder and on PYTHONPATH."
             ) from error
     if not callable(function):
         raise ConfigError(f"{key}: expected a function, found {name} = {function!r}.")
@@ -60,12 +60,12 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
 
 
 def call_factory(key: str, name: str, *arguments: Any) -> Any:
-    """What the function returns. Raises ConfigError with the line of the user's code where it raises."""
+    """Import and call a user function. Raises ConfigError, with the line of the user's code, if it raises."""
     return call_user(f"{key}: {name}", load_factory(key, name), *arguments)
 
 
 def call_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of the user's returns. Raises ConfigError, which begins with `name`, where it raises."""
+    """Call a user function. Raises ConfigError, with a message that begins with `name`, if it raises."""
     with user_code(name):
         try:
             return function(*arguments)
@@ -74,7 +74,7 @@ def call_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """The error's class, its message, and the last line of the user's code that it passed through, if any."""
+    """Format the error's class, message, and the last line of user code in its traceback, if any."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}\n  in {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Files that are either complete or absent, files that somebody else wrote (strict JSON too), the cache folder."""
+"""Atomic writes, safe reads of untrusted files (also strict JSON), the cache folder, and the lock of a run's folder."""
 
 import errno
 import fcntl
@@ -19,24 +19,24 @@ from typing import Any, BinaryIO
 from portable_fsdp.runtime.errors import ConfigError
 
 MAX_TEXT_BYTES = 1 << 27
-"""For a JSON file; the largest tokenizers have 60 MB."""
+"""Limit of a JSON file; the largest tokenizers have 60 MB."""
 MAX_LOG_BYTES = 1 << 30
-"""For metrics.jsonl and the like: two million steps."""
+"""Limit of metrics.jsonl and similar files: two million steps."""
 MAX_LINE_BYTES = 1 << 20
 _MAX_NAMES = 100_000
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """`portable_fsdp` in the user's cache folder, by the XDG base directory specification."""
+    """Return `portable_fsdp` in the user's cache folder (XDG base directory specification)."""
     base = environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "portable_fsdp"
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` in UTF-8, so that a kill at any instant leaves the old or the new file.
+    """Write `text` to `path` in UTF-8, so that a kill at any time leaves the old or the new file.
 
-    Temporary file in the same folder, fsync, rename, fsync of the folder. One writer per path. Raises OSError, and
-    leaves the old file as it was.
+    Temporary file in the same folder, fsync, rename, fsync of the folder. One writer per path. Raises OSError, and then
+    leaves the old file unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # "x" doesn't follow a link
@@ -65,7 +65,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_regular(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BinaryIO:
-    """Open a file that somebody else may have written, without ever waiting for it.
+    """Open an untrusted file for reading, without ever blocking.
 
     Raises OSError for anything but a regular file, for more than `max_bytes`, and with `folder` for a link that leads
     out of it. The blobs of a snapshot in the hub's cache count as part of its folder.
@@ -75,7 +75,7 @@ def open_regular(path: Path, folder: Path | None = None, max_bytes: int | None =
         root = Path(os.path.realpath(folder))
         blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
         if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
-            raise OSError(errno.ENXIO, "expected a file of this folder, found a link out of it", str(path))
+            raise OSError(errno.ENXIO, "the link leads out of its folder", str(path))
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and (max_bytes is None or status.st_size <= max_bytes):
@@ -85,22 +85,22 @@ def open_regular(path: Path, folder: Path | None = None, max_bytes: int | None =
         raise OSError(errno.ENXIO, f"expected at most {max_bytes:,} bytes, found {status.st_size:,}", str(path))
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "expected a file, found a folder", str(path))
-    raise OSError(errno.ENXIO, "expected a file, found a pipe or a device", str(path))
+    raise OSError(errno.ENXIO, "expected a regular file, found a pipe or a device", str(path))
 
 
 def read_regular(path: Path, folder: Path | None = None, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """The content of a small file; as `open_regular`."""
+    """Return the content of a small file; raises like `open_regular`."""
     with open_regular(path, folder, max_bytes) as file:
         return file.read(max_bytes)
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines from here on, a longer one than `MAX_LINE_BYTES` in pieces."""
+    """Iterate over the remaining lines; lines longer than `MAX_LINE_BYTES` come in pieces."""
     return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
 
 
 def names_in(folder: Path) -> list[str]:
-    """The sorted names in a folder. Raises OSError, also for more than a folder of a model or a run has."""
+    """Return the sorted names in a folder. Raises OSError, also for more names than any model or run has."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in islice(entries, _MAX_NAMES + 1)]
     if len(names) > _MAX_NAMES:
@@ -112,23 +112,23 @@ def names_in(folder: Path) -> list[str]:
 
 
 MAX_NESTED = 1_000_000
-"""Lists in one text, an object counting as four. Each takes two bytes of the text, and up to 72 bytes of memory."""
+"""Limit of lists in one text; an object counts as four. Each needs two bytes of text and up to 72 bytes of memory."""
 
-# An unterminated string takes the rest of the text, so that each character is looked at once.
+# An unterminated string matches the rest of the text, so that each character is scanned once.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"expected numbers as JSON has them, found {name}")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def parse_json(
     text: str | bytes, constant: Callable[[str], Any] = _refuse_constant, max_nested: int = MAX_NESTED
 ) -> Any:
-    """Parse one value. Raises ValueError for text that is no JSON in UTF-8, for a key that an object has twice, and for
+    """Parse one value. Raises ValueError for text that isn't JSON in UTF-8, for duplicate keys of an object, and for
     more objects and lists than `max_nested`.
 
-    `constant`: gives the value of `NaN`, `Infinity` and `-Infinity`; by default they raise ValueError too.
+    `constant`: returns the value of `NaN`, `Infinity` and `-Infinity`; by default they also raise ValueError.
     """
     text = text.decode() if isinstance(text, bytes) else text
     if _nested(text) > max_nested and _nested(outside := _STRING.sub("", text)) > max_nested:
@@ -148,7 +148,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         key, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {key[:80]!r} stands twice")
+        raise ValueError(f"duplicate key {key[:80]!r}")
     return result
 
 
@@ -160,7 +160,7 @@ _NO_LOCKS_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Lock an open file until it is closed. False: another process has it; None: the file system has no locks."""
+    """Lock an open file until it is closed. False: another process has the lock; None: the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,11 +174,10 @@ def try_lock(descriptor: int) -> bool | None:
 
 @contextmanager
 def sole_run(folder: Path) -> Generator[None]:
-    """While entered, nobody else enters with `folder`, on any host that shares it. Makes the folder.
+    """Create `folder` and lock it against other runs, on all hosts that share it. Only process 0 calls it.
 
-    At its end it removes the lock's file, and the folders that it made if nothing was written to them. Process 0 alone
-    calls it. Raises ConfigError where another run has entered (with its host and PID), and where the folder can't be
-    written to. A file system without locks gets a warning.
+    On exit it removes the lock file, and the folders that it created if they are empty. Raises ConfigError if another
+    run holds the lock (with its host and PID), or the folder isn't writable. Warns if the file system has no locks.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -186,24 +185,24 @@ def sole_run(folder: Path) -> Generator[None]:
             descriptor = _take(folder / LOCK_NAME)
         except OSError as error:
             raise ConfigError(
-                f"run.dir: expected a folder that can be written to, or a new one: {folder}\n"
-                f"  found that {error.filename or folder} can't: {error.strerror}\n  Set run.dir to another folder."
+                f"run.dir: expected a writable or new folder: {folder}\n"
+                f"  can't write to {error.filename or folder}: {error.strerror}\n  Set run.dir to another folder."
             ) from None
         try:
             yield
         finally:
             with suppress(OSError):  # the folder may have been moved or deleted during the run
-                (folder / LOCK_NAME).unlink()  # before the lock is released: the next run makes its own
+                (folder / LOCK_NAME).unlink()  # before releasing the lock: the next run creates its own file
             os.close(descriptor)
     finally:
-        for path in made:  # the folder, then those above it; one that holds something stays
+        for path in made:  # the folder, then its parents; a folder with files stays
             with suppress(OSError):
                 path.rmdir()
 
 
 def _take(path: Path) -> int:
-    """Lock the file, write its owner into it, return its descriptor. Raises OSError, and ConfigError for another's."""
-    for _ in range(_ATTEMPTS):  # another run may end, and remove its folder or its file after it was opened here
+    """Lock the file, write its owner, return its descriptor. Raises OSError, or ConfigError if another run has it."""
+    for _ in range(_ATTEMPTS):  # another run may end, and remove its folder or file after it was opened here
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -211,8 +210,8 @@ def _take(path: Path) -> int:
             if lock is not False and path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat()):
                 if lock is None:
                     log.warning(
-                        "run.dir: %s: this file system has no locks, so nothing stops a second run in this folder. Set "
-                        "another run.dir for each run.",
+                        "run.dir: %s: this file system has no locks, so nothing prevents a second run in this folder. "
+                        "Set a different run.dir for each run.",
                         path.parent,
                     )
                 since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -227,12 +226,12 @@ def _take(path: Path) -> int:
             os.close(descriptor)
             if lock is False:
                 raise _in_use(path.parent, owner)
-    raise OSError(errno.EAGAIN, "other runs take and leave it all the time", str(path))
+    raise OSError(errno.EAGAIN, "other runs keep locking and releasing it", str(path))
 
 
 def require_unused(folder: Path) -> None:
-    """Raise ConfigError where a run is in `sole_run` with this folder now. Makes nothing."""
-    with suppress(OSError):  # no lock file, or `sole_run` says what is wrong with it
+    """Raise ConfigError if a run is inside `sole_run` with this folder now. Creates nothing."""
+    with suppress(OSError):  # no lock file; or an error that `sole_run` reports
         descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW)
         try:
             if try_lock(descriptor) is False:
@@ -243,14 +242,14 @@ def require_unused(folder: Path) -> None:
 
 def _in_use(folder: Path, owner: str) -> ConfigError:
     return ConfigError(
-        f"run.dir: expected a folder that no other run writes to: {folder}\n  found one that {owner}.\n"
-        "  Wait for that run, or end it (a SIGTERM to it saves first), or set run.dir to another folder."
+        f"run.dir: another run writes to this folder: {folder}\n  Locked by {owner}.\n"
+        "  Wait for that run, or end it (on SIGTERM it saves first), or set run.dir to another folder."
     )
 
 
 def _owner(descriptor: int) -> str:
     try:
         owner: dict[str, Any] = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {owner['pid']} on host {owner['host']} writes to since {owner['since']}"
-    except (ValueError, KeyError, TypeError, OSError):  # it has the lock, and has not written its name yet
-        return "another process has just begun to write to"
+        return f"process {owner['pid']} on host {owner['host']} since {owner['since']}"
+    except (ValueError, KeyError, TypeError, OSError):  # it holds the lock, but hasn't written its name yet
+        return "a process that has just started"

@@ -1,4 +1,4 @@
-"""What this host has: TPU chips, packages, and memory for its processes, limited by a container's or a job's cgroup."""
+"""Resources of this host: TPU chips, packages, and memory for its processes within cgroup limits (container, job)."""
 
 import importlib.util
 import os
@@ -9,22 +9,22 @@ from pathlib import Path
 
 
 def tpu_chips(devices: Path = Path("/dev")) -> list[Path]:
-    """Their device files."""
+    """Return the device files of the TPU chips."""
     return sorted([*devices.glob("accel[0-9]*"), *(devices / "vfio").glob("[0-9]*")])
 
 
 def keep_torch_tpu_out() -> None:
-    """Before torch is imported: it then doesn't load the packages that give it devices, if torch_tpu is one of them.
+    """Call before importing torch: disables its autoload of device packages, if torch_tpu is installed.
 
-    The engine loads torch_tpu itself, on a TPU. On a host without a chip, or on its CPU, a torch that has loaded it
-    hangs in the first backward: autograd starts a thread for each device, and that one's opens the TPU (0.2.0).
+    On a TPU the engine loads torch_tpu itself. On a host without a chip, or on its CPU, torch with torch_tpu loaded
+    hangs in the first backward: autograd starts a thread per device, and that thread opens the TPU (0.2.0).
     """
     if importlib.util.find_spec("torch_tpu") is not None:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None if it isn't installed."""
+    """Return the version of a package; None if it isn't installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -32,26 +32,26 @@ def installed(package: str) -> str | None:
 
 
 def prefer_expandable_segments() -> None:
-    """Before CUDA starts: torch's allocator then grows segments in place of gaps. What the user set stays."""
+    """Call before CUDA starts: torch's allocator then uses expandable segments, unless the user configured it."""
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:
-    """RAM and swap that all processes of this host may use together; what others use of it counts as free.
+    """Return RAM and swap for all processes of this host together; memory in use counts as free.
 
-    `root`: the folder that `proc` and `sys` lie in.
+    `root`: the folder that contains `proc` and `sys`.
     """
     try:
         lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
         sizes = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("MemTotal:", "SwapTotal:")}
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([sizes["MemTotal:"], *_cgroup_limits(root)]) + sizes.get("SwapTotal:", 0)
 
 
 def in_units(count: int) -> str:
-    """Bytes as `25.1 GiB`, `3.2 MiB` or, rounded up, `12 KiB`."""
+    """Format bytes as `25.1 GiB`, `3.2 MiB` or, rounded up, `12 KiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -59,7 +59,7 @@ def in_units(count: int) -> str:
 
 
 def host_identity() -> tuple[str, str]:
-    """The machine, by its kernel's boot, and the container and cgroup: equal for processes that share one limit."""
+    """Return (boot id of the kernel, container and cgroup): equal for processes that share one memory limit."""
     try:
         container = os.readlink("/proc/self/ns/mnt") + Path("/proc/self/cgroup").read_text()
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), container
@@ -68,7 +68,7 @@ def host_identity() -> tuple[str, str]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Bytes, of this process's cgroup and its ancestors, of either version."""
+    """Yield the memory limits (bytes) of this process's cgroup and its ancestors, cgroup v1 or v2."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -88,5 +88,5 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
                 limit = (folder.joinpath(*parts[:depth]) / name).read_text().strip()
             except OSError:
                 continue
-            if limit.isdecimal():  # else max
+            if limit.isdecimal():  # else "max"
                 yield int(limit)

@@ -1,7 +1,7 @@
-"""The folder of a model or tokenizer by its name: a local one, or the hub's copy in its cache.
+"""Find the folder of a model or tokenizer: a local one, or a download from the hub in the cache.
 
-huggingface_hub does the work: its cache (HF_HOME), its token (HF_TOKEN, or `hf auth login`), its offline mode
-(HF_HUB_OFFLINE=1), and the locks by which one process of a host downloads while the others wait.
+huggingface_hub downloads: its cache (HF_HOME), its token (HF_TOKEN, or `hf auth login`), its offline mode
+(HF_HUB_OFFLINE=1), and its locks, so that one process per host downloads while others wait.
 """
 
 import logging
@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
 )
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
 MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
-"""Patterns of names, as for `fnmatch`. Pickles and code are never downloaded: `_NEVER`."""
+"""Name patterns for `fnmatch`. Pickles and code are never downloaded: `_NEVER`."""
 
 _WEIGHTS = {".safetensors", ".gguf", ".bin"}
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
@@ -31,15 +31,15 @@ _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?"
 
 
 def before_transformers() -> None:
-    """transformers would import torch_xla where that is installed, and does import torchao: 0.17 asks for a newer torch
-    than 2.9, and torch 2.13 warns of what 0.18 does."""
+    """Call before importing transformers: it would import torch_xla if installed. It also imports torchao: 0.17 asks
+    for a newer torch than 2.9, and torch 2.13 warns about 0.18; these logs are silenced."""
     os.environ.setdefault("USE_TORCH_XLA", "0")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def import_transformers() -> Any:
-    """It takes seconds."""
+    """Import and return transformers, which takes seconds."""
     before_transformers()
     import transformers
 
@@ -47,16 +47,16 @@ def import_transformers() -> Any:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it has the form `org/name` or `org/name@revision`, and no local folder has that name."""
+    """Return whether `name` has the form `org/name` or `org/name@revision`, and isn't a local folder."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()
 
 
 def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
-    """The folder of `name`: itself where it is a local folder, else the files of a hub repository that `patterns` name.
+    """Return `name` if it is a local folder, else a folder with the files of the hub repository that match `patterns`.
 
-    `org/name@revision` takes a branch, a tag or a commit; without one it is `main`. The hub's folder is named after the
-    commit. Any number of processes may call it at once. Raises ConfigError, with the config's `key`, for a folder that
-    isn't there and for what the hub answers (no such repository, gated, no network, offline and not in the cache).
+    The revision in `org/name@revision` is a branch, tag or commit (default `main`). The hub's folder is named after the
+    commit. Any number of processes may call it at once. Raises ConfigError, with the config's `key`, for a missing
+    folder and for errors of the hub (no such repository, gated, no network, offline and not in the cache).
     """
     hub_id = require_folder_or_hub_id(key, name)
     if hub_id is not None:
@@ -66,22 +66,22 @@ def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> 
 
 
 def require_plain_files(key: str, folder: Path, patterns: Sequence[str]) -> None:
-    """Raises ConfigError unless the files that `patterns` name are regular ones of this folder, all but weights of
-    bounded sizes. transformers would wait for a pipe, read a device until memory is full, and follow a link anywhere.
+    """Raise ConfigError unless the files that match `patterns` are regular files inside this folder, and small unless
+    they are weights. transformers would block on a pipe, read a device until memory is full, and follow any link.
     """
     templates = folder / "additional_chat_templates"
     try:
         inside = names_in(templates) if templates.is_dir() else []
         names = [*names_in(folder), *(f"{templates.name}/{name}" for name in inside)]
         for path in (folder / name for name in names if any(fnmatch(name, pattern) for pattern in patterns)):
-            if not path.is_dir():  # transformers says so
+            if not path.is_dir():  # transformers reports a folder by itself
                 open_regular(path, folder, None if path.suffix in _WEIGHTS else MAX_TEXT_BYTES).close()
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}.") from None
 
 
 def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
-    """The parts of a hub id; None for a local folder. Raises ConfigError for what is neither."""
+    """Return the parts of a hub id; None for a local folder. Raises ConfigError if `name` is neither."""
     if Path(name).is_dir():
         return None
     hub_id = _HUB_ID.fullmatch(name)
@@ -100,11 +100,11 @@ def _snapshot(key: str, name: str, repo: str, revision: str | None, patterns: Se
         folder = huggingface_hub.snapshot_download(
             repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_NEVER)
         )
-    except Exception as error:  # of its HTTP library too, which changes with its version: all about this download
+    except Exception as error:  # also of its HTTP library, which differs by version; all concern this download
         cause = error.__cause__ or error
         constants = huggingface_hub.constants
         raise ConfigError(
-            f"{key}: {name}: no local folder, and not downloaded from {constants.ENDPOINT}: {type(error).__name__}: "
+            f"{key}: {name}: not a local folder, and not downloaded from {constants.ENDPOINT}: {type(error).__name__}: "
             f"{next(iter(str(cause).strip().splitlines()), '')}\n  Check the name (org/name, org/name@revision). A "
             f"private or gated repository needs HF_TOKEN, and access: {constants.ENDPOINT}/{repo}.\n  Without a "
             f"network or with HF_HUB_OFFLINE=1 all files must be in the cache: {constants.HF_HUB_CACHE}."

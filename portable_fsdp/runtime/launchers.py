@@ -1,4 +1,4 @@
-"""Who launched this process. Device counts come from the engine, never from here."""
+"""Detect the launcher of this process. Device counts come from the engine, never from here."""
 
 import re
 from collections.abc import Mapping
@@ -10,33 +10,33 @@ from portable_fsdp.runtime.errors import ConfigError
 COUNTING_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 OUR_RUNS = "portable_fsdp.launch-"
-"""Begins the elastic run's id in a start of our own; the agent's PID follows."""
+"""Prefix of the elastic run id when `launch` starts the processes itself; the agent's PID follows."""
 
 NOT_A_STEP = (2**32 - 6, 2**32 - 5)  # slurm.h: the steps of an interactive shell and of the batch script itself
-PORTS = range(20000, 30000)  # below those that Linux gives to clients
-MPI_PORT = 29500  # torch's own; mpirun gives no number of a job that all its hosts know
+PORTS = range(20000, 30000)  # below Linux's ephemeral ports
+MPI_PORT = 29500  # torch's default; mpirun provides no job number that all hosts know
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks that one launcher started, and which of them this process is."""
+    """The tasks that one launcher started, and the index of this process among them."""
 
     launcher: Literal["srun", "mpirun"]
     rank: int
     count: int
     local_rank: int
-    local_count: int  # of this host
-    rank_variable: str  # where `rank` was read, for messages
+    local_count: int  # tasks on this host
+    rank_variable: str  # source of `rank`, for messages
     count_variable: str
-    first_host: str  # empty where the launcher doesn't name it
+    first_host: str  # empty if the launcher doesn't name it
     port: int
 
 
 def read_tasks(environ: Mapping[str, str]) -> Tasks | None:
-    """None where neither started this process. Raises ConfigError for variables that are no numbers.
+    """Return the tasks of srun or mpirun, or None. Raises ConfigError for variables that aren't numbers.
 
-    mpirun in a Slurm allocation starts its own daemons with srun, one a host, whose variables its tasks inherit: then
-    MPI's count. srun itself sets PMI's variables too, to the same numbers.
+    In a Slurm allocation mpirun starts its daemons with srun, one per host, and its tasks inherit their variables: then
+    MPI's count is right. srun itself also sets PMI's variables, to the same numbers.
     """
     slurm, mpi = _slurm(environ), _mpi(environ)
     if slurm is None or mpi is None:
@@ -46,7 +46,7 @@ def read_tasks(environ: Mapping[str, str]) -> Tasks | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Tasks | None:
-    """None for the batch script and for shells, which have such variables too."""
+    """Return srun's tasks; None for the batch script and for shells, which also have these variables."""
     if not environ.get("SLURM_PROCID") or not environ.get("SLURM_STEP_ID"):
         return None
     if integer(environ, "SLURM_STEP_ID") in NOT_A_STEP:
@@ -56,13 +56,13 @@ def _slurm(environ: Mapping[str, str]) -> Tasks | None:
     names = ("SLURM_PROCID", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
     rank, count, local_rank, job, step = (integer(environ, name) for name in names)
     host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
-    port = PORTS[(job + step) % len(PORTS)]  # two jobs that share a host, or two steps of one, don't collide
+    port = PORTS[(job + step) % len(PORTS)]  # different for jobs that share a host, and for steps of a job
     local_count = _tasks_of_this_node(environ, count)
     return Tasks("srun", rank, count, local_rank, local_count, "SLURM_PROCID", count_variable, host, port)
 
 
 def _tasks_of_this_node(environ: Mapping[str, str], count: int) -> int:
-    """From `4(x2),3`: four tasks on each of the first two nodes, three on the third."""
+    """Return this node's tasks from `4(x2),3`: four tasks on each of the first two nodes, three on the third."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
     per_node: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -75,13 +75,13 @@ def _tasks_of_this_node(environ: Mapping[str, str], count: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """`rack2n07` of Slurm's `rack2n[07-09,12],login1`; empty for an empty list."""
+    """Return the first host of Slurm's list: `rack2n07` of `rack2n[07-09,12],login1`; empty for an empty list."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def _mpi(environ: Mapping[str, str]) -> Tasks | None:
-    """Open MPI's variables, or those of MPICH and Intel MPI."""
+    """Return mpirun's tasks from the variables of Open MPI, or of MPICH and Intel MPI; None without them."""
     names = (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
         if environ.get("OMPI_COMM_WORLD_RANK")
@@ -90,7 +90,7 @@ def _mpi(environ: Mapping[str, str]) -> Tasks | None:
     if not environ.get(names[0]):
         return None
     if names[0] == "PMI_RANK" and environ.get("SLURM_PROCID") == environ["PMI_RANK"] and not environ.get(names[2]):
-        return None  # srun --mpi=pmi2, which knows no other name of these
+        return None  # srun --mpi=pmi2, which sets none of the other variables
     _require(environ, "mpirun", *names)
     rank, count, local_rank, local_count = (integer(environ, name) for name in names)
     host = "127.0.0.1" if local_count == count else ""
@@ -101,13 +101,13 @@ def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:
     missing = [name for name in names if not environ.get(name)]
     if missing:
         raise ConfigError(
-            f"environment: expected all variables that {launcher} sets, found none of {', '.join(missing)}.\n"
-            f"  Start it with {launcher} itself, or unset its other variables."
+            f"environment: {launcher} sets more variables; missing: {', '.join(missing)}.\n"
+            f"  Start the run with {launcher} itself, or unset its other variables."
         )
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:
-    """Raises ConfigError for what is no integer."""
+    """Return the variable as an integer. Raises ConfigError if it isn't one."""
     try:
         return int(environ[name])
     except ValueError:
@@ -116,37 +116,37 @@ def integer(environ: Mapping[str, str], name: str) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started, in torchrun's words."""
+    """How this process was started, in torchrun's terms."""
 
     kind: Literal["plain", "torchrun", "srun", "mpirun", "variables", "tpu_vm"]
     rank: int = 0  # among all processes
     local_rank: int = 0  # among the processes of this host
     world_size: int = 1  # processes
-    description: str = field(default="", compare=False)  # who started it, for the first line of a run
+    description: str = field(default="", compare=False)  # the launcher, for the first line of a run
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What torch reads from the environment, where the launcher has other names for it."""
+    """torch's environment variables, if the launcher sets others."""
     by_accelerate: bool = False  # `accelerate launch`, which sets the number of processes
 
     @property
     def is_alone(self) -> bool:
-        """No launcher counts this host's processes, and there is no address where they could meet."""
+        """Whether no launcher counts this host's processes, so that there is no rendezvous address."""
         return self.kind in ("plain", "tpu_vm")
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
-    """Who started this process: torchrun, srun, mpirun, something that sets torchrun's five variables, or nobody.
+    """Detect the launcher: torchrun, srun, mpirun, another one that sets torchrun's five variables, or none.
 
-    Raises ConfigError, naming the variables, where only some are set and where two launchers contradict each other.
+    Raises ConfigError with the variables if only some are set, or two launchers contradict each other.
     """
     tasks = read_tasks(environ)
-    # A script may export an address for its tasks, though this time it has only one, which needs none.
+    # A script may export an address for its tasks although a single task needs none.
     telling = LAUNCH_VARIABLES if tasks is None else COUNTING_VARIABLES
     if environ.get("TORCHELASTIC_RUN_ID"):
         launch = _torchrun(environ, tasks)
     elif tasks is not None and tasks.count > 1:
         launch = _of_tasks(environ, tasks)
     elif any(environ.get(name) for name in telling):
-        launch = _of_variables(environ, "variables", f"{', '.join(LAUNCH_VARIABLES)} of its environment")
+        launch = _of_variables(environ, "variables", f"{', '.join(LAUNCH_VARIABLES)} in the environment")
         _require_all_tpu_workers(environ, launch)
     elif tpu_workers(environ):
         launch = _tpu_vm(environ)
@@ -158,13 +158,13 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def is_by_accelerate(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` started this process: it always sets this variable."""
+    """Return whether `accelerate launch` started this process: it always sets this variable."""
     return bool(environ.get("ACCELERATE_MIXED_PRECISION"))
 
 
 def _describe(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
     if by_accelerate and launch.kind == "plain":
-        return "accelerate launch: 1 process(es)"  # it starts no others, and has counted this one
+        return "accelerate launch: 1 process(es)"  # it started only this process
     description = launch.description + (", of accelerate launch" if by_accelerate else "")
     if launch.is_alone:
         return description
@@ -176,22 +176,22 @@ def _describe(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -
 
 
 def tpu_workers(environ: Mapping[str, str]) -> list[str]:
-    """The hosts of a TPU slice; none where the environment doesn't name them."""
+    """Return the hosts of a TPU slice; empty if the environment doesn't name them."""
     return [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
 
 
 def problem_of_tpu_worker(environ: Mapping[str, str]) -> str:
-    """What is wrong with the worker's number; empty where the environment shows nothing wrong."""
+    """Return the problem with the worker's number in the environment, or an empty string."""
     number, count = environ.get("TPU_WORKER_ID", ""), len(tpu_workers(environ))
     if number and not number.isdecimal():
-        return f"TPU_WORKER_ID={number} is no number"
+        return f"TPU_WORKER_ID={number} is not a number"
     if number and count and int(number) >= count:
         return f"TPU_WORKER_ID={number}, but TPU_WORKER_HOSTNAMES names {count} worker(s)"
     return ""
 
 
 def _tpu_vm(environ: Mapping[str, str]) -> Launch:
-    """One process a host: PJRT itself finds out how many there are, and which one this is."""
+    """Return the launch of one process per host: PJRT itself finds their number and the index of this one."""
     if problem := problem_of_tpu_worker(environ):
         raise ConfigError(f"environment: {problem}.\n  Set the TPU_* variables as the TPU VM does, or unset them.")
     slices = environ.get("MEGASCALE_NUM_SLICES")
@@ -201,13 +201,13 @@ def _tpu_vm(environ: Mapping[str, str]) -> Launch:
 
 
 def _require_all_tpu_workers(environ: Mapping[str, str], launch: Launch) -> None:
-    """Who sets the variables counts the processes of all hosts; torchrun may run on each host by itself."""
+    """Require a WORLD_SIZE that covers all TPU workers; only torchrun may run on each host separately."""
     workers = len(tpu_workers(environ))
     if workers > 1 and launch.world_size % workers:
         raise ConfigError(
             f"environment: two launchers: WORLD_SIZE={launch.world_size} (by {launch.description}), but "
-            f"TPU_WORKER_HOSTNAMES names {workers} workers, on each of which the run has as many processes.\n"
-            f"  Unset {', '.join(LAUNCH_VARIABLES)}: on a TPU slice a plain start on each host is enough."
+            f"TPU_WORKER_HOSTNAMES names {workers} workers, which must have equal numbers of processes.\n"
+            f"  Unset {', '.join(LAUNCH_VARIABLES)}: on a TPU slice start the command on each host without them."
         )
 
 
@@ -241,9 +241,9 @@ def _require_port(environ: Mapping[str, str]) -> None:
 
 
 def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
-    """In a task of srun or mpirun, torchrun is one agent: its group has one host for each task.
+    """Return torchrun's launch. In a task of srun or mpirun, torchrun is one agent: its group has one host per task.
 
-    So 4 tasks and a WORLD_SIZE of 8 are two processes a host.
+    So 4 tasks and a WORLD_SIZE of 8 are two processes per host.
     """
     is_ours = environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS)
     description = "portable_fsdp.launch" if is_ours else "torchrun"
@@ -256,20 +256,20 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
     of_tasks = f"{tasks.count_variable}={tasks.count}"
     if tasks.local_count > 1:
         raise ConfigError(
-            f"environment: two launchers: expected one task of {tasks.launcher} a host where the task is torchrun, "
+            f"environment: two launchers: expected one task of {tasks.launcher} per host to run torchrun, "
             f"found {tasks.local_count} on this host ({of_tasks}) and torchrun's WORLD_SIZE={launch.world_size}.\n"
-            "  Start torchrun with --ntasks-per-node=1 (mpirun: one task a host), or leave torchrun out."
+            "  Start torchrun with --ntasks-per-node=1 (mpirun: one task per host), or leave torchrun out."
         )
     if environ.get("GROUP_WORLD_SIZE") == "1":
         raise ConfigError(
             f"environment: two launchers: {of_tasks}, but torchrun's GROUP_WORLD_SIZE=1: each of the {tasks.count} "
-            "hosts would train a run of its own.\n  Give torchrun --nnodes and --rdzv-endpoint instead of --standalone."
+            "hosts would train its own run.\n  Pass torchrun --nnodes and --rdzv-endpoint instead of --standalone."
         )
     return launch
 
 
 def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
-    """srun and mpirun in torchrun's words; a variable of torchrun's that is set already must agree."""
+    """Return the launch of srun or mpirun in torchrun's terms; torchrun variables that are already set must agree."""
     counts = {
         "RANK": tasks.rank,
         "WORLD_SIZE": tasks.count,
@@ -285,15 +285,15 @@ def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
             )
     if not 0 <= tasks.local_rank < tasks.local_count <= tasks.count or not 0 <= tasks.rank < tasks.count:
         raise ConfigError(
-            f"environment: {tasks.launcher}: expected a task among those of its host and of its job, found task "
+            f"environment: {tasks.launcher}: the task's index must be below the number of tasks, found task "
             f"{tasks.rank} of {tasks.count} ({tasks.rank_variable}, {tasks.count_variable}), and {tasks.local_rank} of "
             f"{tasks.local_count} on this host."
         )
     address = environ.get("MASTER_ADDR") or tasks.first_host
     if not address:
         raise ConfigError(
-            f"environment: {tasks.launcher} doesn't say which host is the first, where all processes meet.\n"
-            "  Set it for all of them: export MASTER_ADDR=HOST before srun, mpirun -x MASTER_ADDR=HOST (Open MPI), "
+            f"environment: {tasks.launcher} doesn't name the first host, where all processes meet.\n"
+            "  Set it for all processes: export MASTER_ADDR=HOST before srun, mpirun -x MASTER_ADDR=HOST (Open MPI), "
             "mpirun -genv MASTER_ADDR HOST (MPICH, Intel MPI)."
         )
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": environ.get("MASTER_PORT") or str(tasks.port)}

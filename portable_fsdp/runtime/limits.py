@@ -1,7 +1,7 @@
-"""Limits of time and memory for what comes with a model: chat templates, and regular expressions of tokenizers.
+"""Limits of time and memory for untrusted parts of a model: chat templates, and regular expressions of tokenizers.
 
-Nothing can interrupt the tokenizers library, so a call runs in a daemon thread. One over its limit is left behind, and
-dies with the process that the error ends.
+The tokenizers library can't be interrupted, so a call runs in a daemon thread. A call over its limit keeps running
+until the error ends the process.
 """
 
 import os
@@ -20,17 +20,17 @@ from portable_fsdp.runtime.errors import DataError
 T = TypeVar("T")
 
 SECONDS = 4.0
-_SECONDS_PER_DOCUMENT = 0.05  # a template on a busy host: ten times what a long one takes
+_SECONDS_PER_DOCUMENT = 0.05  # ten times the time of a long template on a busy host
 _CHARACTERS_PER_SECOND = 20_000  # a slow tokenizer on a busy host
 BYTES = 96 << 20
-_BYTES_PER_CHARACTER = 500  # measured: 230, where each is a token
-_BYTES_PER_CPU = 16 << 20  # the stack of a thread of the tokenizers library, and what malloc keeps for it
+_BYTES_PER_CHARACTER = 500  # measured: 230, if each character is a token
+_BYTES_PER_CPU = 16 << 20  # the stack of a thread of the tokenizers library, and its malloc arena
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What documents with so many characters may take."""
+    """Limit for a number of documents and their characters."""
 
     documents: int
     characters: int = 0
@@ -40,15 +40,15 @@ class Limit:
         return SECONDS + _SECONDS_PER_DOCUMENT * self.documents + self.characters / _CHARACTERS_PER_SECOND
 
     @property
-    def bytes(self) -> int:  # a template adds some characters to each
+    def bytes(self) -> int:  # a template adds characters to each document
         return BYTES + _BYTES_PER_CHARACTER * (self.characters + 2_000 * self.documents)
 
     def result(self, future: "Future[T]", what: str) -> T:
-        """The result of `begin`. Raises DataError about `what` over this limit, and for a panic of the library."""
+        """Return the result of `begin`. Raises DataError about `what` over this limit, or on a panic of the library."""
         most, problem, waited = _own_bytes() + self.bytes, f"took more than {self.seconds:.0f} s", 0.0
         while waited < self.seconds:
             began, is_done = time.monotonic(), bool(wait([future], _POLL_S).done)
-            waited += min(time.monotonic() - began, 1.0)  # a process that is stopped and continues counts little
+            waited += min(time.monotonic() - began, 1.0)  # time in which the process was stopped hardly counts
             if is_done:
                 error = future.exception()
                 if type(error).__name__ != "PanicException":
@@ -59,13 +59,13 @@ class Limit:
                 problem = f"took more than {self.bytes >> 20} MiB of memory"
                 break
         raise DataError(
-            f"{what}: the tokenizer or its chat template {problem}.\n  Look at the template and at the regular "
-            "expressions in tokenizer.json, or take another tokenizer."
+            f"{what}: the tokenizer or its chat template {problem}.\n  Check the template and the regular "
+            "expressions in tokenizer.json, or use another tokenizer."
         )
 
 
 OPENING = Limit(0, characters=1_000_000)
-"""For opening a tokenizer, which may convert it: a minute, and 0.6 GiB."""
+"""Limit for opening a tokenizer, which may convert it: a minute, and 0.6 GiB."""
 
 
 def begin(call: Callable[[], T]) -> "Future[T]":
@@ -75,7 +75,7 @@ def begin(call: Callable[[], T]) -> "Future[T]":
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust isn't an Exception
             future.set_exception(error)
 
     threading.Thread(target=run, name="portable_fsdp limited", daemon=True).start()
@@ -83,7 +83,7 @@ def begin(call: Callable[[], T]) -> "Future[T]":
 
 
 def limited(call: Callable[[], T], what: str, limit: Limit) -> T:
-    """The result of `call`; raises as `Limit.result`."""
+    """Return the result of `call`; raises like `Limit.result`."""
     with memory_limit() as allow:
         allow(limit)
         return limit.result(begin(call), what)
@@ -91,8 +91,8 @@ def limited(call: Callable[[], T], what: str, limit: Limit) -> T:
 
 @contextmanager
 def memory_limit() -> Generator[Callable[[Limit], None]]:
-    """Gives a function that allows 1.5 times a limit's memory from now on. An allocation beyond that, which no
-    poll would notice in time, raises MemoryError in any thread."""
+    """Yield a function that allows 1.5 times a limit's memory from now on. An allocation beyond that, too fast for the
+    polling, raises MemoryError in any thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
 
     def allow(limit: Limit) -> None:
@@ -107,30 +107,30 @@ def memory_limit() -> Generator[Callable[[Limit], None]]:
 
 
 def require_small_numbers(tokenizer: Any, what: str) -> None:
-    """Raises DataError for a tokenizer of several chat templates and no default, and for powers, huge numbers and
-    products of two variables in its template: nothing stops Python while it computes those."""
+    """Raise DataError for a tokenizer with several chat templates and no default, and for powers, huge numbers and
+    products of two variables in its template: Python can't be interrupted while it computes them."""
     from jinja2 import Environment, TemplateError
 
     try:
         lexed = [(kind, text) for _, kind, text in Environment().lex(tokenizer.get_chat_template())]
     except ValueError as error:
         raise DataError(f"{what}: {str(error).partition('!')[0]:.200}.") from None
-    except TemplateError:  # whoever applies it says so
+    except TemplateError:  # applying the template will report it
         return
     tokens = [("", ""), *(token for token in lexed if token[0] != "whitespace"), ("", ""), ("", "")]
     for before, (kind, text), after, last in zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False):
-        operator = text if kind == "operator" else ""  # text between expressions may be ** too: Markdown's
+        operator = text if kind == "operator" else ""  # text between expressions may also contain ** (Markdown)
         has_literal = before[0] == "string" or (after[0] == "integer" and last[1] not in ("|", ".", "[", "**"))
         is_huge = kind == "integer" and len(text) > 7
         if is_huge or operator == "**" or (operator == "*" and not has_literal):
             raise DataError(
-                f"{what}: expected a chat template without powers, huge numbers and products of variables, found "
-                f"{' '.join((before[1], text, after[1])):.60}."
+                f"{what}: the chat template uses {' '.join((before[1], text, after[1])):.60}; powers, huge numbers and "
+                "products of variables are refused because they can't be interrupted."
             )
 
 
 def _own_bytes(column: int = 1) -> int:
-    """Resident memory, or by proc_pid_statm(5) another size; a huge one where there is no /proc."""
+    """Return resident memory, or another column of proc_pid_statm(5); a huge number without /proc."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
     return 1 << 50

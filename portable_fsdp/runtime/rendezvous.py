@@ -1,4 +1,4 @@
-"""Where the processes of a run meet: torch's elastic launcher, which starts those of a host, and torch's store."""
+"""Rendezvous of a run's processes: torch's elastic launcher, which starts those of a host, and torch's store."""
 
 import contextlib
 import logging
@@ -23,11 +23,11 @@ from portable_fsdp.runtime.errors import (
 from portable_fsdp.runtime.launchers import OUR_RUNS
 from portable_fsdp.runtime.limits import begin
 
-_CONNECT_S = 20  # between two looks at the store's address
+_CONNECT_S = 20  # between two checks of the store's address
 
 
 class Hosts(NamedTuple):
-    """The hosts of one run: how many, which one this is, and where they meet."""
+    """The hosts of one run: their number, the index of this one, and the rendezvous address."""
 
     hosts: int
     rank: int
@@ -36,11 +36,11 @@ class Hosts(NamedTuple):
 
 
 def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Hosts | None = None) -> int:
-    """Run `python -m module arguments` in `count` processes of this host, and those of the other `hosts`, with
-    torchrun's environment; return one exit code.
+    """Run `python -m module arguments` in `count` processes on this host, together with other `hosts`, with torchrun's
+    environment; return one exit code.
 
-    0 where all returned 0, else 2 or 143 where a worker returned that, else 1. SIGTERM and SIGINT reach the workers,
-    who have torchrun's 30 s to save; the code is then 143 whether they did or not.
+    0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1. SIGTERM and SIGINT are passed to the
+    workers, which have torchrun's 30 s to save; the code is then 143 whether they saved or not.
     """
     import psutil
     from torch.distributed import DistNetworkError, run
@@ -49,15 +49,15 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
 
     # Else torchrun sets it to 1 and prints a paragraph about it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    # The workers printed what went wrong; the launcher would repeat it with its own stack.
+    # The workers print their errors; the launcher would repeat them with its own stack.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    if hosts is None:  # as `--standalone`, with an id by which the workers know the process that they end with
+    if hosts is None:  # like `--standalone`, with an id that names the agent's process to the workers
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={OUR_RUNS}{os.getpid()}"]
     else:
         rendezvous = [f"--nnodes={hosts.hosts}", f"--node-rank={hosts.rank}", "--rdzv-id=portable_fsdp"]
         rendezvous += [f"--master-addr={hosts.address}", f"--master-port={hosts.port}"]
     try:
-        # The launcher makes a folder for the workers' logs, which go to the console here, and never removes it.
+        # The launcher creates a log folder, unused here (logs go to the console), and never removes it.
         with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs:
             run.run(
                 run.parse_args(
@@ -74,7 +74,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
             raise
         raise cannot_listen(hosts.port, error) from None
     finally:
-        # A signal while the launcher starts its processes ends it before it knows them, and they would stay.
+        # A signal during the start of its processes ends the launcher before it knows them; they would survive.
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -82,12 +82,11 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
 
 
 def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) -> Any:
-    """Connect to the store at MASTER_ADDR and MASTER_PORT, where processes meet before they have a process group.
+    """Connect to torch's TCPStore at MASTER_ADDR and MASTER_PORT, without waiting for the other processes.
 
-    torch's TCPStore, which does not wait for the other processes.
-
-    `serves`: this process holds the store for its whole life, unless torchrun's agent holds it. `limit`: for connecting
-    and for each wait for a key. Raises ConfigError where process 0 can't listen, TrainingError where no store answers.
+    Processes use it before there is a process group. `serves`: this process hosts the store until it exits, unless
+    torchrun's agent does. `limit`: timeout for connecting and for each key. Raises ConfigError if process 0 can't
+    listen, TrainingError if no store answers.
     """
     import torch.distributed
 
@@ -97,15 +96,15 @@ def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) ->
             _serve(host, port)
         except RuntimeError as error:
             raise cannot_listen(port, error) from None
-    # torch's own rendezvous would wait for all workers here, and not say for which one.
+    # torch's own rendezvous would wait for all workers here, without naming the missing one.
     connect = partial(cast(Any, torch.distributed).TCPStore, wait_for_workers=False, timeout=limit)
     waiting = f"process {environ.get('RANK', '?')} waits for the store of process 0 at {host}:{port}"
     return _connected(partial(connect, host, port, everyone, False), limit, host, port, waiting)
 
 
 def _connected(connect: Callable[[], Any], limit: timedelta, host: str, port: int, waiting: str) -> Any:
-    """The store that `connect` makes. Prints each minute what it waits for; raises TrainingError after `limit`."""
-    # In a thread: torch waits without end for a program that accepts the connection and doesn't answer.
+    """Return the store of `connect`. Prints every minute what it waits for; raises TrainingError after `limit`."""
+    # In a thread: torch waits forever for a program that accepts the connection and doesn't answer.
     connected, state = begin(connect), ""
     for waited_s in count(_CONNECT_S, _CONNECT_S):
         try:
@@ -114,8 +113,8 @@ def _connected(connect: Callable[[], Any], limit: timedelta, host: str, port: in
             before, state = state, _listener(host, port)
             if isinstance(error, RuntimeError) or waited_s >= limit.total_seconds():
                 raise TrainingError(
-                    f"{waiting}: {state}.\n  Give all processes the address of process 0, MASTER_ADDR, and a free port "
-                    "there, MASTER_PORT."
+                    f"{waiting}: {state}.\n  For all processes set MASTER_ADDR to the address of process 0, and "
+                    "MASTER_PORT to a free port there."
                 ) from None
             if state != before or waited_s % 60 == 0:
                 print(f"{waiting}: after {waited_s} s {state}", file=sys.stderr, flush=True)
@@ -123,26 +122,26 @@ def _connected(connect: Callable[[], Any], limit: timedelta, host: str, port: in
 
 
 def cannot_listen(port: int, error: Exception) -> ConfigError:
-    """The error of the process that was to open the store; `error`: torch's."""
+    """Return the error of the process that can't open the store; `error`: torch's."""
     reason = str(error).partition("message: ")[2] or str(error).partition("\n")[0]
     return ConfigError(
-        f"environment: MASTER_PORT={port}: can't open the store where the processes meet: {reason}.\n"
-        "  End the program that listens there (ss -ltnp), or give all processes another MASTER_PORT."
+        f"environment: MASTER_PORT={port}: can't open the rendezvous store: {reason}.\n"
+        "  End the program that listens there (ss -ltnp), or set another MASTER_PORT for all processes."
     )
 
 
 def _listener(host: str, port: int) -> str:
-    """What a connection to the address finds, for a message."""
+    """Describe the listener at the address, for a message."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
-        return f"there is none yet ({error})"
+        return f"nothing listens there yet ({error})"
     return "a program listens there, but has not answered as a store"
 
 
 @cache
 def _serve(host: str, port: int) -> Any:
-    """Once a process, and until its end: other processes may already wait for its next engine at the same store."""
+    """Host the store once per process, until its exit: other processes may already wait there for the next engine."""
     import torch.distributed
 
     dist = cast(Any, torch.distributed)

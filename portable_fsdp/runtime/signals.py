@@ -1,4 +1,4 @@
-"""How a process ends: with its parent, or on request by SIGTERM or SIGINT."""
+"""The end of a process: with its parent, or on request by SIGTERM or SIGINT."""
 
 import ctypes
 import os
@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
 
 from portable_fsdp.runtime.launchers import OUR_RUNS
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def end_with_agent(environ: Mapping[str, str]) -> None:
     """Have the kernel kill a worker of torch's elastic agent (torchrun's, or our own) when the agent ends.
 
-    Without it a SIGKILL of the agent leaves workers that train on, and the same command started again races them.
-    Linux only. A plain start is left alone: whoever started it may end before it.
+    Otherwise workers survive a SIGKILL of the agent, and a restart of the same command races them. Linux only. Does
+    nothing without an agent: then the parent may end earlier.
     """
     run = environ.get("TORCHELASTIC_RUN_ID")
     if run:
@@ -33,35 +33,35 @@ def end_with_agent(environ: Mapping[str, str]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process `parent`, ends. Linux only; else nothing."""
+    """Have the kernel kill this process when its parent, process `parent`, ends. Does nothing except on Linux."""
     if sys.platform != "linux":
         return
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
-        print("prctl failed: this process will outlive its launcher if that is killed", file=sys.stderr)
-    if os.getppid() != parent:  # it ended before the call
+        print("prctl failed: if the launcher is killed, this process will survive it", file=sys.stderr)
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Stopped(BaseException):
-    """A stop was requested before the first step, when there is nothing to save. No Exception: nobody takes it for a
-    file's fault."""
+    """A stop was requested before the first step, when there is nothing to save. Not an Exception, so that no handler
+    takes it for an error of a file."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A second request: whoever sent it won't wait for the step and its save."""
+    """A second stop request: end now, without waiting for the step and its save."""
 
 
 def is_signal(error: BaseException) -> bool:
-    """Whether a signal raised it: a request to stop, or Ctrl-C where Python's own handler is installed."""
+    """Return whether a signal raised it: a stop request, or Ctrl-C with Python's own handler."""
     if not isinstance(error, KeyboardInterrupt):
         return isinstance(error, Stopped)
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread handles signals
+    is_main = threading.current_thread() is threading.main_thread()  # other threads don't handle signals
     return isinstance(error, Interrupted) or (is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 
 
 @contextmanager
 def early_stop() -> Generator[None]:
-    """Before a StopRequest: SIGTERM raises Stopped. Else a shell would see 143, which promises a save."""
+    """Make SIGTERM raise Stopped before there is a StopRequest. Otherwise the exit code is 143, which means saved."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)  # once
@@ -75,22 +75,21 @@ def early_stop() -> Generator[None]:
 
 
 class StopRequest:
-    """While entered, SIGTERM and SIGINT request a stop.
+    """Context manager in which SIGTERM and SIGINT request a stop.
 
         with StopRequest() as stop:
             ...                       # before the first step: a request raises Stopped here
             stop.begin_steps()        # from now on it only sets a flag and prints one line
             while not stop.requested: ...
 
-    A second request ends the run at once by Interrupted, for someone who won't wait for the step and the save.
-    Enter it in the main thread (Python handles signals nowhere else). Python runs a handler only between two of its own
-    instructions, and a compiler may work for minutes: before the first step a thread ends the process if the main
-    thread hasn't within `grace_s`.
+    A second request raises Interrupted, which ends the run immediately, without waiting for the step and its save.
+    Enter it in the main thread: Python handles signals only there, between two Python instructions, and a compiler may
+    run for minutes. So before the first step a thread ends the process if the main thread hasn't within `grace_s`.
     """
 
     def __init__(self, same_press_s: float = 1.0, grace_s: float = 2.0) -> None:
-        # torch's elastic launcher passes a signal on to processes that already had it from the terminal or a
-        # scheduler, so one request can arrive twice within milliseconds.
+        # torch's elastic launcher forwards a signal to processes that already got it from the terminal or a scheduler,
+        # so one request can arrive twice within milliseconds.
         self._same_press_s, self._grace_s = same_press_s, grace_s
         self._requested_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -102,7 +101,7 @@ class StopRequest:
         return self.reason is not None
 
     def begin_steps(self) -> None:
-        """From now on there is something to lose: a request waits for the current step and its save."""
+        """From now on a stop request waits for the current step and its save."""
         self._ends_at_once = False
 
     def __enter__(self) -> "Self":
@@ -117,11 +116,11 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # None: the handler was installed by C code, which Python can't put back.
+            # None: the handler was installed by C code, which Python can't restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup)
         self._over.set()
-        os.close(self._wakeup)  # which ends the thread
+        os.close(self._wakeup)  # ends the thread
         self._thread.join()
         os.close(self._signals)
 
@@ -144,5 +143,5 @@ class StopRequest:
                 os._exit(EXIT_FAILED)
 
     def _write(self, sentence: str) -> None:
-        if os.environ.get("RANK", "0") == "0":  # not by the log or print: the signal may have come while either writes
+        if os.environ.get("RANK", "0") == "0":  # not log or print: the signal may have interrupted either of them
             os.write(2, f"{sentence}\n".encode())

@@ -1,7 +1,7 @@
-"""`train.micro_batch: auto` to a number: the run's own when it resumes, else the largest that fits, by a plan.
+"""Resolve `train.micro_batch: auto`: the run's earlier value when it resumes, else the largest that the plan fits.
 
-A training run imports no planner: process 0 starts `plan --largest-batch` as a child. The global batch stays, and with
-it the curve.
+A training run doesn't import the planner: process 0 starts `plan --largest-batch` as a child process. The global batch
+stays the same, and so does the loss curve.
 """
 
 import json
@@ -27,17 +27,17 @@ from portable_fsdp.runtime.host import host_identity
 
 log = logging.getLogger("portable_fsdp")
 
-LIMIT_S = 1500  # of all plans; the other processes wait in a collective, which lasts at most 30 minutes
+LIMIT_S = 1500  # for all plans; the other processes wait in a collective, whose timeout is 30 minutes
 DECIDE_MEMORY = ("model", "data", "optim", "sharding", "precision", "memory", "compile")
-# How variables begin that would make the planner one process of the run.
+# Prefixes of variables that would make the planner a process of the run.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "TPU_WORKER_")
 
 
 def with_resolved_micro_batch(config: Config, *, device: str, backend: str, num_devices: int | None) -> Config:
-    """The config with a number in place of `auto`, the same on all processes. *collective*
+    """Return the config with a number for `auto`, identical on all processes. *collective*
 
-    Opens the engine with 1 and closes it again: an engine's programs depend on the number. Raises BackendError where
-    the engine has no planner, ConfigError where no plan gives a number.
+    Opens the engine with micro batch 1 and closes it again: an engine's programs depend on the number. Raises
+    BackendError if the engine has no planner, ConfigError if the plan gives no number.
     """
     device, backend = resolve(device, backend)
     require_supported(config, Deployment(backend, device))
@@ -52,12 +52,12 @@ def with_resolved_micro_batch(config: Config, *, device: str, backend: str, num_
 
 
 def _kept(config: Config, engine: Backend) -> int | None:
-    """The number in this run's folder, where neither devices nor what decides memory have changed."""
+    """Return the value in this run's folder, if devices and the settings that affect memory are unchanged."""
     path = Path(config.run.dir, "config.yaml")
     now = {"backend": engine.name, "device": engine.device_name, "devices": engine.devices}
     if config.checkpoint.resume == "none" or not path.is_file():
         return None
-    with suppress(UsageError, LookupError, OSError):  # of another release, or torn: a new plan
+    with suppress(UsageError, LookupError, OSError):  # written by another release, or incomplete: plan again
         saved = read_file(path).config
         size, start = saved.train.resolved_micro_batch, {}
         for event in read_jsonl(path.with_name("events.jsonl")):
@@ -65,13 +65,13 @@ def _kept(config: Config, engine: Backend) -> int | None:
         is_same = all(getattr(saved, name) == getattr(config, name) for name in DECIDE_MEMORY)
         sizes = micro_batches(config.train.global_batch, engine.row_shards)
         if is_same and now.items() <= start.items() and size in sizes:
-            log.info("train.micro_batch: %d, as this run had it (%s)", size, path)
+            log.info("train.micro_batch: %d, as before in this run (%s)", size, path)
             return size
     return None
 
 
 def _planned(config: Config, engine: Backend, limit_bytes: int) -> int:
-    """`limit_bytes`: of a device; 0: unknown. Raises ConfigError with the planner's own words."""
+    """Plan the largest micro batch; `limit_bytes`: memory of a device, 0: unknown. Raises the planner's message."""
     on = f"{engine.device_name}:{engine.devices}"
     log.info("train.micro_batch: planning the largest that fits on %s", on)
     words = [f"--on={on}", f"--backend={engine.name}", "--largest-batch", "--json"]
@@ -85,8 +85,8 @@ def _planned(config: Config, engine: Backend, limit_bytes: int) -> int:
             ended = child.wait(LIMIT_S)
     if ended.how != "finished":
         raise ConfigError(
-            f"train.micro_batch: auto: no plan gave a number ({ended.how}, exit code {ended.code}):\n"
-            f"{ended.last_lines}\n  Change what it names, or set train.micro_batch to a number."
+            f"train.micro_batch: auto: planning failed ({ended.how}, exit code {ended.code}):\n"
+            f"{ended.last_lines}\n  Fix the cause, or set train.micro_batch to a number."
         )
     size = json.loads(ended.output)["largest_micro_batch"]
     log.info("train.micro_batch: %d, the largest that fits by plan", size)

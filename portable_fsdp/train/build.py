@@ -1,6 +1,6 @@
-"""Builds what a run needs from its config, in order: the training, its checkpoints, its batches.
+"""Build the parts of a run from its config, in order: the training, its checkpoints, its batches.
 
-The trainer, the planner, the tests and your own loop (examples/own_loop.py) build through these.
+The trainer, the planner, the tests and custom loops (examples/own_loop.py) use these functions.
 """
 
 import json
@@ -47,15 +47,15 @@ log = logging.getLogger("portable_fsdp")
 
 @dataclass(frozen=True)
 class Training:
-    """What a step needs, laid out on the engine."""
+    """The model, optimizer and step, laid out on the engine."""
 
     built: BuiltModel
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Step
     task: Task
-    trial: "RowTrial | None"  # of `data.factory`
-    accumulation: int  # micro batches in a step
+    trial: "RowTrial | None"  # for `data.factory`
+    accumulation: int  # micro batches per step
     ties: dict[str, str]  # FQN -> the first FQN of the same weight
 
 
@@ -68,12 +68,12 @@ def build_training(
     loss: Loss | None = None,
     rows: Rows | None = None,
 ) -> Training:
-    """Model, optimizer and step, in that order; writes nothing. *collective*
+    """Build model, optimizer and step; writes no files. *collective*
 
-    `vocabulary`: the corpus's tokenizer (None: it has none), or the number of its ids where no model.pretrained has ids
-    of its own. Without `fill` the weights are placeholders that hold no memory. `loss`: in place of the causal model's,
-    see `build_model`. `rows`: the corpus's, the first of which are tried on the model; text needs no trial. Raises
-    ConfigError for what the model or the devices don't take, DataError for rows that the task doesn't.
+    `vocabulary`: the corpus's tokenizer (None: no tokenizer), or the number of its ids if there is no model.pretrained
+    with its own ids. Without `fill` the weights are placeholders without memory. `loss` replaces the causal model's
+    loss, see `build_model`. `rows`: the corpus's rows; the first are tried on the model, except for text. Raises
+    ConfigError if the model or the devices don't support the config, DataError if the task can't use the rows.
     """
     accumulation, eager = check_batch(config, backend.row_shards), backend.expected_compilations == 0
     size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (0, vocabulary)
@@ -109,8 +109,8 @@ def build_training(
     takes_last = task.name == "sequence_classification" and is_decoder_only(built.model)
     if config.data.buckets and takes_last and built.config.get("pad_token_id") != 0:
         raise ConfigError(
-            "data.buckets: pads input_ids by 0, and this model takes the last token that isn't its pad_token_id.\n"
-            "  Set model.architecture.pad_token_id=0 where 0 is no token of the rows, or pad the rows yourself."
+            "data.buckets: pads input_ids with 0, but this model classifies the last token that isn't pad_token_id.\n"
+            "  Set model.architecture.pad_token_id=0 if 0 is no token of the rows, or pad the rows yourself."
         )
     trial = None
     if firsts is not None:
@@ -128,18 +128,17 @@ def build_training(
 
 
 def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Lay out a module of your own and make its optimizer, as `sharding`, `precision`, `memory` and `optim` say.
-    *collective*
+    """Shard your own module and make its optimizer, by `sharding`, `precision`, `memory` and `optim`. *collective*
 
-    `make` returns the module; it runs on the meta device, and what it does to a weight runs again for each piece of
-    that weight where it is needed, seeded by run.seed and the weight's name. Raises ConfigError for what the model or
-    the devices don't take.
+    `make` returns the module. It runs on the meta device; its operations on a weight run again for each piece of that
+    weight where the piece is needed, seeded by run.seed and the weight's name. Raises ConfigError if the model or the
+    devices don't support the config.
     """
     from portable_fsdp.models.factory import open_factory
 
     name, master = f"shard: {getattr(make, '__name__', 'make')}", DTYPES[config.precision.master]
     if isinstance(make, nn.Module):
-        raise ConfigError(f"shard: expected a function that makes the module, found a {type(make).__name__}.")
+        raise ConfigError(f"shard: expected a function that returns the module, found a {type(make).__name__}.")
     module, fill = open_factory(name, partial(call_user, name, make), config.run.seed, master)
     return _laid_out(config, backend, module, fill, _ties(module))
 
@@ -147,7 +146,7 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
 def _laid_out(
     config: Config, backend: Backend, model: nn.Module, fill: Fill | None, ties: dict[str, str]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model on meta, laid out on the engine, and its optimizer. Without `fill` neither holds memory."""
+    """Lay out a meta model on the engine and make its optimizer. Without `fill` neither uses memory."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     drawing = [*dropouts(model), *(name for name, module in model.named_modules() if isinstance(module, norms))]
     if drawing and fill is not None:
@@ -169,7 +168,7 @@ def _laid_out(
 
 
 def _cast_buffers(model: nn.Module, word: str) -> None:
-    cast_once: dict[Tensor, Tensor] = {}  # one of several names stays one
+    cast_once: dict[Tensor, Tensor] = {}  # a buffer with several names stays one tensor
     for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
         if word != "auto" and buffer.is_floating_point():
             owner, _, leaf = fqn.rpartition(".")
@@ -183,7 +182,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
 
 
 def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
-    """The config's words as plain values for this model; raises ConfigError for a name that the model doesn't have."""
+    """Convert the config to plain values for this model. Raises ConfigError for a name that the model doesn't have."""
     sharding, precision, memory = config.sharding, config.precision, config.memory
     layers = find_layers(model, sharding)
     return ShardPolicy(
@@ -211,34 +210,34 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
 
 
 def total_steps(config: Config, rows: int) -> int:
-    """Optimizer updates of the whole run: train.steps, or the whole steps in train.epochs over `rows` sequences.
+    """Return the optimizer updates of the whole run: train.steps, or the full steps in train.epochs over `rows` rows.
 
-    Raises ConfigError when the epochs don't fill one step, or the schedule doesn't fit into the steps.
+    Raises ConfigError if the epochs don't fill one step, or the schedule doesn't fit into the steps.
     """
     train = config.train
     if train.steps is None and rows >= ENDLESS:
         raise ConfigError(
-            "train.epochs: expected train.steps, since the dataset of data.factory is a stream without a length.\n"
+            "train.epochs: the dataset of data.factory is a stream without a length.\n"
             "  Set train.steps and train.epochs=null."
         )
-    # The decimal as written: 0.29 epochs of 100 rows are 29 rows, which binary floats would make 28.
+    # Use the decimal as written: 0.29 epochs of 100 rows are 29 rows; binary floats would give 28.
     steps = train.steps or math.floor(Fraction(str(train.epochs)) * rows / train.global_batch)
     if steps < 1:
         raise ConfigError(
             f"train.epochs: expected at least one step of train.global_batch={train.global_batch} sequences, "
             f"found {train.epochs:g} epochs of {rows} sequences.\n"
-            "  Raise train.epochs, lower train.global_batch or data.seq_len, or give more text."
+            "  Raise train.epochs, lower train.global_batch or data.seq_len, or add more text."
         )
     check_schedule(config.optim, steps)
     return steps
 
 
 def build_evaluator(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Evaluator | None:
-    """Evaluates the model over the rows of `data.eval_split`; None without `train.eval_every`."""
+    """Build the evaluator for the rows of `data.eval_split`; None without `train.eval_every`."""
     if corpus.eval_rows is None:
         return None
     if config.train.eval_every is None:
-        log.warning("data.eval_split: %d rows are held out and not used: set train.eval_every", len(corpus.eval_rows))
+        log.warning("data.eval_split: %d rows are held out but not used; set train.eval_every", len(corpus.eval_rows))
         return None
     return Evaluator(backend, training.model, corpus.eval_rows, config.train, training.task)
 
@@ -246,8 +245,8 @@ def build_evaluator(config: Config, backend: Backend, training: Training, corpus
 def build_sampler(
     config: Config, backend: Backend, training: Training, tokenizer: Tokenizer | None
 ) -> "Sampler | None":
-    """Continues `train.sample_prompts`; None without `train.sample_every`. Raises ConfigError for a prompt that doesn't
-    fit."""
+    """Build the sampler for `train.sample_prompts`; None without `train.sample_every`. Raises ConfigError for a prompt
+    that doesn't fit."""
     if config.train.sample_every is None or tokenizer is None:  # a rule refuses samples without text
         return None
     from portable_fsdp.train.sampling import Sampler
@@ -256,7 +255,7 @@ def build_sampler(
 
 
 def open_checkpoints(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Checkpoints:
-    """The run's checkpoints, in `checkpoint.dir` or in run.dir; to be closed."""
+    """Open the run's checkpoints in `checkpoint.dir` or run.dir; the caller closes them."""
     return Checkpoints(
         checkpoint_folder(config),
         backend,
@@ -272,7 +271,7 @@ def open_checkpoints(config: Config, backend: Backend, training: Training, corpu
 def open_batches(
     config: Config, backend: Backend, training: Training, corpus: Corpus, resumed: Resumed | None = None
 ) -> Batches:
-    """This process's batches of each step, from the position of `resumed`; to be closed, or a context manager."""
+    """Open this process's batches, from the position of `resumed`; the caller closes them (or uses `with`)."""
     epoch, samples = resumed.position if resumed else (0, 0)
     of_labels = count_labels if training.task.problem == SINGLE_LABEL else count_values
     return Batches(
@@ -289,8 +288,8 @@ def open_batches(
 
 
 def saved_config(config: Config) -> dict[str, Any]:
-    """The config as a checkpoint holds it: JSON, with what the file holds that `model.architecture` names, since that
-    may have changed when the run is resumed. It holds no passwords: checkpoints travel."""
+    """Return the config for checkpoints: JSON values, with the content of the file in `model.architecture`, which may
+    change before the run is resumed, and without passwords, since checkpoints are copied."""
     values = config.model_dump(mode="json")
     if config.model.architecture is not None:
         values["model"]["architecture"] = _as_json(architecture_mapping(config.model.architecture))
@@ -298,7 +297,7 @@ def saved_config(config: Config) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """Infinities as transformers writes them: JSON has none."""
+    """Encode infinities as transformers does: JSON has none."""
     if isinstance(value, dict):
         return {key: _as_json(inside) for key, inside in cast(dict[str, Any], value).items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What follows a step: a pure function of values that all processes have, and what requests a save at other times."""
+"""Decide what follows a step, a pure function of values that all processes have; and detect requests for a save."""
 
 import logging
 import stat
@@ -14,7 +14,7 @@ from portable_fsdp.observe.callbacks import Outcome
 
 @dataclass(frozen=True)
 class Limits:
-    """Intervals and ends of a run, in steps; None: never."""
+    """Intervals and end of a run, in steps; None: never."""
 
     last: int
     save_every: int | None
@@ -23,12 +23,12 @@ class Limits:
     sample_every: int | None = None
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation follows `step`."""
+        """Return whether an evaluation follows `step`."""
         return self.eval_every is not None and (step >= self.last or step % self.eval_every == 0)
 
 
 class Votes(NamedTuple):
-    """What any process requested with a step."""
+    """Requests that any process made with a step."""
 
     stop: bool = False
     save: bool = False
@@ -39,23 +39,23 @@ class Votes(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows a step, in this order."""
+    """The actions after a step, in this order."""
 
     evaluate: bool
     save: bool
     end: Outcome | None  # "stopped", "no improvement" or "finished"
-    sample: bool = False  # before the save
+    sample: bool = False  # runs before the save
 
     @property
     def reads_metrics(self) -> bool:
-        """Whether the metrics of the step itself must be read first: nothing that isn't finite is ever saved."""
+        """Whether to read the metrics of the step itself first: values that aren't finite are never saved."""
         return self.evaluate or self.sample or self.save
 
 
 def decide(limits: Limits, step: int, votes: Votes, history: Evaluated | None) -> Decision:
-    """Decide what follows `step`; ask again once its votes have been read, and once it has been evaluated.
+    """Decide what follows `step`; call again after reading its votes, and after its evaluation.
 
-    A stop request goes first: it skips evaluation and samples, and saves. The last step is saved, and so is the best.
+    A stop request has priority: it skips evaluation and samples, and saves. The last and the best step are saved.
     """
     is_last = step >= limits.last
     end: Outcome | None = "finished" if is_last else None
@@ -75,7 +75,7 @@ def decide(limits: Limits, step: int, votes: Votes, history: Evaluated | None) -
 
 
 def is_patience_over(limits: Limits, history: Evaluated | None) -> bool:
-    """Early stopping: `train.patience` evaluations in a row brought no improvement."""
+    """Return whether to stop early: `train.patience` evaluations in a row without improvement."""
     return limits.patience is not None and history is not None and history.without_improvement >= limits.patience
 
 
@@ -87,20 +87,20 @@ log = logging.getLogger("portable_fsdp")
 
 
 class _Request(NamedTuple):
-    """Tells a file `SAVE` from one that is made (or touched) later."""
+    """Identity of a file `SAVE`; a file created or touched later has another."""
 
     inode: int
     modified_ns: int
 
 
 class SaveTriggers:
-    """Whether a save is due: `every_minutes` after the last one, or because of the file `SAVE` (`touch RUN/SAVE`).
+    """Triggers of saves: `every_minutes` since the last one, or the file `SAVE` (`touch RUN/SAVE`).
 
-    One file makes one save. Its commit, perhaps in the background, deletes the file.
+    One file causes one save. The commit of that save, perhaps in the background, deletes the file.
     """
 
     def __init__(self, folder: Path, every_minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds that only grow."""
+        """`clock`: monotonic seconds."""
         self._file = folder / "SAVE"
         self._every_s = None if every_minutes is None else 60 * every_minutes
         self._clock = clock
@@ -110,29 +110,29 @@ class SaveTriggers:
 
     @property
     def due(self) -> bool:
-        """Whether to save soon. True until `began`."""
+        """Whether a save is due. True until `began` is called."""
         by_clock = self._every_s is not None and self._clock() - self._last >= self._every_s
         request = self._request()
         return by_clock or (request is not None and (self._taken is None or self._taken[1] != request))
 
     def began(self, step: int) -> None:
-        """A save of `step` has begun, for whatever reason; it answers earlier requests."""
+        """Record that a save of `step` began, for any reason; it fulfils earlier requests."""
         self._last = self._clock()
         request = self._request()
         if request is not None:
             self._taken = step, request
 
     def committed(self, steps: Iterable[int]) -> None:
-        """These were committed, which process 0 alone knows: it deletes the file that they answer."""
+        """Record that `steps` were committed; only process 0 knows it and deletes the file `SAVE` they fulfil."""
         if self._taken is None or not any(step >= self._taken[0] for step in steps):
             return
-        if self._request() != self._taken[1]:  # gone already, or made again
+        if self._request() != self._taken[1]:  # already deleted, or created again
             self._taken = None
             return
         try:
             self._file.unlink()
             self._taken = None
-        except OSError as error:  # no reason to end a run, nor to save again
+        except OSError as error:  # not a reason to end the run or to save again
             log.warning("%s: saved, but the file can't be deleted: %s", self._file, error.strerror)
 
     def _request(self) -> _Request | None:
@@ -144,5 +144,5 @@ class SaveTriggers:
             return _Request(status.st_ino, status.st_mtime_ns)
         if not self._has_warned:
             self._has_warned = True
-            log.warning("%s: expected a plain file, which requests a save; ignoring what is there", self._file)
+            log.warning("%s: not a regular file; ignoring it. To request a save, remove it and touch it", self._file)
         return None

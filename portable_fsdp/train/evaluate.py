@@ -1,9 +1,8 @@
-"""Evaluation: the mean loss and metrics over the rows that are held out, and the history of a run's evaluations.
+"""Evaluation: the mean loss and metrics over the validation set, and the history of a run's evaluations.
 
-Sums over all that the task counts are divided by the count: neither the number of devices nor that of batches changes
-them. All batches have one shape, `train.micro_batch` rows a device; rows that count nothing fill up the last, or, where
-only the loss itself can tell what counts, the rows of an incomplete batch are left out. Results are read a batch late
-and added up on the host.
+Sums over all that the task counts are divided by the count, so they don't depend on the number of devices or batches.
+All batches have one shape, `train.micro_batch` rows per device. Rows that don't count pad the last batch; if only the
+loss itself can count, an incomplete batch is left out. Results are read one batch late and added up on the host.
 """
 
 import logging
@@ -27,8 +26,7 @@ log = logging.getLogger("portable_fsdp")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss (cross entropy in nats; infinite where nothing counts), the count of tokens or rows, and the means
-    of the task's metrics."""
+    """Mean loss (cross entropy in nats; infinite if nothing counts), number of tokens or rows, and mean metrics."""
 
     loss: float
     tokens: int
@@ -36,7 +34,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where no float holds it."""
+        """exp(loss); infinite on overflow."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -44,14 +42,14 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates a model, over the same rows each time."""
+    """Evaluates a model on the same rows each time."""
 
     def __init__(
         self, backend: Backend, model: nn.Module, rows: Rows, train: schema.Train, task: Task = CAUSAL_LM
     ) -> None:
-        """Over all `rows` in their order, or train.eval_batches * train.global_batch of them, evenly spread.
+        """Choose all `rows` in order, or train.eval_batches * train.global_batch of them, evenly spread.
 
-        Raises ConfigError where they don't fill one batch of a task that can't leave out rows.
+        Raises ConfigError if they don't fill one batch of a task that can't count its labels.
         """
         limit = len(rows) if train.eval_batches is None else train.eval_batches * train.global_batch
         count = min(len(rows), limit)
@@ -62,7 +60,7 @@ class Evaluator:
             count = _whole_batches(count, self._batch)
         self._chosen = np.arange(count, dtype=np.int64) * len(rows) // count
         self.fingerprint = f"{count} of {rows.fingerprint()}"
-        """Identifies the evaluated rows: losses over other rows can't be compared."""
+        """Identifies the evaluated rows: losses on other rows aren't comparable."""
 
         self._metrics: tuple[str, ...] = ()
 
@@ -76,7 +74,7 @@ class Evaluator:
         self._evaluate = backend.compile(evaluate, "evaluate")
 
     def __call__(self, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """The evaluation, the same on all processes; None once any of them was asked to `stop`. *collective*"""
+        """Evaluate; the result is identical on all processes. None if `stop` is true on any of them. *collective*"""
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
@@ -107,7 +105,7 @@ class Evaluator:
         return Evaluation(loss / count, round(count), means)
 
     def _batches(self) -> Iterator[Batch]:
-        """This process's rows of each batch."""
+        """Yield this process's rows of each batch."""
         shard, count = self._backend.data_shard, len(self._chosen)
         size = self._batch // shard.count
         for begin in range(shard.index * size, shard.index * size + count, self._batch):
@@ -125,15 +123,15 @@ def _whole_batches(rows: int, batch: int) -> int:
     if rows < batch:
         raise ConfigError(
             f"data.eval_split: expected at least one batch of {batch} rows (train.micro_batch on each device), found "
-            f"{rows}.\n  Hold out more, or lower train.micro_batch."
+            f"{rows}.\n  Hold out more rows, or lower train.micro_batch."
         )
     if rows % batch:
-        log.info("evaluations leave out %d of %d rows, which don't fill a batch of %d", rows % batch, rows, batch)
+        log.info("evaluations skip the last %d of %d rows, which don't fill a batch of %d", rows % batch, rows, batch)
     return rows - rows % batch
 
 
 def updated_history(history: Evaluated | None, step: int, loss: float, rows: str) -> Evaluated:
-    """Add the evaluation after `step`. `rows`: `Evaluator.fingerprint`."""
+    """Return the history with the evaluation after `step` added. `rows`: `Evaluator.fingerprint`."""
     if history is None or loss < history.best_loss:
         return Evaluated(rows=rows, step=step, loss=loss, best_step=step, best_loss=loss, without_improvement=0)
     without = history.without_improvement + 1

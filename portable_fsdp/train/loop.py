@@ -1,8 +1,7 @@
 """The training loop: `train` opens a run (`run.py`), and `_train_steps` trains it.
 
-Everything that can be refused is refused before the first file is written (`preflight.py`). Metrics are read a step
-late, so that the device never waits for the host; they are read before a save, so that nothing that isn't finite is
-ever saved.
+All checks run before the first file is written (`preflight.py`). Metrics are read one step late, so that the device
+never waits for the host. They are read before a save, so that values that aren't finite are never saved.
 """
 
 import gc
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # a run without samples doesn't load it
 
 log = logging.getLogger("portable_fsdp")
 
-_FULL_COLLECTION = 100  # steps; the others collect what is younger
+_FULL_COLLECTION = 100  # steps; other steps collect only the younger generations
 
 
 def train(
@@ -58,15 +57,15 @@ def train(
     keep_output: Callable[[Path, int], None] = lambda run, process: None,
     exporter: Exporter | None = None,
 ) -> int:
-    """Run the config on an engine, resuming what `checkpoint.resume` finds; returns the exit code of `launch`.
+    """Run the config on an engine, resuming according to `checkpoint.resume`; returns the exit code of `launch`.
 
-    Every process of the run calls it. `check_devices` gets the number of devices as soon as the engine has counted
-    them, and may raise. `callbacks` observe the run, see `observe/callbacks.py`. `keep_output` gets the run's
-    folder, once it is there, and this process's index. `exporter` writes what `checkpoint.export` asks for:
+    Every process of the run calls it. `check_devices` is called with the number of devices as soon as the engine has
+    counted them, and may raise. `callbacks` observe the run, see `observe/callbacks.py`. `keep_output` is called with
+    the run's folder, once it exists, and the index of this process. `exporter` implements `checkpoint.export`:
     `portable_fsdp.formats.exporting`. Raises the errors of runtime/errors.py.
     """
     if config.checkpoint.export and exporter is None:
-        text = "checkpoint.export=true: expected train(config, exporter=portable_fsdp.formats.exporting), found none."
+        text = "checkpoint.export=true: call train(config, exporter=portable_fsdp.formats.exporting)."
         raise ConfigError(text)
     with StopRequest() as stop, user_code():
         try:
@@ -83,7 +82,7 @@ def train(
                 if run.outcome == "stopped":
                     return EXIT_STOPPED
                 newest = run.last_checkpoint
-                if run.step > run.start.step:  # only process 0 gets the commits
+                if run.step > run.start.step:  # only process 0 knows the commits
                     newest = step_folder(run.checkpoints.folder, run.step)
                 if config.checkpoint.export and newest is not None and exporter is not None:
                     exporter.export_run(config, engine, run.corpus.tokenizer, newest, run.history)
@@ -94,7 +93,7 @@ def train(
 
 
 def _train_steps(run: OpenRun) -> Outcome:
-    """Train until the last step, a stop request, or the end of patience; the last step is saved before it returns."""
+    """Train until the last step, a stop request, or early stopping; saves the last step before it returns."""
     config, in_flight = run.start.config, None
     if (ended := _evaluate_before(run)) is not None:
         return ended
@@ -107,7 +106,7 @@ def _train_steps(run: OpenRun) -> Outcome:
             rows = _next_rows(run, batches, in_flight)
             waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
             placed = [run.engine.place(batch) for batch in rows.micro_batches]
-            # Process 0's clock and its view of the run's folder decide for all.
+            # The clock of process 0 and its view of the run's folder decide for all processes.
             own_votes = Votes(_wants_stop(run), run.engine.process.index == 0 and run.triggers.due)
             control = run.measures.control(rows.count, own_votes)
             with run.measures.timed("step"):
@@ -120,7 +119,7 @@ def _train_steps(run: OpenRun) -> Outcome:
                 end, votes = _read(run, previous, until)
                 run.callbacks.call(Callback.on_step, end)
             decision = decide(run.limits, step, votes, run.history)
-            if decision.reads_metrics:  # the step's own, for which the loop waits now
+            if decision.reads_metrics:  # wait now for the metrics of this step
                 end, own_votes = _read(run, in_flight)
                 votes, in_flight = votes | own_votes, None
                 with run.measures.timed("wait"):
@@ -143,8 +142,8 @@ def _train_steps(run: OpenRun) -> Outcome:
 
 
 def _evaluate_before(run: OpenRun) -> Outcome | None:
-    """The evaluation of the initial weights, or the one that a stop kept from the checkpoint; then how the run ends, if
-    nothing is left to train."""
+    """Evaluate the initial weights, or the resumed checkpoint if a stop prevented that. Returns the outcome of the run
+    if nothing is left to train, else None."""
     if run.start.resumed is None and run.start.config.train.eval_on_start:
         _evaluate(run, 0)
     if run.misses_evaluation:
@@ -160,14 +159,14 @@ def _evaluate_before(run: OpenRun) -> Outcome | None:
     if run.step < run.limits.last and not is_over:
         return None
     why = f" ({patience_of(run)})" if is_over and run.step < run.limits.last else ""
-    log.info("step %d of %d is saved already: nothing left to train%s", run.step, run.limits.last, why)
+    log.info("step %d of %d is already saved: nothing left to train%s", run.step, run.limits.last, why)
     return "finished"
 
 
 @contextmanager
 def _no_collections() -> Generator[None]:
-    """Python collects garbage when the loop says so: not in the middle of a step, for which other processes would wait,
-    and without what was there before the first step."""
+    """Turn off automatic garbage collection, since other processes would wait for one in the middle of a step; freeze
+    the objects that exist before the first step."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -179,32 +178,32 @@ def _no_collections() -> Generator[None]:
 
 
 def _next_rows(run: OpenRun, batches: Batches, in_flight: InFlight | None) -> StepRows:
-    """The rows of the next step. Where they can't be read, the step in flight still gets its row of metrics."""
+    """Return the rows of the next step. If they can't be read, the step in flight still gets its row of metrics."""
     try:
         with user_code():
             return next(batches)
     except (DataError, UserExit):
         if in_flight is not None:
             end, _ = _read(run, in_flight)
-            with suppress(Exception):  # the disk may be full too: the error of the data goes first
+            with suppress(Exception):  # the disk may be full too: the error of the data takes precedence
                 run.callbacks.call(Callback.on_step, end)
         raise
 
 
 def _read(run: OpenRun, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
-    """Wait for a step that must be finite, or that float16 skipped."""
+    """Wait for the metrics of a step. Raises NotFiniteError if they aren't finite, unless float16 skipped the step."""
     end, votes = run.measures.read(late, until)
     run.step = end.step
     values = {"loss": end.loss, "grad_norm": end.grad_norm}
     if end.is_skipped and (end.loss_scale or 0) > LEAST_LOSS_SCALE:
-        del values["grad_norm"]  # the next steps have a smaller scale
+        del values["grad_norm"]  # the next steps use a smaller scale
     _require_finite(run, end.step, values, end.loss_scale)
     return replace(end, last_checkpoint=run.last_checkpoint), votes
 
 
 def _evaluate(run: OpenRun, step: int) -> tuple[bool, EvaluationEnd | None]:
-    """(whether a stop request came before its end, its figures); None also where nothing counts in the validation
-    set."""
+    """Evaluate. Returns (whether a stop request interrupted it, the result or None); None also if nothing in the
+    validation set counts."""
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
     with run.measures.timed("wait"):
         evaluation = evaluator(lambda: _wants_stop(run))
@@ -212,7 +211,7 @@ def _evaluate(run: OpenRun, step: int) -> tuple[bool, EvaluationEnd | None]:
         return True, None
     if evaluation.tokens == 0 and math.isinf(evaluation.loss):
         if run.engine.process.index == 0:
-            log.warning("step: %d  nothing counts in the validation set (labels of -100): it has no loss", step)
+            log.warning("step: %d  no label in the validation set counts (all are -100): no evaluation loss", step)
         return False, None
     _require_finite(run, step, {"eval_loss": evaluation.loss})
     if step > 0:  # the initial weights are never the best
@@ -225,7 +224,7 @@ def _evaluate(run: OpenRun, step: int) -> tuple[bool, EvaluationEnd | None]:
 
 
 def _sample(run: OpenRun, step: int) -> bool:
-    """Whether a stop request came before its end."""
+    """Generate samples. Returns whether a stop request interrupted it."""
     began = time.perf_counter()
     with run.measures.timed("wait"):
         texts = cast("Sampler", run.sampler)(lambda: _wants_stop(run))
@@ -237,14 +236,14 @@ def _sample(run: OpenRun, step: int) -> bool:
 
 
 def _save(run: OpenRun, position: tuple[int, int], *, wait: bool) -> None:
-    """`position`: of the data. `wait`: until the commit."""
+    """Save a checkpoint. `position`: (epoch, samples) of the data; `wait`: wait for the commit."""
     run.triggers.began(run.step)
     try:
         with run.measures.timed("wait"):
             run.checkpoints.save(run.step, run.training.model, run.training.optimizer, position, run.history)
             if wait:
                 run.checkpoints.wait()
-    except CheckpointError as error:  # not the user's mistake any more: the run has started
+    except CheckpointError as error:  # no longer a usage error: the run has started
         raise TrainingError(str(error)) from error
 
 
@@ -253,8 +252,8 @@ def _wants_stop(run: OpenRun) -> bool:
 
 
 def _require_finite(run: OpenRun, step: int, values: dict[str, float], loss_scale: float | None = None) -> None:
-    """Raises NotFiniteError, on all processes alike."""
+    """Raise NotFiniteError, identical on all processes, if a value isn't finite."""
     if all(map(math.isfinite, values.values())):
         return
-    run.checkpoints.close()  # a background save may be under way
+    run.checkpoints.close()  # a background save may be in progress
     raise NotFiniteError(step, values, newest_checkpoint(run), loss_scale)

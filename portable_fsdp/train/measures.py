@@ -1,4 +1,4 @@
-"""What the processes tell each other with each step, and the step's metrics: one device vector, read a step late."""
+"""Values that processes exchange in each step, and the step's metrics: one device vector, read one step late."""
 
 import math
 import socket
@@ -23,22 +23,22 @@ if TYPE_CHECKING:  # text doesn't load it
     from portable_fsdp.train.row_trial import RowCost
 
 VOTES = 5
-"""Numbers of each process among the votes."""
+"""Numbers of each process in the control vector."""
 
 
 def control_numbers(processes: int) -> list[float]:
-    """Zeros, as many as a step's control numbers: its count, the request to stop, and VOTES for each process."""
+    """Return zeros for a step's control numbers: its count, the request to stop, and VOTES for each process."""
     return [0.0] * (2 + VOTES * processes)
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A step that was dispatched and whose metrics nobody has read."""
+    """A step that was dispatched, with metrics not read yet."""
 
     step: int
     lr: float
     began: float  # seconds of time.perf_counter
-    waited: float  # seconds, for the rows
+    waited: float  # seconds of waiting for rows
     metrics: Pending
 
 
@@ -55,8 +55,8 @@ class NotFiniteError(TrainingError):
             float16 += "  checkpoint.allow='[precision]'.\n"
         super().__init__(
             f"step {step}: expected a finite {expected}, found {actual}.\n  {last_saved}\n{float16}"
-            "  Lower optim.lr or clip harder (train.max_grad_norm), with\n"
-            "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or look at the rows of this step."
+            "  Lower optim.lr or train.max_grad_norm, with\n"
+            "  checkpoint.allow='[optim.lr, train.max_grad_norm]', or inspect the rows of this step."
         )
         self.values = values
 
@@ -74,11 +74,11 @@ class Measures:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this start began to train."""
+        """Seconds since this process began to train."""
         return time.perf_counter() - self._began
 
     def begin_step(self) -> float:
-        """Begin a step and end the one before: its own time is known. Returns now, in seconds of perf_counter."""
+        """Begin a step and end the previous one, whose own time is now known. Returns time.perf_counter() (seconds)."""
         now, compute = time.perf_counter(), self._backend.compute_seconds()
         self._own = now - self._began_step - self._elsewhere["wait"]
         if compute is not None:
@@ -88,17 +88,17 @@ class Measures:
 
     @contextmanager
     def timed(self, part: Literal["step", "wait"]) -> Generator[None]:
-        """Around the engine's step, and around all else that may wait for the device or for other processes."""
+        """Time the engine's step, or another part that may wait for the device or for other processes."""
         began = time.perf_counter()
         yield
         self._elsewhere[part] += time.perf_counter() - began
 
     def control(self, count: float, votes: Votes) -> list[float]:
-        """The control numbers of a step: `count` of this process's losses; its request to stop; and VOTES numbers for
-        each process, zeros but for its own: the seconds of its last step, of them on its own and waiting for rows; its
-        memory; its request to save.
+        """Return a step's control numbers: `count` of this process's losses, its request to stop, and VOTES numbers per
+        process, zeros except its own: seconds of its last step, of its own work and of waiting for rows, peak memory
+        (bytes), and its request to save.
 
-        The step sums them over all processes, so all learn of them in the same step.
+        The step sums them over all processes, so all processes know them in the same step.
         """
         process, memory = self._backend.process, self._backend.memory()
         peak = memory.peak_bytes if memory else math.nan
@@ -110,7 +110,7 @@ class Measures:
     def read(self, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
         """Wait for a step's metrics: the only place where the loop waits for the device.
 
-        All processes read the same values. The step took until the next one began, or until now.
+        All processes read the same values. The step ended when the next one began (`until`), or now.
         """
         with self.timed("wait"):
             metrics = late.metrics.result()
@@ -162,7 +162,7 @@ def run_start(
     resumed: Resumed | None,
     cost: "RowCost | None" = None,
 ) -> RunStart:
-    """`cost`: of a row, where it isn't text of `data.seq_len` tokens. *collective*"""
+    """Return the facts about the run. `cost`: of a row that isn't text of `data.seq_len` tokens. *collective*"""
     tokens, flops = tokens_and_flops(size, config.data.seq_len, cost)
     return RunStart(
         config=config,
@@ -184,8 +184,8 @@ def run_start(
 
 
 def tokens_and_flops(size: ModelSize, seq_len: int, cost: "RowCost | None") -> tuple[int, float | None]:
-    """(tokens of a row, model FLOPs a token as MFU counts them); FLOPs are None where nobody knows them, or not every
-    weight meets every token. `cost`: of a row that isn't text of `seq_len` tokens."""
+    """Return (tokens per row, model FLOPs per token for MFU). FLOPs are None if unknown, or if not every weight
+    processes every token (experts). `cost`: of a row that isn't text of `seq_len` tokens."""
     if cost is not None:
         return cost.tokens, None if cost.flops is None else cost.flops / cost.tokens
     if size.has_experts:

@@ -1,7 +1,7 @@
-"""The memory that a run needs at least, logged and compared with devices and hosts before a weight is made.
+"""The minimum memory of a run, logged and compared with devices and hosts before any weight is allocated.
 
-A lower bound, so that nothing is refused that would run: it leaves out activations, gathered weights, buffers and the
-program, takes shards as even, and memory that others use as free.
+It is a lower bound, so that no run that fits is refused: it omits activations, gathered weights, buffers and programs,
+assumes even shards, and counts memory used by other programs as free.
 """
 
 import logging
@@ -24,15 +24,15 @@ log = logging.getLogger("portable_fsdp")
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of one copy of the model, over all devices that share it."""
+    """Bytes of one replica of the model, over all devices that share it."""
 
-    parameters: int  # their number
-    trained: int  # of them
+    parameters: int  # number of parameters
+    trained: int  # number of trained parameters
     weights: int
-    gradients: int  # 0 where a program may free each as soon as it is used
+    gradients: int  # 0 if the program may free each gradient as soon as it is used
     optimizer: int
-    largest_weight: int  # as it is drawn on the host, in float32
-    copies: int = 0  # of weights and state during a step, for an optimizer that can't skip it on the device
+    largest_weight: int  # initialized on the host in float32
+    copies: int = 0  # copies of weights and state during a step, for an optimizer that can't skip it on the device
 
     @property
     def total(self) -> int:
@@ -45,20 +45,20 @@ class MemoryNeed:
 
 
 class Room(NamedTuple):
-    """What a process has."""
+    """Memory available to a process."""
 
-    host: tuple[str, str]  # machine and container; processes of both share one limit
-    host_bytes: int  # of all its processes together
-    device_bytes: int | None  # of each of its devices; None where the engine doesn't tell
+    host: tuple[str, str]  # (machine, container); processes with the same pair share one limit
+    host_bytes: int  # shared by all processes of the host
+    device_bytes: int | None  # per device; None if the engine doesn't know it
 
 
 def memory_need(
     model: nn.Module, make: MakeOptimizer, groups: list[dict[str, Any]], *, eager: bool, own: bool = False
 ) -> MemoryNeed:
-    """Memory that a model on meta will need.
+    """Return the memory that a model on meta will need.
 
-    `groups` name what is trained, by FQN, under `params`; `eager`: a step keeps all gradients from the end of the
-    backward to the optimizer; `own`: the optimizer is the user's.
+    `groups`: parameter groups with FQNs of the trained weights in `params`; `eager`: a step keeps all gradients between
+    backward and the optimizer step; `own`: the optimizer is the user's.
     """
     parameters = dict(model.named_parameters())
     trained = [weight for weight in parameters.values() if weight.requires_grad]
@@ -78,7 +78,7 @@ def memory_need(
 
 
 def require_memory(config: Config, backend: Backend, need: MemoryNeed) -> None:
-    """Tell what the run needs. Raises ConfigError, the same on all processes, where that is too much. *collective*"""
+    """Log the memory need. Raises ConfigError, identical on all processes, if it exceeds the memory. *collective*"""
     memory = backend.memory()
     room = Room(host_identity(), host_memory_bytes(), None if memory is None else memory.limit_bytes)
     rests_on_host = config.memory.cpu_offload or backend.device_name == "cpu"
@@ -88,9 +88,9 @@ def require_memory(config: Config, backend: Backend, need: MemoryNeed) -> None:
 def check_memory(
     config: Config, need: MemoryNeed, rooms: Sequence[Room], axes: Mapping[str, int], *, rests_on_host: bool
 ) -> str:
-    """One line on what the run needs and what there is; `rooms`: of all processes. Raises ConfigError if it can't fit.
+    """Return one line about memory needed and available; `rooms`: of all processes. Raises ConfigError if it can't fit.
 
-    `rests_on_host`: weights, gradients and optimizer state do, with offload and where the CPU is the device.
+    `rests_on_host`: weights, gradients and optimizer state are in host memory (offload, or the CPU as device).
     """
     devices, copies, processes = math.prod(axes.values()), axes["replicate"], Counter(room.host for room in rooms)
     on_device = need.total * copies // devices
@@ -114,8 +114,8 @@ def check_memory(
             problem = f"{in_units(on_device)} on each of {devices} device(s),\n  which has {in_units(min(limits))}"
     if problem:
         raise ConfigError(
-            f"model: expected a run that fits into memory, found that {need.parameters:,} parameters need at least "
-            f"{problem}: {need}{times}.\n  Ways out: {'; '.join(_ways_out(config, copies))}."
+            f"model: the run doesn't fit into memory: {need.parameters:,} parameters need at least "
+            f"{problem}: {need}{times}.\n  Fixes: {'; '.join(_ways_out(config, copies))}."
         )
     trained = "" if need.trained == need.parameters else f" ({need.trained:,} train)"
     return f"{need.parameters:,} parameters{trained}: {need}{times}; at least {place} on a host"
@@ -123,12 +123,12 @@ def check_memory(
 
 def _ways_out(config: Config, copies: int) -> Iterator[str]:
     if copies > 1:
-        yield "sharding.strategy=FULL_SHARD, one copy over all devices"
+        yield "sharding.strategy=FULL_SHARD, one replica over all devices"
     yield "more hosts" if config.memory.cpu_offload else "more devices or hosts"
     if config.precision.master == "float32":
-        yield "precision.master=bfloat16, half of it"
+        yield "precision.master=bfloat16, which needs half"
     if config.model.lora is None:
-        yield "model.lora={}, no gradients and optimizer state but the adapters'"
+        yield "model.lora={}, with gradients and optimizer state only of adapters"
     elif config.precision.frozen == "auto":
         yield "precision.frozen=bfloat16"
     if not config.memory.cpu_offload:

@@ -1,8 +1,8 @@
-"""What a start checks, each thing once: without torch, then with the engine, then with the model.
+"""Checks before a run starts, each once: without torch, then with the engine, then with the model.
 
-Problems of one stage come in one answer. `launch` runs the first stage before torch and transformers are imported,
+All problems of one stage are reported together. `launch` runs the first stage before it imports torch and transformers,
 which takes seconds. Each process opens files and hub repositories by itself, without a collective: a file may differ
-from host to host, and a branch of the hub may move in between.
+between hosts, and a branch of the hub may move in between.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def check_config(config: Config, deployment: Deployment | None) -> None:
-    """Check the config against a deployment, and the files that it names on this host; asks no hub and no object store.
+    """Check a config for a deployment, and the files that it names on this host; contacts no hub and no object store.
 
     None: where it runs is not known yet; only the config's own values are checked. Raises one error with all problems.
     """
@@ -59,13 +59,13 @@ def _checks(config: Config, deployment: Deployment | None) -> list[Callable[[], 
 
 
 def _values(config: Config) -> list[Callable[[], None]]:
-    if (steps := config.train.steps) is None:  # they follow from the data
+    if (steps := config.train.steps) is None:  # the steps follow from the data
         return []
     return [lambda: check_schedule(config.optim, steps), lambda: check_profile(config, steps)]
 
 
 def _together(*checks: Callable[[], object]) -> None:
-    """Raises the error of the first check that fails, with the messages of all."""
+    """Run all checks. Raises the error of the first that fails, with the messages of all."""
     if errors := _errors(checks):
         errors[0].args = ("\n".join(map(str, errors)),)
         raise errors[0]
@@ -106,7 +106,7 @@ def _require_data(config: Config) -> None:
 
 
 def _require_resume(config: Config) -> None:
-    """A run with checkpoints of its own resumes from those: checkpoint.resume says where it began."""
+    """Check checkpoint.resume, unless the run has its own checkpoints: it then resumes from these."""
     if config.checkpoint.resume not in ("auto", "none"):
         own, other = checkpoint_folder(config), locate(config.checkpoint.resume)
         if store_of(own).is_local and store_of(other).is_local and not committed_steps(own):
@@ -114,40 +114,40 @@ def _require_resume(config: Config) -> None:
 
 
 def _require_trackers(config: Config) -> None:
-    """Raises ConfigError for trackers that aren't installed."""
+    """Raise ConfigError for trackers that aren't installed."""
     if config.observe.trackers:
         from portable_fsdp.observe.trackers import require_installed
 
-        later = "leave it out; `python -m portable_fsdp.report RUN --track=NAME` sends a run's metrics later"
+        later = "leave it out and send the metrics later by `python -m portable_fsdp.report RUN --track=NAME`"
         require_installed(config.observe.trackers, "observe.trackers", later)
 
 
 def require_writable(folder: Path) -> None:
-    """Raises ConfigError for a run.dir that can't be made or written to."""
+    """Raise ConfigError for a run.dir that can't be created or written to."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        problem = "a folder that this user may not write to" if nearest.is_dir() else "a file"
+        problem = "a folder without write permission" if nearest.is_dir() else "a file"
         raise ConfigError(
-            f"run.dir: expected a folder that can be written to, or a new one: {folder}\n  found {problem}: {nearest}\n"
+            f"run.dir: expected a writable or new folder: {folder}\n  found {problem}: {nearest}\n"
             "  Set run.dir to another folder."
         )
 
 
 def check_profile(config: Config, steps: int, resumed_step: int = 0, *, is_new: bool = True) -> None:
-    """Raises ConfigError for an observe.profile past the last of `steps`, or before the step that a run resumes from
-    unless the run had it before (`is_new`): then the same command resumes it all the same."""
+    """Raise ConfigError for an observe.profile past the last step, or, if `is_new`, before the step to resume from. An
+    old one is no error there, so that the same command can resume the run."""
     if config.observe.profile is None:
         return
     (begin, end), last = config.observe.profile.steps, min(steps, config.train.stop_at or steps)
     if end > last or (is_new and begin <= resumed_step):
         raise ConfigError(
             f"observe.profile.steps: expected steps from {resumed_step + 1} to {last}, found [{begin}, {end}].\n"
-            "  Choose among those, or profile the next steps of a run under way: touch RUN/PROFILE."
+            "  Choose among those, or profile the next steps of a running job: touch RUN/PROFILE."
         )
 
 
 def checkpoint_folder(config: Config) -> Path:
-    """The folder of the run's checkpoints. Raises CheckpointError for an URL of no store."""
+    """Return the folder of the run's checkpoints. Raises CheckpointError for a URL of an unknown store."""
     return locate(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
 
 
@@ -155,7 +155,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def check_with_engine(config: Config, backend: "Backend") -> None:
-    """Raises, on all processes, for folders that can't be written and for a wrong architecture, before minutes of
+    """Raise on all processes for folders that aren't writable and for a wrong architecture, before minutes of
     tokenizing. *collective*"""
     from portable_fsdp.models.architecture import read_architecture
     from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
@@ -167,9 +167,9 @@ def check_with_engine(config: Config, backend: "Backend") -> None:
 
 
 def open_data(config: Config, backend: "Backend") -> "Corpus":
-    """The corpus, which is the same on all processes. *collective*
+    """Open the corpus and check that it is identical on all processes. *collective*
 
-    Raises DataError or ConfigError: on all of them, with the number of the one that found it where others didn't. The
+    Raises DataError or ConfigError on all processes, with the index of the process if only some found the problem. The
     error also has what is wrong with the model, whose weights are not read.
     """
     from portable_fsdp.data.build import build_data
@@ -208,28 +208,28 @@ def _try_model(config: Config) -> None:
 
 
 def require_same_model(backend: "Backend", config: Mapping[str, Any]) -> None:
-    """Raises ConfigError on all processes where one has another commit of `model.pretrained`, or another config.json.
+    """Raise ConfigError on all processes if the commit of `model.pretrained`, or its config.json, differs between them.
     *collective*
 
-    `config`: transformers', of the model as it was opened; empty where it is none of transformers.
+    `config`: the transformers config of the opened model; empty for other models.
     """
     opened = Path(str(config.get("_name_or_path", "")))
     rest = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     facts = {
-        "model.pretrained": opened.name if opened.parent.name == "snapshots" else "no hub's commit",
+        "model.pretrained": opened.name if opened.parent.name == "snapshots" else "no hub commit",
         "the model's config.json": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16],
     }
     require_same(backend, facts)
 
 
 def require_same(backend: "Backend", facts: Mapping[str, str]) -> None:
-    """Raises ConfigError, the same on all processes, for the first key whose fact isn't process 0's. *collective*"""
+    """Raise ConfigError, identical on all processes, for the first key that differs from process 0. *collective*"""
     by_process = backend.gather(dict(facts))
     for key, first in by_process[0].items():
         for index, others in enumerate(by_process):
             if others[key] != first:
                 raise ConfigError(
                     f"{key}: expected the same on all processes, found {first} on process 0 and {others[key]} on "
-                    f"process {index}.\n  Use the same files on all hosts; of the hub name a commit "
+                    f"process {index}.\n  Use the same files on all hosts; for the hub name a commit "
                     "(org/name@commit), since a branch may move."
                 )

@@ -1,4 +1,4 @@
-"""Tries the first rows of `data.factory` on the task before the first step; checks that later rows are like them."""
+"""Run the task on the first rows of `data.factory` before the first step; check that later rows are like them."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from portable_fsdp.runtime.errors import ConfigError, DataError
 
 
 class RowCost(NamedTuple):
-    """A row's tokens (1 where rows have none), and model FLOPs of forward and backward if torch counts them."""
+    """Tokens of a row (1 if rows have no tokens), and model FLOPs of forward and backward if torch counts them."""
 
     tokens: int
     flops: float | None
@@ -29,27 +29,27 @@ class RowTrial(NamedTuple):
     cost: RowCost
     check: Check
     row: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    """Each tensor's shape, without the rows, and its dtype: of the first rows, in the largest of data.buckets."""
+    """Shape (without the batch dimension) and dtype of each tensor of the first rows, in the largest data.buckets."""
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> int:
-    """Tokens of each row: the length of `input_ids`, or 1 where rows have none."""
+    """Return the tokens of each row: the length of `input_ids`, or 1 without `input_ids`."""
     ids = batch.get("input_ids")
     return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""Shapes of a batch's tensors, without the rows."""
+"""Shapes of a batch's tensors, without the batch dimension."""
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """Raises DataError for rows unlike the first. It pickles: `data.workers` call it in their processes."""
+    """Raises DataError for rows unlike the first. Picklable: `data.workers` call it in their processes."""
 
     shapes: tuple[Shapes, ...] | None
-    """That rows may have; None: any."""
+    """Shapes that rows may have; None: any."""
     classes: int | None
-    """Or numbers a row, where the problem isn't SINGLE_LABEL."""
+    """Number of classes, or of labels per row if the problem isn't SINGLE_LABEL."""
     problem: str = SINGLE_LABEL
 
     def __call__(self, batch: Mapping[str, Tensor], place: Callable[[int], str]) -> None:
@@ -69,11 +69,11 @@ def try_rows(
     has_fixed_shapes: bool,
     policy: ShardPolicy | None = None,
 ) -> RowTrial:
-    """Run the corpus's first rows through a copy of `model` (parameters on meta): it takes no memory, and little time.
+    """Run the corpus's first rows through a copy of `model` (parameters on meta), without memory and in little time.
 
-    `batches`: in every shape that a run may have, the largest last; the smallest and the largest are tried.
-    `has_fixed_shapes`: the engine compiles a program for each shape. `policy`: its casts are tried too. Raises
-    ConfigError and DataError.
+    `batches`: one per shape that a run may have, the largest last; the smallest and the largest are tried.
+    `has_fixed_shapes`: the engine compiles a program per shape. `policy`: its casts are applied. Raises ConfigError if
+    the model or task fails on the rows, DataError for wrong labels.
     """
     policy = policy or ShardPolicy(())
     largest, several = batches[-1], len(batches) > 1
@@ -84,30 +84,30 @@ def try_rows(
     else:
         twin = _twin(model, policy)
         on_meta = [{name: value.to("meta") for name, value in batch.items()} for batch in batches]
-        if not has_fixed_shapes:  # XLA multiplies tensors of two dtypes
+        if not has_fixed_shapes:  # XLA can multiply tensors of two dtypes
             _require_buffers_that_fit(model, policy, task, on_meta[-1])
         if several:
             check_scores(task, twin, on_meta[0])
         with FlopCounterMode(display=False) as counter:
             check_scores(task, twin, on_meta[-1])
-        # Backward computes twice what forward does: the gradients of inputs and of weights.
+        # Backward has twice the FLOPs of forward: the gradients of inputs and of weights.
         flops = 3.0 * counter.get_total_flops() / len(next(iter(largest.values()))) or None
         classes = count_classes(task, twin, on_meta[-1])
     if classes == 1 and task.problem == SINGLE_LABEL and task.name != CAUSAL_LM.name:
         raise ConfigError(
             f"train.task={task.name}: the model has one class, whose cross entropy is always 0: nothing would train.\n"
-            "  Give the model more classes (num_labels). To train numbers, use sequence_classification or\n"
+            "  Give the model more classes (num_labels). For regression, use sequence_classification or\n"
             "  image_classification with num_labels: 1 and problem_type: regression, or a function of your own."
         )
     check = RowCheck(tuple(map(_shapes, batches)) if has_fixed_shapes else None, classes, task.problem)
     check(largest, "the first rows ({})".format)
-    # Rows of several lengths count as rows: no number of tokens, and of FLOPs, would be true of every step.
+    # Rows of several lengths count as rows: no number of tokens or FLOPs would hold for every step.
     cost = RowCost(1, None) if several else RowCost(tokens_of(largest), flops)
     return RowTrial(cost, check, {name: (tuple(value.shape[1:]), value.dtype) for name, value in largest.items()})
 
 
 def _twin(model: nn.Module, policy: ShardPolicy) -> nn.Module:
-    """A copy on meta that casts weights, and inputs of units, as a run does."""
+    """Copy the model on meta, with the casts of weights and of inputs of units that a run applies."""
     twin = copy.deepcopy(model).to("meta")
     for use in weight_uses(twin, policy).values():
         use.weight.data = cast_weight(use).detach()
@@ -121,7 +121,7 @@ def _twin(model: nn.Module, policy: ShardPolicy) -> nn.Module:
 
 
 class _OneDtype(TorchDispatchMode):
-    """Refuses products of two dtypes, which no device has; tensors on meta let them pass."""
+    """Refuses products of two dtypes: meta tensors accept them, real devices don't."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -132,7 +132,7 @@ class _OneDtype(TorchDispatchMode):
 
 
 def _require_buffers_that_fit(model: nn.Module, policy: ShardPolicy, task: Task, batch: Mapping[str, Tensor]) -> None:
-    """Raises ConfigError where the model would run if its floating-point buffers had the compute dtype."""
+    """Raise ConfigError if the model fails now, but would run with its floating-point buffers in the compute dtype."""
     twin, others = _twin(model, policy), list[str]()
     for fqn, buffer in model.named_buffers():
         owner, _, leaf = fqn.rpartition(".")
@@ -144,7 +144,7 @@ def _require_buffers_that_fit(model: nn.Module, policy: ShardPolicy, task: Task,
     dtype = dtype_name(policy.compute)
     way = "Cast" if dtype == "float16" else f"Set precision.buffers={dtype}, or cast"
     raise ConfigError(
-        f"precision.buffers: {type(model).__name__} multiplies buffers in another dtype than that of compute: "
+        f"precision.buffers: {type(model).__name__} multiplies buffers in a dtype other than the compute dtype: "
         f"{', '.join(others[:3])}.\n  {way} them in its forward: self.kernel.to(x.dtype)."
     ) from error
 
@@ -166,10 +166,10 @@ def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, first: str) -> Data
     nearest = max(shapes, key=lambda shape: len(shape.items() & actual.items()))
     name = next(name for name in {**nearest, **actual} if actual.get(name) != nearest.get(name))
     of_buckets = len(shapes) > 1
-    expected = "the shapes of data.buckets, for each of which" if of_buckets else "one shape, for which"
-    before = "where a bucket is nearest" if of_buckets else "first"
+    expected = "a shape of data.buckets" if of_buckets else "one shape"
+    before = "in the nearest bucket" if of_buckets else "first"
     return DataError(
-        f"data.factory: expected rows of {expected} XLA compiles one program; found {name} "
+        f"data.factory: expected rows of {expected}, since XLA compiles one program per shape; found {name} "
         f"{list(nearest.get(name, ()))} {before}, {list(actual.get(name, ()))} from {first} on.\n"
         f"  List {name} in data.buckets, which pads rows to a few sizes, resize the rows, or train with "
         "--backend=native."
@@ -182,8 +182,8 @@ def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
         found = f"found {', '.join(batch)}" if labels is None else f"found {labels.dtype}"
         raise DataError(
             f"data.factory: train.task={task.name} expects rows with integer `labels`, {found}.\n"
-            "  Name them so in the dataset, or write a function of your own: train.task=module:function.\n"
-            "  Numbers train by problem_type: regression or multi_label_classification of a classifier of transformers."
+            "  Use that name in the dataset, or your own task: train.task=module:function.\n"
+            "  For numbers use a transformers classifier with problem_type: regression or multi_label_classification."
         )
     ids = batch.get("input_ids")
     if task.name == CAUSAL_LM.name and ids is not None and ids.shape == labels.shape:
@@ -206,7 +206,7 @@ def _require_values(labels: Tensor, outputs: int, problem: str, place: Callable[
         actual = f"{values[row][~is_in_range[row]][0].item():g}"
     numbers = "numbers from 0 to 1" if problem == MULTI_LABEL else "finite numbers"
     raise DataError(
-        f"data.factory: {problem} expects {outputs} {numbers} a row as labels, one for each output of the model "
+        f"data.factory: {problem} expects {outputs} {numbers} per row as labels, one for each output of the model "
         f"(num_labels), found {actual} in {place(row)}.\n  Correct the labels, or num_labels and problem_type."
     )
 
@@ -217,6 +217,6 @@ def _require_range(labels: Tensor, classes: int, place: Callable[[int], str]) ->
         row = int(wrong.view(len(labels), -1).any(dim=1).nonzero()[0])
         value = int(labels[row][wrong[row]].flatten()[0])
         raise DataError(
-            f"data.factory: expected labels from 0 to {classes - 1} (the classes of the model), or {IGNORED} for none, "
+            f"data.factory: expected labels from 0 to {classes - 1} (the model's classes), or {IGNORED} (ignored), "
             f"found {value} in {place(row)}.\n  Give the model more classes, or correct the labels."
         )

@@ -1,7 +1,7 @@
-"""A run: what the loop works with, how it is opened, and what is recorded of its end.
+"""A run: the state of the loop, how it is opened, and how its end is recorded.
 
-`open_run` reads top to bottom: what is checked with the engine, data, model, what is checked with the model, then the
-checkpoint that it resumes from and who watches it.
+`open_run` reads top to bottom: checks with the engine, data, model, checks with the model, then the checkpoint to
+resume from and the observers.
 """
 
 import logging
@@ -52,17 +52,17 @@ class Exporter(Protocol):
     """Writes a finished run in another format."""
 
     def require_room(self, config: Config) -> None:
-        """Raises, before the run, where something else than an earlier export lies in its place."""
+        """Raise, before the run, if its folder holds anything but an earlier export."""
 
     def export_run(
         self, config: Config, backend: Backend, tokenizer: Tokenizer | None, newest: Path, history: Evaluated | None
     ) -> None:
-        """Export the best checkpoint by its evaluation, the newest where there was none. *collective*"""
+        """Export the checkpoint with the best evaluation, or the newest without evaluations. *collective*"""
 
 
 @dataclass
 class OpenRun:
-    """What the loop works with, and how far it is."""
+    """State of the loop."""
 
     start: RunStart
     engine: Backend
@@ -77,10 +77,10 @@ class OpenRun:
     stop: StopRequest
     callbacks: Callbacks
     profiles: Profiles
-    step: int  # the last one that is done
-    history: Evaluated | None  # of the evaluations so far
+    step: int  # the last finished step
+    history: Evaluated | None  # the evaluations so far
     last_checkpoint: Path | None
-    misses_evaluation: bool = False  # of the checkpoint that it resumes from: a stop came first
+    misses_evaluation: bool = False  # the resumed checkpoint lacks its evaluation, because of a stop request
     outcome: Outcome = "finished"
 
 
@@ -93,9 +93,9 @@ def open_run(
     keep_output: Callable[[Path, int], None],
     exporter: Exporter | None,
 ) -> OpenRun:
-    """Check, build, and resume what `checkpoint.resume` finds; for the arguments see `loop.train`. *collective*
+    """Check, build, and resume according to `checkpoint.resume`; for the arguments see `loop.train`. *collective*
 
-    `held` closes what the run holds.
+    `held` closes the resources of the run.
     """
     process = engine.process.index
     configure_log(process)
@@ -106,7 +106,7 @@ def open_run(
         on_process_0(engine, partial(exporter.require_room, config))
     corpus = open_data(config, engine)
     steps = total_steps(config, len(corpus.rows))
-    # Against other runs, from before the search for a checkpoint.
+    # Lock out other runs before the search for a checkpoint.
     on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
     training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
     require_same_model(engine, training.built.config)
@@ -161,9 +161,9 @@ def open_run(
 
 
 def _record_early(config: Config, engine: Backend, run_file: RunLog, error: BaseException | None) -> None:
-    """The event `fail` of user code that failed while the run was built; it makes the run's folder."""
+    """Record the event `fail` if user code failed while the run was built; creates the run's folder."""
     is_recorded = run_file.path is not None or getattr(error, "run_has_started", False)
-    # The error names a line of the user's code.
+    # An error of user code names a line of it.
     is_of_user = isinstance(error, Exception) and "\n  in " in f"{error}\n{described(error)}"
     if engine.process.index == 0 and is_of_user and not is_recorded:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -184,7 +184,7 @@ def _displays(config: Config) -> Iterator[Callback]:
 
 
 def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:
-    """The checkpoint's, if it evaluated the same rows."""
+    """Return the checkpoint's evaluation history, if it evaluated the same rows."""
     history = resumed.evaluation if resumed else None
     if history is None or evaluator is None:
         return None
@@ -196,24 +196,24 @@ def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Ev
 
 @contextmanager
 def recorded(run: OpenRun) -> Generator[None]:
-    """Around the steps: callbacks see every commit, and then the end, also that of a failed run."""
+    """Wrap the steps: callbacks get every commit, and then the end, also of a failed run."""
     try:
         with user_code():
             try:
                 yield
-            finally:  # an error may come between a commit and its event, and a save be under way by then
+            finally:  # an error may come between a commit and its event, while a save is in progress
                 run.profiles.after_step(run.step, is_last=True)
                 run.checkpoints.close()
                 note_commits(run)
         end = _end_of(run, run.outcome, {})
         on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
-    except (Exception, Stopped) as error:  # Stopped: before the first step has ended
+    except (Exception, Stopped) as error:  # Stopped: before the first step ended
         _record_failure(run, error)
         raise
 
 
 def note_commits(run: OpenRun) -> None:
-    """Tell the callbacks of checkpoints that were committed since."""
+    """Pass newly committed checkpoints to the callbacks."""
     finished = run.checkpoints.finished()
     run.triggers.committed(saved.step for saved in finished)
     for saved in finished:
@@ -222,10 +222,10 @@ def note_commits(run: OpenRun) -> None:
 
 
 def _record_failure(run: OpenRun, error: BaseException) -> None:
-    """Tell the callbacks, and add the last step and checkpoint to the message of an error that lost work."""
+    """Notify the callbacks, and add the last step and checkpoint to the message of an error that lost work."""
     values = error.values if isinstance(error, NotFiniteError) else {}
     end = _end_of(run, "not finite" if values else "failed", values, error)
-    with suppress(Exception), user_code():  # the disk may be full: the run's own error goes first
+    with suppress(Exception), user_code():  # the disk may be full: the run's own error takes precedence
         run.callbacks.call(Callback.on_end, end)
     if not isinstance(error, PortableFSDPError):
         return
@@ -235,16 +235,16 @@ def _record_failure(run: OpenRun, error: BaseException) -> None:
     # CheckpointError and NotFiniteError name the checkpoint themselves.
     if error.exit_code == EXIT_FAILED and not isinstance(error.__cause__ or error, CheckpointError | NotFiniteError):
         ended, newest = f"after step {run.step}" if run.step else "before its first step", newest_checkpoint(run)
-        error.args = (f"{error}\n  The run ended {ended}. {newest} Fix the cause, then rerun the same command.",)
+        error.args = (f"{error}\n  The run ended {ended}. {newest} Fix the cause and rerun the same command.",)
 
 
 def newest_checkpoint(run: OpenRun) -> str:
-    """A sentence that names the newest checkpoint. Reads the folder: only process 0 gets the commits."""
+    """Return a sentence that names the newest checkpoint. Reads the folder: only process 0 knows the commits."""
     try:
         saved = committed_steps(run.checkpoints.folder)
-    except Exception as error:  # of a store, of many classes
+    except Exception as error:  # stores raise exceptions of many classes
         return f"{run.checkpoints.folder} doesn't answer ({type(error).__name__}): look there for checkpoints."
-    return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved before it."
+    return f"The last good checkpoint is {saved[0]}." if saved else "No checkpoint was saved."
 
 
 def _end_of(run: OpenRun, outcome: Outcome, values: Mapping[str, float], error: BaseException | None = None) -> RunEnd:
@@ -257,5 +257,5 @@ def _end_of(run: OpenRun, outcome: Outcome, values: Mapping[str, float], error: 
 
 
 def patience_of(run: OpenRun) -> str:
-    """Why early stopping ended the run."""
+    """Return the reason of early stopping."""
     return f"no improvement in {run.history.without_improvement if run.history else 0} evaluations"

@@ -1,7 +1,7 @@
-"""Texts that the model writes while it trains: greedy, with its weights as they lie on the devices.
+"""Samples during training: greedy decoding with the sharded weights.
 
-One program gives the next token of each row; the host appends it, and runs the program again. Rows have one shape, so
-XLA compiles it once. It keeps no keys and values: the forward is the one that trains, on every engine.
+One program computes the next token of each row; the host appends it and runs the program again. Rows have one shape, so
+XLA compiles it once. There is no KV cache: every engine runs the forward of training.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.limits import Limit, limited
 
 _BLOCK = 128
-"""Rows are a multiple of it long, as attention's kernels want them, or as long as the rows that train."""
+"""Row lengths are multiples of it, as attention kernels require, or equal data.seq_len."""
 
 
 class Sampler:
-    """Continues the prompts of `train`, in rows of at most `seq_len` tokens."""
+    """Completes the prompts of `train`, in rows of at most `seq_len` tokens."""
 
     def __init__(
         self, backend: Backend, model: nn.Module, tokenizer: Tokenizer, train: schema.Train, seq_len: int
     ) -> None:
-        """Raises ConfigError for a prompt without tokens, or too long for its texts to fit into a row."""
+        """Tokenize the prompts. Raises ConfigError for a prompt without tokens, or too long for its text to fit."""
         self._backend, self._tokenizer, self._tokens = backend, tokenizer, train.sample_tokens
         if train.sample_tokens >= seq_len:
             raise ConfigError(f"train.sample_tokens: expected less than data.seq_len={seq_len}, found {self._tokens}.")
@@ -36,7 +36,7 @@ class Sampler:
         self._prompts = [ids.tolist() for ids in limited(encode, "train.sample_prompts", limit)]
         for prompt, ids in zip(train.sample_prompts, self._prompts, strict=True):
             if not ids:
-                raise ConfigError(f"train.sample_prompts: expected text, found {prompt!r}, which has no tokens.")
+                raise ConfigError(f"train.sample_prompts: the prompt {prompt!r} has no tokens; give some text.")
             if len(ids) + train.sample_tokens > seq_len:
                 raise ConfigError(
                     f"train.sample_prompts: expected at most {seq_len - train.sample_tokens} tokens in each "
@@ -47,7 +47,7 @@ class Sampler:
         self._length = min(seq_len, -(-longest // _BLOCK) * _BLOCK)
         shards = backend.row_shards
         self._rows = shards * min(train.resolved_micro_batch, -(-len(self._prompts) // shards))  # of all processes
-        # As transformers' `generate` takes them from the model's config: an id, several, or None.
+        # Like transformers' `generate`, from the model's generation config: an id, several, or None.
         ends: Any = getattr(cast(Any, model).generation_config, "eos_token_id", None)
         self._ends = set[int | None](ends if isinstance(ends, list) else [ends])
 
@@ -61,8 +61,8 @@ class Sampler:
         self._next = backend.compile(sample, "sample")
 
     def __call__(self, stop: Callable[[], bool] = lambda: False) -> list[str] | None:
-        """One completion per prompt (prompt included), identical on all processes; None after a stop request on any of
-        them. *collective*"""
+        """Return one completion per prompt (prompt included), identical on all processes; None after a stop request on
+        any of them. *collective*"""
         texts: list[str] = []
         for begin in range(0, len(self._prompts), self._rows):
             rows = [list(prompt) for prompt in self._prompts[begin : begin + self._rows]]
@@ -82,8 +82,8 @@ class Sampler:
         return texts
 
     def _batch(self, rows: Sequence[list[int]]) -> Batch:
-        """This process's rows: int64 `[rows, length]` `input_ids` and `is_last`, 1 at a row's last token; int64
-        `[rows, rows of all]` `is_row`."""
+        """Return this process's rows: int64 `[rows, length]` `input_ids` and `is_last` (1 at a row's last token); int64
+        `[rows, rows of all processes]` `is_row`."""
         ids = torch.full((self._rows, self._length), self._tokenizer.padding)
         is_last = torch.zeros_like(ids)
         for number, row in enumerate(rows):

@@ -1,10 +1,10 @@
-"""The train step: the algorithm and nothing else. One for all engines.
+"""The train step: only the algorithm, the same for all engines.
 
-The loss is a sum over the global batch divided by its count, so that gradients are sums too and neither the number of
-devices nor that of micro batches changes them. Where only the loss itself can tell the count (the user's own task), the
-number of rows stands for it in backward, and gradients are corrected once all counts are known.
+The loss is a sum over the global batch divided by its count, so gradients are sums too and don't depend on the number
+of devices or micro batches. If only the loss itself can count (the user's own task), backward divides by the number of
+rows, and gradients are corrected once all counts are known.
 
-`train_step` puts the pieces together; they come first, in the order in which a step runs them.
+`train_step` combines the functions above it, which are in the order in which a step runs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ Step = Callable[..., Metrics]
 """`step(batches, lr, control)`, see `train_step`."""
 
 Sums = dict[str, Tensor]
-"""0-dim, over the count that is expected of the step: `loss`, the losses so far, and `share`, what was counted."""
+"""0-dim sums divided by the expected count of the step: `loss`, the losses so far, and `share`, the actual count."""
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:
-    """Set gradients to zero unless `keeps` (0-dim, 0 or 1), in place: in a program that adds into them."""
+    """Zero gradients in place unless `keeps` (0-dim, 0 or 1), for a program that accumulates into them."""
     with torch.no_grad():
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
@@ -33,8 +33,8 @@ def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:
 
 
 def expected_count(backend: Backend, task: Task, batch: Batch, counts: Tensor, accumulation: int) -> Tensor:
-    """What the losses of the step are divided by, 0-dim, at least 1: `counts` of all processes, or where only the task
-    can count, the rows of the global batch. *collective*"""
+    """Return the divisor of the step's losses, 0-dim, at least 1: `counts` of all processes, or if only the task can
+    count, the rows of the global batch. *collective*"""
     if not task.counts_labels:
         rows = next(iter(batch.values()))
         counts = backend.sum(rows.new_full(rows.shape[:1], accumulation, dtype=torch.float32).sum())
@@ -44,7 +44,7 @@ def expected_count(backend: Backend, task: Task, batch: Batch, counts: Tensor, a
 def add_gradients(
     backend: Backend, model: nn.Module, task: Task, batch: Batch, expected: Tensor, sums: Sums, *, last: bool
 ) -> Sums:
-    """Forward and backward of a micro batch; `sums` with those of this batch. *collective*"""
+    """Run forward and backward of a micro batch; returns `sums` plus those of this batch. *collective*"""
     with backend.accumulate(last, model):
         loss_sum, count, _ = task.scores(model, batch)
         mean = loss_sum / expected
@@ -53,8 +53,8 @@ def add_gradients(
 
 
 def mean_loss(backend: Backend, model: nn.Module, task: Task, sums: Sums) -> tuple[Tensor, Tensor]:
-    """(mean loss of the global batch, whether nothing counts in it), 0-dim. Gradients are corrected by the count that
-    the task returned, where nobody knew it before. *collective*"""
+    """Return (mean loss of the global batch, whether nothing counts in it), 0-dim. Corrects gradients by the count that
+    the task returned, if it wasn't known before. *collective*"""
     loss, share = backend.sum(torch.stack([sums["loss"], sums["share"]])).unbind()
     is_empty = share == 0
     if not task.counts_labels:
@@ -65,12 +65,12 @@ def mean_loss(backend: Backend, model: nn.Module, task: Task, sums: Sums) -> tup
 
 
 def clip(backend: Backend, model: nn.Module, limit: float | None, is_empty: Tensor) -> Tensor:
-    """Undo loss scaling and clip; the gradient norm before, 0-dim. *collective*"""
+    """Undo loss scaling and clip gradients; returns the norm before clipping, 0-dim. *collective*"""
     return torch.where(is_empty, 0.0, backend.clip_grad_norm(model, limit))
 
 
 def adapt_loss_scale(scaler: LossScaler | None, grad_norm: Tensor, is_empty: Tensor) -> tuple[Metrics, Tensor]:
-    """(metrics of float16, whether the update is skipped): where gradients overflowed, or nothing counts."""
+    """Return (metrics of float16, whether to skip the update because gradients overflowed or nothing counts)."""
     if scaler is None:
         return {}, is_empty
     overflows = ~grad_norm.isfinite()
@@ -88,23 +88,24 @@ def train_step(
 ) -> Step:
     """Make the step of a run: `step(batches, lr, control)` with `accumulation` placed micro batches is one update.
 
-    `control`: numbers of this process. The first counts the losses of its rows over all micro batches, as
-    `Batches` gives it; the step sums the others over all processes (votes). A `task` of your own counts itself, and
-    needs none: `step(batches, lr)`. It may get batches of any keys, with as many rows in each micro batch.
+    `control`: numbers of this process. The first is the count of its losses over all micro batches, from `Batches`; the
+    step sums the others over all processes (votes). Your own `task` counts by itself and needs no control numbers:
+    `step(batches, lr)`. Its batches may have any keys, with the same number of rows in each micro batch.
 
-    It returns `loss` (mean over all that the task counts in the global batch, before the update), `grad_norm` (before
-    clipping) and `votes` [n], the sums of the further control numbers: device tensors that nobody has waited for. In
-    float16 also `loss_scale`, and `skipped_steps` so far: a step whose gradients overflow changes no weight, and its
-    `grad_norm` isn't finite. `is_empty` is 1 in a step in which nothing counts: its loss is 0, and it changes no
+    The step returns `loss` (mean over all that the task counts in the global batch, before the update), `grad_norm`
+    (before clipping) and `votes` `[n]`, the sums of the other control numbers: device tensors, without synchronization.
+    In float16 also `loss_scale`, and `skipped_steps` so far: a step with overflowing gradients changes no weight, and
+    its `grad_norm` isn't finite. `is_empty` is 1 in a step in which nothing counts: its loss is 0, and it changes no
     weight, optimizer state or loss scale.
 
-    Gradients that something else left in the model's weights are dropped. `lr` may be a 0-dim tensor, which the host
-    reads; learning rates in the optimizer's groups stay the user's.
+    Earlier gradients in the model's weights are dropped. `lr` may be a 0-dim tensor, which the host reads; learning
+    rates in the optimizer's groups are restored. Calling the step is collective. It raises ValueError for a wrong
+    number of micro batches or missing control numbers.
 
-    One micro batch makes one program; several make two, `micro_batch` and `update`.
+    One micro batch compiles to one program; several to two, `micro_batch` and `update`.
     """
     task = task if isinstance(task, Task) else Task(getattr(task, "__name__", "task"), task, counts_labels=False)
-    # A compiled micro batch adds into gradients that exist, and drops what it finds in them if it is the first.
+    # A compiled micro batch accumulates into existing gradients; the first one zeroes them.
     drops_in_program = accumulation > 1 and backend.expected_compilations > 0
     if backend.loss_scaler is not None:
         backend.loss_scaler.require_skippable(optimizer)
@@ -117,7 +118,7 @@ def train_step(
         return add_gradients(backend, model, task, batch, expected, sums, last=last) | {"votes": totals[1:]}
 
     def update(sums: Metrics, *only: Any) -> Metrics:
-        """After the last micro batch; `only`: the arguments of the step's only one, in the same program."""
+        """Run after the last micro batch; `only`: arguments of the only micro batch, which runs in the same program."""
         if only:
             batch, control, keeps = only
             sums = micro_batch(batch, control, sums, keeps, last=True)
@@ -138,7 +139,7 @@ def train_step(
         if len(batches) != accumulation:
             raise ValueError(f"step: expected {accumulation} micro batches (accumulation), found {len(batches)}")
         if task.counts_labels and not control:
-            raise ValueError(f"step: expected control=[count], the losses of this process's rows, for {task.name}")
+            raise ValueError(f"step: {task.name} needs control=[count], the number of losses in this process's rows")
         count, *votes = control or (0.0,)
         numbers, groups = step_numbers(optimizer, float(lr)), optimizer.param_groups
         numbers |= {"loss": 0.0, "share": 0.0, "first": 0.0, "later": 1.0}

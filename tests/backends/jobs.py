@@ -1,4 +1,4 @@
-"""What the worker processes run for several tests. Each job opens the backend of its own process group."""
+"""Jobs that worker processes run for several tests. Each job opens the backend of its own process group."""
 
 import os
 from collections.abc import Generator
@@ -27,7 +27,7 @@ Pieces = dict[str, tuple[tuple[int, ...], str, list[tuple[tuple[int, ...], torch
 
 
 def open_group(config: Config) -> Backend:
-    """On all devices of this process group."""
+    """Open the group's backend on all its devices."""
     device, backend = os.environ["GROUP_DEVICE"], os.environ["GROUP_BACKEND"]
     return open_backend(config, device=device, backend=backend, num_devices=device_count())
 
@@ -54,7 +54,7 @@ def pieces(state: dict[str, TensorState]) -> Pieces:
 
 
 def import_model(case: Case) -> None:
-    """What building the model imports; transformers' lazy modules may not be imported by several threads at once."""
+    """Import what the model needs: several threads must not import transformers' lazy modules at once."""
     build_model(case.config(1).model, seed=0, seq_len=SEQ_LEN, vocabulary=256)
 
 
@@ -209,7 +209,7 @@ class Collective(NamedTuple):
 
 
 class Operators(TorchDispatchMode):
-    """Of what runs inside it: how often a tensor is read on the host, and the collectives."""
+    """Count the reads of tensors on the host, and list the collectives, of what runs inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def collectives(case: Case) -> dict[str, Any]:
 
 
 def is_refused(case: Case) -> bool:
-    """By the engine's own table."""
+    """Whether the engine's own table refuses the case."""
     devices = device_count()
     place = Deployment(os.environ["GROUP_BACKEND"], os.environ["GROUP_DEVICE"], devices, 1)
     return any(verdict.kind == "refused" for verdict in verdicts(case.config(devices), place))

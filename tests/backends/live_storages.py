@@ -1,4 +1,4 @@
-"""How many bytes the storages of tensors hold in a real run: counted, not planned.
+"""Bytes of the tensors' storages in a real run: counted, not planned.
 
 Before and after each operator, every storage that an operator has taken or given, and that still exists, is asked for
 its size. The planner, which is held against it, listens to allocations instead.
@@ -27,7 +27,7 @@ STEPS = 2
 
 
 class Measured(NamedTuple):
-    """Of one process."""
+    """Measurements of one process."""
 
     peak_bytes: int  # of live storages
     collectives: dict[str, tuple[int, int]]  # kind -> calls, bytes, as the engine counts its first step
@@ -40,7 +40,7 @@ def measure(config: Config) -> Measured:
 
 
 def measure_on(backend: Backend, config: Config) -> Measured:
-    """Train so many steps; the weights and the optimizer's state are there before."""
+    """Train that many steps; weights and optimizer state exist before."""
     rows = build_data(config.data).rows if config.data.factory else None
     training = build_training(config, backend, vocabulary=256, rows=rows)
     state = [value for values in training.optimizer.state.values() for value in values.values()]
@@ -100,8 +100,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _bytes(storage: Any) -> int:
-    """Of a storage, or of one that is gone."""
+    """Return the bytes of a storage; 0 if it is gone."""
     try:
         return 0 if storage is None else storage.nbytes()
-    except RuntimeError:  # a thread of gloo let go of it in this moment: "Got a null Storage"
+    except RuntimeError:  # a gloo thread has just released it: "Got a null Storage"
         return 0

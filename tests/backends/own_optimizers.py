@@ -1,4 +1,4 @@
-"""What tests name in optim.factory."""
+"""Optimizers that tests name in optim.factory."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ class Stepping(torch.optim.Optimizer):
 
 
 class Scaled(Stepping):
-    """By the size of each weight, which the host reads."""
+    """Scale gradients by the weight's norm, which the host reads."""
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         super().update(parameter, gradient * parameter.norm().item(), group)

@@ -8,7 +8,7 @@ Row = dict[str, Tensor]
 
 
 class Made(Dataset[Row]):
-    """The same tensors in every row, with a label of their own."""
+    """A dataset with the same tensors in every row, and a label per row."""
 
     def __init__(self, **row: Tensor) -> None:
         self.row = row

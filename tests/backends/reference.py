@@ -198,7 +198,7 @@ _trained: dict[str, Reference] = {}
 
 
 class Scaled(NamedTuple):
-    """Of each step."""
+    """Results of each step under loss scaling."""
 
     losses: list[float]
     scales: list[float]
@@ -236,7 +236,7 @@ def train_by_grad_scaler(case: Case, parts: int) -> Scaled:
 
 @torch.no_grad()  # pyright: ignore[reportUntypedFunctionDecorator]
 def losses_of_documents(case: Case) -> list[float]:
-    """Of the first, second and third documents of rows, each in a row of its own, with the initial weights."""
+    """Return the losses of the first, second and third documents, each in its own row, with the initial weights."""
     model, alone = _model(case), PackedCaseRows().alone(np.arange(GLOBAL_BATCH))
     return [_loss(model, _together(alone[number::3])).item() for number in range(3)]
 

@@ -93,7 +93,7 @@ def test_recomputed_blocks_on_xla_do_too_or_are_refused(name: str, workers: GetW
     if name == "Kinds":
         assert_equal(train(workers(XLA), name, recomputed)["metrics"], plain_run(name, 3, LR)[1])
         return
-    with pytest.raises(JobFailed, match=r"on XLA: block changes an object that it takes, or keeps a tensor in an attr"):
+    with pytest.raises(JobFailed, match=r"on XLA: block changes one of its inputs, or keeps a tensor in an attr"):
         train(workers(XLA), name, recomputed)
 
 
@@ -117,11 +117,11 @@ def test_casts_reach_into_objects_and_scalars_with_and_without_shards(name: str,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("InputInPlace", r"blocks\.0 \(block\) changes a tensor in place that it takes.*\n.*x = x \+ y.*NO_WRAP"),
-        ("Parts", r"blocks\.1\.inner \(Linear\) has weights of a unit and runs outside .*\n  Call the unit"),
+        ("InputInPlace", r"blocks\.0 \(block\) changes one of its inputs in place.*\n.*x = x \+ y.*NO_WRAP"),
+        ("Parts", r"blocks\.1\.inner \(Linear\) uses weights of a unit outside .*\n  Call the unit"),
         (
             "Hidden",
-            r"blocks\.2 \(block\) is a unit whose weights backward needs before .*\n  Return what .*checkpointing",
+            r"blocks\.2 \(block\) is a unit whose weights backward needs before .*\n  Return all .*checkpointing",
         ),
     ],
 )

@@ -108,10 +108,10 @@ def of_own(name: str) -> Case:
     ("group", "name", "words"),
     [
         *(
-            marked(group, "Scaled", ("found Scaled,", "own_optimizers.py:", ".norm().item()"))
+            marked(group, "Scaled", ("optim: Scaled reads", "own_optimizers.py:", ".norm().item()"))
             for group in (NATIVE, XLA)
         ),
-        marked(XLA, "torchs_sgd", ("found SGD,", "torch/optim/")),  # it reads a learning rate that is a tensor
+        marked(XLA, "torchs_sgd", ("optim: SGD reads", "torch/optim/")),  # it reads a learning rate that is a tensor
     ],
 )
 def test_an_optimizer_that_reads_the_device_is_refused_before_the_first_step(
@@ -121,7 +121,7 @@ def test_an_optimizer_that_reads_the_device_is_refused_before_the_first_step(
     with pytest.raises(JobFailed) as failure:
         workers(group).run(jobs.opened, case=of_own(name), build=True)
     assert failure.value.kind == "BackendError"
-    assert all(word in failure.value.message for word in (*words, "which can't step without values"))
+    assert all(word in failure.value.message for word in (*words, "reads a tensor's value on the host in step()"))
 
 
 @pytest.mark.proof

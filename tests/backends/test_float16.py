@@ -155,7 +155,7 @@ def test_c2_a_step_reads_nothing_of_the_device_and_sends_no_more(workers: GetWor
 def test_an_optimizer_that_cannot_skip_is_refused(workers: GetWorkers) -> None:
     """The config's own ones by a rule; what a factory makes once it is there."""
     case = replace(CASE, optim={"factory": "own_optimizers:torchs_sgd", "lr": 1e-3, "weight_decay": 0.0})
-    with pytest.raises(JobFailed, match="skips a step on the device, found SGD") as failure:
+    with pytest.raises(JobFailed, match="skips a step on the device, and SGD can't") as failure:
         workers(TWO).run(jobs.opened, case=case, build=True)
     assert failure.value.kind == "ConfigError"
     workers(TWO).run(jobs.opened, case=replace(case, optim=case.optim | {"factory": "own_optimizers:lion"}), build=True)

@@ -115,7 +115,7 @@ def test_a_copy_and_weights_that_change_before_backward_are_refused(engine: Engi
     loss = model(INPUTS).float().sum()
     with torch.no_grad():
         model.layers[1].product.weight.zero_()
-    with pytest.raises(BackendError, match="expected the weights of the forward in its backward"):
+    with pytest.raises(BackendError, match="a weight was modified between a forward and its backward"):
         loss.backward()
 
 
@@ -123,7 +123,7 @@ def test_a_copy_and_weights_that_change_before_backward_are_refused(engine: Engi
 def test_a_tensor_that_the_model_changes_in_place_before_backward_is_refused(engine: Engine, memory: Any) -> None:
     _, laid_out = engine
     loss = laid_out(changes=True, **memory)(INPUTS).float().sum()
-    with pytest.raises(BackendError, match=r"found one of shape \[2, 8\] that the model's forward changed in place"):
+    with pytest.raises(BackendError, match=r"the model's forward changed a tensor of shape \[2, 8\] in place"):
         loss.backward()
 
 
@@ -211,7 +211,7 @@ def test_recomputed_layers_draw_the_same_numbers_again(checkpointing: str) -> No
 
 def test_xla_refuses_to_recompute_dropout() -> None:
     require_no_dropout(Net(), ["norm"])
-    with pytest.raises(BackendError, match=r"expected layers without dropout, found it in blocks\.1: dropout"):
+    with pytest.raises(BackendError, match=r"blocks\.1 has dropout \(dropout"):
         require_no_dropout(Net(), ["norm", "blocks.1"])
 
 

@@ -159,7 +159,7 @@ def test_process_0_that_is_stopped_ends_all_others(tmp_path: Path) -> None:
         meet(processes)
         processes[0].send_signal(signal.SIGSTOP)
         assert processes[1].wait(LIMIT_S) == 1
-        assert "has had no answer for 5 s, after 2 step(s) of this start" in stderr(tmp_path, 1)
+        assert "got no answer for 5 s, after 2 step(s) of this start" in stderr(tmp_path, 1)
 
 
 def test_an_error_is_told_by_the_others_and_one_of_the_network_becomes_a_sentence(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_run_that_waits_says_so(tmp_path: Path) -> None:
     with watching(tmp_path, 3, ranks=range(2), program=without_steps) as processes:
         wait_for("waiting for process 2, which did not join", tmp_path, processes[0])
     with watching(tmp_path, 2, program=without_steps) as processes:
-        wait_for("the first step has not ended after 5 s although all processes", tmp_path, processes[0])
+        wait_for("the first step has not finished after 5 s although all processes", tmp_path, processes[0])
 
 
 @pytest.mark.proof

@@ -159,7 +159,7 @@ def test_a_program_that_lets_torch_load_torch_tpu_without_a_chip_is_refused(fold
 
 
 BAD_STARTS = {
-    "no chip": (0, {}, "expected TPU chips, found none"),
+    "no chip": (0, {}, "no TPU chips found on this host"),
     "more processes than chips": (4, {"--num_devices": "8"}, "expected at most 4, the chips of this host"),
     "chips that are no slice": (4, {"--num_devices": "3"}, "a number of chips that is a slice (1, 2, 4)"),
     "a launcher that doesn't tell libtpu the slice": (
@@ -190,5 +190,5 @@ def test_a_process_for_several_chips_is_refused() -> None:
     check_launch({}, 1, 1)
     check_launch(addresses, 2, 2)
     for environ, processes, chips in (({}, 1, 4), ({}, 2, 2), (addresses, 4, 4)):
-        with pytest.raises(BackendError, match="expected a process for each chip"):
+        with pytest.raises(BackendError, match="expected one process per chip"):
             check_launch(environ, processes, chips)

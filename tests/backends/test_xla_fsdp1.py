@@ -161,7 +161,7 @@ def test_a_parameter_of_no_dimensions_is_refused_where_it_would_be_cut_by_rows()
     model = torch.nn.Module()
     model.weight, model.scale = torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(()))
     places = parameter_slots(model)
-    with pytest.raises(BackendError, match=r"rows to cut, found scale(.|\n)*shard_param_on_dim_0=false"):
+    with pytest.raises(BackendError, match=r"can't shard scale by rows(.|\n)*shard_param_on_dim_0=false"):
         check_rows(places)
     del places["scale"]
     check_rows(places)

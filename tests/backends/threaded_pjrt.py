@@ -26,7 +26,7 @@ class _Gate:
         self._before = 0
 
     def sync(self, wait: bool = False, reset_scope: bool = True) -> None:
-        """In place of torch_xla.sync, called by all threads."""
+        """Replace torch_xla.sync; all threads call it."""
         import torch_xla
         import torch_xla.core.xla_model as xm
 
@@ -74,7 +74,7 @@ def _one_at_a_time(
 
 
 class Devices:
-    """All CPU devices of this process (CPU_NUM_DEVICES), with a thread for each while a function runs on them."""
+    """The CPU devices of this process (CPU_NUM_DEVICES), each with a thread while a function runs on them."""
 
     def __init__(self) -> None:
         package, step_module, model, fsdp, checkpoint = (
@@ -100,7 +100,7 @@ class Devices:
         torch.random.fork_rng = _one_at_a_time(torch.random.fork_rng)
 
     def run(self, job: Callable[[], Any]) -> list[Any]:
-        """What `job` returned on each device; raises what it raised on the first one where it failed."""
+        """Run `job` on each device and return the results; raises the error of the first device that failed."""
         answers: list[Any] = [None] * len(self._devices)
         failures: list[BaseException] = []
 

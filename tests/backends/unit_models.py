@@ -53,7 +53,7 @@ class Features(dict[str, Any]):
 
 
 class Block(nn.Module):
-    """Its linear layers take three dimensions, so that its output is a view, as torch makes it."""
+    """A block whose linear layers take three dimensions, so that its output is a view, as torch makes it."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class ScalarBlock(Block):
 
 
 class Scalars(Model):
-    """As CLIP's logit scale: weights without a dimension."""
+    """A model with weights without a dimension, like CLIP's logit scale."""
 
     block = ScalarBlock
 

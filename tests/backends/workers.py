@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """What the tests have to know of an engine: how to start processes of it, and what a step of it does."""
+    """An engine as the tests see it: how to start its processes, and what its step does."""
 
     devices: tuple[int, ...]  # a group of workers of each number
     in_suite: tuple[int, ...]  # those of every commit; the others are for the proofs: minutes each
@@ -222,7 +222,7 @@ class Workers:
             self._pipes.append(here)
 
     def run(self, job: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What each process (or thread) of the group returned, by rank. Raises JobFailed with the first failure."""
+        """Run `job` in each process (or thread); return results by rank. Raises JobFailed with the first failure."""
         if self._group.engine.compiles and any(map(_is_full, self._processes)):
             self.close()
             self._start()

@@ -48,7 +48,7 @@ def current_process() -> int | None:
 
 
 class Operation(NamedTuple):
-    """What one process did to one name."""
+    """An operation by one process on one name."""
 
     process: int
     name: str
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
 
 
 class Flaw(NamedTuple):
-    """What an operation of these names does instead of its work."""
+    """A replacement for the operations of these names."""
 
     operations: Collection[str]
     instead: Callable[..., Any]
@@ -174,5 +174,5 @@ _open_in_memory = MemoryFileSystem._open
 
 
 def _opened_as_by_a_store(store: MemoryFileSystem, path: str, mode: str = "rb", **named: Any) -> Any:
-    """What is uploaded shows when its upload ends: `memory://` shows it from the start."""
+    """Show an upload when it ends, like a store; `memory://` shows it from the start."""
     return _open_in_memory(store, path, mode, **named) if mode != "wb" else MemoryFile(store, path)

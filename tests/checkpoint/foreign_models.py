@@ -63,7 +63,7 @@ def export(checkpoint: Path, format: str, target: Path, **options: Any) -> None:
 
 
 def tensors_in(path: Path) -> Tensors:
-    """All of a checkpoint, after it was verified."""
+    """Verify a checkpoint and return all its tensors."""
     with Reader(path) as reader:
         reader.verify(Partition(0, 1))
         return {key: reader.read_whole(key) for key in reader.manifest.tensors}

@@ -1,4 +1,4 @@
-"""How much memory a process takes for a while, as the system sees it: without files that are mapped."""
+"""Memory of a process over time, as the system counts it, without mapped files."""
 
 import gc
 import threading
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Self
 
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""For the environment that the process starts in: else malloc keeps what was freed, and later growth goes unseen."""
+"""Variables for the environment of the process: else malloc keeps freed memory and hides later growth."""
 
 
 def anonymous() -> int:
-    """Bytes of memory that no file stands for."""
+    """Return the bytes of memory without a file behind it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 

@@ -28,7 +28,7 @@ ALONE = Partition(0, 1)
 
 
 class Meeting:
-    """Where `count` processes agree."""
+    """A barrier and values that `count` processes share."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count, timeout=20)
@@ -114,7 +114,7 @@ def small_model(seed: int, hidden: int = 7) -> tuple[nn.Module, torch.optim.Opti
 
 
 def what_is_written(state: dict[str, TensorState]) -> tuple[dict[str, TensorEntry], dict[str, list[Piece]]]:
-    """All tensors, and this process's pieces of them, as a save hands them to `write_pieces`."""
+    """Return all tensors, and this process's pieces, as a save passes them to `write_pieces`."""
     return entries_without_pieces(state), {key: tensor.pieces() for key, tensor in state.items()}
 
 

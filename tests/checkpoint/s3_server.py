@@ -16,7 +16,7 @@ _ERRORS = {500: b"<Error><Code>InternalError</Code></Error>", 503: b"<Error><Cod
 
 
 class Fault:
-    """What happens to the next `times` requests of `method` whose path and query hold `part`, after `skip` of them.
+    """A fault in the next `times` requests of `method` whose path and query contain `part`, after `skip` of them.
 
     `what`: an HTTP status, `cut` (half the body under the full length), or `flip` (one bit of the body).
     """

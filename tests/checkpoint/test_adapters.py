@@ -179,13 +179,13 @@ def test_merging_finds_the_base_or_says_what_is_missing(tmp_path: Path, capsys: 
     for words in (["--format", "torch"], ["--format", "dcp"], ["--format", "peft", "--base", str(tmp_path / "base")]):
         assert main([*export, *words]) == 2
     printed = capsys.readouterr().err
-    assert printed.count("found that this one leaves out its base: ") == 2
+    assert printed.count("the checkpoint leaves out the base model of its adapters: ") == 2
     assert "--base" in printed
     assert "expected --format huggingface, found peft" in printed
     (tmp_path / "base").rename(tmp_path / "moved")
     assert main(export) == 2
     printed = capsys.readouterr().err
-    assert f"expected the base of its adapters, which it leaves out:\n    {tmp_path / 'base'} (fingerprint " in printed
+    assert f"expected the base model of its adapters:\n    {tmp_path / 'base'} (fingerprint " in printed
     assert "--base FOLDER" in printed
     base_model(tmp_path / "base", seed=1)
     assert main(export) == 2
@@ -219,10 +219,10 @@ def test_a_moved_base_is_known_and_another_refused(tmp_path: Path) -> None:
         allowed = opened(elsewhere, base_of(other), {**settings, "allow": ["model.base"]})
         assert [one.name for one in load(allowed, resumed, optimizer, resume).changes] == ["model.base"]
         assert not torch.equal(logits(resumed), logits(model))
-    with pytest.raises(CheckpointError, match=r"expected the tensors of this model(.|\n)*float32 \[61, 24\]  nothing"):
+    with pytest.raises(CheckpointError, match=r"differ from those of this model(.|\n)*float32 \[61, 24\]  nothing"):
         load(opened(tmp_path, None), resumed, optimizer)
     without = {"model": {"pretrained": str(moved)}}
-    with pytest.raises(CheckpointError, match=r'that differ:\n  model\.lora: \{"r": 3, .*, now null\n +this model'):
+    with pytest.raises(CheckpointError, match=r'of this model:\n  model\.lora: \{"r": 3, .*, now null\n +this model'):
         load(opened(tmp_path, None, config=without), resumed, optimizer)
 
 
@@ -307,7 +307,7 @@ def test_adapters_in_another_dtype(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(whole), logits(model), rtol=0.05, atol=0.05)
     assert not torch.equal(logits(whole), logits(model))
     plain = save(tmp_path / "plain", AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["llama"])))
-    with pytest.raises(CheckpointError, match=r"expected adapters \(model\.lora\), found none"):
+    with pytest.raises(CheckpointError, match=r"no adapters \(model\.lora\); it has whole weights"):
         export(plain, "peft", tmp_path / "none")
 
 

@@ -79,8 +79,8 @@ def test_a_flipped_bit_anywhere_a_cut_and_a_missing_file(checkpoint: Path, file:
     (checkpoint / file).write_bytes(whole + b"\0")
     refuse(checkpoint, f"found {len(whole) + 1} bytes")
     (checkpoint / file).unlink()
-    refuse(checkpoint, "found none")
-    refuse(checkpoint, "found none", read_all)
+    refuse(checkpoint, "no such file")
+    refuse(checkpoint, "no such file", read_all)
 
 
 def test_a_flipped_bit_in_the_manifest(checkpoint: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_manifest_edited_by_hand(checkpoint: Path) -> None:
     for key in ("step", "shape", "gate", "bytes"):
         at = whole.index(f'"{key}":')
         (checkpoint / "manifest.json").write_text(f'{whole[:at]}"{key}": 5, {whole[at:]}')
-        refuse(checkpoint, f"the key '{key}' stands twice")
+        refuse(checkpoint, f"duplicate key '{key}'")
 
 
 def transpose(manifest: dict[str, Any]) -> None:

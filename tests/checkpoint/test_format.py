@@ -193,7 +193,7 @@ def test_committed_steps_are_found_newest_first(tmp_path: Path) -> None:
 
 def test_the_index_files_that_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit.write_index(tmp_path, Index(attempt="old", process=0))
-    with pytest.raises(CheckpointError, match="found none of process 0 after"):
+    with pytest.raises(CheckpointError, match=r"no index file from process 0 \(of 1\) after"):
         commit.collect(tmp_path, "new", 1, wait_s=0.01)
     commit.write_index(tmp_path, Index(attempt="new", process=0))
     assert commit.collect(tmp_path, "new", 1, wait_s=0.01) == [Index(attempt="new", process=0)]
@@ -201,14 +201,14 @@ def test_the_index_files_that_end_the_wait(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CheckpointError, match="process 1 could not write: OSError: No space left on device"):
         commit.collect(tmp_path, "new", 2, wait_s=600)
     (tmp_path / "index-00000-new.json").write_text('{"attempt": "new", "process": 0, "unknown": 1}')
-    with pytest.raises(CheckpointError, match="expected the index that a process of this run writes"):
+    with pytest.raises(CheckpointError, match="not a valid index of this run"):
         commit.collect(tmp_path, "new", 1, wait_s=600)
 
     def away(_: FolderStore, path: Path) -> FileReader:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(FolderStore, "open", away)
-    with pytest.raises(CheckpointError, match=r"found none of process 0 after.*\n.*last error: .*Stale file handle"):
+    with pytest.raises(CheckpointError, match=r"no index file from process 0 (.*\n){2}.*error: .*Stale file handle"):
         commit.collect(tmp_path, "new", 1, wait_s=0.01)
 
 
@@ -262,7 +262,7 @@ def test_a_renamed_folder_and_a_newer_format_are_named(tmp_path: Path) -> None:
     best = folder.rename(tmp_path / "best")
     assert format.read_manifest(best).step == 7
     (best / "manifest.json").write_text(json.dumps({"format_version": 2}))
-    with pytest.raises(CheckpointError, match="expected format_version 1, found 2; is it of a newer portable_fsdp"):
+    with pytest.raises(CheckpointError, match="expected format_version 1, found 2; saved by a newer portable_fsdp"):
         format.read_manifest(best)
 
 
@@ -329,7 +329,7 @@ def test_slices_are_assembled_from_pieces_of_any_cut(tmp_path: Path) -> None:
             assert reader.read("w", (slice(a, b), slice(c, d)), around[a:b, c:d]).shape == actual.shape
             assert bits(around[a:b, c:d]) == bits(actual)
             assert around.count_nonzero() == actual.count_nonzero()
-        with pytest.raises(TypeError, match="expected room for float32"):
+        with pytest.raises(TypeError, match="expected a buffer of float32"):
             reader.read("w", (slice(0, 2), slice(0, 7)), torch.zeros(7, 2))
 
 
@@ -341,7 +341,7 @@ def test_only_files_that_hold_the_slice_are_opened(tmp_path: Path) -> None:
     (folder / "model" / "shard-00002-00.safetensors").unlink()
     with Reader(folder) as reader:
         assert bits(reader.read("w", (slice(0, 4), slice(0, 2)))) == bits(tensor[:4])
-        with pytest.raises(CheckpointError, match="found none"):
+        with pytest.raises(CheckpointError, match="no such file"):
             reader.read("w", (slice(0, 5), slice(0, 2)))
 
 
@@ -386,7 +386,7 @@ def test_what_differs_from_this_model_is_a_table(tmp_path: Path) -> None:
     with Reader(path) as reader, pytest.raises(CheckpointError) as error:
         reader.check(state, {"tied": "1.weight"})
     assert str(error.value).splitlines() == [
-        "checkpoint step-00000005: expected the tensors of this model, found 12 that differ:",
+        "checkpoint step-00000005: 12 tensors differ from those of this model:",
         "                         this model        checkpoint",
         "    0.weight             float32 [9, 5]    float32 [7, 5]",
         "    0.bias               float32 [9]       float32 [7]",

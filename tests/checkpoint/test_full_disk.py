@@ -49,7 +49,7 @@ def test_a_full_disk_names_the_folder_and_the_way_out_on_all_processes(tmp_path:
     assert printed[: len(printed) // 2] == printed[len(printed) // 2 :], "both processes say the same"
     assert printed[0].startswith(f"CheckpointError checkpoint step-{len(steps) + 1:08d}: ")
     assert "OSError: [Errno 28] No space left on device: " in printed[0]
-    assert printed[1].startswith(f"  No space is left in {run}: 40 KiB are needed.")
+    assert printed[1].startswith(f"  No space left in {run}: 40 KiB are needed.")
     assert printed[2] == f"  The last saved checkpoint is {run / steps[-1]}."
     assert printed[3] == (
         f"  Free room there (python -m portable_fsdp.checkpoint prune {run} --keep 1) and rerun the same command: it "

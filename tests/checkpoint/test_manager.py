@@ -79,7 +79,7 @@ def fails(_: State) -> NoReturn:
     ("change", "message"),
     [
         (has_another_dtype, "process 2 could not write: TypeError: 0.weight"),
-        (lacks_a_piece, "1.weight: expected pieces of 21 elements in all, found "),
+        (lacks_a_piece, "1.weight: expected pieces of 21 elements in total, found "),
         (fails, "checkpoint of step 5: MemoryError: no pinned memory"),
     ],
 )
@@ -96,7 +96,7 @@ def test_what_fails_on_one_process_fails_the_save_of_all(tmp_path: Path, change:
 def test_a_step_is_committed_once(tmp_path: Path) -> None:
     path = save_once(tmp_path)
     before = (path / "manifest.json").read_bytes()
-    assert "found it committed" in refused(2, lambda backend: save(checkpoints(tmp_path, backend), 5, seed=2))
+    assert "already committed in" in refused(2, lambda backend: save(checkpoints(tmp_path, backend), 5, seed=2))
     assert (path / "manifest.json").read_bytes() == before
     assert names(tmp_path) == ["step-00000005"]
 
@@ -104,7 +104,7 @@ def test_a_step_is_committed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), os.fsdecode(b"runs/\xff")])
 def test_a_config_that_json_does_not_round_trip_is_refused_when_the_run_opens(tmp_path: Path, value: Any) -> None:
     for config, model_config in (({"run": {"dir": value}}, None), ({}, {"limit": [0.0, value]})):
-        with pytest.raises(CheckpointError, match=r"config: expected values that JSON can hold, found"):
+        with pytest.raises(CheckpointError, match=r"config: can't be written as JSON: "):
             checkpoints(tmp_path, PlainBackend(), config=config, model_config=model_config)
 
 
@@ -131,7 +131,7 @@ def test_the_first_save_removes_its_own_debris_and_nothing_else(
     left = ["notes.tmp", "step-00000004.damaged-1", "step-00000005", "step-00000007"]
     assert names(tmp_path) == [*left, "step-00000007.tmp-0a1b2c3d", "step-00000008.tmp-0a1b2c3d"]
     save(opened, 8)
-    assert "expected no other run at work there, found step-00000008.tmp-0a1b2c3d of run 'another'" in caplog.text
+    assert "another run may be saving there: step-00000008.tmp-0a1b2c3d belongs to run 'another'" in caplog.text
     assert (tmp_path / "step-00000008.tmp-0a1b2c3d").is_dir()
 
 
@@ -183,7 +183,7 @@ def save_with(folder: Path, config: dict[str, Any] = CONFIG) -> Path:
 def test_a_loop_without_a_config_resumes_its_own(tmp_path: Path) -> None:
     save_with(tmp_path, config={})
     assert resumed_with(tmp_path, {}, config={}).step == 5
-    with pytest.raises(CheckpointError, match="not known to an import"):
+    with pytest.raises(CheckpointError, match=r"unknown \(imported\)"):
         resumed_with(tmp_path, {})
 
 
@@ -213,12 +213,12 @@ def test_another_curve_is_refused_with_a_table_and_allowed_by_name(tmp_path: Pat
     with pytest.raises(CheckpointError) as error:
         resumed_with(tmp_path, {}, config=other)
     assert str(error.value).splitlines() == [
-        "checkpoint step-00000005: expected the config of the run that saved it, found another:",
+        "checkpoint step-00000005: the config differs from that of the run that saved it:",
         "                 saved  now",
         "    optim.lr     0.1    0.2",
         "    train.steps  9      18",
-        "  If you mean it, allow it by name: checkpoint.allow='[optim.lr, train.steps]'.",
-        "  To start anew from its weights, name it, and a new folder: checkpoint.load=weights_only",
+        "  To resume with these changes: checkpoint.allow='[optim.lr, train.steps]'.",
+        "  To start a new run from its weights: checkpoint.load=weights_only",
         "  checkpoint.resume=FOLDER run.dir=ANOTHER.",
     ]
     with pytest.raises(CheckpointError, match=r"allow='\[train\.steps\]'"):
@@ -400,7 +400,7 @@ def save_unequal(folder: Path, changes: dict[int, tuple[str, ...]], count: int, 
             {2: ("0.weight", "exp_avg/gate")},
             3,
             [
-                "found 2 that differ:",
+                "replicas differ in 2 places:",
                 "    0.weight      process 0, process 1 | process 2",
                 "    exp_avg/gate  process 0, process 1 | process 2",
             ],

@@ -36,11 +36,11 @@ def test_a_local_folder_by_any_name(address: str) -> None:
     ("url", "found"),
     [
         *(
-            (url, r"expected an URL without \* \? \[ \]")
+            (url, r"expected a URL without \* \? \[ \]")
             for url in ("memory://runs/exp[12]", "s3://b/run*", "gs://b/?/x")
         ),
-        ("gopher://bucket/run", "expected an URL that fsspec can open, found: .*gopher"),
-        ("dropbox://bucket/run", "expected an URL that fsspec can open, found: .*ropbox"),  # a package is missing
+        ("gopher://bucket/run", "fsspec can't open this URL: .*gopher"),
+        ("dropbox://bucket/run", "fsspec can't open this URL: .*ropbox"),  # a package is missing
     ],
 )
 def test_an_url_that_would_be_a_pattern_or_that_nothing_opens(
@@ -50,7 +50,7 @@ def test_an_url_that_would_be_a_pattern_or_that_nothing_opens(
     with pytest.raises(CheckpointError, match=re.escape(url) + f": {found}"):
         locate(url)
     assert main(["list", url]) == 2
-    assert "expected an URL" in capsys.readouterr().err
+    assert re.search(re.escape(url) + f": {found}", capsys.readouterr().err)
 
 
 def test_folders_made_on_the_way_have_durable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_kill_leaves_debris_that_the_same_run_removes(url: str) -> None:
     assert names(url) == steps(5, 6, 7)  # a load changes nothing
     save(url, 8, 2)
     assert names(url) == steps(5, 7, 8)
-    with pytest.raises(CheckpointError, match="expected no other run at work"):
+    with pytest.raises(CheckpointError, match="another run may be saving there"):
         opened(url, PlainBackend()).save(7, *small_model(seed=7), (0, 7))
 
 

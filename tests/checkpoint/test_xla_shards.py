@@ -164,7 +164,7 @@ def test_it_makes_what_torch_xla_makes(tmp_path: Path, world: int, kind: str, ca
     imported = tensors_in(import_checkpoint(folder, tmp_path / "run"))
     assert_same(imported, dict(theirs))
     assert_same(imported, {**PLAIN, "layers.0.counts": torch.tensor([3.0, 4.0], dtype=torch.float64)})
-    assert "left out the optimizer's state" in caplog.text
+    assert "ignoring the optimizer state" in caplog.text
 
 
 def test_ranks_must_be_of_one_run_and_all_there(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_ranks_must_be_of_one_run_and_all_there(tmp_path: Path) -> None:
     other = one | {"shard_metadata": {**one["shard_metadata"], "world_size": 2}}
     for name, ranks, message in (
         ("lost", [zero, two], r"expected a file of each rank of one run, found ranks \[0, 2\] of \[3\]"),
-        ("twice", [one, one, two], "found a second one of rank 1"),
+        ("twice", [one, one, two], "a second file of rank 1"),
         ("mixed", [zero, other, two], r"of \[2, 3\]"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -186,5 +186,5 @@ def test_shapes_that_the_parts_cannot_fill_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected parts of"):
         import_checkpoint(save(tmp_path / "absurd", ranks), tmp_path / "run")
     torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "absurd" / "rank-0.pth")
-    with pytest.raises(CheckpointError, match="expected model and shard_metadata"):
+    with pytest.raises(CheckpointError, match="no dicts model and shard_metadata"):
         import_checkpoint(tmp_path / "absurd", tmp_path / "run")

@@ -180,8 +180,8 @@ def test_the_words_of_a_refusal(tmp_path: Path, assert_golden: Callable[[Path, s
 def test_an_override_loses_nothing_to_a_comment(tmp_path: Path, override: str, comment: str, quoted: str) -> None:
     key = override.partition("=")[0]
     assert message(write(tmp_path, SMALL), override) == (
-        f"override '{override}': {key}: expected a value without a YAML comment, found {comment!r}, which YAML "
-        f"would drop.\n  Leave it out, or quote the whole: \"{key}='{quoted}'\"."
+        f"override '{override}': {key}: YAML would drop {comment!r} as a comment.\n"
+        f"  Remove it, or quote the value: \"{key}='{quoted}'\"."
     )
 
 
@@ -192,7 +192,7 @@ def test_a_quoted_number_sign_is_no_comment(tmp_path: Path) -> None:
 
 def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"a: \xff")
-    for name, text in {"b.yaml": "no such file", "": "found a folder", "c.yaml": "expected UTF-8 text"}.items():
+    for name, text in {"b.yaml": "no such file", "": "this is a folder", "c.yaml": "not UTF-8 text"}.items():
         assert text in message(tmp_path / name)
 
 

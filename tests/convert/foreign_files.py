@@ -1,4 +1,4 @@
-"""For the tests of foreign configs: the example files of samples/, how they are read, and an import as text."""
+"""Helpers for tests of foreign configs: the example files of samples/, how to read them, and an import as text."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from portable_fsdp.runtime.errors import ConfigError
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "samples").iterdir())
 REST = ("model.pretrained=folder", "train.steps=100", "train.global_batch=64")
-"""What no file of another tool has to set."""
+"""Options that files of other tools need not set."""
 
 
 def environ_of(text: str) -> dict[str, str]:
@@ -28,7 +28,7 @@ LAUNCHED = environ_of("""
     FSDP_USE_ORIG_PARAMS=true FSDP_CPU_RAM_EFFICIENT_LOADING=true FSDP_SYNC_MODULE_STATES=true
     FSDP_ACTIVATION_CHECKPOINTING=false FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=false
     """)
-"""What `accelerate launch --use_fsdp` of 1.15 sets by itself; a block of environment.txt adds to it."""
+"""Variables that `accelerate launch --use_fsdp` of 1.15 sets by itself; a block of environment.txt adds to them."""
 
 
 def read(path: Path, *overrides: str) -> Loaded:

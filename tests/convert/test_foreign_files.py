@@ -72,7 +72,7 @@ def test_explain_writes_and_names_the_origin_of_a_key(tmp_path: Path, capsys: py
     assert f"{theirs}: the launcher decides:" in text
     assert load_config(ours).memory.cpu_offload
     assert explain.main(arguments) == 2
-    assert "expected a new file, found one" in capsys.readouterr().err
+    assert "the file exists; name a new one" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------ golden files

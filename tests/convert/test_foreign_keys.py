@@ -228,7 +228,7 @@ def test_the_override_that_a_refusal_names_lifts_it(
     rest = ["model.pretrained=folder", "train.steps=10", "sharding.strategy=FULL_SHARD"]
     with pytest.raises(ConfigError) as error:
         read_config(theirs, rest)
-    assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Way out: {refusal.fixes}." in plain(
+    assert f"{row.name}: {value} can't be honoured: {refusal.refuse}.\n  Fix: {refusal.fixes}." in plain(
         str(error.value), tmp_path
     )
     assert refusal.fixes.endswith(f", or override {refusal.override}")

@@ -13,7 +13,7 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""As SmolLM2's and Qwen2's: nothing in it tells the assistant's text."""
+"""A template like SmolLM2's and Qwen2's: nothing in it marks the assistant's text."""
 
 GENERATION = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -21,7 +21,7 @@ GENERATION = (
     "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The same text, told by `{% generation %}`."""
+"""The same text, marked by `{% generation %}`."""
 
 DATED = (
     "{% if not date_string is defined %}{% if strftime_now is defined %}"
@@ -29,7 +29,7 @@ DATED = (
     "{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}"
     "{{ '<|im_start|>system\nToday: ' + date_string + '<|im_end|>\n' }}"
 ) + CHATML
-"""The day it is, as Llama 3.1's and 3.2's."""
+"""A template with today's date, like Llama 3.1's and 3.2's."""
 
 _MARKED = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
@@ -48,11 +48,11 @@ _MARKED = (
 )
 
 TOOLS = _MARKED.replace("BEGIN", "").replace("END", "")
-"""As Qwen's: functions in the system's turn, calls in the assistant's, one turn for answers that follow each other; and
-thinking that can be switched off."""
+"""A template like Qwen's: functions in the system's turn, calls in the assistant's, one turn for consecutive answers;
+thinking can be switched off."""
 
 TOLD_TOOLS = _MARKED.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
-"""The same text, told by `{% generation %}`."""
+"""The same text, marked by `{% generation %}`."""
 
 _TOOLS = "{% if tools %}{{ HEAD }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ TAIL }}{% endif %}"
 

@@ -127,7 +127,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
 def test_a_damaged_entry_is_refused_with_the_way_out(tmp_path: Path) -> None:
     tokenized(tmp_path, recipe(Texts("abc")))
     os.truncate(tmp_path / "k" / "tokens.bin", 2)
-    with pytest.raises(DataError, match=r"the entry of an earlier run, found it damaged: .*4 bytes, found 2\n"):
+    with pytest.raises(DataError, match=r"written by an earlier run, is damaged: .*4 bytes, found 2\n"):
         tokenized(tmp_path, recipe(Texts("abc")))
     facts = tmp_path / "k" / "facts.json"
     flipped = facts.read_bytes().replace(b'"skipped": 0', b'"skipped": 1')
@@ -137,7 +137,7 @@ def test_a_damaged_entry_is_refused_with_the_way_out(tmp_path: Path) -> None:
         facts.unlink,
     ):
         damage()
-        with pytest.raises(DataError, match="found it damaged"):
+        with pytest.raises(DataError, match="written by an earlier run, is damaged"):
             tokenized(tmp_path, recipe(Texts("abc")))
 
 
@@ -146,7 +146,7 @@ def test_a_pipe_in_the_cache_is_never_waited_for(tmp_path: Path) -> None:
     tokenized(tmp_path, recipe(Texts("abc")))
     (tmp_path / "k" / "facts.json").unlink()
     os.mkfifo(tmp_path / "k" / "facts.json")
-    with pytest.raises(DataError, match=r"facts\.json: can't be read: expected a file, found a pipe"):
+    with pytest.raises(DataError, match=r"facts\.json: can't be read: expected a regular file, found a pipe"):
         tokenized(tmp_path, recipe(Texts("abc")))
 
 
@@ -166,7 +166,7 @@ def test_a_flipped_bit_is_found_when_it_is_first_read(tmp_path: Path, name: str,
     flip_a_bit(tmp_path / "k" / name, at)
 
     def damage() -> Any:
-        return pytest.raises(DataError, match=rf"{name}: its bytes from .* changed .*\n  Delete .*/k; the next start")
+        return pytest.raises(DataError, match=rf"{name}: bytes from .* changed .*\n  Delete .*/k; the next run")
 
     if name != "tokens.bin":
         with damage():
@@ -277,7 +277,7 @@ def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(tmp_path: Path) -
         text=True,
         check=False,
     )
-    assert ": can't be written: File too large.\n  Remove the cause and start again" in ended.stderr
+    assert ": can't be written: File too large.\n  Fix the cause and start again" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["k.lock"]
 
 

@@ -139,7 +139,7 @@ def test_broken_lines_stop_or_are_counted(lines: Path, caplog: pytest.LogCapture
 def test_a_wrong_column_is_named_even_where_broken_lines_are_skipped(lines: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"found 200 that can't in .*, and data\.on_error=skip leaves them out; the first:\n"
+        match=r"none of the 200 documents in .* can be read, and data\.on_error=skip leaves them out; the first:\n"
         r"  .*jsonl:1: expected a column body",
     ):
         build_data(data(lines, on_error="skip", columns={"text": "body"}))
@@ -213,7 +213,7 @@ def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
     for _ in range(2):  # the second from the cache
         caplog.clear()
         build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))
-        left_out = f"data: {path}: columns and keys that nothing reads are left out (in how many rows): "
+        left_out = f"data: {path}: ignoring columns and keys that nothing reads (with their number of rows): "
         assert [line.removeprefix(left_out) for line in caplog.messages if line.startswith(left_out)] == [
             "id (2), score (3), messages[].name (3)"
         ]
@@ -229,7 +229,7 @@ def test_a_tokenizer_without_an_end_of_text_is_said(
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "tokenizer.json").write_text(bpe)
     build_data(data(lines, tokenizer=str(tmp_path / "bare")))
-    assert sum("bare names no end of text" in line for line in caplog.messages) == 1
+    assert sum("bare has no end of text" in line for line in caplog.messages) == 1
 
 
 # -------------------------------------------------------------------------------------------------------- held out
@@ -337,11 +337,11 @@ def test_files_that_are_held_out_are_not_trained_on(tmp_path: Path, caplog: pyte
     assert beside.fingerprint == alone.fingerprint
     assert corpus.rows.fingerprint() != corpus.eval_rows.fingerprint()
     assert (
-        sum(f"not trained on, though data.path names it too: {held_out} and 1 more" in line for line in caplog.messages)
+        sum(f"not trained on, although data.path names it: {held_out} and 1 more" in line for line in caplog.messages)
         == 1
     )
     for held in (tmp_path / "a.jsonl", tmp_path / "*.jsonl"):
-        with pytest.raises(DataError, match=r"data\.eval_split: expected files beside those to train on, found all of"):
+        with pytest.raises(DataError, match=r"data\.eval_split: .* holds out all files of .* none is left to train on"):
             build_data(data(tmp_path / "a.jsonl", eval_split=str(held)))
 
 
@@ -370,14 +370,14 @@ def test_splits_that_have_rows_in_common_are_refused(
         assert numbers(corpus.eval_rows) == expected
         assert not {*numbers(corpus.rows)} & {*expected}
         return
-    with pytest.raises(DataError, match=r"data\.eval_split: expected a split .*, found (?s:.)*train\[5%:\]"):
+    with pytest.raises(DataError, match=r"data\.eval_split: .* has rows in common with (?s:.)*train\[5%:\]"):
         build_data(keys)
 
 
 @pytest.mark.parametrize("eval_split", ["none.jsonl", "5 %", "0.05"])
 def test_what_is_to_be_held_out_and_is_not_there_is_named_by_its_key(tmp_path: Path, eval_split: str) -> None:
-    path, problem = write(tmp_path / "a.jsonl", ["0001"]), rf"nothing: {eval_split}\n  The path is .* is written 5%\."
-    with pytest.raises(DataError, match=rf"data\.eval_split: expected a file or a glob .*, found {problem}"):
+    path, problem = write(tmp_path / "a.jsonl", ["0001"]), rf"{eval_split}\n  The path is .* is written 5%\."
+    with pytest.raises(DataError, match=rf"data\.eval_split: no such file or match: {problem}"):
         build_data(data(path, eval_split=eval_split))
     datasets.Dataset.from_dict({"text": ["0001"] * 20}).save_to_disk(tmp_path / "saved")
     keys = data(tmp_path / "saved", source="huggingface", eval_split=eval_split)
@@ -402,13 +402,13 @@ COMPLETIONS = {"format": "prompt_completion", "columns": {"prompt": "text", "com
             [70, 99],
             {"packing": "none", "eval_split": "1%"},
             r"data\.eval_split: expected at least one document, found none in .*a\.jsonl in the share that is held out "
-            r"\(data\.eval_split=1%\)\.\n  Give more of them, or hold more out\.",
+            r"\(data\.eval_split=1%\)\.\n  Add documents, or hold more out\.",
         ),
         (
             [70, 99],
             {"eval_split": "99.9%"},
-            r"data: expected at least one document, found none in .*a\.jsonl beside the share that is held out "
-            r"\(data\.eval_split=99\.9%\)\.\n  Give more of them, or hold less out\.",
+            r"data: expected at least one document, found none in .*a\.jsonl outside the share that is held out "
+            r"\(data\.eval_split=99\.9%\)\.\n  Add documents, or hold less out\.",
         ),
         (
             [4] * 40,

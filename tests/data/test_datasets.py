@@ -155,7 +155,7 @@ def test_noise_in_a_stream_depends_on_the_item_alone(corpus: Callable[..., Corpu
     assert corpus("noisy").rows.fingerprint() == corpus("noisy").rows.fingerprint()
 
 
-@pytest.mark.parametrize(("name", "way"), [("stream", "read again"), ("seeks", "skipped")])
+@pytest.mark.parametrize(("name", "way"), [("stream", "read and dropped"), ("seeks", "skipped")])
 def test_a_stream_resumes_where_it_was(
     corpus: Callable[..., Corpus], caplog: pytest.LogCaptureFixture, name: str, way: str
 ) -> None:
@@ -182,21 +182,21 @@ def test_rows_are_held_out_by_share_or_split(corpus: Callable[..., Corpus]) -> N
 @pytest.mark.parametrize(
     ("name", "keys", "words"),
     [
-        ("empty", {}, "expected at least one row in split 'train', found none"),
-        ("empty_stream", {}, "found a stream without any"),
+        ("empty", {}, "split 'train' has no rows"),
+        ("empty_stream", {}, "the stream has no items"),
         ("tuples", {}, "expected items that are dicts of tensors, found a batch of type list"),
-        ("uneven", {}, "the rows don't make a batch: RuntimeError: stack expects each tensor to be equal size"),
+        ("uneven", {}, "can't be collated into a batch: RuntimeError: stack expects each tensor to be equal size"),
         ("words", {"buckets": {"input_ids": [12]}}, "(data.buckets pads them), or return a collate function"),
         ("words", {"buckets": {"input_ids": [3]}}, "row 1: expected at most input_ids 3, attention_mask 3"),
-        ("words", {"buckets": {"input_ids": [9], "y": [2]}}, "row 0: expected the key y of data.buckets, found"),
+        ("words", {"buckets": {"input_ids": [9], "y": [2]}}, "row 0: no key y, which data.buckets pads; the row has"),
         ("words", {"buckets": {"noise": [9]}}, "row 0: noise: expected a tensor with a dimension"),
         ("tuples", {"buckets": {"x": [9]}}, "row 0: expected a dict of tensors, found tuple"),
-        ("seeks", {"buckets": {"y": [9]}}, "item 0: expected the key y of data.buckets, found x"),
-        ("stream", {"workers": 2}, "expected at most 1 for a stream, found 2: each process"),
+        ("seeks", {"buckets": {"y": [9]}}, "item 0: no key y, which data.buckets pads; the row has x"),
+        ("stream", {"workers": 2}, "expected at most 1 for a stream, found 2: each worker"),
         ("broken", {}, "row 1000 can't be read: OSError: a broken file"),
         ("nothing", {}, "to return a Dataset, or a Dataset and a collate function, found int"),
-        ("stream", {"eval_split": "5%"}, "a stream has no share"),
-        ("stream", {"eval_split": "test"}, "expected a dataset with a length, found a stream"),
+        ("stream", {"eval_split": "5%"}, "no share of a stream"),
+        ("stream", {"eval_split": "test"}, "expected a dataset with __len__, found a stream"),
         ("numbers", {"split": "other"}, "KeyError: 'other'"),
     ],
 )
@@ -212,14 +212,14 @@ def test_refused(corpus: Callable[..., Corpus], name: str, keys: dict[str, Any],
 
 @pytest.mark.parametrize("name", ["buckets", "workers"])
 def test_keys_of_datasets_are_refused_with_text(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} goes with data\.factory"):
+    with pytest.raises(ValueError, match=rf"{name} needs data\.factory"):
         Data.model_validate({name: {"buckets": {"x": [4]}, "workers": 1}[name]})
 
 
 @pytest.mark.parametrize(
     ("buckets", "words"),
     [
-        ({"x": [4, 8], "y": [4]}, "expected as many sizes for each key, 1 to 16, found 2 for x, 1 for y"),
+        ({"x": [4, 8], "y": [4]}, "expected the same number of sizes for each key, 1 to 16, found 2 for x, 1 for y"),
         ({"x": list(range(1, 18))}, "1 to 16, found 17 for x"),
         ({"x": []}, "1 to 16, found 0 for x"),
         ({"x": [4, 8], "y": [9, 8]}, r"found \[8, 8\] after \[4, 9\] for x, y"),
@@ -345,7 +345,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_sentence(corpus: Callable[..., C
             pytest.raises(TrainingError) as error,
         ):
             next(batches)
-        assert "a process that reads data.factory ended by itself" in str(error.value)
+        assert "a worker that reads data.factory died" in str(error.value)
         assert "by SIGKILL" in str(error.value)
         assert error.value.exit_code == 1
     with open_steps(*opened(corpus, "words", workers=2, buckets=SIZES)) as batches:
@@ -370,5 +370,5 @@ def test_workers_read_on_when_the_run_is_asked_to_stop(corpus: Callable[..., Cor
 
 
 def test_keys_of_text_are_refused_beside_it() -> None:
-    with pytest.raises(ValueError, match=r"seq_len goes with text; data\.factory makes the rows by itself"):
+    with pytest.raises(ValueError, match=r"seq_len applies to text only; data\.factory makes its own rows"):
         Data(factory="a:b", seq_len=64)

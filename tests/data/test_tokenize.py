@@ -87,9 +87,9 @@ def test_a_bare_tokenizer_json_names_no_end_and_nothing_is_put_around_a_text(tmp
 
 
 def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer: expected bytes, a folder .* no such folder: byte\n"):
+    with pytest.raises(DataError, match=r"data\.tokenizer: no such folder: byte\n  Name bytes, a folder "):
         load_tokenizer("byte")
-    with pytest.raises(DataError, match=r"expected tokenizer_config\.json or tokenizer\.json in .*, found neither"):
+    with pytest.raises(DataError, match=r"data\.tokenizer: .* has neither tokenizer_config\.json nor tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers can't open it: "):
@@ -159,9 +159,9 @@ def test_another_models_tokenizer_is_refused_unless_allowed(tmp_path: Path, capl
         write_tokenizer(tmp_path / "larger", ["<eos>", "a", "b", "d", "e"]): ("3, 'c' to the model and 'd' in ", 1),
     }
     for tokenizer, (expected, count) in others.items():
-        with pytest.raises(ConfigError, match=r"^data\.tokenizer: expected tokens by the ids(.|\n)*") as error:
+        with pytest.raises(ConfigError, match=r"^data\.tokenizer: the same ids are other tokens(.|\n)*") as error:
             require_own_ids(Model(pretrained=own, allow=("lm_head",)), tokenizer)
-        for part in (expected, f"of {count}\n", "data.tokenizer=auto", "model.allow='[lm_head, data.tokenizer]'"):
+        for part in (expected, f"differ: {count};", "data.tokenizer=auto", "model.allow='[lm_head, data.tokenizer]'"):
             assert part in str(error.value)
         require_own_ids(Model(pretrained=own, allow=("lm_head", "data.tokenizer")), tokenizer)
     for tokenizer in (
@@ -220,14 +220,14 @@ def join_what_was_left_behind() -> None:
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses it: maximum recursion depth exceeded"),
         (
             "{% for a in range(10000000 - 1) %}{% endfor %}",
-            "huge numbers and products of variables, found \\( 10000000 -",
+            r"uses \( 10000000 -; powers, huge numbers and products of variables are refused",
         ),
-        ("{{ 10 ** 10 ** 10 }}", r"products of variables, found 10 \*\* 10"),
-        ("{% set n = namespace(x=7) %}{{ n.x * n.x }}", r"products of variables, found x \* n"),
-        ("{{ 2 * 3|default(messages, true)|length }}", r"products of variables, found 2 \* 3"),
+        ("{{ 10 ** 10 ** 10 }}", r"the chat template uses 10 \*\* 10; powers"),
+        ("{% set n = namespace(x=7) %}{{ n.x * n.x }}", r"the chat template uses x \* n; powers"),
+        ("{{ 2 * 3|default(messages, true)|length }}", r"the chat template uses 2 \* 3; powers"),
         ("{{ 'a' * 999999 * 99999 }}", "refuses it: MemoryError"),
         ("{{ messages[0].content.ljust(99999 * 999999) }}", "refuses it: MemoryError"),
-        (_LOOP, r"rows\.jsonl:1 to .*rows\.jsonl:1: the tokenizer or its chat template took more than 0 s\.\n  Look"),
+        (_LOOP, r"rows\.jsonl:1 to .*rows\.jsonl:1: the tokenizer or its chat template took more than 0 s\.\n  Check"),
     ],
 )
 def test_a_hostile_template_ends_in_a_sentence(

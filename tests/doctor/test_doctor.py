@@ -241,7 +241,7 @@ def raises(error: Exception) -> Callable[[], Finding]:
         (tpu([], **WORKERS), "warning", "no chip"),
         (tpu(CHIPS, **WORKERS, TPU_LIBRARY_PATH="/lib/libtpu.so"), "ok", "2 chip(s), torch_xla, libtpu"),
         (tpu(CHIPS, **{**WORKERS, "TPU_WORKER_ID": "2"}), "failed", "TPU_WORKER_HOSTNAMES names 2 worker(s)"),
-        (tpu(CHIPS, TPU_WORKER_ID="first"), "failed", "is no number"),
+        (tpu(CHIPS, TPU_WORKER_ID="first"), "failed", "is not a number"),
         (lambda: checks.check_python((3, 10, 12)), "failed", "3.10.12"),
         (lambda: checks.check_python(sys.version_info[:3]), "ok", ""),
         (lambda: checks.check_locked_memory([]), "ok", ""),
@@ -259,7 +259,7 @@ def test_findings(check: Callable[[], Finding], state: str, text: str) -> None:
 
 def test_a_chip_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "installed", lambda _: None)
-    assert tpu(CHIPS)() == ("failed", "2 chip(s), and no engine", "pip install '.[tpu]'")
+    assert tpu(CHIPS)() == ("failed", "2 chip(s), but no engine", "pip install '.[tpu]'")
 
 
 def test_device_files_of_chips(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_locked_memory() -> None:
             print(*check_locked_memory(needed_by)[:2])
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["warning 0 MiB (ulimit -l), beside mlx5_0", "ok 0 MiB (ulimit -l)"]
+    assert done.stdout.splitlines() == ["warning 0 MiB (ulimit -l), too low for mlx5_0", "ok 0 MiB (ulimit -l)"]
 
 
 def native(limit_s: float, **environ: str) -> Child:

@@ -57,7 +57,7 @@ _harm: list[str] = []
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an input ended: `message` of its refusal, None where a value was accepted."""
+    """The result of an input: the `message` of its refusal, None if it was accepted."""
 
     message: str | None
     seconds: float  # of this thread's processor time: an earlier test's threads may still be at work

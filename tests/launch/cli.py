@@ -57,7 +57,7 @@ SMALL_LLAMA = [
     *("data.source=python_docs", "data.path=null", "data.tokenizer=bytes", "data.seq_len=32"),
     *("train.global_batch=4", "train.micro_batch=1"),
 ]
-"""What makes each of configs/ that has an architecture small."""
+"""Overrides that shrink each config of configs/ that has an architecture."""
 
 SAVES = ["checkpoint.every=1", "checkpoint.async_save=true", "checkpoint.keep=2", "train.log_every=1"]
 """A run that saves after each step: most moments lie in a save."""
@@ -166,7 +166,7 @@ def committed(run: Path) -> list[int]:
 
 
 def committed_in(folder: Path) -> list[int]:
-    """The same of a folder of checkpoints."""
+    """The steps that have a checkpoint in this folder."""
     return sorted(step_of(path) or 0 for path in committed_steps(folder))
 
 

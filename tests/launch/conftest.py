@@ -1,4 +1,4 @@
-"""For the tests of whole runs."""
+"""Fixtures for tests of whole runs."""
 
 from pathlib import Path
 

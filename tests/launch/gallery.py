@@ -45,7 +45,7 @@ SMALL: dict[str, list[str]] = {
     ],
     "t5_large": ["model.pretrained=t5", *FEW_ROWS, "train.eval_every=2", "train.eval_batches=2"],
 }
-"""What makes each config small; all else stays as it is."""
+"""Overrides that shrink each config; all else is unchanged."""
 
 
 class Stated(NamedTuple):
@@ -67,7 +67,7 @@ class Stated(NamedTuple):
 
 
 def stated_plans(config: Path) -> dict[str, Stated]:
-    """By their lines, those of a config's head comment; fails for a line about a plan that has another form."""
+    """Parse the plans in a config's head comment, by line; fails for a plan line of another form."""
     plans: dict[str, Stated] = {}
     for line in config.read_text(encoding="utf-8").splitlines():
         if line.startswith("# plan "):
@@ -90,11 +90,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_layers": 24, "num_decoder_layers": 24, "decoder_start_token_id": 0, "pad_token_id": 0},
     },
 }
-"""The shapes of the models that configs load from the hub: a plan depends on nothing else of them."""
+"""The shapes of the models that configs load from the hub: a plan depends on nothing else."""
 
 
 def plan_again(config: Path, stated: Stated) -> Plan:
-    """The same target and overrides; a model of the hub by its shapes."""
+    """Plan the same target and overrides again; a hub model is planned by its shapes."""
     overrides = list(stated.overrides)
     if architecture := PUBLISHED.get(str(load_config(config).model.pretrained)):
         overrides += ["model.pretrained=null", f"model.architecture={json.dumps(architecture)}"]
@@ -111,7 +111,7 @@ def as_stated(plan: Plan, overrides: tuple[str, ...]) -> Stated:
 
 
 def cell_of(stated: Stated) -> str:
-    """As docs/gallery.md has it."""
+    """Format the cell of docs/gallery.md."""
     return f"`{stated.on}`: {stated.gib:.1f} of {stated.limit_gib:.1f} GiB"
 
 

@@ -68,11 +68,11 @@ class Host:
         subprocess.run([*self.inside(), "sh", "-c", setting], check=True)
 
     def set_link(self, state: str) -> None:
-        """`up` or `down`."""
+        """Set the link `up` or `down`."""
         _ip("link", "set", self.wire, state)
 
     def processes(self) -> list[psutil.Process]:
-        """All that run there."""
+        """List all processes on the host."""
         return [psutil.Process(int(pid)) for pid in _ip("netns", "pids", self.network).split()]
 
     def worker(self) -> psutil.Process:

@@ -1,4 +1,4 @@
-"""For test_accelerate_launch.py: one file of accelerate's, trained from by accelerate itself (`theirs`) and by us.
+"""Script of test_accelerate_launch.py: train from one accelerate config, by accelerate (`theirs`) and by us.
 
 Run by `accelerate launch --config_file FILE same_file.py theirs|ours REPORT ARGUMENTS`. What each of them asks of FSDP2
 is recorded as it is called: which modules are one unit, in which dtypes.

@@ -133,7 +133,7 @@ def test_a_config_json_that_has_changed(folder: Path, capsys: pytest.CaptureFixt
     assert launch(*DONE, f"model.architecture={file}") == 0
     file.write_text(json.dumps(values | {"rope_theta": 5.0}))
     message = refused(capsys, [*DONE, f"model.architecture={folder}"])
-    assert "found another:" in message
+    assert "the config differs from that of the run that saved it:" in message
     assert "checkpoint.allow='[model.architecture]'" in message
 
 
@@ -156,7 +156,7 @@ def test_auto_goes_back_past_a_damaged_checkpoint_and_says_so(
     flip_last_byte(folder / "done/checkpoints/step-00000006/model/shard-00000-00.safetensors")
     assert launch(*DONE) == 0
     message = capsys.readouterr().err
-    assert "passed over a damaged checkpoint: checkpoint step-00000006" in message
+    assert "skipped a damaged checkpoint: checkpoint step-00000006" in message
     assert "resuming from the older step-00000004" in message
     assert losses(folder / "done") == pytest.approx(losses(finished), rel=1e-5)
     assert (folder / "done/checkpoints/step-00000006.damaged-1").is_dir()
@@ -213,28 +213,28 @@ REFUSED = [
     ("launch", ["--device=gpu", *QUICKSTART[1:]], "--device=gpu: expected one of auto, cpu, cuda, tpu"),
     ("launch", [*QUICKSTART, "--backend=fsdp"], "--backend=fsdp: expected one of auto, native"),
     ("launch", [*QUICKSTART, "--num_devices=two"], "--num_devices: expected auto or a number"),
-    ("launch", ["--device=tpu", *QUICKSTART[1:]], "--device=tpu: expected TPU chips"),
-    ("launch", ["--config={tmp}/none.yaml"], "none.yaml: expected a YAML config file"),
+    ("launch", ["--device=tpu", *QUICKSTART[1:]], "--device=tpu: no TPU chips found"),
+    ("launch", ["--config={tmp}/none.yaml"], "none.yaml: no such file; name a YAML config file"),
     ("launch", [*QUICKSTART, "optim.lrr=3"], "optim.lrr: unknown key"),
     ("launch", [*QUICKSTART, "train.micro_batch=7"], "train.global_batch: expected a multiple"),
     ("launch", [*QUICKSTART, "--num_devices=5"], "train.global_batch: expected a multiple"),
     ("launch", [*QUICKSTART, "--backend=xla", "memory.cpu_offload=true"], "memory.cpu_offload=true"),
-    ("launch", [*QUICKSTART, "--num_devices=2", "run.dir={tmp}/file"], "run.dir: expected a folder"),
-    ("launch", [*QUICKSTART, "data.source=text", "data.path={tmp}/*.txt"], "data.path: expected a file"),
-    ("launch", [*QUICKSTART, "data.tokenizer={tmp}/none"], "data.tokenizer: expected bytes, a folder"),
+    ("launch", [*QUICKSTART, "--num_devices=2", "run.dir={tmp}/file"], "run.dir: expected a writable or new folder"),
+    ("launch", [*QUICKSTART, "data.source=text", "data.path={tmp}/*.txt"], "data.path: no such file or match: "),
+    ("launch", [*QUICKSTART, "data.tokenizer={tmp}/none"], "data.tokenizer: no such folder: "),
     (
         "launch",
         [*QUICKSTART, "model.architecture=null", "model.pretrained={tmp}/none"],
         "model.pretrained: expected a local folder or a hub id",
     ),
-    ("launch", [*QUICKSTART, "checkpoint.resume={tmp}/none"], "checkpoint.resume: expected auto, none, or"),
+    ("launch", [*QUICKSTART, "checkpoint.resume={tmp}/none"], "checkpoint.resume: no such folder: "),
     ("explain", ["--device=gpu", *QUICKSTART[1:]], "--device=gpu: expected one of"),
     ("plan", [*QUICKSTART[1:], "--on=h101:8"], "nearest: h100"),
     ("checkpoint", ["shwo", "{tmp}"], "invalid choice: 'shwo'"),
-    ("checkpoint", ["verify", "{tmp}/none"], "expected a checkpoint"),
-    ("checkpoint", ["export", "{tmp}/none", "{tmp}/out"], "expected a checkpoint"),
-    ("checkpoint", ["diff", "{tmp}/none", "{tmp}/none"], "expected a checkpoint"),
-    ("checkpoint", ["import", "{tmp}/none", "{tmp}/out"], "expected a file or a folder, found none"),
+    ("checkpoint", ["verify", "{tmp}/none"], "/none: no checkpoint"),
+    ("checkpoint", ["export", "{tmp}/none", "{tmp}/out"], "/none: no checkpoint"),
+    ("checkpoint", ["diff", "{tmp}/none", "{tmp}/none"], "/none: no checkpoint"),
+    ("checkpoint", ["import", "{tmp}/none", "{tmp}/out"], "/none: no such file or folder"),
     ("sample", ["{tmp}/none"], "checkpoint.export=true"),
 ]
 

@@ -85,7 +85,7 @@ def test_the_best_is_saved_kept_and_exported(folder: Path, capsys: pytest.Captur
     assert launch(*FLAGS, "run.dir=new", "train.eval_every=null", "checkpoint.export=true") == 0
     message = capsys.readouterr().err
     assert "exported new/checkpoints/step-00000006 to new/export\n" in message
-    assert "data.eval_split: 12 rows are held out and not used: set train.eval_every" in message
+    assert "data.eval_split: 12 rows are held out but not used; set train.eval_every" in message
 
 
 def test_a_run_ends_when_nothing_improves_and_stays_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

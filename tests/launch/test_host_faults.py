@@ -233,7 +233,7 @@ def test_a_folder_that_each_host_has_to_itself_is_refused(tmp_path: Path) -> Non
         words = [*arguments(tmp_path), f"run.dir={own / 'run'}"]
         for process in [running.enter_context(host.start(hosts, words, tmp_path, own)) for host in hosts]:
             assert process.wait() != 0
-            assert "expected a folder that all processes share, found that process\n  1 doesn't see" in process.err
+            assert "process 1 can't see\n  a file that process 0 created there" in process.err
         assert [list(host.content_of(own).iterdir()) for host in hosts] == [[], []]
 
 

@@ -144,7 +144,7 @@ def test_the_same_command_again_finds_nothing_to_do(
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     monkeypatch.chdir(finished.parent)
     assert launch("--device=cpu", "--config=tiny.yaml") == 0
-    assert "step 6 of 6 is saved already: nothing left to train" in capsys.readouterr().err
+    assert "step 6 of 6 is already saved: nothing left to train" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     config = finished / "config.yaml"
@@ -254,7 +254,7 @@ def test_a_stop_before_anything_is_saved_is_not_called_one(folder: Path) -> None
         code = process.wait()
         assert psutil.wait_procs(workers, timeout=5)[1] == []  # none outlives the process that was told to end
     assert code == 1, process.err
-    assert "killed before it had ended" in process.err
+    assert "killed before the save finished" in process.err
     assert not (folder / "run" / "STOPPED").exists()
 
 

@@ -113,13 +113,13 @@ def test_make_config_takes_classes_functions_and_values() -> None:
         ({"optimizer": {"lr": 1e-3}}, "optimizer"),
         (
             {"model": {"factory": lambda: nn.Linear(1, 1)}},
-            "or a class or function at the top of a module, found <function",
+            "or a class or function at the top level of a module, found <function",
         ),
-        ({"optim": 1e-3}, "optim: expected a dict of keys, found 0.001"),
-        ({"train": None}, "train: expected a dict of keys, found None"),
-        ({"model": {"factory": Module()}}, "model.factory: expected a value of YAML, or a class or function"),
+        ({"optim": 1e-3}, 'optim: expected a dict such as optim={"lr": 1e-3}, found 0.001'),
+        ({"train": None}, 'train: expected a dict such as optim={"lr": 1e-3}, found None'),
+        ({"model": {"factory": Module()}}, "model.factory: expected a YAML value, or a class or function"),
         ({"model": {"factory": functools.partial(Module)}}, "found functools.partial"),
-        ({"precision": {"compute": torch.bfloat16}}, "precision.compute: expected a value of YAML"),
+        ({"precision": {"compute": torch.bfloat16}}, "precision.compute: expected a YAML value"),
         ({"train": {"global_batch": 8}}, "exactly one of train.steps and train.epochs"),
     ],
 )
@@ -147,8 +147,8 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize(
     ("precision", "found"),
     [
-        ({"compute": "bfloat16"}, "bfloat16, in which it computes, found float32"),
-        ({"buffers": "bfloat16"}, "float32, "),
+        ({"compute": "bfloat16"}, "its compute dtype bfloat16, found float32"),
+        ({"buffers": "bfloat16"}, "its compute dtype float32, "),
     ],
 )
 def test_statistics_in_another_dtype_are_refused_before_the_first_step(precision: dict[str, Any], found: str) -> None:

@@ -29,7 +29,7 @@ def test_processes_agree_on_the_largest_that_fits_and_a_resumed_run_keeps_it(
     assert "train.micro_batch: 4, the largest that fits by plan" in capfd.readouterr().err
     assert launch(*one) == 0
     error = capfd.readouterr().err
-    assert "train.micro_batch: 4, as this run had it" in error
+    assert "train.micro_batch: 4, as before in this run" in error
     assert "planning" not in error
     require_curve(tmp_path, "--device=cpu", config, rel=1e-5)
 

@@ -85,7 +85,7 @@ def test_a_second_start_in_the_same_folder_is_refused(
             assert launch("--device=cpu", *arguments) == 2
             message = capsys.readouterr().err
             assert "Traceback" not in message
-        assert message.count("run.dir: expected a folder that no other run writes to: run\n") == 1
+        assert message.count("run.dir: another run writes to this folder: run\n") == 1
         assert f"process {owner['pid']} on host {owner['host']}" in message
         assert {path: path.stat().st_ino for path in run.rglob("*")} == before
         assert [row["event"] for row in read_jsonl(run / "events.jsonl")].count("start") == 1

@@ -28,7 +28,7 @@ def test_a_file_asks_for_a_save_now(kind: str, folder: Path, capsys: pytest.Capt
     assert launch(*FLAGS) == 0
     assert committed(folder / "run") == ([2, 6] if kind == "file" else [6])  # asked with step 1, known in step 2
     assert request.exists() == (kind != "file")
-    assert capsys.readouterr().err.count("SAVE: expected a plain file") == (kind != "file")
+    assert capsys.readouterr().err.count("SAVE: not a regular file") == (kind != "file")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -183,7 +183,7 @@ def test_a_run_that_lost_its_checkpoints_is_refused(folder: Path, capsys: pytest
         assert launch("--device=cpu", f"--config={folder / 'tiny.yaml'}", *words[2:], *more) == 2
     message = capsys.readouterr().err
     assert f"the last save that {run / 'events.jsonl'} names is {folder / 'saves/step-00000003'},\n" in message
-    assert "set checkpoint.dir to the one\n  that holds it. To begin anew, without the steps so far: " in message
+    assert "set checkpoint.dir to the one\n  that holds it. To start over, without the steps so far: " in message
     assert content(run) == before
     assert not list((folder / "elsewhere").iterdir())
     os.chdir(folder)
@@ -206,7 +206,7 @@ def test_the_newest_checkpoint_may_be_older_than_the_newest_save(
         assert launch(*FLAGS, "train.stop_at=3") == 0
         shutil.rmtree("run/checkpoints/step-00000003", ignore_errors=True)
         message = capsys.readouterr().err
-        assert message.count("newest checkpoint is that of step 2, though run/events.jsonl names a save of") == 1
+        assert message.count("newest checkpoint is of step 2, but run/events.jsonl names a save of") == 1
         assert message.count("step 4: ") == said
 
 
@@ -216,7 +216,7 @@ def test_a_run_from_an_address_does_not_begin_there_twice(folder: Path, capsys: 
     assert launch(*words, "train.stop_at=1") == 0
     shutil.move("run/checkpoints", "moved")
     assert launch(*words) == 2
-    assert "To begin anew, without the steps so far: another run.dir." in capsys.readouterr().err
+    assert "To start over, without the steps so far: another run.dir." in capsys.readouterr().err
     # What a full disk's message offers: on from a save of its own, to another folder.
     shutil.move("moved", "run/checkpoints")
     assert launch(*FLAGS, "checkpoint.dir=another", "checkpoint.resume=run/checkpoints/step-00000001") == 0

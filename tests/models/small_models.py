@@ -93,7 +93,7 @@ persistent buffer; sinks and interleaved experts. The other families are proofs.
 
 
 def families(names: Iterable[str] = ARCHITECTURES) -> list[Any]:
-    """For `parametrize`: all of these names, those outside of PER_COMMIT as proofs."""
+    """Make `parametrize` values of these names, those outside PER_COMMIT as proofs."""
     return [name if name in PER_COMMIT else pytest.param(name, marks=pytest.mark.proof) for name in names]
 
 
@@ -169,7 +169,7 @@ def stock_model(architecture: dict[str, Any], attention: str = "eager") -> Any:
 
 
 def logits(model: Any, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Of a model whose forward gives a loss, too."""
+    """Return the logits, also of a model whose forward returns a loss."""
     return cast(torch.Tensor, type(model).forward(model, input_ids=input_ids, use_cache=False, **arguments).logits)
 
 
@@ -178,7 +178,7 @@ def token_ids(rows: int = 2) -> torch.Tensor:
 
 
 class Operators(TorchDispatchMode):
-    """All operators that run: names, shapes of the arguments, shape of the result."""
+    """Record all operators that run: names, shapes of the arguments, shape of the result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -160,7 +160,7 @@ def test_experts_of_a_dense_model_are_refused(experts: str) -> None:
 def test_rows_that_the_grouped_product_cannot_take_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"experts=grouped_mm: .*16 bytes, .* model\.layers\.0\.mlp\.experts\..*\["):
         build_with("qwen3_moe", "grouped_mm", moe_intermediate_size=18)
-    with pytest.raises(ConfigError, match=r"in numbers of 2 bytes"):
+    with pytest.raises(ConfigError, match=r"with 2 bytes per value"):
         build_with("qwen3_moe", "grouped_mm", {"compute": "bfloat16"})  # 20 numbers: 40 bytes
 
 

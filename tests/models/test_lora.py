@@ -125,8 +125,8 @@ def test_targets_are_patterns_or_ends_of_names(targets: tuple[str, ...], expecte
 @pytest.mark.parametrize(
     ("name", "targets", "expected"),
     [
-        ("llama", ("q_porj",), "matches nothing.\n  nearest: "),
-        ("llama", ("mlp",), "matches nothing.\n  nearest: model.layers.0.mlp"),
+        ("llama", ("q_porj",), "matches nothing in the model.\n  nearest: "),
+        ("llama", ("mlp",), "matches nothing in the model.\n  nearest: model.layers.0.mlp"),
         ("llama", ("model.norm",), "linear layers, found 'model.norm', which names model.norm and no linear layer."),
         ("llama", ("embed_tokens",), "which names model.embed_tokens and no linear layer.\n  Adapters of embeddings"),
         ("qwen3_moe", ("experts",), "which names model.layers.0.mlp.experts and no linear layer."),

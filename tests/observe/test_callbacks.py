@@ -147,7 +147,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = str(raised.value)
-    assert message.startswith(f"the run can't write its record: [Errno 27] File too large: 'run/{file}'\n")
+    assert message.startswith(f"the run can't write its files: [Errno 27] File too large: 'run/{file}'\n")
     assert "\n  A file in run may not become that large: raise the limit (ulimit -f)." in message
     assert raised.value.exit_code == 1
     assert file not in lines or all(read_jsonl(folder / name) for name in lines), "no torn line in the middle"
@@ -252,7 +252,7 @@ def test_steps_and_evaluations_in_which_nothing_counts_are_said_and_the_run_goes
     assert sum(row.get("is_empty", 0) for row in read_jsonl(Path("run/metrics.jsonl"))) == 6
     printed = Path("run/logs/run.log").read_text()
     assert printed.count("so the step changed nothing") == 1
-    assert printed.count("nothing counts in the validation set") == 2
+    assert printed.count("no label in the validation set counts") == 2
     assert "; nothing counted in 6 of 8 steps" in printed
 
 

@@ -91,7 +91,7 @@ def test_a_stop_request_drops_the_profile_under_way(tmp_path: Path, capsys: pyte
     """To read it may take longer than the seconds that a launcher gives to a stopped run."""
     stop = After(4, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train(config(tmp_path, profile={"steps": [2, 7]}), device="cpu", callbacks=[stop]) == 143
-    assert "the profile of steps 2 to 7 is dropped: the run ends" in capsys.readouterr().err
+    assert "dropped the profile of steps 2 to 7: the run ends" in capsys.readouterr().err
     assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")][-2:] == ["save", "stop"]
     assert (profiles(tmp_path), [*tmp_path.glob("profile/*")]) == ([], [])
 

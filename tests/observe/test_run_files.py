@@ -74,7 +74,7 @@ def test_a_torn_last_line_is_dropped(path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
-        *((line, r"metrics\.jsonl:2: expected one JSON object a line") for line in ('{"step": 2, "l', "[2]", "")),
+        *((line, r"metrics\.jsonl:2: expected one JSON object per line") for line in ('{"step": 2, "l', "[2]", "")),
         ('{"event": "save"}', "row 2: expected an integer `step`, found None"),
     ],
 )
@@ -126,7 +126,7 @@ def test_only_a_plain_file_is_read_and_of_a_huge_one_the_end(path: Path) -> None
     """A pipe would never end, and a file of 1 TiB fills no memory."""
     os.mkfifo(path)
     for reads in (last_save, EventsFile):
-        with pytest.raises(UsageError, match="expected a file, found a pipe or a device"):
+        with pytest.raises(UsageError, match="expected a regular file, found a pipe or a device"):
             reads(path)
     path.unlink()
     with path.open("wb") as file:

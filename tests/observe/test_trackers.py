@@ -153,7 +153,7 @@ def test_a_tracker_in_trouble_is_dropped_and_leaves_the_run_as_it_was(
     acts = {"hangs": hang, "its disk is full": fill_disk}
     expected = f"tracker {name}"
     if trouble == "hangs":
-        later = f"python -m portable_fsdp.report {tmp_path} --track={name} sends what is missing"
+        later = f"python -m portable_fsdp.report {tmp_path} --track={name} sends the missing rows"
         expected = f"tracker {name}: not done after 0 s; {later}"
     if trouble == "fails":
         monkeypatch.setenv("WANDB_MODE", "online")

@@ -97,7 +97,7 @@ def _angle(model: Any, _: Training) -> None:
 
 
 def _decay(_: Any, training: Training) -> None:
-    """Of a norm, which has none by the config."""
+    """Give weight decay to a norm, which has none by the config."""
     weight = dict(training.model.named_parameters())[f"{LAYER}.post_attention_layernorm.weight"]
     groups = cast(Any, training.optimizer).param_groups
     [home] = [group for group in groups if any(p is weight for p in group["params"])]

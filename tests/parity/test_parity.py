@@ -36,7 +36,7 @@ def test_equal_runs_get_a_certificate_and_two_certificates_are_compared(
     records = equal.certificate.records
     other.write_text(equal.certificate.model_copy(update={"records": records[1:]}).model_dump_json())
     assert main(["--compare", str(first), str(other)]) == 0
-    assert "native:2 beside native:1" in capsys.readouterr().out
+    assert "native:2 vs. native:1" in capsys.readouterr().out
     values = json.loads(other.read_text())
     values["records"][0]["losses"][1] *= 1 + 1e-4
     changed.write_text(json.dumps(values))
@@ -114,7 +114,7 @@ def test_what_needs_a_compiler_is_off_while_modules_are_recorded(
 
 
 WRONG = {
-    "--on=native:2,xla": "--on=native:2,xla: expected ENGINE:DEVICES,..., as native:2,xla:4, found 'xla'.",
+    "--on=native:2,xla": "--on=native:2,xla: expected ENGINE:DEVICES,..., as in native:2,xla:4, found 'xla'.",
     "--on=native:0": "found 'native:0'",
     "--on=native:2,": "found ''",
     "--on=jax:2": "--backend=jax: expected one of auto, native, xla, xla_fsdp1.",
@@ -128,8 +128,8 @@ WRONG = {
     "--on=native:1 optim.lrr=1": "nearest: optim.lr",
     "--on=native:1 other.yaml": "expected one CONFIG and --on=PLACES",
     "": "expected one CONFIG and --on=PLACES",
-    "--compare a.json b.json --on=native:1": "nothing to run",
-    "--on=native:1 --out=/proc/none": "--out: expected a folder that can be made",
+    "--compare a.json b.json --on=native:1": "--compare: it runs nothing",
+    "--on=native:1 --out=/proc/none": "--out: /proc/none: the folder can't be created",
 }
 
 
@@ -151,7 +151,7 @@ def test_a_launcher_and_files_that_are_no_certificates_are_refused(
 ) -> None:
     (tmp_path / "a.json").write_text('{"verdict": "equal"}')
     assert main(["--compare", f"{tmp_path}/a.json", f"{tmp_path}/none.json"]) == 2
-    assert "expected two files certificate.json" in capsys.readouterr().err
+    assert "expected two certificate.json files" in capsys.readouterr().err
     for name, value in {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -161,4 +161,4 @@ def test_a_launcher_and_files_that_are_no_certificates_are_refused(
     }.items():
         monkeypatch.setenv(name, value)
     assert main([str(write_config(tmp_path)), "--on=native:1", "--device=cpu"]) == 2
-    assert "expected a plain start, found a launcher" in capsys.readouterr().err
+    assert "a launcher started this process; start parity directly" in capsys.readouterr().err

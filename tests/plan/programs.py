@@ -104,7 +104,7 @@ class Program:
 
     @property
     def words(self) -> str:
-        """For a table: what differs from a plain step."""
+        """The differences from a plain step, for a table."""
         layers = self.layers or SIZES[self.size]["num_hidden_layers"]
         words = [f"{self.size} {layers}x{self.seq_len}", *[self.strategy] * (self.strategy != "FULL_SHARD")]
         words += [f"recomputed={self.checkpointing}"] * (self.checkpointing != "none")
@@ -191,7 +191,7 @@ def _traced(config: str, devices: int, torus: tuple[int, ...]) -> dict[str, Trac
 
 
 def compiled(program: Program, *, generate_code: bool = False) -> Compiled:
-    """What the TPU compiler makes of a step that is one program."""
+    """Compile a step that is one program with the TPU compiler."""
     step = traced(program)["train_step"]
     return compile_for(step, program.slice, slices=program.slices, generate_code=generate_code)
 
@@ -223,7 +223,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def program_of(row: dict[str, Any]) -> Program:
-    """Of a row of RESULTS."""
+    """Return the program of a row of RESULTS."""
     fields: dict[str, Any] = {**row["program"], "modules": tuple(row["program"]["modules"])}
     return Program(**fields)
 

@@ -45,19 +45,19 @@ T5: dict[str, Any] = {
 
 
 def step_of_rows(rows: str, task: str, model: dict[str, Any], micro_batch: int = 32, **settings: Any) -> Config:
-    """As `step` for two devices, with rows of backends/planned_rows.py; `model`: keys of the section."""
+    """Make a `step` for two devices, with rows of backends/planned_rows.py; `model`: keys of the section."""
     config = step(train__task=task, train__micro_batch=micro_batch, train__global_batch=2 * micro_batch, **settings)
     values = {**config.model_dump(), "model": model, "data": {"factory": f"planned_rows:{rows}"}}
     return Config.model_validate(values)
 
 
 def gpus(devices: int, hosts: int = 1) -> Target:
-    """H100s, as many on each host."""
+    """Make a target of H100s, equally many on each host."""
     return replace(parse_target("h100"), devices=devices, hosts=hosts)
 
 
 def plans(configs: list[Config], target: Target) -> list[tuple[DeviceMemory, Work]]:
-    """For a child: a plan of each config."""
+    """Plan each config; runs in a child process."""
     torch.set_num_threads(1)
     made = [plan_memory(config, target) for config in configs]
     return [(plan.memory, plan.work) for plan in made]

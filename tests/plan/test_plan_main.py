@@ -106,7 +106,7 @@ def test_rows_of_a_factory_are_planned_like_its_first(capsys: pytest.CaptureFixt
     assert "pixel_values float32 [3, 64, 64], labels int64 []; each counts as one token." in note
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"seconds": 1.0, "tokens": 17, "mfu": None}) + "\n")
     assert main([flag, "--on=h100:2", f"--compare={tmp_path}"]) == 2
-    assert "expected a run with 16 tokens a step" in capsys.readouterr().err
+    assert "expected a run with 16 tokens per step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_a_factory_without_its_data_is_refused(capsys: pytest.CaptureFixture[str
 def test_what_a_reader_may_take_wrong_is_noted(plan: Planner) -> None:
     """A host of L4s, of whose network nothing is known; GPUs whose shares of the peak are those of others."""
     no_time, note = planned(plan, "--on=l4:16")["notes"]
-    assert no_time.startswith("no expected time: no run is known here that tells what NVIDIA L4 reaches")
+    assert no_time.startswith("no expected time: no published run shows what NVIDIA L4 reaches")
     assert note.startswith("no bandwidth of network is known")
     (note,) = planned(plan, "--on=h200:8")["notes"]
-    assert note.startswith("the expected time is made of shares of the peak that are h100's")
+    assert note.startswith("the expected time uses shares of the peak that are h100's")
 
 
 @pytest.mark.xla
@@ -211,16 +211,16 @@ UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected --config=FILE and --on=WHERE"),
+        ([], "--config=FILE and --on=WHERE are required"),
         (["--on=v6e-7"], "expected a v6e slice that is sold"),
         (["--on=h1000:8"], "nearest"),
         (["--on=h100:3"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "train.micro_batch=3"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "train.mikro_batch=3"], "micro_batch"),
         *((["--on=h100:8", f"--save={name}"], "in a folder that exists") for name in UNWRITABLE),
-        (["--on=h100:8", "--compare=absent"], "found no metrics.jsonl"),
-        (["--on=h100:8", "--compare=absent", "--sweep"], "expected one plan"),
-        (["--on=h100:8", "--largest-batch", "--sweep"], "expected one plan"),
+        (["--on=h100:8", "--compare=absent"], "--compare=absent: no metrics.jsonl"),
+        (["--on=h100:8", "--compare=absent", "--sweep"], "need a single plan"),
+        (["--on=h100:8", "--largest-batch", "--sweep"], "need a single plan"),
         (["--on=h100:3", "--largest-batch"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "--largest-batch", "--memory=-1"], "expected a number of at least 0"),
         (["--on=h100:8", "--over=micro_batch"], "expected a key with values"),

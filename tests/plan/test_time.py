@@ -121,7 +121,7 @@ def test_a_run_is_compared_by_its_median_without_the_first_steps() -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     (row,) = rows_of([1.0])
     wrong = [{"mfu": "x"}, {"tokens": [1]}, *({"seconds": seconds} for seconds in (True, math.nan, 0.0))]
-    others = [([row | change], "found 1 rows of which some are something else") for change in wrong]
+    others = [([row | change], "found 1 rows, some of them invalid") for change in wrong]
     for rows, message in [([], "found 0 rows"), ([row | {"tokens": 64}], "as planned, found 64"), *others]:
         with pytest.raises(UsageError, match=message):
             measured_steps(rows, 131_072)

@@ -118,7 +118,7 @@ def test_a_longer_run_than_memory_holds_is_drawn_by_every_second_row(tmp_path: P
     assert not any("junk" in row for row in record.rows)
     assert record.hours[-1] == pytest.approx(last / 3600, rel=0.001)
     out = markdown([record])
-    assert "the run is long: one of 2 rows was read, and tokens and goodput are left out" in out
+    assert "the run is long: 1 of 2 rows was read, and tokens and goodput are left out" in out
     assert not re.search(r"\| (tokens|goodput) \|", out)
 
 
@@ -198,22 +198,22 @@ def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFi
     (run / "metrics.jsonl").unlink()
     (run / "config.yaml").write_text(": [", encoding="utf-8")
     assert main([str(run), "--markdown"]) == 0
-    assert "under way, or killed" in capsys.readouterr().out
+    assert "running, or killed" in capsys.readouterr().out
     assert main([str(run)]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{folder}/none"], "{folder}/none: expected the folder of a run, with an events.jsonl, found none."),
+        (["{folder}/none"], "{folder}/none: this is no run's folder: it has no events.jsonl."),
         pytest.param(
             ["{folder}/run", "--out={folder}/none/page.html"],
             "--out: {folder}/none/page.html can't be written: ",
             marks=pytest.mark.slow,
         ),
         (["{folder}/run", "--out={folder}/page"], "--out: expected a file that ends in .html, found {folder}/page."),
-        (["{folder}/run", "--markdown", "--out=a.html"], "expected one of --out, --markdown and --track"),
-        (["{folder}/run", "--follow"], "--follow only with --track"),
+        (["{folder}/run", "--markdown", "--out=a.html"], "--out, --markdown and --track exclude each other"),
+        (["{folder}/run", "--follow"], "--follow needs --track"),
         (["{folder}/run", "--makdown"], "unknown flag --makdown; nearest: --markdown"),
         ([], "the following arguments are required: RUN"),
     ],

@@ -34,8 +34,8 @@ def test_a_second_run_is_refused_and_told_whose_the_folder_is(tmp_path: Path) ->
             pass
         assert (tmp_path / LOCK_NAME).read_bytes() == before
     message = str(refused.value)
-    assert f"run.dir: expected a folder that no other run writes to: {tmp_path}\n" in message
-    assert f"found one that process {os.getpid()} on host {socket.gethostname()} writes to since 20" in message
+    assert f"run.dir: another run writes to this folder: {tmp_path}\n" in message
+    assert f"Locked by process {os.getpid()} on host {socket.gethostname()} since 20" in message
     assert "or set run.dir to another folder." in message
 
 
@@ -97,8 +97,9 @@ def test_a_file_system_without_locks_gets_a_warning(
 def test_a_folder_that_can_not_be_made_and_something_else_under_the_locks_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / LOCK_NAME).mkdir()
-    message = r"(?s)run\.dir: expected a folder .*file/run can't: Not a directory"
-    for folder, expected in ((tmp_path / "file/run", message), (tmp_path, rf"{LOCK_NAME} can't: Is a directory")):
+    message = r"(?s)run\.dir: expected a writable or new folder.*can't write to .*file/run: Not a directory"
+    is_folder = rf"can't write to .*{LOCK_NAME}: Is a directory"
+    for folder, expected in ((tmp_path / "file/run", message), (tmp_path, is_folder)):
         with pytest.raises(ConfigError, match=expected), sole_run(folder):
             pass
 

@@ -110,7 +110,7 @@ def test_what_the_hub_refuses_names_the_key_and_the_fixes(tmp_path: Path, hub: H
     ):
         message = ask(tmp_path, hub, name, HF_HUB_OFFLINE=offline, HF_ENDPOINT=url)
         assert message.startswith(
-            f"model.pretrained: {name}: no local folder, and not downloaded from {url}: {expected}"
+            f"model.pretrained: {name}: not a local folder, and not downloaded from {url}: {expected}"
         )
         assert f"access: {url}/{name.partition('@')[0]}." in message
         assert f"the cache: {tmp_path}/cache/hub." in message

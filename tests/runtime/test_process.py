@@ -160,7 +160,7 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, capfd:
         port = other.getsockname()[1]
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
         with pytest.raises(
-            ConfigError, match=rf"MASTER_PORT={port}: can't open the store .*: address already in use\.\n"
+            ConfigError, match=rf"MASTER_PORT={port}: can't open the rendezvous store: .*: address already in use\.\n"
         ):
             open_store(environ, limit, serves=True)
         with pytest.raises(
@@ -198,7 +198,7 @@ def test_an_address_where_nobody_listens(capfd: pytest.CaptureFixture[str], monk
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "1"}
-    with pytest.raises(TrainingError, match=r"there is none yet \(.*Connection refused\)\.\n  Give all"):
+    with pytest.raises(TrainingError, match=r"nothing listens there yet \(.*Connection refused\)\.\n  For all"):
         open_store(environ, timedelta(seconds=1), serves=False)
-    assert "after 0.25 s there is none yet" in capfd.readouterr().err
+    assert "after 0.25 s nothing listens there yet" in capfd.readouterr().err
     join_torchs_threads()

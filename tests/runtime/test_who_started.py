@@ -46,7 +46,7 @@ def without(environ: Environ, *names: str) -> Environ:
         (
             VARIABLES,
             Launch("variables", 5, 1, 8),
-            "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of its environment: 8 process(es)",
+            "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment: 8 process(es)",
         ),
         (SRUN, Launch("srun", 6, 2, 8), "srun: 8 process(es), 4 of them on this host"),
         # srun typed into a shell of Slurm's inherits the job's name: of salloc's shell, of `srun --pty bash`.
@@ -171,13 +171,13 @@ REFUSED: dict[str, Environ] = {
     "RANK=0, but by srun's variables it is 6 (SLURM_PROCID=6, SLURM_NTASKS=8)": {**SRUN, "RANK": "0"},
     "WORLD_SIZE=2, but by srun's variables it is 8": {**SRUN, "WORLD_SIZE": "2"},
     "LOCAL_RANK=0, but by mpirun's variables it is 1 (PMI_RANK=1, PMI_SIZE=2)": {**MPICH, "LOCAL_RANK": "0"},
-    "one task of srun a host where the task is torchrun, found 4 on this host (SLURM_NTASKS=8)": {**SRUN, **TORCHRUN},
+    "one task of srun per host to run torchrun, found 4 on this host (SLURM_NTASKS=8)": {**SRUN, **TORCHRUN},
     "SLURM_NTASKS=4, but torchrun's GROUP_WORLD_SIZE=1": {**ONE_A_NODE, **TORCHRUN, "GROUP_WORLD_SIZE": "1"},
-    "variables that srun sets, found none of SLURM_LOCALID": without(SRUN, "SLURM_LOCALID"),
-    "variables that mpirun sets, found none of PMI_SIZE": without(MPICH, "PMI_SIZE"),
-    "srun doesn't say which host is the first": without(SRUN, "SLURM_JOB_NODELIST"),
+    "srun sets more variables; missing: SLURM_LOCALID": without(SRUN, "SLURM_LOCALID"),
+    "mpirun sets more variables; missing: PMI_SIZE": without(MPICH, "PMI_SIZE"),
+    "srun doesn't name the first host": without(SRUN, "SLURM_JOB_NODELIST"),
     "mpirun -x MASTER_ADDR=HOST": OPEN_MPI,
-    "srun: expected a task among those of its host and of its job, found task 8 of 8": {**SRUN, "SLURM_PROCID": "8"},
+    "srun: the task's index must be below the number of tasks, found task 8 of 8": {**SRUN, "SLURM_PROCID": "8"},
     "and 4 of 4 on this host": {**SRUN, "SLURM_LOCALID": "4"},
     "SLURM_NTASKS: expected an integer, found 'many'": {**SRUN, "SLURM_NTASKS": "many"},
     "MASTER_PORT: expected an integer, found 'http'": {**SRUN, "MASTER_PORT": "http"},
@@ -190,7 +190,7 @@ REFUSED: dict[str, Environ] = {
     },
     "WORLD_SIZE=8, LOCAL_WORLD_SIZE=1.": {**VARIABLES, "LOCAL_WORLD_SIZE": "1"},
     "TPU_WORKER_ID=3, but TPU_WORKER_HOSTNAMES names 3 worker": {**WORKERS, "TPU_WORKER_ID": "3"},
-    "TPU_WORKER_ID=first is no number": {**WORKERS, "TPU_WORKER_ID": "first"},
+    "TPU_WORKER_ID=first is not a number": {**WORKERS, "TPU_WORKER_ID": "first"},
     "two launchers: WORLD_SIZE=8 (by RANK, ": {**VARIABLES, **WORKERS},
 }
 

@@ -95,5 +95,5 @@ class HostGroup(c10d.ProcessGroup):
 
 
 def create(store: Any, rank: int, size: int, timeout: timedelta) -> HostGroup:
-    """As `torch.distributed.Backend.register_backend` takes it."""
+    """Make the group, for `torch.distributed.Backend.register_backend`."""
     return HostGroup(cast(Any, dist).ProcessGroupGloo(store, rank, size, timeout), rank, size)

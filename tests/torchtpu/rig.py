@@ -21,10 +21,10 @@ from typing import Any
 import cpu_plugin
 
 CHIPS = "TEST_TORCHTPU_CHIPS"
-"""How many chips this host seems to have."""
+"""Variable with the number of chips that this host seems to have."""
 
 PORT = "TEST_TORCHTPU_PORT"
-"""Where the hosts of a slice meet, in place of 29500, which another test may have."""
+"""Variable with the port where the hosts of a slice meet, in place of 29500, which another test may use."""
 
 # TorchTPU would have the CPU plugin meet the other processes: while the client opens, it must look alone.
 LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

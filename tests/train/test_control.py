@@ -146,7 +146,7 @@ def test_a_folder_in_its_place_is_ignored_and_said_once(tmp_path: Path, caplog: 
         triggers.committed([step])
     assert (tmp_path / "SAVE").is_dir()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'SAVE'}: expected a plain file, which requests a save; ignoring what is there"
+        f"{tmp_path / 'SAVE'}: not a regular file; ignoring it. To request a save, remove it and touch it"
     ]
 
 

@@ -61,7 +61,7 @@ TOO_MUCH: dict[str, Case] = {
     r"16\.0 GiB on a host with 2 of the 2": ({}, on_hosts([2], 15.9), 2, True),
     r"12\.0 GiB on a host with 3 of the 4": ({}, on_hosts([1, 3], 11.9), 4, True),
     r"64\.0 GiB .*\n.*, 4 times": (NO_SHARD, on_hosts([1], 63.9), 4, True),
-    r"2 times\.\n  Ways out: sharding\.strategy=FULL_SHARD": (HYBRID, on_hosts([2, 2], 15.9), 4, True),
+    r"2 times\.\n  Fixes: sharding\.strategy=FULL_SHARD": (HYBRID, on_hosts([2, 2], 15.9), 4, True),
     r"4\.0 GiB on each of 4 device.* which has 3\.9 GiB": ({}, on_hosts([4], 64, 3.9), 4, False),
     r"4\.0 GiB on each of 4": ({}, [*on_hosts([3], 64, 8), *on_hosts([1], 64, 3.9)], 4, False),  # the smallest GPU
     r"16\.0 GiB on a host with 4 of the 4": (OFFLOAD, on_hosts([4], 15.9, 80), 4, True),
@@ -82,7 +82,7 @@ def test_what_may_fit_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("message", TOO_MUCH)
 def test_what_cannot_fit_is_refused(message: str) -> None:
-    expected = rf"(?s)1,073,741,824 parameters.*{message}.*; precision\.master=bfloat16, half"
+    expected = rf"(?s)1,073,741,824 parameters.*{message}.*; precision\.master=bfloat16, which needs half"
     with pytest.raises(ConfigError, match=expected):
         check(*TOO_MUCH[message])
 
@@ -136,6 +136,6 @@ def test_a_model_of_trillions_is_refused_before_its_first_weight() -> None:
     settings = config(model={"architecture": HUGE})
     with (
         open_backend(settings, device="cpu", backend="native") as backend,
-        pytest.raises(ConfigError, match=r"(?s)2,199,.* parameters need at least .*weights .*Ways out: more devices"),
+        pytest.raises(ConfigError, match=r"(?s)2,199,.* parameters need at least .*weights .*Fixes: more devices"),
     ):
         build_training(settings, backend, VOCABULARY)

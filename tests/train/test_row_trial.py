@@ -159,8 +159,13 @@ def test_numbers_and_labels_of_rows_have_the_loss_of_transformers(
         (3, "single_label_classification", TAGS, r"integer `labels`, found torch\.float32"),
         (3, "regression", FLOATS, r"regression needs a label for each output \(num_labels\): \[4, 3\], found \[4\]"),
         (3, None, FLOATS, r"multi_label_classification needs a label for each output"),
-        (3, None, NUMBERS, r"3 numbers from 0 to 1 a row as labels, .*, found 2 in the first rows \(0\)"),
-        (1, None, FLOATS / 0, r"regression expects 1 finite numbers a row as labels, .*, found inf in the first rows"),
+        (3, None, NUMBERS, r"3 numbers from 0 to 1 per row as labels, .*, found 2 in the first rows \(0\)"),
+        (
+            1,
+            None,
+            FLOATS / 0,
+            r"regression expects 1 finite numbers per row as labels, .*, found inf in the first rows",
+        ),
         (3, None, CLASSES + 1, r"expected labels from 0 to 2"),
     ],
 )
@@ -197,6 +202,6 @@ def test_one_class_is_refused() -> None:
 def test_processes_that_would_choose_other_programs_are_refused(engine: str, devices: int, hosts: int) -> None:
     place = Deployment(engine, "tpu", devices, hosts)
     require_supported(config_of({"x": [8]}), place)
-    with pytest.raises(BackendError, match=r"would choose another program than the rest") as error:
+    with pytest.raises(BackendError, match=r"would choose a different program") as error:
         require_supported(config_of({"x": [4, 8]}), place)
     assert "Set data.buckets={x: [8]}" in str(error.value)

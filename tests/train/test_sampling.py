@@ -81,7 +81,7 @@ def test_a_text_ends_with_an_end_and_a_request_to_stop_ends_all(tmp_path: Path) 
     [
         ({"sample_every": 2}, r"train\.sample_every=2.*without train\.sample_prompts"),
         ({"sample_prompts": ["a"]}, r"train\.sample_prompts.*without sample_every the run never samples"),
-        ({**SAMPLED, "sample_prompts": ["a", ""]}, r"expected text, found '', which has no tokens"),
+        ({**SAMPLED, "sample_prompts": ["a", ""]}, r"the prompt '' has no tokens; give some text"),
         (
             {**SAMPLED, "sample_prompts": ["a" * 21]},
             r"expected at most 20 tokens in each \(data\.seq_len - train\.sample_tokens\), found 21 in 'aaaa",

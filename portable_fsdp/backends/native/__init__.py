@@ -1,5 +1,5 @@
 """Native: FSDP2 (`fully_shard`), one process per device. gloo on CPU, NCCL on CUDA, TorchTPU on TPUs.
 
-Read `engine.py` first (the contract), then `units.py` (in which order things are applied to a model) and `prefetch.py`
-(which unit is gathered when); `torchtpu.py` is what TPUs need around it.
+Read `engine.py` first (the contract), then `units.py` (the order in which techniques are applied to a model) and
+`prefetch.py` (which unit is gathered when); `torchtpu.py` has what TPUs need in addition.
 """

@@ -1,9 +1,9 @@
-"""What enters and leaves an FSDP2 unit, wherever the tensors are: in dataclasses, in lists that a block appends to, in
-attributes that it sets.
+"""The tensors that enter and leave an FSDP2 unit, wherever they are: in dataclasses, in lists that a block appends to,
+in attributes that it sets.
 
-In backward FSDP2 gathers a unit when the gradient of a tensor arrives that left the unit, and reduces and frees it when
-those of all that entered it are there. It knows only of what the forward returns, and looks into lists, tuples and
-dicts alone.
+In backward FSDP2 gathers a unit when the gradient of one of its outputs arrives. It reduces and frees the unit when the
+gradients of all its inputs are there. By itself it knows only the values that the forward takes and returns, and
+searches only lists, tuples and dicts.
 """
 
 import traceback
@@ -21,39 +21,39 @@ from portable_fsdp.runtime.errors import BackendError
 
 _CAUSES = {
     "RegisterPostBackwardFunction": (
-        "changes a tensor in place that it takes, which FSDP2 follows",
+        "changes one of its inputs in place, which FSDP2 tracks",
         "Compute a new tensor there: x = x + y, not x += y",
     ),
     "mixed torch.Tensor and DTensor": (
-        "has weights of a unit and runs outside of the unit's forward, which gathers them",
+        "uses weights of a unit outside the unit's forward, which gathers them",
         "Call the unit itself",
     ),
     "out of bounds for storage of size 0": (
-        "is a unit whose weights backward needs before the gradient of anything arrives that left it",
-        "Return what the loss needs from its forward (gradient checkpointing runs blocks again in backward:\n"
-        "  empty a list that they append to where the model's forward begins, not where it ends)",
+        "is a unit whose weights backward needs before the gradient of any of its outputs arrives",
+        "Return all that the loss needs from its forward (gradient checkpointing reruns blocks in backward:\n"
+        "  clear a list that they append to at the beginning of the model's forward, not at its end)",
     ),
 }
 
 
 @contextmanager
 def explained_errors(models: Iterable[nn.Module]) -> Generator[None]:
-    """Around forward and backward: BackendError, with the module, in place of what torch says of a unit that it can't
-    follow."""
+    """Context of forward and backward: turn torch's error about a unit that FSDP2 can't track into a BackendError that
+    names the module."""
     try:
         yield
     except RuntimeError as error:
-        for words, (problem, way) in _CAUSES.items():
+        for words, (problem, fix) in _CAUSES.items():
             if words in str(error):
                 names = {module: name for model in models for name, module in model.named_modules()}
-                # In backward no module runs: the last unit that backward hasn't reached.
+                # In backward no module runs: name the last unit that backward hasn't reached.
                 places: list[Any] = [*[*names][:1], *(m for m in names if "storage" in words and _is_idle(m))]
                 places += [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
                 place = next(m for m in reversed(places) if isinstance(m, nn.Module) and m in names)
                 kind = type(place).__name__.removeprefix("FSDP" if isinstance(place, FSDPModule) else "")
                 raise BackendError(
                     f"backend native: {names[place] or 'the model'} ({kind}) {problem}.\n"
-                    f"  {way}, or set sharding.wrap=NO_WRAP, or sharding.strategy=NO_SHARD."
+                    f"  {fix}, or set sharding.wrap=NO_WRAP, or sharding.strategy=NO_SHARD."
                 ) from error
         raise
 
@@ -64,21 +64,21 @@ def _is_idle(module: nn.Module) -> bool:
 
 
 class Boundary:
-    """Finds the tensors for FSDP2, of a unit or of a group of modules that are gathered together."""
+    """Finds the input and output tensors, for FSDP2, of a unit or of a group of modules that are gathered together."""
 
     def __init__(self, unit: FSDPModule) -> None:
         self._state = cast(Any, unit)._get_fsdp_state()
         self._group = self._state._fsdp_param_group  # None: no weights
-        self._modules: list[nn.Module] = []  # once all units exist
+        self._modules: list[nn.Module] = []  # set once all units exist
         self._arguments: Any = ()
         self._replaced = Replacement(lambda tensor: tensor)
-        self._outside: set[int] = set()  # tensors that the unit didn't make
+        self._outside: set[int] = set()  # ids of tensors that the unit didn't make
         self._state._register_pre_backward_hook = self._leave
         if self._group is not None:
             self._group._register_post_backward_hook = self._enter
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
-        """The arguments for the unit's forward."""
+        """Return the arguments for the unit's forward."""
         self._arguments = args, kwargs
         if torch.is_grad_enabled() and (entering := grad_tensors((args, kwargs))):
             inside = cast("tuple[Tensor, ...]", cast(Any, RegisterPostBackwardFunction).apply(self._group, *entering))
@@ -89,17 +89,17 @@ class Boundary:
         return self._arguments
 
     def _leave(self, output: Any) -> Any:
-        """FSDP2 calls it after the unit's forward, in place of its own look at `output`."""
+        """Hook the outputs. FSDP2 calls this after the unit's forward, in place of its own search of `output`."""
         self._replaced.write_back()
         if torch.is_grad_enabled():
             self._modules = self._modules or [*self._own_modules()]
-            number = cast(Any, torch.autograd)._get_sequence_nr()  # that of the next node
+            number = cast(Any, torch.autograd)._get_sequence_nr()  # number of the next node
             for tensor in tensors_in((output, self._arguments, tensors_of_modules(self._modules))):
-                # A change in place of a view replaces the view's node in the graph, but not that of its base.
+                # An in-place change of a view replaces the view's node in the graph, but not that of its base.
                 for made in (tensor._base, tensor):
                     if made is not None and made.grad_fn is not None and id(made) not in self._outside:
                         made.register_hook(self._state._pre_backward)
-                        # Backward runs what is ready in the reverse order of these numbers: nothing of the unit before.
+                        # Backward runs ready nodes in descending order of these numbers: this one before the unit's.
                         node = cast(Any, made.grad_fn)
                         if node._sequence_nr() < number - 1:
                             node._set_sequence_nr(number)
@@ -108,7 +108,7 @@ class Boundary:
         return output
 
     def _own_modules(self) -> Iterator[nn.Module]:
-        """The unit's modules that are in no unit inside it."""
+        """Yield the unit's modules that are in no inner unit."""
         waiting = [*self._state._modules]
         while waiting:
             yield (module := waiting.pop())

@@ -1,9 +1,9 @@
 """Native: FSDP2 (`fully_shard`), one process per device. gloo on CPU, NCCL on CUDA, TorchTPU's tpu_dist on TPUs.
 
-`shard_model` reads top to bottom: the units (`units.py`) and what is gathered ahead (`prefetch.py`), or where nothing
-is sharded neither of them (`unsharded.py`), then memory and weights. With `memory.cpu_offload` parameters, gradients
-and optimizer state rest on the host: FSDP2 copies shards to the device to gather them, and reduced gradients back, and
-the optimizer runs on the host.
+`shard_model` reads top to bottom: the units (`units.py`) and prefetching (`prefetch.py`), or neither of them if nothing
+is sharded (`unsharded.py`), then memory and weights. With `memory.cpu_offload` parameters, gradients and optimizer
+state are on the host: FSDP2 copies shards to the device to gather them, and reduced gradients back, and the optimizer
+runs on the host.
 """
 
 import math
@@ -66,11 +66,11 @@ if TYPE_CHECKING:
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # in the words of torch
+MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # torch's names
 
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-COLLECTIVES = {  # in the words of torch -> of the contract
+COLLECTIVES = {  # torch's name -> the contract's
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
@@ -114,15 +114,15 @@ class NativeBackend(contract.Backend):
         self.row_shards = count_row_shards(self.axes)
         self._place = coordinates(self.axes, self.process.index)
         self._mesh = init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
-        self._shard = self._mesh["shard"]  # once: to slice a mesh reads tensors
+        self._shard = self._mesh["shard"]  # sliced once: slicing a mesh reads tensors
         self._counter = _CollectiveCounter()
-        # torch.compile makes no program, or one for each layer, while a dispatch mode is on.
+        # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
         self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
-        self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the models whose gradients they sum
+        self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the ids of the models
         self.offload: ActivationOffload | None = None
         self._update_scales: list[Callable[[], None]] = []  # of weights that are gathered in float8
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
@@ -135,7 +135,7 @@ class NativeBackend(contract.Backend):
             self.loss_scaler = LossScaler(config.precision.loss_scale, config.precision.loss_scale_window, self.device)
 
     def __exit__(self, *raised: Any) -> None:
-        """Raises TrainingError for what the network between processes ended the run with."""
+        """Close. Raises TrainingError, which names the lost process, in place of a network error."""
         _, error, _ = raised
         peers, self._peers = self._peers, None
         try:
@@ -154,7 +154,7 @@ class NativeBackend(contract.Backend):
         self._restore_compiler()
         _forget_layouts()
         if dist.is_initialized():
-            for group in self._mesh.get_all_groups():  # each of gloo's has threads that poll
+            for group in self._mesh.get_all_groups():  # each gloo group has polling threads
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
             if self._owns_group:
@@ -211,7 +211,7 @@ class NativeBackend(contract.Backend):
             return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if on_device else "cpu")
 
         parameters, layouts = dict(self._root.named_parameters()), self._layouts[self._root]
-        # Functions over lists take no DTensor beside plain tensors: scalars get groups of their own.
+        # Foreach functions can't mix DTensors and plain tensors: scalars get their own groups.
         kinds = [
             {**group, "params": names}
             for group in groups
@@ -243,7 +243,7 @@ class NativeBackend(contract.Backend):
 
     @contextmanager
     def _counting_once(self) -> Generator[None]:
-        """Around each program: counts its collectives until the first step is over."""
+        """Context of each program: count its collectives until the first step is over."""
         with nullcontext() if self._first_step_is_over else self._counter:
             yield
 
@@ -252,7 +252,7 @@ class NativeBackend(contract.Backend):
         # Shards are reduced in every micro batch: keeping unsharded gradients until the last one would undo FULL_SHARD.
         # Replicas are reduced once, in the last one.
         if model not in self._models and model is not None and len(self._models) > 1:
-            raise ValueError("accumulate: expected one of the models that this engine laid out, found another")
+            raise ValueError("accumulate: this engine didn't shard that model; pass one that it sharded, or None")
         models = [model] if model in self._models else list(self._models)
         for root in models:
             if isinstance(root, FSDPModule):
@@ -267,7 +267,7 @@ class NativeBackend(contract.Backend):
 
     def _gradient_sums(self, models: list[nn.Module]) -> GradientSums | None:
         """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
-        None: each process has no trainable weight as a whole."""
+        None: no trainable weight is replicated."""
         weights = (p for model in models for p in model.parameters())
         trained = [p for p in weights if p.requires_grad and not isinstance(p, DTensor)]
         if not trained:
@@ -314,7 +314,7 @@ class NativeBackend(contract.Backend):
         _scale([local_part(p.grad) for p in model.parameters() if p.grad is not None], factor)
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        # On local shards, in float32, and reduced on the device: with cpu_offload gradients lie on the host.
+        # On local shards, in float32, and reduced on the device: with cpu_offload gradients are on the host.
         cut_by: dict[tuple[str, ...], list[Tensor]] = {}
         for fqn, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -354,7 +354,7 @@ class NativeBackend(contract.Backend):
         return total
 
     def _group(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
-        """The processes that differ from this one along `axes` alone; None: there is no other."""
+        """The group of processes that differ from this one only along `axes`; None: there is no other process."""
         names = tuple(axis for axis, size in self.axes.items() if size > 1 and axis in axes)
         if not names:
             return None
@@ -371,7 +371,7 @@ class NativeBackend(contract.Backend):
         return fetch_packed(metrics)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
-        buffers = contract.persistent_buffers(model)  # statistics of the rows that a process sees may differ
+        buffers = contract.persistent_buffers(model)  # not compared: statistics of each process's rows may differ
         return {
             key: self._tensor_state(tensor, spec, is_compared=key not in buffers)
             for key, (tensor, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
@@ -415,16 +415,16 @@ class NativeBackend(contract.Backend):
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[contract.Operation]]]:
         from portable_fsdp.backends.native.profile import start_trace
 
-        if self.device.type == "tpu":  # asked for in a run under way; observe.profile is refused
-            raise BackendError("torch.profiler records nothing of what TorchTPU runs on a chip")
+        if self.device.type == "tpu":  # requested during a run; observe.profile is refused
+            raise BackendError("torch.profiler records no operation that TorchTPU runs on a chip")
         return start_trace(folder, COLLECTIVES)
 
     def _region(self, tensor: Tensor, spec: Spec) -> Region:
-        """What this process holds of a tensor."""
+        """The region of a tensor that this process holds."""
         return region(tensor.shape, spec, self.axes, self._place)
 
     def _tensor_state(self, tensor: Tensor, spec: Spec, *, is_compared: bool) -> contract.TensorState:
-        """The first of several equal copies is written."""
+        """Describe this process's part of a tensor. Of equal copies the first is written."""
         part, (copy, copies) = self._region(tensor, spec), replica(spec, self.axes, self._place)
         holds = (is_compared or copy == 0) and not _is_empty(part)
         number = copy if is_compared and copies > 1 else None
@@ -458,7 +458,7 @@ def _init_process_group(device: str, where: torch.device, process: contract.Part
 
 
 def _set_matmul_precision(precision: str) -> str:
-    """Set torch's float32 matmul precision of this process; returns the one before."""
+    """Set torch's float32 matmul precision for this process; return the previous one."""
     with warnings.catch_warnings():
         # torch 2.9 names a newer setting, which inductor of 2.9 can't read; this one holds for every torch since.
         warnings.filterwarnings(
@@ -470,7 +470,7 @@ def _set_matmul_precision(precision: str) -> str:
 
 
 def _set_compiler(config: Config) -> Callable[[], None]:
-    """Settings of torch.compile of this process; returns what puts back the ones before."""
+    """Set torch.compile's options for this process; return the function that restores the previous ones."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
@@ -498,14 +498,14 @@ def _set_compiler(config: Config) -> Callable[[], None]:
 
 
 def _require_writable(folder: Path) -> None:
-    """Made if it isn't there. BackendError names what the file system says; inductor would, in the first step."""
+    """Create `folder` if it doesn't exist. Raises BackendError now; inductor would fail in the first step."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise BackendError(
-            f"compile.cache_dir: expected a folder to write into, found {folder}: {error.strerror}.\n"
+            f"compile.cache_dir: can't write into the folder {folder}: {error.strerror}.\n"
             "  Name another folder, or set compile.cache_dir=null."
         ) from error
 
@@ -520,12 +520,12 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
         raise BackendError(
             f"backend native on cuda: local rank {local_rank} needs a GPU of its own, found "
             f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu. "
-            "Under srun each task is to see all GPUs of its host: --gpus-per-node, without --gpus-per-task."
+            "Under srun each task must see all GPUs of its host: --gpus-per-node, without --gpus-per-task."
         )
 
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """In place. On CPU torch's product of a list with a tensor would read the tensor's value."""
+    """Scale in place. On CPU torch's foreach product with a tensor would read the tensor's value."""
     if tensors[0].is_cuda:
         cast(Any, torch)._foreach_mul_(tensors, factor)
         return
@@ -535,9 +535,9 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def _forget_layouts() -> None:
-    """DTensor caches layouts with their mesh: an equal mesh, opened later, would get one whose groups have ended."""
+    """Clear DTensor's cache of layouts: an equal mesh, opened later, would get one whose groups are destroyed."""
     cast(Any, DTensor)._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-    getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # of newer torch
+    getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # newer torch
 
 
 def _is_empty(part: Region) -> bool:
@@ -545,7 +545,7 @@ def _is_empty(part: Region) -> bool:
 
 
 def _placements(spec: Spec, names: Sequence[str] | None) -> list[Placement]:
-    """A layout in the words of DTensor: for each axis of its mesh the dimension that it cuts."""
+    """Convert a spec to DTensor's placements: for each mesh axis the dimension that it shards."""
     cuts = {axis: Shard(dim) for dim, axes in enumerate(spec) for axis in axes}
     return [cuts.get(axis, Replicate()) for axis in names or ()]
 
@@ -568,9 +568,9 @@ class _CollectiveCounter(TorchDispatchMode):
 
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> tuple[str, Tensor, Any] | None:
-    """Kind of the collective that an operator runs, the full tensor, and the process group.
+    """Return the kind of the collective that an operator runs, the full tensor, and the process group.
 
-    None for another operator, and in a group of one. The first object among the arguments is the group.
+    None for other operators, and in a group of one. The first object among the arguments is the group.
     """
     kind = COLLECTIVES.get(func.name())
     if kind is None:

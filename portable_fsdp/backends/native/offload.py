@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers wait for backward in host memory (`memory.offload: activations`).
+"""Keep the inputs of recomputed layers in host memory until backward (`memory.offload: activations`).
 
 A separate stream copies each to the host during forward, and back while the next layer runs backward. The last
 layer keeps its input: backward begins there. On a CPU nothing is copied.
@@ -21,13 +21,13 @@ from portable_fsdp.backends.nested import grad_tensors
 
 
 class _HostCopy:
-    """A tensor on the host, and the one that was kept before it, whose layer runs backward next."""
+    """A tensor on the host, and the copy made before it, whose layer runs backward next."""
 
     def __init__(self, tensor: Tensor, stream: "torch.cuda.Stream | None", before: "_HostCopy | None") -> None:
         self._device, self._stream, self._arrival = tensor.device, stream, cast("Tensor | None", None)
         self._before = None if before is None else ref(before)
         self._counter, self._version = tensor.detach(), tensor._version
-        self._counter.data = tensor.new_empty(0)  # it still shares the count of changes in place, no longer the memory
+        self._counter.data = tensor.new_empty(0)  # still shares the count of in-place changes, not the memory
         self.total_bytes = tensor.nbytes + (before.total_bytes if before else 0)
         if stream is None:
             self._host = tensor.to("cpu")
@@ -43,7 +43,7 @@ class _HostCopy:
                 self._arrival = self._host.to(self._device, non_blocking=True)
 
     def returned(self) -> Tensor:
-        """On the device; the one before it is then on its way. Raises BackendError if a model has changed it since."""
+        """Return the tensor on the device, and start the copy of the one before. Raises BackendError if it changed."""
         require_unchanged(self._counter, self._version, self._host.shape)
         self.start_return()
         tensor, self._arrival = cast(Tensor, self._arrival), None
@@ -66,14 +66,14 @@ class ActivationOffload:
         self.host_bytes = 0
 
     def wrap(self, layers: list[nn.Module]) -> None:
-        """Recomputed ones, in the order in which they run."""
+        """Offload the inputs of recomputed `layers`, given in the order in which they run."""
         for layer in layers[:-1]:
             layer.forward = partial(self._run, layer.forward)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Masks and rotary embeddings, which all layers share, need no gradient.
         inputs = {tensor.untyped_storage()._cdata for tensor in grad_tensors((args, kwargs))}
-        # Hooks that are inside others replace them: what isn't ours goes to those.
+        # Inner hooks replace outer ones: pass tensors that aren't ours to the outer ones.
         outer = cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(True)
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""What native (FSDP2) refuses, and the surprises in how it takes the rest. No torch here."""
+"""The options that native (FSDP2) refuses, and notes on how it honours others. Imports no torch."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _compiler(config: Config, place: Deployment) -> str | None:
-    """What compiles layers there; None without compile.enabled."""
+    """The compiler of layers at `place`; None without compile.enabled."""
     if not config.compile.enabled or config.compile.backend != "auto":
         return config.compile.compiler
     return "tpu" if place.device == "tpu" else "inductor"
@@ -47,19 +47,19 @@ def _on_tpu(config: Config, place: Deployment) -> bool:
     return place.device == "tpu"
 
 
-_HOST_MEMORY = "it needs pinned host memory and copies beside the computation, neither of which TorchTPU 0.2.0 promises"
+_HOST_MEMORY = "it needs pinned host memory and copies that overlap compute; TorchTPU 0.2.0 guarantees neither"
 _NO_FLOAT16 = "TPUs multiply in bfloat16, which needs no loss scaling"
 
 RULES = (
     *refused_each(
         "on tpu",
         {
-            "compile.backend=inductor": "TorchTPU has a compiler of its own, and refuses inductor",
+            "compile.backend=inductor": "TorchTPU has its own compiler and refuses inductor",
             "train.micro_batch=auto": "a plan is a lower bound there",
             "memory.offload memory.cpu_offload": _HOST_MEMORY,
             "optim.name=adamw8bit": "bitsandbytes has no kernel for it",
-            "precision.products=float8|float8_rowwise": "torchao's products are kernels of GPUs",
-            "observe.profile": "torch.profiler records nothing of what TorchTPU 0.2.0 runs on a chip",
+            "precision.products=float8|float8_rowwise": "torchao's kernels run on GPUs",
+            "observe.profile": "torch.profiler records no operation that TorchTPU 0.2.0 runs on a chip",
         },
         when=_on_tpu,
     ),
@@ -76,19 +76,19 @@ RULES = (
         modules_without_float16,
     ),
     *refused(
-        "model.attention=flex on another device than cuda",
+        "model.attention=flex on a device other than cuda",
         "torch has no backward of flex_attention there",
         when=lambda c, p: p.device != "cuda",
     ),
     *refused(
-        "model.attention=flex with another compile.backend than inductor",
+        "model.attention=flex with a compile.backend other than inductor",
         "without inductor's kernel all scores would be in memory",
         "compile.backend=inductor",
         when=lambda c, p: _compiler(c, p) not in (None, "inductor"),
     ),
     Rule(
         "model.attention with memory.save_ops",
-        "a compiled layer shows torch no operators to choose from",
+        "torch sees no operators inside a compiled layer",
         lambda c, p: c.model.attention == "flex" and bool(c.memory.save_ops),
         ("memory.save_ops=[] and memory.gradient_checkpointing=full and memory.every=null", "model.attention=auto"),
     ),
@@ -99,7 +99,7 @@ RULES = (
     ),
     Rule(
         "sharding.reshard_after_forward with a strategy that keeps weights gathered after forward",
-        "only FULL_SHARD and HYBRID_SHARD shard them again after forward",
+        "only FULL_SHARD and HYBRID_SHARD reshard them after forward",
         lambda c, p: c.sharding.reshard_after_forward is not None and not _reshards(c),
         lambda c, p: (
             "sharding.reshard_after_forward=null",
@@ -108,7 +108,7 @@ RULES = (
     ),
     Rule(
         "sharding.reshard_after_forward that does not divide the devices of a replica, or is all of them",
-        "after forward, each group of this many devices holds one whole model",
+        "after forward, each group of this many devices holds the whole model",
         _reshard_does_not_fit,
         _reshard_that_fits,
     ),
@@ -120,13 +120,13 @@ RULES = (
     ),
     Rule(
         "compile.backend on cpu",
-        "inductor would build C++ for this host, which is neither tried nor fast",
+        "inductor would build C++ for this host, which is neither tested nor fast",
         lambda c, p: _compiler(c, p) == "inductor" and p.device == "cpu",
         ("compile.backend=aot_eager", "compile.enabled=false"),
     ),
     Rule(
         "compile.cache_dir without inductor",
-        "it is inductor that keeps its kernels there",
+        "only inductor keeps its kernels there",
         lambda c, p: c.compile.cache_dir is not None and _compiler(c, p) != "inductor",
         lambda c, p: (
             "compile.cache_dir=null",
@@ -135,7 +135,7 @@ RULES = (
     ),
     Rule(
         "memory.gradient_checkpointing budget without a compiler that divides layers into forward and backward",
-        "it is the partitioner of torch.compile that keeps to a budget",
+        "the partitioner of torch.compile applies the budget",
         lambda c, p: c.memory.gradient_checkpointing == "budget" and _compiler(c, p) not in ("inductor", "aot_eager"),
         lambda c, p: (
             f"compile.enabled=true and compile.backend={'inductor' if p.device == 'cuda' else 'aot_eager'}",
@@ -156,7 +156,7 @@ RULES = (
     ),
     *refused(
         "precision.products=float8 with memory.cpu_offload",
-        "shards would be cast on the host, where they rest",
+        "shards would be cast on the host, where they are kept",
         "precision.products=float8_rowwise",
         "memory.cpu_offload=false",
         when=lambda c, p: c.memory.cpu_offload,
@@ -164,23 +164,23 @@ RULES = (
     *refused("precision.products=int8 on native", "only XLA has it", "precision.products=float8", "--backend=xla"),
     *refused(
         "compile.scan_layers on native",
-        "a loop over layers is a program of XLA's; torch.compile shares one program between equal layers by itself",
+        "only XLA compiles a loop over layers; torch.compile already shares one program between equal layers",
         "--backend=xla",
     ),
 )
 
 NOTES = {
-    "precision.products=float8": "torchao's, which gathers float8; emulated on cpu, and on GPUs older than sm89",
-    "precision.products=float8_rowwise": "torchao's; emulated on cpu, and on GPUs older than sm89",
+    "precision.products=float8": "torchao's, which gathers in float8; emulated on cpu and on GPUs older than sm89",
+    "precision.products=float8_rowwise": "torchao's; emulated on cpu and on GPUs older than sm89",
     "memory.offload=activations": (
-        "inputs of recomputed layers are copied to pinned host memory and back, beside compute; on cpu they are there"
+        "inputs of recomputed layers are copied to pinned host memory and back, overlapping compute; on cpu no copies"
     ),
     "memory.cpu_offload=true": "CPUOffloadPolicy: the optimizer steps on the host",
 }
 
 
 def _processes(device: str, requested: int | None, count: Callable[[str], int]) -> int:
-    """One a device; on CPU one by default."""
+    """One process per device; on CPU one by default."""
     return requested or (1 if device == "cpu" else count(device))
 
 

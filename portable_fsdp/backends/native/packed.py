@@ -1,4 +1,4 @@
-"""Metrics from a device to the host as one vector: one copy, and on TPUs one program."""
+"""Copy metrics from a device to the host as one vector: one copy, and on TPUs one program."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from portable_fsdp.backends import contract
 
 
 def fetch_packed(metrics: contract.Metrics) -> contract.Pending:
-    """`Backend.fetch` of metrics on one device; what it returns is float32."""
+    """Implement `Backend.fetch` for metrics on one device; the result is float32."""
     sizes = {name: value.shape for name, value in metrics.items()}
     values = torch.cat([value.float().flatten() for value in metrics.values()])
     read = _copy_beside(values) if values.is_cuda else values.cpu
@@ -22,7 +22,7 @@ def fetch_packed(metrics: contract.Metrics) -> contract.Pending:
 
 
 def _copy_beside(values: Tensor) -> Callable[[], Tensor]:
-    """Starts a copy from a GPU while it computes; the function waits for it."""
+    """Start a copy from a GPU that overlaps compute; the returned function waits for it."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     ready = torch.cuda.Event()

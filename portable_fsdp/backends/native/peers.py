@@ -42,9 +42,9 @@ _MAX_TEXT_BYTES = 50_000
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a process writes about itself. Anyone who reaches the store can write one, so `_parse` validates each."""
+    """The state that a process reports. Anyone who reaches the store can write one, so `_parse` validates each."""
 
-    id: str  # of this very process: a restart has another
+    id: str  # of this start of the process: a restart has another
     host: str
     pid: int
     local_rank: int
@@ -58,21 +58,22 @@ class Heartbeat:
 
 @dataclass
 class _Peer:
-    """What this process has read of another one."""
+    """The heartbeats that this process has read from another one."""
 
     first: bytes | None = None  # perhaps left over from an earlier start
     last: bytes | None = None
-    beat: Heartbeat | None = None  # once something newer than `first` came
+    beat: Heartbeat | None = None  # the last that is newer than `first`
     silent_s: float = 0.0
-    unreadable: bool = False  # the last heartbeat
+    unreadable: bool = False  # `last` could not be parsed
 
     @property
     def has_joined(self) -> bool:
-        """This start: the last heartbeat of an earlier one may be newer than `first`, and says that it ended."""
+        """Whether it joined this start. The last heartbeat of an earlier start may be newer than `first`, but reports
+        its end."""
         return self.beat is not None and not self.beat.left and not self.beat.error
 
     def read(self, line: bytes, elapsed_s: float) -> None:
-        """Take what the store holds now, `elapsed_s` after the last look."""
+        """Process the line that the store holds now, `elapsed_s` after the last read."""
         self.first = self.first or line
         if line == self.last:
             self.silent_s += elapsed_s
@@ -85,7 +86,7 @@ class _Peer:
 
 @dataclass
 class _Reminder:
-    """Due once in each `every_s` of waiting."""
+    """Reminder that is due once per `every_s` of waiting."""
 
     every_s: float
     waited_s: float = 0.0
@@ -194,7 +195,7 @@ class Peers:
         return (
             f"process {self._index} on {self._self.host} lost its connection to {peer}, after {self._steps} step(s) of "
             "this start.\n  If that process ended by itself, its last message says why. "
-            f"torch says: {_first_line(error)}\n{RESTART_NOTE}"
+            f"torch reports: {_first_line(error)}\n{RESTART_NOTE}"
         )
 
     # ------------------------------------------------------------------------------------------------- the threads
@@ -209,21 +210,21 @@ class Peers:
                 if self._self.local_rank == 0:
                     self._report_waiting(pause_s)
             except RuntimeError as error:  # perhaps the process that holds the store has just left
-                self._problem = f" torch says: {_first_line(error)}"
+                self._problem = f" torch reports: {_first_line(error)}"
             except Exception as error:  # a fault here must not end the watch, nor pass for a lost process
                 if not self._problem:
                     self._problem = f" {type(error).__name__}: {_first_line(error)}"
-                    self._warn(f"process {self._index} can't judge the heartbeats of the others:{self._problem}")
+                    self._warn(f"process {self._index} can't check the heartbeats of the others:{self._problem}")
 
     def _guard_store(self) -> None:
-        """The other thread may wait for the store for ever: TCP doesn't notice a cut link."""
+        """End this process if the store is silent: the other thread may block, as TCP doesn't notice a cut link."""
         while not self._over.wait(pause_s := self._round_s):
             self._unanswered_s += pause_s
             if self._unanswered_s >= self._timeout_s:
                 self._end(
-                    f"process {self._index} on {self._self.host} has had no answer for {self._timeout_s:.0f} s, after "
-                    f"{self._steps} step(s) of this start,\n  from {_store()}, where all processes met: its host is "
-                    "gone, or the link to it is cut."
+                    f"process {self._index} on {self._self.host} got no answer for {self._timeout_s:.0f} s, after "
+                    f"{self._steps} step(s) of this start,\n  from {_store()}, the rendezvous of all processes: its "
+                    "host is gone, or the link to it is cut."
                     f"{self._problem}\n{RESTART_NOTE}",
                     prints=self._self.local_rank == 0,
                 )
@@ -253,7 +254,7 @@ class Peers:
                 if self._index == 0:
                     self._verdict = verdict
                     self._send()
-                    self._over.wait(2 * self._round_s)  # the others read it, and this process may hold the store
+                    self._over.wait(2 * self._round_s)  # until the others have read it: this process may hold the store
                 is_first_here = (beat.host, beat.local_rank) == (self._self.host, 0)
                 self._end(verdict, prints=is_first_here or self._self.local_rank == 0)
 
@@ -287,10 +288,10 @@ class Peers:
                 self._warn(f"no step finished for {waited}: {done}, and {furthest_behind(beats)}")
             else:
                 before = "before it the run tokenizes data, loads weights and compiles programs"
-                self._warn(f"the first step has not ended after {waited}: {before}")
+                self._warn(f"the first step has not finished after {waited}: {before}")
 
     def _warn(self, message: str) -> None:
-        to_stderr(printable(message))  # it quotes what others wrote to the store
+        to_stderr(printable(message))  # it quotes text that others wrote to the store
 
     def _all_heartbeats(self) -> dict[int, Heartbeat]:
         """The heartbeats that the store returns within some seconds."""
@@ -309,7 +310,7 @@ class Peers:
 
 
 def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
-    """Names the processes with the fewest steps, unless all have done the same number."""
+    """Name the processes with the fewest steps, unless all have done the same number."""
     fewest, most = (of(beat.steps for beat in beats.values()) for of in (min, max))
     if fewest == most:
         return "no process is behind"
@@ -318,7 +319,8 @@ def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
 
 
 def _parse(line: bytes) -> Heartbeat | None:
-    """None for a line that no process of this version wrote: anyone can write to the store, and may not end a run."""
+    """Return None for a line that no process of this version wrote: anyone can write to the store, and must not be able
+    to end a run."""
     try:
         beat = Heartbeat(**parse_json(line)) if len(line) <= _MAX_BYTES else None
         example = Heartbeat("", "", 0, 0, [])
@@ -328,7 +330,7 @@ def _parse(line: bytes) -> Heartbeat | None:
 
 
 def _is_legal(value: object, example: object) -> bool:
-    """Whether `value` has the type of `example`, and a size that processes write. Raises ValueError for no text."""
+    """Whether `value` has the type of `example`, and a legal size. Raises ValueError if a str can't be encoded."""
     if type(value) is not type(example):
         return False
     if isinstance(value, list):
@@ -366,5 +368,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _is_network_error(error: RuntimeError) -> bool:
-    """torch has classes for errors of NCCL and of its store; gloo's carry its name."""
+    """Whether it is an error of NCCL or of the store, which have classes, or of gloo, whose messages name it."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()

@@ -1,7 +1,7 @@
-"""Which unit is gathered when, for FSDP2: k units ahead, in the order in which the model runs them.
+"""Prefetching for FSDP2: gather k units ahead, in the order in which the model runs them.
 
-The order is that of the first forward, not that of definition. Left to itself, FSDP2 gathers a unit in forward when it
-is needed, and in backward one unit ahead; that stays where the config asks for nothing else.
+The order is that of the first forward, not that of definition. By default FSDP2 gathers a unit in forward when it is
+needed, and in backward one unit ahead; that stays unless the config sets something else.
 """
 
 from typing import Any, cast
@@ -17,13 +17,13 @@ from portable_fsdp.backends.nested import grad_tensors
 
 
 class Prefetch:
-    """Watches the first forward of `units` (the root first), then sets what each of them gathers ahead."""
+    """Watches the first forward of `units` (the root first), then sets which units each of them gathers ahead."""
 
     def __init__(self, units: list[UnitGroup], policy: ShardPolicy) -> None:
         self._units, self._policy = units, policy
         self._first: list[FSDPModule] = []  # gathered before the root's forward
         self._began: list[UnitGroup] = []
-        self._ended: list[UnitGroup] = []  # those that take part in backward
+        self._ended: list[UnitGroup] = []  # units that take part in backward
         self._watching: list[RemovableHandle] = []
         requested = (policy.forward_prefetch, policy.backward_prefetch, policy.backward_prefetch_units)
         # FSDP2 counts a group inside a recomputed layer twice, and then gathers the wrong unit ahead.
@@ -32,7 +32,7 @@ class Prefetch:
             self._watch()
 
     def before_forward(self) -> None:
-        """Start to gather the root and the first units, so that it overlaps with what comes before their forward."""
+        """Start to gather the root and the first units, overlapping the work before their forward."""
         for module in self._first:
             module.unshard(async_op=True)
 
@@ -45,7 +45,7 @@ class Prefetch:
                     self._began.append(group)
 
             def ended(_: nn.Module, __: Any, output: Any, group: UnitGroup = group) -> None:
-                if not torch.is_grad_enabled():  # an evaluation says nothing of backward
+                if not torch.is_grad_enabled():  # evaluation has no backward
                     return
                 if grad_tensors(output):
                     self._ended.append(group)
@@ -71,7 +71,7 @@ class Prefetch:
         self._first = [root.unit, *root.inside, *_modules(units[:ahead])]
 
     def _arrange_backward(self, order: list[UnitGroup]) -> None:
-        # An empty list would be FSDP2's default, one unit ahead; to gather a unit that is there already is nothing.
+        # An empty list selects FSDP2's default, one unit ahead; gathering a gathered unit is a no-op.
         for module in cast(nn.Module, self._units[0].unit).modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])
@@ -83,7 +83,7 @@ class Prefetch:
                 self._gather_after(group.unit, following)
 
     def _gather_after(self, unit: FSDPModule, following: list[FSDPModule]) -> None:
-        """Gather `following` once the gradient of the unit's input is there, before its own are reduced."""
+        """Gather `following` once the gradient of the unit's input is there, before the unit's are reduced."""
 
         def gather(_: Tensor) -> None:
             for module in following:

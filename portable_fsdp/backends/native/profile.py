@@ -1,4 +1,4 @@
-"""A trace of this process by torch.profiler, and the operations in it.
+"""Trace this process by torch.profiler, and read the operations from the trace.
 
 A GPU's operations are its kernels and copies; on CPU they are torch's own, and the work of gloo's threads.
 """
@@ -20,25 +20,25 @@ from torch.profiler import ProfilerActivity, profile
 from portable_fsdp.backends.contract import Operation
 
 TraceEvent = Mapping[str, Any]
-"""Of a Chrome trace; `ts` and `dur` are in microseconds."""
+"""An event of a Chrome trace; `ts` and `dur` are in microseconds."""
 
 _ITEM_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int": 4, "long": 8, "long int": 8}
-"""By torch's word for a dtype in a trace, in lower case; 1 for all others (float8, int8, bool)."""
+"""Bytes per element, by torch's name of a dtype in a trace, in lower case; 1 for others (float8, int8, bool)."""
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _MARK = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward|post_backward_accumulate)(?: \((.*)\))?")
 
 
 def start_trace(folder: Path, kinds: Mapping[str, str]) -> Callable[[], Callable[[], list[Operation]]]:
-    """Record this process, as base.Backend.start_trace says, for trace.json.gz and memory.csv.
+    """Implement `Backend.start_trace`: record this process for trace.json.gz and memory.csv.
 
-    `kinds`: names of torch's collectives -> those of the contract.
+    `kinds`: torch's names of collectives -> the contract's.
     """
     older = torch.empty(1)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     profiler = cast(Any, profile)(activities=activities, record_shapes=True, profile_memory=True)
     profiler.start()
-    del older  # torch says once that it doesn't know the size of such a tensor: here, and not during the steps
+    del older  # torch logs once that it doesn't know the size of such a tensor: here, and not during the steps
     path = folder / "trace.json"
 
     def stop() -> Callable[[], list[Operation]]:
@@ -59,7 +59,7 @@ def start_trace(folder: Path, kinds: Mapping[str, str]) -> Callable[[], Callable
 
 
 def _write_memory(path: Path, changes: Sequence[TraceEvent]) -> None:
-    """Bytes that torch's allocator holds after each change."""
+    """Write the bytes that torch's allocator holds after each change."""
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["seconds", "device", "bytes"])
@@ -70,7 +70,7 @@ def _write_memory(path: Path, changes: Sequence[TraceEvent]) -> None:
 
 
 def operations(events: Iterable[TraceEvent], kinds: Mapping[str, str]) -> Iterator[Operation]:
-    """Those of the GPU where the trace has any, else those of the CPU. `events`: by time."""
+    """Yield the operations of the GPU if the trace has any, else those of the CPU. `events`: sorted by time."""
     spans = [event for event in events if event["ph"] == "X"]
     module_at = _modules(spans)
     of_gpu = [event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -97,19 +97,19 @@ def _of_cpu(
     for event in spans:
         name, stream = event["name"], str(event["tid"])
         if name.startswith("gloo:"):
-            kind, size = _taken_from(started, event, kinds)
+            kind, size = _pop_collective(started, event, kinds)
             yield Operation(kind, "communication", *_time(event), stream, bytes=size)
         elif event["cat"] == "cpu_op" and _computes(name) and event["tid"] not in threads_of_gloo:
             yield Operation(name, "compute", *_time(event), stream, module=module_at(event))
 
 
 def _computes(name: str) -> bool:
-    """Whether it is an operator, and not one that starts others or waits for them."""
+    """Whether `name` is an operator that neither starts others nor waits for them."""
     return "::" in name and not name.startswith(("c10d::", "autograd::", "torch::autograd::"))
 
 
-def _taken_from(started: list[TraceEvent], event: TraceEvent, kinds: Mapping[str, str]) -> tuple[str, int]:
-    """Kind and bytes of the collective that gloo's `event` carries out: the earliest left in `started` with a tensor of
+def _pop_collective(started: list[TraceEvent], event: TraceEvent, kinds: Mapping[str, str]) -> tuple[str, int]:
+    """Return kind and bytes of the collective behind gloo's `event`: the earliest left in `started` with a tensor of
     that size. (gloo's reduce_scatter is called all_reduce.)"""
     numel, item_bytes = max(_sizes(event), default=0), _item_bytes(str(event["args"].get("Input type", [""])[0]))
     for index, call in enumerate(started):
@@ -119,7 +119,7 @@ def _taken_from(started: list[TraceEvent], event: TraceEvent, kinds: Mapping[str
 
 
 def _sizes(event: TraceEvent) -> list[int]:
-    """Elements of its tensors, and of its lists of tensors."""
+    """Number of elements of each tensor, and of each list of tensors, of an event."""
     args = event["args"]
     inputs = zip(args.get("Input type", []), args.get("Input Dims", []), strict=True)
     tensors: list[tuple[str, list[Any]]] = [(kind, shape) for kind, shape in inputs if kind not in ("", "Scalar")]
@@ -136,7 +136,7 @@ def _time(event: TraceEvent) -> tuple[float, float]:
 
 
 def _modules(spans: Iterable[TraceEvent]) -> Callable[[TraceEvent], str]:
-    """The function gives the FSDP unit whose forward or backward runs in an event's thread, by FSDP2's marks."""
+    """Return event -> the FSDP unit whose forward or backward runs in the event's thread, by FSDP2's marks."""
     edges: list[tuple[float, int, bool, str]] = []
     for event in spans:
         begin, end = event["ts"], event["ts"] + event["dur"]

@@ -1,7 +1,7 @@
-"""TorchTPU (the package torch_tpu) under native: what a TPU needs around FSDP2. Imports no torch.
+"""TorchTPU (the package torch_tpu) under native: the setup that FSDP2 needs on TPUs. Imports no torch.
 
-It gives torch the device "tpu" and the process group backend `tpu_dist`. Each process drives one chip, and libtpu has
-to know the whole slice before the first tensor: from TORCH_TPU_* variables, set by the process that starts the others.
+It adds the device "tpu" and the process group backend `tpu_dist` to torch. Each process drives one chip. libtpu must
+know the whole slice before the first tensor: from TORCH_TPU_* variables, which the parent of the processes sets.
 """
 
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger("portable_fsdp")
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """What can be refused before torch is imported. Raises BackendError."""
+    """Check what can be checked before torch is imported. Raises BackendError."""
     check_installation()
     launch, chips = detect_launch(environ), len(tpu_chips())
     if chips and not launch.is_alone:  # alone it may be the parent of the others
@@ -38,19 +38,19 @@ def check(environ: Mapping[str, str]) -> None:
 
 
 def check_installation() -> None:
-    """Raises BackendError where torch_tpu can't work with what is installed beside it. Reads metadata only."""
+    """Raise BackendError if torch_tpu can't work with the other installed packages. Reads metadata only."""
     version, torch_xla = installed(PACKAGE), installed("torch_xla")
     if torch_xla is not None:
         raise BackendError(
-            f"backend native on tpu: torch_tpu {version} and torch_xla {torch_xla} are both installed, and each needs "
-            f"another torch (found {installed('torch')}).\n  Give each an environment of its own: "
+            f"backend native on tpu: torch_tpu {version} and torch_xla {torch_xla} are both installed, but need "
+            f"different versions of torch (found {installed('torch')}).\n  Use one environment for each: "
             "pip install '.[torchtpu]' in one, pip install '.[tpu]' in the other."
         )
     for requirement in map(Requirement, metadata.requires(PACKAGE) or []):
-        found = installed(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
+        actual = installed(requirement.name)
+        if actual is None or not requirement.specifier.contains(actual, prereleases=True):
             raise BackendError(
-                f"backend native on tpu: torch_tpu {version} needs {requirement}, found {found or 'none'}.\n"
+                f"backend native on tpu: torch_tpu {version} needs {requirement}, found {actual or 'none'}.\n"
                 "  In a new environment: pip install '.[torchtpu]'"
             )
 
@@ -61,8 +61,8 @@ def check_installation() -> None:
 def prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
     """Set this process's environment for `processes` processes on each host, before they start.
 
-    Returns where the hosts of a slice meet; None for one host. Raises BackendError for several slices, for a number of
-    processes that the chips don't take, and where the environment contradicts itself or doesn't say which host this is.
+    Returns the rendezvous of the slice's hosts; None for one host. Raises BackendError for several slices, for a number
+    of processes that doesn't fit the chips, and if the environment contradicts itself or doesn't name this host.
     """
     hosts, chips = tpu_workers(environ), len(tpu_chips())
     if int(environ.get("MEGASCALE_NUM_SLICES") or 1) > 1:
@@ -75,8 +75,8 @@ def prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
     if len(hosts) > 1:
         if not environ.get("TPU_WORKER_ID"):
             raise BackendError(
-                f"environment: TPU_WORKER_HOSTNAMES names {len(hosts)} hosts, and no TPU_WORKER_ID says which one this "
-                "is.\n  Set it to the host's place in that list, from 0 (launch/tpu_vm.sh does)."
+                f"environment: TPU_WORKER_HOSTNAMES names {len(hosts)} hosts, but TPU_WORKER_ID is not set.\n"
+                "  Set it to this host's index in that list, from 0 (launch/tpu_vm.sh does)."
             )
         os.environ.setdefault("JOB_COMPLETION_INDEX", environ["TPU_WORKER_ID"])
     if processes > chips:
@@ -106,23 +106,23 @@ def prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
 
 
 def check_launch(environ: Mapping[str, str], world_size: int, chips: int) -> None:
-    """Raises BackendError where this host's chips and processes are not one to one: libtpu would abort, or wait."""
+    """Raise BackendError unless this host has one process per chip: libtpu would abort, or hang."""
     addresses = [name for name in environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "").split(",") if name]
     if len(addresses) == world_size or (not addresses and world_size == chips == 1):
         return
     raise BackendError(
-        "backend native on tpu: expected a process for each chip, and in TORCH_TPU_SLICEBUILDER_ADDRESSES an address "
-        f"for each process, found {world_size} process(es), {chips} chip(s) on this host and {len(addresses)} "
-        "address(es).\n  Run `python -m portable_fsdp.launch --device=tpu --backend=native` on each host, without "
-        "another launcher: it sets them and starts a process for each chip. A program of your own that starts its "
-        "processes calls torch.tpu.distributed.set_tpu_launch_env first."
+        "backend native on tpu: expected one process per chip, and one address per process in "
+        f"TORCH_TPU_SLICEBUILDER_ADDRESSES, found {world_size} process(es), {chips} chip(s) on this host and "
+        f"{len(addresses)} address(es).\n  Run `python -m portable_fsdp.launch --device=tpu --backend=native` on each "
+        "host, without another launcher: it sets them and starts one process per chip. A program that starts its own "
+        "processes must call torch.tpu.distributed.set_tpu_launch_env first."
     )
 
 
 def load() -> None:
-    """Give torch its device "tpu", as torch itself would at import (`runtime/host.py` says why it doesn't).
+    """Register the device "tpu" with torch, as torch would at import (`runtime/host.py` says why it doesn't).
 
-    Raises BackendError where torch_tpu finds no chip.
+    Raises BackendError if torch_tpu finds no chip.
     """
     (entry,) = metadata.entry_points(group="torch.backends", name=PACKAGE)
     entry.load()()
@@ -130,8 +130,8 @@ def load() -> None:
 
     if not hasattr(torch, "tpu") or "tpu" not in str(torch._C._get_privateuse1_backend_name()):  # pyright: ignore
         raise BackendError(
-            f"backend native on tpu: torch_tpu {installed(PACKAGE)} finds no chip on this host: it looks for TPUs of "
-            "v4 and newer behind VFIO (/dev/vfio/*).\n  Start a TPU VM with a newer image, or use --backend=xla in an "
+            f"backend native on tpu: torch_tpu {installed(PACKAGE)} finds no chip on this host: it supports TPU v4 and "
+            "newer behind VFIO (/dev/vfio/*).\n  Start a TPU VM with a newer image, or use --backend=xla in an "
             "environment with torch_xla."
         )
     # torch_tpu's version is pinned, so an experimental API can't change; precision.matmul chose the precision.
@@ -140,9 +140,9 @@ def load() -> None:
 
 
 def open_chip(processes: int | None) -> "tuple[torch.device, str, TpuPrograms]":
-    """This process's chip, its name and its programs. `processes`: of the run; None in a process group of the caller's.
+    """Return this process's chip, its name and its programs. `processes`: of the run; None: in the caller's group.
 
-    Raises BackendError where chips and processes don't fit, or no chip is found.
+    Raises BackendError if chips and processes don't fit, or no chip is found.
     """
     if processes is not None:
         check_launch(os.environ, processes, len(tpu_chips()))
@@ -153,12 +153,12 @@ def open_chip(processes: int | None) -> "tuple[torch.device, str, TpuPrograms]":
 
 
 def memory(device: "torch.device") -> "MemoryStats | None":
-    """As `Backend.memory`."""
+    """Implement `Backend.memory`."""
     import torch
 
     from portable_fsdp.backends.contract import MemoryStats
 
-    accelerator = cast(Any, torch.accelerator)  # of torch 2.11 and newer
+    accelerator = cast(Any, torch.accelerator)  # torch 2.11 and newer
     _, total = accelerator.get_memory_info(device)
     peak, now = accelerator.max_memory_allocated(device), accelerator.memory_allocated(device)
     return MemoryStats(peak, now, total) if total else None
@@ -168,10 +168,10 @@ def memory(device: "torch.device") -> "MemoryStats | None":
 
 
 class TpuPrograms:
-    """Counts the programs that TorchTPU compiles, and warns of new ones in a step that should have none.
+    """Counts the programs that TorchTPU compiles, and warns of new ones in a step that should need none.
 
-    Shapes of a step never change, so after the first steps each operation has its program. TorchTPU itself prints a new
-    one as StableHLO, with its operation and shapes.
+    Shapes don't change from step to step, so after the first steps each operation has its program. TorchTPU itself
+    prints a new program as StableHLO, with its operation and shapes.
     """
 
     def __init__(self) -> None:
@@ -182,11 +182,11 @@ class TpuPrograms:
 
     @property
     def count(self) -> int:
-        """Compiled so far in this process. TorchTPU compiles in threads of its own, so the count lags behind."""
+        """Programs compiled so far in this process. TorchTPU compiles in its own threads, so the count lags."""
         return int(self._device._get_cache_stats().num_compilations)
 
     def note_step(self) -> None:
-        """After each step. Waits for the device once, at the end of warm-up."""
+        """Call after each step. Waits for the device once, at the end of warm-up."""
         self._steps += 1
         if self._steps == WARM_UP_STEPS:
             import torch
@@ -197,18 +197,18 @@ class TpuPrograms:
         elif self._steps > WARM_UP_STEPS and not self._has_warned and (new := self.count - self._baseline):
             self._has_warned = True
             log.warning(
-                "TorchTPU compiled %d new program(s) in or after a step whose shapes are those of the steps before; "
-                "the StableHLO above names them: an operation with new shapes or numbers in a callback, a loss or a "
-                "layer. Each takes seconds.",
+                "TorchTPU compiled %d new program(s) in or after a step although the step's shapes didn't change. Each "
+                "takes seconds. The StableHLO above shows them: an operation with new shapes or numbers in a callback, "
+                "a loss or a layer.",
                 new,
             )
 
     def close(self) -> None:
-        """At the end of a run."""
+        """Log the number of programs, at the end of a run."""
         log.info("TorchTPU compiled %d programs in this process", self.count)
         self.expect_others()
 
     def expect_others(self) -> None:
-        """An evaluation or samples follow: what they compile belongs to no step. The next step ends a new warm-up."""
+        """Expect programs of an evaluation or of samples, which belong to no step. The next step ends a new warm-up."""
         self._steps = min(self._steps, WARM_UP_STEPS - 1)
         self._device._set_dump_on_cache_miss(False)

@@ -1,8 +1,8 @@
-"""How a model becomes FSDP2 units: what is gathered together and in which dtype, recomputed and compiled within.
+"""Turn a model into FSDP2 units: the weights gathered together, their dtype, and recomputation and compilation inside.
 
 `shard_units` reads top to bottom in the order in which the techniques apply: casts around modules of another dtype,
-gradient checkpointing, compilation of what that left, then the units, inner ones first, and the root around them.
-Forwards of instances are replaced and hooks are added; no wrapper changes a name.
+gradient checkpointing, compilation of the result, then the units, inner ones first, and the root around them. It
+replaces forwards of instances and adds hooks; no wrapper changes a name.
 """
 
 import math
@@ -29,8 +29,8 @@ from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
 
-# Where SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax. These
-# are no "attention", or the experts' products would be kept with it.
+# If SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax. These don't
+# count as "attention", or the experts' products would be kept with it.
 _OPS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
     "attention": (
@@ -44,7 +44,7 @@ _OPS = {
 
 
 class UnitGroup(NamedTuple):
-    """A unit, and the groups inside it that are gathered along with it: the steps that prefetching counts in."""
+    """A unit and the groups inside it that are gathered with it: prefetching counts in these."""
 
     unit: FSDPModule
     inside: tuple[FSDPModule, ...]
@@ -52,11 +52,11 @@ class UnitGroup(NamedTuple):
 
 def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh, device: torch.device) -> list[UnitGroup]:
     """Make `model` (parameters on meta) and its units FSDP2 modules over `mesh`, 1-D ("shard") or 2-D ("replicate",
-    "shard"), to compute on `device`; returns the root and the units in the order of definition.
+    "shard"), to compute on `device`; return the root and the units in definition order.
 
-    A unit's parameters are gathered in one dtype, so modules inside it that compute in another one form a group of
-    their own. A weight that several modules share belongs to the unit that holds them all; BackendError without one.
-    Weights without a dimension belong to none.
+    A unit's parameters are gathered in one dtype, so inner modules that compute in another one form their own group. A
+    weight that several modules share belongs to the unit that holds them all; raises BackendError if none does. 0-dim
+    weights belong to no unit.
     """
     shared = _shared_weights(model)
     units = [name for name in policy.units if _has_weights(model, name, shared)]
@@ -89,10 +89,10 @@ def _is_in(name: str, outer: str) -> bool:
 
 
 def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype, list[str]]]:
-    """Unit -> dtype -> the modules inside it that compute in that dtype, where it isn't the unit's."""
+    """Unit -> dtype other than the unit's -> the modules inside it that compute in that dtype."""
     groups: dict[str, dict[torch.dtype, list[str]]] = {name: {} for name in (*units, ROOT)}
     for name, dtype in policy.modules.items():
-        # The innermost unit that the module lies in and is not; the root holds all.
+        # The innermost unit around the module; the root holds all.
         unit = max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
         if name not in units and dtype != dtype_of(unit, policy):
             groups[unit].setdefault(dtype, []).append(name)
@@ -100,19 +100,19 @@ def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype
 
 
 def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
-    """Modules of another dtype take that, and give the model's; the head gives its own. FSDP2 wouldn't: of a list of
-    modules, it casts for the first only."""
+    """Cast the inputs of modules of another dtype to it, and their outputs back (but for the head's). FSDP2 wouldn't:
+    of a list of modules, it casts for the first only."""
     head = output_head(model)
     for name, dtype in policy.modules.items():
         module = model.get_submodule(name)
         if module is head:
             cast_inputs(module, dtype)
-        else:  # no hooks: they have numbers, for which torch.compile would make each layer a program
+        else:  # no hooks: they have ids, for which torch.compile would make a program for each layer
             module.forward = MethodType(_in_own_dtype(forward_of(module), dtype, policy.compute), module)
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast by hooks, so that a list or an object that the module changes is changed for its caller too."""
+    """Cast inputs by hooks. A list or an object that the module changes is changed for its caller too."""
     running: list[Replacement] = []
 
     def cast_all(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward of its class, or its replacement, with the module as first argument: equal for equal layers."""
+    """Return the forward of its class, or its replacement, taking the module first: equal for equal layers."""
     forward = module.forward
     return forward.__func__ if isinstance(forward, MethodType) else lambda _, *args, **named: forward(*args, **named)
 
@@ -141,14 +141,14 @@ def _in_own_dtype(forward: Callable[..., Any], dtype: torch.dtype, back: torch.d
 
 
 def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
-    """Put a layer under gradient checkpointing. `forward(layer, ...)`: what runs in place of its forward."""
+    """Put a layer under gradient checkpointing. `forward(layer, ...)` runs in place of its forward."""
     draws = bool(dropouts(layer))
-    make = _recomputed.__wrapped__ if forward else _recomputed  # it would keep the layer alive
+    make = _recomputed.__wrapped__ if forward else _recomputed  # the cache would keep the layer alive
     layer.forward = MethodType(make(forward or forward_of(layer), policy.save_ops, whole, draws), layer)
 
 
 def compile_layer(layer: nn.Module, backend: str, *, breaks: bool) -> None:
-    """Shapes are static, hooks stay outside. Those of a unit inside break the graph (`breaks`); else it is one."""
+    """Compile a layer with static shapes, without its hooks. Hooks of inner units break the graph (`breaks`)."""
     # torch's default is inductor; torch_tpu makes its own compiler the default.
     options: dict[str, Any] = {} if backend == "auto" else {"backend": backend}
     layer.forward = torch.compile(layer.forward, **options, fullgraph=not breaks, dynamic=False)
@@ -158,10 +158,10 @@ def compile_layer(layer: nn.Module, backend: str, *, breaks: bool) -> None:
 def _recomputed(
     forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool = False
 ) -> Callable[..., Any]:
-    """A layer's `forward` under gradient checkpointing; it keeps the outputs of `save_ops`.
+    """Put a layer's `forward` under gradient checkpointing; keep the outputs of `save_ops`.
 
-    `draws`: it has dropout, and draws the same numbers again.
-    `whole`: run all of it again. By default torch stops the second run at the last tensor that backward needs, by an
+    `draws`: the layer has dropout; recomputation restores the random state.
+    `whole`: recompute all of it. By default torch stops recomputation at the last tensor that backward needs, by an
     exception, which would leave a unit inside the layer in the middle of its forward.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws, "early_stop": not whole}
@@ -172,9 +172,9 @@ def _recomputed(
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return checkpoint(forward, self, *args, **options, **kwargs)
-        first = [(args, kwargs)]  # what the layer changes in them is changed for its caller
+        first = [(args, kwargs)]  # the caller sees what the layer changes in them
         tensors, unflatten = flatten((args, kwargs))
-        del args, kwargs  # autograd's hooks decide where the second run's inputs are
+        del args, kwargs  # autograd's hooks decide where the inputs of the recomputation are
 
         def forward_of_tensors(*tensors: Tensor) -> Any:
             args, kwargs = first.pop() if first else unflatten(tensors)
@@ -189,7 +189,7 @@ def _recomputed(
 
 
 def _shared_weights(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each tied weight and each scalar -> FQNs of the modules that hold it."""
+    """Tied weight or scalar -> FQNs of the modules that hold it."""
     names = {module: name for name, module in model.named_modules()}
     return {
         model.get_parameter(fqn): [names[place.module] for place in places]
@@ -199,7 +199,7 @@ def _shared_weights(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _owned_further_out(shared: Mapping[nn.Parameter, list[str]], names: list[str]) -> set[nn.Parameter]:
-    """The tied weights that modules other than `names` hold too: they belong to a unit further out, scalars to none."""
+    """The tied weights that modules outside `names` hold too, which belong to an outer unit; and scalars, to none."""
     return {
         weight
         for weight, owners in shared.items()
@@ -220,9 +220,9 @@ def _fully_shard(
     dtype: torch.dtype,
     is_root: bool,
 ) -> None:
-    """Make `names` one group of parameters, gathered in `dtype`, its gradients summed in `policy.reduce`.
+    """Make `names` one group of parameters, gathered in `dtype`, with gradients summed in `policy.reduce`.
 
-    The root keeps its parameters after forward whatever the policy says, since backward begins with them.
+    The root's parameters stay gathered after forward whatever the policy says, since backward begins with them.
     """
     modules = [model.get_submodule(name) for name in names]
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if policy.cpu_offload else OffloadPolicy()
@@ -255,20 +255,20 @@ def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]])
         if parameter.dim() and not isinstance(parameter, DTensor):
             owners = shared.get(parameter, [fqn.rpartition(".")[0]])
             raise BackendError(
-                f"backend native: expected one unit around {' and '.join(owners)}, which share the weight {fqn}, found "
-                "a unit around each.\n  Leave these modules out of sharding.wrap_classes and sharding.wrap_modules, "
-                "or set sharding.wrap=NO_WRAP."
+                f"backend native: {' and '.join(owners)} share the weight {fqn}, but are in different units.\n"
+                "  Leave these modules out of sharding.wrap_classes and sharding.wrap_modules, or set "
+                "sharding.wrap=NO_WRAP."
             )
 
 
 def reshard_all(root: nn.Module) -> None:
-    """Leave the units as backward would have left them, after a forward that none follows."""
+    """Reshard all units after a forward without backward, as backward would."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
             group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
             if group is not None and hasattr(group.comm_ctx, "post_forward_order"):  # else it has never run
-                # FSDP2 (2.9) notes forwards without gradients too, and would gather by that order in the next backward.
+                # FSDP2 (2.9) records forwards without gradients too: the next backward would prefetch in that order.
                 group._post_forward_indices.clear()
                 group.comm_ctx.post_forward_order.clear()
 
@@ -276,7 +276,7 @@ def reshard_all(root: nn.Module) -> None:
 def _gather_order(
     model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, Mapping[torch.dtype, list[str]]]
 ) -> list[UnitGroup]:
-    """The root and the units. One inside a recomputed layer, whose forward runs twice, goes along with the layer."""
+    """Return the root and the units. Units inside a recomputed layer, which runs twice, are gathered with it."""
 
     chain: list[UnitGroup] = []
     for name in (ROOT, *units):
@@ -290,7 +290,7 @@ def _gather_order(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers, with their values, before `shard_units`: fully_shard sets `.data`, which no TPU tensor takes."""
+    """Move buffers, with their values, before `shard_units`: fully_shard sets `.data`, which TPU tensors refuse."""
     for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
         if not buffer.is_meta:
             owner, _, leaf = fqn.rpartition(".")
@@ -298,7 +298,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> None:
-    """Memory for the parameters (on meta until now) where they rest."""
+    """Allocate the parameters (on meta until now): on the host with cpu_offload, else on `device`."""
     rest_on = torch.device("cpu") if policy.cpu_offload else device
     for slots in parameter_slots(model).values():
         meta = cast(Any, slots[0].module)._parameters[slots[0].leaf]  # modules read scalars through a property
@@ -319,31 +319,31 @@ def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> 
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: its memory, not a copy; of torchao's tensors the master."""
+    """Return this process's part of a tensor: its memory, not a copy; for torchao's tensors the master."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return cast(Any, local)._tensor if is_traceable_wrapper_subclass(local) else local
 
 
 def require_unchanged(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
-    """torch's check that nothing changed a tensor which backward needs. It does none for tensors that hooks keep.
+    """Check, as torch does, that a tensor that backward needs has not changed. torch skips tensors kept by hooks.
 
-    `tensor`: any with the same count of changes in place, `version` when it was kept. Raises BackendError.
+    `tensor`: any that shares its count of in-place changes, `version` when it was kept. Raises BackendError.
     """
     if tensor._version != version:
         raise BackendError(
-            f"backend native: expected that no tensor changes while backward needs it, found one of shape {[*shape]} "
-            "that the model's forward changed in place.\n  Compute a new tensor there: x = x * 2, not x.mul_(2)."
+            f"backend native: the model's forward changed a tensor of shape {[*shape]} in place, but backward needs "
+            "its old value.\n  Compute a new tensor there: x = x * 2, not x.mul_(2)."
         )
 
 
 class ComputeTime:
-    """How long a process computes by itself: the forwards of training in the innermost units, inside FSDP2's hooks,
-    which gather. (In backward the collectives of units wait for other processes.)"""
+    """Time that a process computes by itself: training forwards of the innermost units, inside FSDP2's hooks, which
+    gather. (In backward the collectives of units wait for other processes.)"""
 
     def __init__(self, model: nn.Module, units: Sequence[str], device: torch.device) -> None:
-        """Once the units are FSDP2's: the hooks run inside those that are there already."""
+        """Create it after the units are FSDP2's: the hooks run inside the existing ones."""
         self._is_cuda = device.type == "cuda"
-        # Beginning and end of each forward, by step; the newest step last. A device has finished the one before it.
+        # Start and end of each forward, by step; the newest step last. A GPU has finished the step before it.
         self._steps = deque[list[Any]]([] for _ in range(1 + self._is_cuda))
         innermost = [name for name in units if not any(other.startswith(f"{name}.") for other in units)]
         for module in map(model.get_submodule, innermost or [""]):
@@ -351,14 +351,14 @@ class ComputeTime:
             module.register_forward_hook(self._mark, prepend=True)
 
     def _mark(self, *_: Any) -> None:
-        if torch.is_grad_enabled():  # no evaluation
+        if torch.is_grad_enabled():  # not in evaluation
             mark: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else time.perf_counter()
             if self._is_cuda:
                 mark.record()
             self._steps[-1].append(mark)
 
     def take(self) -> float:
-        """Seconds of the last step; on CUDA of the one before it. NaN: none yet."""
+        """Return the seconds of the last step; on CUDA of the step before it. NaN: none yet."""
         self._steps.append([])
         marks = self._steps.popleft()
         pairs = zip(marks[::2], marks[1::2], strict=True)
@@ -367,7 +367,7 @@ class ComputeTime:
 
 
 def cast_scalars(model: nn.Module, policy: ShardPolicy, device: torch.device) -> None:
-    """Modules read their scalars in their compute dtype, on the device; the masters stay their parameters."""
+    """Make modules read their scalars in their compute dtype, on the device; their parameters stay the masters."""
     for name, module in model.named_modules():
         own = {leaf: weight for leaf, weight in module.named_parameters(recurse=False) if weight.dim() == 0}
         dtype = dtype_of(name, policy)
@@ -380,12 +380,12 @@ def cast_scalars(model: nn.Module, policy: ShardPolicy, device: torch.device) ->
 def _casting(
     kind: type[nn.Module], leaves: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> type[nn.Module]:
-    """A subclass of the same name. No forward is replaced: a recomputed or compiled one casts too."""
+    """Return a subclass of the same name that casts on read, so that recomputed and compiled forwards cast too."""
 
     def reading(leaf: str) -> property:
         def read(module: nn.Module) -> torch.Tensor:
             weight = cast(Any, module)._parameters[leaf]
-            # A loop that changes the weight between steps, without gradients, has to reach the weight itself.
+            # A loop that changes the weight between steps, without gradients, must get the weight itself.
             is_changed = module.training and not torch.is_grad_enabled()
             return weight if is_changed else weight.to(device, dtype)
 

@@ -1,8 +1,8 @@
-"""Where the shard axis has one device (one GPU, or replicas): weights are used in place.
+"""Unsharded models (one device on the shard axis: one GPU, or replicas): use weights in place.
 
-FSDP2 would copy each unit's weights into a buffer and out of it, though there is nothing to gather. Here a weight is
-cast when its block runs, and again in backward, if it computes in another dtype than that of the parameter. Replicas
-sum their gradients in buckets during backward.
+FSDP2 would copy each unit's weights into a buffer and out of it, though there is nothing to gather. Here a weight whose
+compute dtype isn't the parameter's is cast when its block runs, and again in backward. Replicas sum their gradients in
+buckets during backward.
 """
 
 # A storage's address has no public name.
@@ -43,23 +43,23 @@ from portable_fsdp.backends.weight_uses import (
 )
 from portable_fsdp.runtime.errors import BackendError
 
-# As torch's DistributedDataParallel (its bucket_cap_mb): large enough for a link, small enough to begin early.
+# The bucket_cap_mb of torch's DistributedDataParallel: large enough for a link, small enough to start early.
 BUCKET_BYTES = 25 * 2**20
-CASTS = "portable_fsdp::cast_weights"  # sections in a profile, by which the planner tells parts
+CASTS = "portable_fsdp::cast_weights"  # sections of a profile, which the planner recognizes
 SUMS = "portable_fsdp::sum_gradients"
 
 
 def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
-    """Casts, gradient checkpointing and compilation of `policy`, without units: nothing is gathered."""
+    """Apply casts, gradient checkpointing and compilation of `policy`, without units: nothing is gathered."""
     cast_modules(model, policy)
     compiled = policy.layers if policy.compile_backend else ()
     layers = {*policy.recompute, *compiled}
-    # A layer that runs again, or is a program, is one block: what is inside casts with it.
+    # A recomputed or compiled layer is one block: modules inside are cast with it.
     blocks = {name for name in (*policy.units, *layers) if not is_inside(name, layers - {name})}
     casts, known = _Casts(), set[tuple[nn.Module, str]]()
     for name, uses in uses_by_block(weight_uses(model, policy), blocks).items():
         block = model.get_submodule(name)
-        if policy.cast_inputs and name in (ROOT, *policy.units):  # as FSDP2 does: it may take pixels
+        if policy.cast_inputs and name in (ROOT, *policy.units):  # as FSDP2 does: it may get pixels
             cast_inputs(block, dtype_of(name, policy))
         # A module with several names belongs to the innermost of its blocks, which come first.
         uses = [use for use in uses if _is_cast(use) and (use.module, use.leaf) not in known]
@@ -84,16 +84,16 @@ def _is_cast(use: Use) -> bool:
 
 
 def _refuse_copy(_: Any) -> NoReturn:
-    """A copied block would compute with the original's weights. FSDP2 refuses copies too."""
+    """Raise BackendError: a copied block would compute with the original's weights. FSDP2 refuses copies too."""
     raise BackendError(
-        "backend native: expected no copy.deepcopy of a model that is laid out, whose copy would compute with the "
-        "original's weights.\n  Copy it before shard, or lay out two models and copy the weights: "
+        "backend native: a sharded model can't be copied with copy.deepcopy: the copy would compute with the "
+        "original's weights.\n  Copy it before shard, or shard two models and copy the weights: "
         "other.load_state_dict(model.state_dict())."
     )
 
 
 class _Cast(NamedTuple):
-    """What autograd keeps in place of a copy, or of a view of it."""
+    """The record that autograd keeps in place of a cast copy, or of a view of it."""
 
     storage: int
     weight: Tensor
@@ -110,7 +110,7 @@ class _Saved(NamedTuple):
 
 
 class _Casts:
-    """Weights in their compute dtype, while a block runs."""
+    """Copies of weights in their compute dtype, which exist while a block runs."""
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[Tensor, Tensor]] = {}  # by the copy's storage: the weight and the copy
@@ -118,7 +118,7 @@ class _Casts:
 
     @contextmanager
     def _in_place(self, uses: list[Use]) -> Generator[None]:
-        """While copies are what modules find in place of the weights of `uses`."""
+        """Context in which modules use copies in place of the weights of `uses`."""
         masters = {use.key: use.weight for use in uses}
         with record_function(CASTS):
             copies = {use.key: cast_weight(use) for use in distinct(uses)}
@@ -132,7 +132,7 @@ class _Casts:
                 del self._running[key]
 
     def inside(self, uses: list[Use], forward: Forward) -> Forward:
-        """`forward`, to be run again in backward, with the copies in place."""
+        """Wrap a `forward` that backward recomputes, with the copies in place in each run."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._in_place(uses):
@@ -141,7 +141,7 @@ class _Casts:
         return run
 
     def around(self, block: nn.Module, uses: list[Use]) -> None:
-        """The copies are in place around a block's forward, whatever replaces that later."""
+        """Put the copies in place around a block's forward, even if that is replaced later."""
 
         def begin(*_: Any) -> None:
             self._entered.append((block, self._in_place(uses)))
@@ -158,7 +158,7 @@ class _Casts:
         self._entered.pop()[1].__exit__(None, None, None)
 
     def around_all(self, forward: Forward, keep: bool) -> Forward:
-        """The model's `forward`. Without `keep` autograd keeps no copy that runs in it, and backward casts again."""
+        """Wrap the model's `forward`. Without `keep` autograd keeps none of its copies, and backward casts again."""
 
         def pack(tensor: Tensor) -> _Saved | _Cast:
             storage = _storage(tensor)
@@ -172,9 +172,9 @@ class _Casts:
                 require_unchanged(kept.tensor, kept.version, kept.tensor.shape)
                 return kept.tensor
             if kept.weight._version != kept.version:
-                raise BackendError("backend native: expected the weights of the forward in its backward, found others.")
+                raise BackendError("backend native: a weight was modified between a forward and its backward.")
             weight, copy = self._running.get(kept.storage, (None, None))
-            if weight is not kept.weight or copy is None:  # else it is a gradient within the block's forward
+            if weight is not kept.weight or copy is None:  # else a gradient is taken within the block's forward
                 with record_function(CASTS):
                     copy = kept.weight.to(kept.dtype)
             return copy.as_strided(kept.size, kept.stride, kept.offset)
@@ -198,18 +198,18 @@ def _storage(tensor: Tensor) -> int:
 class GradientSums:
     """Sums the gradients of replicas during backward, in buckets that have the same order on all replicas.
 
-    To a weight that its rows don't use a replica adds zeros; one that no replica uses gets no gradient.
+    A replica adds zeros for a weight that its rows don't use; a weight that no replica uses gets no gradient.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.parameters, self._group, self._dtype = parameters, group, dtype
         self._buckets: list[list[nn.Parameter]] = []
-        self._missing: list[set[nn.Parameter]] = []  # those of each bucket without a gradient yet
+        self._missing: list[set[nn.Parameter]] = []  # parameters of each bucket without a gradient yet
         self._under_way: list[_Sum] = []
-        self._started: int | None = None  # buckets; None: no last micro batch is under way
+        self._started: int | None = None  # number of buckets; None: outside the last micro batch
         self._hooks: list[RemovableHandle] = []
         size = BUCKET_BYTES
-        for parameter in reversed(parameters):  # backward reaches about the last weights first
+        for parameter in reversed(parameters):  # backward reaches roughly the last weights first
             if size >= BUCKET_BYTES:
                 self._buckets.append([])
                 size = 0
@@ -224,7 +224,7 @@ class GradientSums:
 
     @contextmanager
     def summing(self) -> Generator[None]:
-        """Around the last micro batch; afterwards the gradients are the sums."""
+        """Context of the last micro batch; on exit the gradients are the sums."""
         self._missing, self._started = [set(bucket) for bucket in self._buckets], 0
         try:
             yield
@@ -240,8 +240,8 @@ class GradientSums:
             return
         if parameter not in self._missing[bucket]:
             raise BackendError(
-                "backend native: expected one backward in the last micro batch, in which replicas sum gradients, found "
-                "a second gradient of a weight.\n  Add up the losses, or run earlier backwards under accumulate(False)."
+                "backend native: a weight got a second gradient in the last micro batch, in which replicas sum "
+                "gradients in one backward.\n  Add up the losses, or run earlier backwards under accumulate(False)."
             )
         self._missing[bucket].remove(cast(nn.Parameter, parameter))
         while self._started < len(self._buckets) and not self._missing[self._started]:
@@ -254,12 +254,12 @@ class GradientSums:
         unused = [number for number, parameter in enumerate(bucket) if parameter.grad is None]
         with record_function(SUMS):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            users = gradients[0].new_ones(len(bucket), dtype=self._dtype)  # replicas with a gradient, once it is summed
+            users = gradients[0].new_ones(len(bucket), dtype=self._dtype)  # once summed: replicas with a gradient
             for number in unused:
                 users[number].zero_()
             flat = torch.cat([*(gradient.flatten().to(self._dtype) for gradient in gradients), users])
             for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
-                # The old gradient's memory is free from here on; in another dtype the new one is made when it is there.
+                # This frees the old gradient's memory; in another dtype the new one is created when the sum is there.
                 parameter.grad = part if part.dtype == parameter.dtype else None
             work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._under_way.append(_Sum(work, flat, bucket, unused))
@@ -269,7 +269,7 @@ class GradientSums:
             work.wait()
             for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
                 parameter.grad = part.to(parameter.dtype)
-            if unused:  # the host waits for the device; in a plan, where no number is known, replicas are alike
+            if unused:  # the host waits for the device; in a plan values are unknown, and replicas are alike
                 users = [0.0] * len(bucket) if isinstance(flat, FakeTensor) else flat[-len(bucket) :].tolist()
                 for number in unused:
                     if not users[number]:
@@ -277,7 +277,7 @@ class GradientSums:
 
 
 class _Sum(NamedTuple):
-    """An all-reduce under way of a bucket's gradients, then of how many replicas have each."""
+    """A running all-reduce of a bucket's gradients, followed by the number of replicas that have each."""
 
     work: Any
     flat: Tensor
@@ -286,7 +286,7 @@ class _Sum(NamedTuple):
 
 
 def _parts(flat: Tensor, bucket: list[nn.Parameter]) -> list[Tensor]:
-    """Views with the shapes of the parameters."""
+    """Return views of `flat` with the shapes of the parameters."""
     sizes = [parameter.numel() for parameter in bucket]
     parts = flat[: sum(sizes)].split(sizes)
     return [part.view_as(parameter) for part, parameter in zip(parts, bucket, strict=True)]

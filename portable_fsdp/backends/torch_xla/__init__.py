@@ -1,4 +1,4 @@
-"""The engines of torch_xla: `spmd` (one process for all devices of a host) and `fsdp1` (one for each device).
+"""The engines of torch_xla: `spmd` (one process for all devices of a host) and `fsdp1` (one process per device).
 
-`runtime.py` is what both share; read it first. Outside this folder only `plan/tpu_trace.py` imports torch_xla.
+Read `runtime.py` first, which both share. Outside this folder only `plan/tpu_trace.py` imports torch_xla.
 """

@@ -1,4 +1,4 @@
-"""What the torch_xla engines refuse and delegate, their surprises and packages, and the TPU compiler's options.
+"""The options that the torch_xla engines refuse and delegate, notes, packages, and the TPU compiler's options.
 
 Imports neither torch nor torch_xla: plans use the compiler options without them.
 """
@@ -17,11 +17,11 @@ from portable_fsdp.backends.refusals import (
 )
 
 _NO_LOSS_SCALING = "float16 needs loss scaling, which only native has; bfloat16 has the range of float32"
-_READS_MASKS = "transformers then reads a mask on the host in every step, which is a second program and a wait"
-_SORTS_TOKENS = "it sorts tokens by expert: shapes that are known only while the step runs, and XLA compiles before"
-_NO_CACHE = "torch_xla 2.9 writes compiled programs and can't load them (github.com/pytorch/xla/issues/9094)"
+_READS_MASKS = "transformers then reads a mask on the host in every step, which adds a program and a wait"
+_SORTS_TOKENS = "it sorts tokens by expert, into shapes that XLA doesn't know when it compiles"
+_NO_CACHE = "torch_xla 2.9 writes compiled programs but can't load them (github.com/pytorch/xla/issues/9094)"
 _IN_DEVICE_MEMORY = "torch_xla keeps parameters and optimizer state in device memory"
-_NOTHING_BETWEEN = "weights are sharded over all devices of a replica, or gathered, and nothing between"
+_NOTHING_BETWEEN = "weights are either sharded over all devices of a replica or gathered"
 
 RULES = (
     *refused_each(
@@ -31,9 +31,9 @@ RULES = (
             "model.attention=flex": "torch has no kernel of flex_attention for it",
             "model.experts=grouped_mm": _SORTS_TOKENS,
             "sharding.reshard_after_forward": _NOTHING_BETWEEN,
-            "memory.gradient_checkpointing=budget": "it is the partitioner of torch.compile that keeps to a budget",
+            "memory.gradient_checkpointing=budget": "the partitioner of torch.compile applies the budget",
             "compile.cache_dir": _NO_CACHE,
-            "precision.products=float8|float8_rowwise": "compiled for v6e it takes 1.11 of the time of bfloat16",
+            "precision.products=float8|float8_rowwise": "compiled for v6e it takes 1.11 times as long as bfloat16",
             "optim.name=adamw8bit": "bitsandbytes has no kernel for it",
             "memory.cpu_offload": _IN_DEVICE_MEMORY,
         },
@@ -55,7 +55,7 @@ NOTES = {
 _GATHERS = "XLA's scheduler starts gathers"
 _COMPILES = "XLA compiles the whole step in any case"
 DELEGATED = {
-    "run.peer_timeout_s": "PJRT finds a lost process by its own timeouts, gloo after 30 minutes",
+    "run.peer_timeout_s": "PJRT detects a lost process by its own timeouts, gloo after 30 minutes",
     "sharding.forward_prefetch": _GATHERS,
     "sharding.backward_prefetch": _GATHERS,
     "sharding.backward_prefetch_units": _GATHERS,
@@ -73,7 +73,7 @@ def _spec(
     notes: Mapping[str, str] = {},
     planned_by: Mapping[str, PlanMethod] = {},
 ) -> EngineSpec:
-    """What an engine of torch_xla declares by itself, and what is the same for both."""
+    """Return the spec of a torch_xla engine: its own options, and those that both share."""
     checkout = "In a checkout of portable_fsdp: pip install"
     return EngineSpec(
         engine=engine,
@@ -97,7 +97,7 @@ def _spec(
 
 # ------------------------------------------------------------------------------------------------------------------ xla
 
-_ONE_PROGRAM = "all turns of the loop run one program"
+_ONE_PROGRAM = "all iterations of the loop run one program"
 _ONE_UNIT = "the loop gathers a layer as one unit"
 
 SPMD_RULES = (
@@ -109,7 +109,7 @@ SPMD_RULES = (
     ),
     Rule("precision.modules of some layers only, with scan_layers", f"{_ONE_PROGRAM}, with one dtype for each weight"),
     *refused(
-        "precision.reduce=float32 with weights that rest in bfloat16",
+        "precision.reduce=float32 with weights kept in bfloat16",
         "a gradient has the dtype of its weight",
         "precision.master=float32",
         "--backend=native",
@@ -117,13 +117,13 @@ SPMD_RULES = (
     ),
     *refused(
         "precision.reduce=float32 with scan_layers and a lower compute dtype",
-        "the loop's gradients have the dtype of the copies that it takes",
+        "the loop's gradients have the dtype of its copies",
         "compile.scan_layers=false",
         when=lambda c, p: c.compile.scan_layers and c.precision.dtypes != {"float32"},
     ),
     Rule(
-        "precision.reduce for weights in a lower dtype of other layers than linear ones and embeddings",
-        "XLA sums a gradient in the dtype in which it is computed; precision.modules gives those layers float32",
+        "precision.reduce for weights in a lower dtype outside linear layers and embeddings",
+        "XLA sums a gradient in the dtype in which it is computed; set those layers to float32 in precision.modules",
     ),
     *refused(
         "precision.reduce=bfloat16 with modules in float32",
@@ -158,9 +158,9 @@ SPMD_RULES = (
     Rule(
         "compile.scan_layers for layers that don't follow one another in a list of the model, or hold units "
         "(sharding.wrap_classes)",
-        "a turn of the loop is a layer, gathered as one unit",
+        "an iteration of the loop is a layer, gathered as one unit",
     ),
-    Rule("compile.scan_layers for layers that differ (gemma2)", "all turns run one program"),
+    Rule("compile.scan_layers for layers that differ (gemma2)", "all iterations run one program"),
     *refused(
         "precision.products=int8 on TPU v4 and v6e",
         "compiled for them, a layer's products then take 1.4 times as long as in bfloat16",
@@ -168,31 +168,31 @@ SPMD_RULES = (
     ),
     *refused(
         "memory.offload without scanned layers that are recomputed",
-        "the compiler would bring the input of an unrolled layer back at once",
+        "the compiler would copy the input of an unrolled layer back at once",
         "memory.gradient_checkpointing=full and memory.every=null and memory.save_ops=[] and compile.scan_layers=true",
         "--backend=native",
         when=lambda c, p: not (c.compile.scan_layers and recomputes_modules(c)),
     ),
     Rule(
         "data.buckets of several sizes on several hosts",
-        "each host reads other rows, and would choose another program than the rest",
+        "each host reads different rows, and would choose a different program",
         lambda c, p: c.data.shapes > 1 and (p.hosts or 1) > 1,
         only_largest_bucket,
     ),
-    *refused("train.micro_batch=auto on cpu", "plans of a CPU are native's", when=lambda c, p: p.device == "cpu"),
+    *refused("train.micro_batch=auto on cpu", "only native plans a CPU", when=lambda c, p: p.device == "cpu"),
 )
 
 SPMD_NOTES = {
-    "precision.reduce=auto": "the dtype that the weight is cast to at use",
+    "precision.reduce=auto": "the dtype to which the weight is cast at use",
     "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
     "memory.save_ops=[attention]": (
-        "changes nothing: a recomputed layer keeps the output of the TPUs' attention kernel in any case; cpu has none"
+        "no effect: a recomputed layer always keeps the output of the TPUs' attention kernel; cpu has none"
     ),
     "memory.save_ops": (
-        "a recomputed layer keeps outputs of matrix products, and in any case those of the attention kernel on TPUs"
+        "a recomputed layer keeps outputs of matrix products, and always those of the attention kernel on TPUs"
     ),
     "memory.offload=activations": (
-        "libtpu keeps inputs of the loop's layers in host memory, and copies beside compute; on cpu it changes nothing"
+        "libtpu keeps inputs of the loop's layers in host memory, and copies overlap compute; on cpu no effect"
     ),
 }
 
@@ -201,7 +201,7 @@ SPMD = _spec(
     rules=SPMD_RULES,
     notes=SPMD_NOTES,
     planned_by={"tpu": "compiled step"},
-    processes=lambda device, requested, count: 1,  # which drives all devices of the host
+    processes=lambda device, requested, count: 1,  # it drives all devices of the host
 )
 
 
@@ -225,14 +225,14 @@ FSDP1_RULES = (
     *refused_each(
         "on xla_fsdp1",
         {
-            "precision.cast_inputs": "XlaFullyShardedDataParallel casts what each unit takes",
+            "precision.cast_inputs": "XlaFullyShardedDataParallel casts the inputs of each unit",
             "precision.modules": "XlaFullyShardedDataParallel casts a whole unit to one compute dtype",
-            "precision.products=int8": "its layers multiply as torch's do",
+            "precision.products=int8": "its layers are torch's",
             "precision.buffers": "xla_fsdp1.buffer_dtype sets it there",
-            "optim.name=adafactor|muon": "it takes whole matrices, and a device has flat parts of them",
-            "optim.factory": "an optimizer may take whole matrices, and a device has flat parts of them",
-            "memory.offload": "torch_xla's checkpoint keeps what it recomputes from in device memory",
-            "compile.scan_layers": "a unit's weights are gathered by its own module, one layer after the other",
+            "optim.name=adafactor|muon": "it needs whole matrices, and a device has flat parts of them",
+            "optim.factory": "an optimizer may need whole matrices, and a device has flat parts of them",
+            "memory.offload": "torch_xla's checkpoint keeps the inputs of recomputed layers in device memory",
+            "compile.scan_layers": "each unit's module gathers its own weights, one layer after the other",
             "train.micro_batch=auto": "it has no planner",
         },
         "--backend=xla",
@@ -246,13 +246,13 @@ FSDP1_RULES = (
     ),
     Rule(
         "data.buckets of several sizes on several devices",
-        "each device has a process, which reads other rows and would choose another program than the rest",
+        "each device has a process, which reads different rows and would choose a different program",
         lambda c, p: c.data.shapes > 1 and (p.devices or 1) > 1,
         only_largest_bucket,
     ),
     *refused(
         "xla_fsdp1.flatten_parameters with weight decay or optimizer groups",
-        "a unit's parameters are one tensor, which has one weight decay and one learning rate",
+        "a unit's parameters are one tensor, with one weight decay and one learning rate",
         "optim.weight_decay=0 and optim.groups=[]",
         when=lambda c, p: bool(c.optim.weight_decay or c.optim.groups),
     ),
@@ -263,15 +263,15 @@ FSDP1_RULES = (
         ("xla_fsdp1.shard_param_on_dim_0=null", "xla_fsdp1.flatten_parameters=false"),
     ),
     Rule(
-        "xla_fsdp1.shard_param_on_dim_0 for a model with a parameter of no dimensions",
-        "it has no rows to cut; false cuts each parameter flat",
+        "xla_fsdp1.shard_param_on_dim_0 for a model with a 0-dim parameter",
+        "it has no rows to shard; false shards each parameter flat",
     ),
 )
 
 FSDP1 = _spec(
     "portable_fsdp.backends.torch_xla.fsdp1.engine:XlaFsdp1Backend",
     rules=FSDP1_RULES,
-    # One a chip. PJRT's CPU devices can't talk across processes.
+    # One per chip. PJRT's CPU devices can't communicate across processes.
     processes=lambda device, requested, count: count(device) if device == "tpu" else 1,
 )
 
@@ -282,7 +282,7 @@ COMPILER_OPTIONS = {
     # Windowed einsum hides gathers in loops of point-to-point copies, which makes them uncountable and costs memory.
     "xla_tpu_enable_windowed_einsum_for_all_gather": "false",
     "xla_tpu_enable_windowed_einsum_for_reduce_scatter": "false",
-    # torch_xla's own, which it adds where it sees chips (torch_xla/__init__.py, _setup_libtpu_flags): a plan sees none.
+    # torch_xla's own, which it adds if it sees chips (torch_xla/__init__.py, _setup_libtpu_flags): a plan sees none.
     "xla_tpu_use_enhanced_launch_barrier": "false",
     "xla_latency_hiding_scheduler_rerun": "1",
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
@@ -290,13 +290,13 @@ COMPILER_OPTIONS = {
 }
 """Options of the TPU compiler on all generations, the same in a run and in a plan."""
 
-# torch_xla's own on v5 (as above). On v4 all gathers would be synchronous without: a step takes 4 % longer.
+# torch_xla's own on v5 (as above). On v4 all gathers would be synchronous without them: a step takes 4 % longer.
 _ASYNC_GATHERS = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
 
 # The SparseCore runs collectives while the TensorCore computes: gradient reductions go there, gathers stay fused with
 # products. Source: AI-Hypercomputer/maxtext@05d3525, benchmarks/xla_flags_library.py
-# (ENABLE_SPARECORE_OFFLOADING_FOR_ALL_REDUCE, of whose names libtpu 0.0.21 refuses xla_sc_disjoint_spmem and the chip
-# config); for reduce-scatters MaxText's recipes (reduce_scatter_v2). docs/sharding.md has what it buys.
+# (ENABLE_SPARECORE_OFFLOADING_FOR_ALL_REDUCE; libtpu 0.0.21 refuses xla_sc_disjoint_spmem and the chip config from it);
+# for reduce-scatters MaxText's recipes (reduce_scatter_v2). docs/sharding.md has the gain.
 _ON_SPARSE_CORE = {
     "xla_tpu_use_tc_device_shape_on_sc": "true",
     "xla_sc_disable_megacore_partitioning": "true",
@@ -318,23 +318,23 @@ COMPILER_OPTIONS_OF = {
     "v5p": {**_ASYNC_GATHERS, **_ON_SPARSE_CORE},
     "v6e": _ON_SPARSE_CORE,
 }
-"""What a generation has besides."""
+"""Further options of each generation."""
 
 
 def libtpu_arguments(environ: Mapping[str, str], generation: str = "") -> str:
-    """LIBTPU_INIT_ARGS as a run and a plan have it: what the user set there, then ours that aren't among it.
+    """Return LIBTPU_INIT_ARGS for a run and a plan: the user's arguments, then those of ours that the user didn't set.
 
     Args:
-        environ: where the user's own are.
-        generation: of the chip: `v5p`; empty leaves out what some generations have.
+        environ: the environment with the user's arguments.
+        generation: of the chip: `v5p`; empty leaves out the options of single generations.
     """
     arguments = environ.get("LIBTPU_INIT_ARGS", "").split()
-    given = set(compiler_options(" ".join(arguments)))
+    users = set(compiler_options(" ".join(arguments)))
     ours = {**COMPILER_OPTIONS, **COMPILER_OPTIONS_OF.get(generation, {})}
-    return " ".join([*arguments, *(f"--{name}={value}" for name, value in ours.items() if name not in given)])
+    return " ".join([*arguments, *(f"--{name}={value}" for name, value in ours.items() if name not in users)])
 
 
 def compiler_options(arguments: str) -> dict[str, str]:
-    """Name -> value of what stands in LIBTPU_INIT_ARGS; a name alone is `true`."""
+    """Name -> value of the options in LIBTPU_INIT_ARGS; a name alone is `true`."""
     pairs = [argument.lstrip("-").partition("=") for argument in arguments.split()]
     return {name: value or "true" for name, _, value in pairs}

@@ -1,6 +1,6 @@
-"""Runs a function as one program of torch_xla, or refuses it by the line of the model that is the reason.
+"""Run a function as one program of torch_xla, or refuse it and name the line of the model that prevents it.
 
-To find that line the function runs once more, with torch's anomaly mode, which knows the forward of each gradient.
+To find that line the function runs again under torch's anomaly mode, which knows the forward of each gradient.
 """
 
 import re
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 def run_program(run: Callable[[], T], what: str, name: str) -> T:
-    """Compile and run a function as one program. Raises BackendError, which begins with `what`, if it makes several.
+    """Compile and run a function as one program. Raises BackendError, prefixed by `what`, if it needs several.
 
-    Unlike torch_xla.compile(full_graph=True) it checks backward too, and compiles nothing of a function that fails.
+    Unlike torch_xla.compile(full_graph=True) this checks backward too, and compiles nothing of a function that fails.
     """
     import torch_xla
 
     bridge: Any = cast(Any, torch_xla)._XLAC
-    torch_xla.sync()  # operations that came before are no part of the program
+    torch_xla.sync()  # earlier operations are not part of the program
     bridge._set_current_graph_name(name)
     before, runs = _runs(), Counter[str]()
     bridge._set_allow_execution(False)
@@ -41,10 +41,10 @@ def run_program(run: Callable[[], T], what: str, name: str) -> T:
             raise _OnHost(runs)
         torch_xla.sync()
     except Exception as error:
-        if "device_ready_queues_" in str(error):  # torch counts the devices at a process's first backward
+        if "device_ready_queues_" in str(error):  # torch counts the devices in a process's first backward
             raise BackendError(
-                f"{what}: expected that no backward runs in a process before its first engine on XLA opens, found one."
-                "\n  Start a new process, and open the engine before any backward."
+                f"{what}: a backward ran in this process before its first engine on XLA opened.\n"
+                "  Start a new process, and open the engine before any backward."
             ) from error
         if (problem := _problem(run, error, runs)) is None:
             raise
@@ -56,11 +56,11 @@ def run_program(run: Callable[[], T], what: str, name: str) -> T:
 
 
 class _OnHost(Exception):
-    """Operations that ran outside of a program, counted in its argument."""
+    """Operations ran outside a program; the argument counts them."""
 
 
 class _Watch(TorchDispatchMode):
-    """Raises _OnHost at the first such operation, in forward or backward; if `one_by_one` the first that fails."""
+    """Raises _OnHost at the first such operation, in forward or backward; if `one_by_one`, at the first that fails."""
 
     def __init__(self, one_by_one: bool) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _problem(run: Callable[[], object], error: Exception, runs: Counter[str]) -> str | None:
-    """What fails, and where; None for an error that has no line of a model, or is the model's own."""
+    """Describe what fails, and where; None for an error without a line of the model, or of the model itself."""
     is_early = "Unexpected execution" in str(error)
     where = _line(error)
     is_own = where and not is_early and not re.search("Check failed|RET_CHECK|torch_xla/csrc", str(error))
@@ -91,12 +91,12 @@ def _problem(run: Callable[[], object], error: Exception, runs: Counter[str]) ->
     if runs or is_early:
         operations = ", ".join(sorted(filter(None, runs)))
         ran = f"{operations} would run on the host" if operations else "a value is read on the host"
-        return f"{ran}{where or ''}\n  In each step all devices would wait for that."
+        return f"{ran}{where or ''}\n  All devices would wait for that in each step."
     return where and f"torch_xla fails{where}\n  {str(error).strip().splitlines()[0][:200]}"
 
 
 def _run_again(run: Callable[[], object], one_by_one: bool) -> tuple[Exception, str | None] | None:
-    """The first failure of a function and its line; None: nothing fails. `one_by_one`: each operation is compiled."""
+    """Return a function's first failure and its line; None: nothing fails. `one_by_one`: compile each operation."""
     import torch_xla
 
     bridge: Any = cast(Any, torch_xla)._XLAC
@@ -117,7 +117,7 @@ def _run_again(run: Callable[[], object], one_by_one: bool) -> tuple[Exception, 
 
 
 def _line(error: Exception) -> str | None:
-    """The model's line that raised an error; None in the backward of torch's operations."""
+    """Return the model's line that raised an error; None in the backward of torch's operations."""
     frames = traceback.extract_tb(error.__traceback__)
     begin = max((at for at, frame in enumerate(frames) if frame.name == "_engine_run_backward"), default=-1)
     own = [frame for frame in frames[begin + 1 :] if _is_own(frame.filename)]
@@ -125,7 +125,7 @@ def _line(error: Exception) -> str | None:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is neither torch's nor makes programs."""
+    """Whether a file is the model's: neither torch's nor one that makes programs."""
     ours = (__file__, str(Path(__file__).with_name("runtime.py")))
     return file not in ours and not any(f"/site-packages/{package}/" in file for package in ("torch", "torch_xla"))
 
@@ -135,7 +135,7 @@ def _short(file: str) -> str:
 
 
 def _runs() -> Counter[str]:
-    """What has run in this process: operations on the host, and (under "") programs."""
+    """Count what has run in this process: operations on the host, and (under "") programs."""
     import torch_xla.debug.metrics as metrics
     import torch_xla.runtime as runtime
 

@@ -1,7 +1,7 @@
 """nn.LSTM, nn.GRU and nn.RNN on XLA: one loop over the positions of a row.
 
-torch unrolls them into operations of each position, which compile for minutes. torch_xla 2.9 loops over a GRU alone,
-and keeps its first trace: after an evaluation, or behind a frozen embedding, it silently loses gradients of inputs.
+torch unrolls them into operations for each position, which take minutes to compile. torch_xla 2.9 loops only over a
+GRU, and keeps its first trace: after an evaluation, or behind a frozen embedding, it silently loses input gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 
 def loop_over_positions(library: torch.library.Library) -> None:
-    """Give torch's recurrent operators of this process, but for packed sequences, to XLA as loops."""
+    """Lower torch's recurrent operators, except for packed sequences, as loops on XLA in this process."""
     from torch_xla.experimental import gru
 
     nn.GRU = getattr(nn.GRU, "_orig", nn.GRU)
@@ -26,7 +26,7 @@ def loop_over_positions(library: torch.library.Library) -> None:
 
 @cache  # scan keeps one trace of a function for all inputs of its shapes, with gradients or without
 def _position(kind: str, wants_gradient: bool) -> Callable[..., Any]:
-    """One position: ((states, recurrent weights, projection), the inputs' part of the gates) -> the same, output."""
+    """Return the step of one position: ((states, recurrent weights, projection), inputs' gates) -> (same, output)."""
 
     def position(carry: Any, x: Tensor) -> Any:
         (h, *cells), weights, projection = carry
@@ -48,7 +48,7 @@ def _position(kind: str, wants_gradient: bool) -> Callable[..., Any]:
 
 
 def _run(kind: str, x: Tensor, hx: Tensor | Sequence[Tensor], weights: Sequence[Tensor], *rest: Any) -> Any:
-    """(outputs, last states), as torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, whose arguments these are."""
+    """Return (outputs, last states); arguments as of torch.lstm, torch.gru, torch.rnn_tanh and torch.rnn_relu."""
     from torch_xla.experimental.scan import scan
 
     has_biases, layers, dropout, train, bidirectional, batch_first = rest

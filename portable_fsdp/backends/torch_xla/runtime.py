@@ -1,4 +1,4 @@
-"""What both torch_xla engines share: how they open and close, counted programs, recomputation.
+"""Code shared by both torch_xla engines: opening and closing, counted programs, recomputation.
 
 Only functions import torch_xla: at import it reads the environment variables that `set_environment` sets.
 """
@@ -46,32 +46,32 @@ _LOWERING = Lock()  # devices may be threads
 
 
 def set_environment(device: str) -> None:
-    """What torch_xla reads when it is imported, and libtpu when it is loaded."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD is to be deprecated
+    """Set the variables that torch_xla reads when it is imported, and libtpu when it is loaded."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else each compilation prints that GSPMD will be deprecated
     logging.getLogger("absl").setLevel(logging.ERROR)  # else jax's packages warn that TensorFlow is absent
     os.environ["PJRT_DEVICE"] = "TPU" if device == "tpu" else "CPU"
     if device == "tpu":
         os.environ["LIBTPU_INIT_ARGS"] = libtpu_arguments(os.environ)
-        # torch_xla's import asks the machine for its chips; libtpu, loaded with the first device, reads the arguments.
+        # torch_xla's import detects the chips; libtpu, loaded with the first device, reads the arguments.
         os.environ["LIBTPU_INIT_ARGS"] = libtpu_arguments(os.environ, _generation())
-    if device == "cpu":  # else jax looks for a TPU where libtpu is installed, and complains
+    if device == "cpu":  # else jax looks for a TPU if libtpu is installed, and warns
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-@cache  # else it may ask the cloud's metadata server each time
+@cache  # else each call may query the cloud's metadata server
 def _generation() -> str:
-    """The generation of this machine's TPU in libtpu's words (v5e, v5p, v6e); empty without a chip."""
+    """Return the generation of this machine's TPU by libtpu's name (v5e, v5p, v6e); empty without a chip."""
     from torch_xla._internal import tpu
 
     return str(cast(Any, tpu).get_tpu_type()).replace("litepod", "e") if tpu.num_available_chips() else ""
 
 
-@cache  # which keeps the library: its implementations end with it
+@cache  # keeps the library alive: its implementations end with it
 def _replace_operators() -> torch.library.Library:
     """Let XLA run recurrent layers as loops and solve triangular systems in this process.
 
-    torch_xla 2.9.0 lowers torch.triangular_solve, but would run its successor torch.linalg.solve_triangular, of linear
-    attention (Qwen3-Next), on the host. Call after torch_xla's import, from one thread at a time, any number of times.
+    torch_xla 2.9.0 lowers torch.triangular_solve, but would run its successor torch.linalg.solve_triangular, used by
+    linear attention (Qwen3-Next), on the host. Call after torch_xla's import, from one thread at a time, repeatedly.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("linalg_solve_triangular", _solve_triangular, "XLA")
@@ -80,7 +80,7 @@ def _replace_operators() -> torch.library.Library:
 
 
 def _solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
-    """X of `a` X = `b`, or of X `a` = `b` if not `left`; `a` `[..., n, n]` is lower triangular if not `upper`."""
+    """Solve `a` X = `b`, or X `a` = `b` if not `left`; `a` `[..., n, n]` is lower triangular if not `upper`."""
     if not left:
         return _solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
     return torch.triangular_solve(b, a, upper=upper, unitriangular=unitriangular).solution
@@ -92,7 +92,7 @@ class PjrtBackend(Backend):
     _programs: "Compiler"
 
     def _open(self, device: str, config: Config, rank: Partition, count: int, hosts: int) -> None:
-        """Check `config` on `count` devices of `hosts` hosts, and set all that both engines set alike."""
+        """Check `config` on `count` devices of `hosts` hosts, and set the state that both engines share."""
         import torch_xla
 
         self._xla: Any = torch_xla
@@ -102,8 +102,8 @@ class PjrtBackend(Backend):
             self._xla.sync()
         except RuntimeError as error:
             raise BackendError(
-                f"backend {self.name}: XLA couldn't compile a program in this process, and that error keeps tensors "
-                "without values.\n  Start a new process."
+                f"backend {self.name}: XLA couldn't compile an earlier program in this process, and that error keeps "
+                "tensors without values.\n  Start a new process."
             ) from error
         generation = _generation() if device == "tpu" else ""
         require_supported(config, Deployment(self.name, device, count, hosts, generation))
@@ -113,8 +113,8 @@ class PjrtBackend(Backend):
         self.row_shards = count_row_shards(self.axes)
         self._accumulation = check_batch(config, self.row_shards)
         self._shapes = config.data.shapes
-        # The step, or a micro batch and the update; and evaluation and samples, if the run has them. What takes rows is
-        # compiled for each of their shapes; the update takes none.
+        # The step, or a micro batch and the update; and evaluation and samples, if the run has them. Programs that take
+        # rows are compiled for each of their shapes; the update takes none.
         evaluates, samples = (every is not None for every in (config.train.eval_every, config.train.sample_every))
         self.expected_compilations = self._shapes * (1 + evaluates) + (self._accumulation > 1) + samples
         with _LOWERING:
@@ -124,8 +124,8 @@ class PjrtBackend(Backend):
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None:
-            self._programs.wait()  # nothing is left for the next engine's first program
-        else:  # nor what a failed step left, perhaps in the error's frames: it can't be compiled
+            self._programs.wait()  # leaves nothing for the next engine's first program
+        else:  # drop what a failed step left, perhaps in the error's frames: it can't be compiled
             self._bridge._clear_pending_irs(str(self.device))
         super().__exit__(kind, error, where)
 
@@ -141,7 +141,7 @@ class PjrtBackend(Backend):
         return self._programs.compilations
 
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
-        """The trace is for xprof."""
+        """Write a trace for xprof."""
         import torch_xla.debug.profiler as profiler
 
         cast(Any, profiler).start_trace(str(folder))
@@ -153,7 +153,7 @@ class PjrtBackend(Backend):
         return stop
 
     def _whole_piece(self, tensor: Tensor) -> list[Piece]:
-        """What isn't sharded, of which process 0 writes a copy."""
+        """Return the piece of a tensor that isn't sharded: a copy on process 0, which writes it, else none."""
         if self.process.index != 0:
             return []
         return [Piece((0,) * tensor.dim(), tensor.detach().to("cpu", copy=True))]
@@ -166,7 +166,7 @@ class PjrtBackend(Backend):
 
 
 def _tpu_name() -> str:
-    """The chip's name as PJRT writes it (TPU v5p, TPU v5 lite); an unknown one keeps MFU unknown."""
+    """Return the chip's name as PJRT writes it (TPU v5p, TPU v5 lite); MFU is unknown for an unknown name."""
     from torch_xla._internal import tpu
 
     kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
@@ -174,26 +174,26 @@ def _tpu_name() -> str:
 
 
 def require_devices(engine: str, device: str, num_devices: int | None, count: int, on_cpu: str) -> None:
-    """Raise BackendError unless `num_devices` (None: any) is the run's `count`. `on_cpu`: what to do there."""
+    """Raise BackendError unless `num_devices` (None: any) is the run's `count`. `on_cpu`: the fix on CPU."""
     if num_devices is not None and num_devices != count:
-        way = "Leave --num_devices out: all chips of the slice take part." if device == "tpu" else on_cpu
+        fix = "Leave --num_devices out: all chips of the slice take part." if device == "tpu" else on_cpu
         raise BackendError(
-            f"backend {engine} on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {way}"
+            f"backend {engine} on {device}: expected --num_devices={num_devices} devices, found {count}.\n  {fix}"
         )
 
 
 class Compiler(Protocol):
-    """Makes programs of functions, as `Backend.compile`, and counts them."""
+    """Compiles functions into programs, as `Backend.compile`, and counts them."""
 
     @property
     def compilations(self) -> int: ...
 
     def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
-        """`shapes`: that its inputs may have; each is a program."""
+        """Compile `fn`. `shapes`: number of shapes that its inputs may have; each has its program."""
         ...
 
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note at each update what else a program depends on: gradients that exist, and numbers of the optimizer."""
+        """Record at each update what else a program depends on: which gradients exist, and the optimizer's numbers."""
 
     def wait(self) -> None:
         """Run pending operations, and wait for all programs."""
@@ -237,16 +237,16 @@ class Programs:
                 compiled_for.add(str([fact for fact in inputs.values() if isinstance(fact, str)]))
             if new and compiled > (expected := min(len(compiled_for), shapes)):
                 changed = [key for key in {**previous, **facts} if previous.get(key) != facts.get(key)]
-                # A number is mostly an input of the program: it may change beside the cause.
+                # A number is usually an input of the program: it may change without being the cause.
                 causes = [key for key in changed if isinstance(facts.get(key, ""), str)] or changed
                 log.warning(
                     "backend %s: program %r was compiled %d times, expected %s. Cause: %s.",
                     self._engine,
                     name,
                     compiled,
-                    "once" if expected == 1 else f"{expected} times, once for each shape of its rows",
+                    "once" if expected == 1 else f"{expected} times, once per shape of its rows",
                     "; ".join(f"{key} changed from {previous.get(key)} to {facts.get(key)}" for key in causes[:4])
-                    or "no input, gradient or number of the optimizer changed, so the forward ran other operations (a "
+                    or "no input, gradient or optimizer number changed, so the forward ran different operations (a "
                     "Python branch, a random choice or a counter in the model); XLA_SAVE_TENSORS_FILE=FILE shows them",
                 )
             return out
@@ -262,7 +262,7 @@ def _compile_count() -> int:
 
 
 def _described(args: Sequence[Any]) -> dict[str, Any]:
-    """A program's inputs by name: shapes and dtypes of tensors, and Python numbers."""
+    """Name -> input of a program: the shape and dtype of a tensor, or a Python number."""
     named: dict[str, Any] = {}
     for number, argument in enumerate(args):
         named |= argument if isinstance(argument, dict) else {f"argument {number}": argument}
@@ -274,18 +274,18 @@ def _described(args: Sequence[Any]) -> dict[str, Any]:
 
 
 def require_no_dropout(model: nn.Module, recompute: Sequence[str]) -> None:
-    """Raises BackendError where a module in `recompute` draws random numbers: a second run would draw others."""
+    """Raise BackendError if a module in `recompute` draws random numbers: recomputation would draw others."""
     for name in recompute:
         if drawing := dropouts(model.get_submodule(name)):
             raise BackendError(
-                f"memory.gradient_checkpointing on XLA: expected layers without dropout, found it in {name}: "
-                f"{', '.join(drawing)}: a second run would draw other numbers.\n  Set the dropout to 0, or "
-                "memory.gradient_checkpointing=none, or --backend=native."
+                f"memory.gradient_checkpointing on XLA: {name} has dropout ({', '.join(drawing)}), and recomputation "
+                "would draw other numbers.\n  Set the dropout to 0, or memory.gradient_checkpointing=none, or "
+                "--backend=native."
             )
 
 
 class Keep(Protocol):
-    """Inside of it the first run of a recomputed forward adds to `kept` what the second, `again`, takes from it."""
+    """Context of a recomputed forward: its first run adds tensors to `kept`, and the second, `again`, reuses them."""
 
     def __call__(self, kept: list[Tensor], *, again: bool) -> AbstractContextManager[None]: ...
 
@@ -301,10 +301,11 @@ def recomputed(
     keep: Keep = _keep_nothing,
     block: nn.Module | None = None,
 ) -> Forward:
-    """`forward` under torch_xla's gradient checkpointing; XLA would merge torch's second run with the first.
+    """Put `forward` under torch_xla's gradient checkpointing; with torch's, XLA would merge both runs.
 
-    `trains`: the module has weights that want gradients. The second run happens inside `again(float inputs)`. What the
-    first run leaves beside its output has no gradient: BackendError for changed arguments and attributes of `block`.
+    `trains`: the module has weights that need gradients. The second run happens inside `again(float inputs)`. Tensors
+    that the first run leaves outside its output get no gradient: raises BackendError for changed arguments and
+    attributes of `block`.
     """
     from torch_xla.core.xla_model import optimization_barrier_
     from torch_xla.utils.checkpoint import checkpoint
@@ -327,7 +328,7 @@ def recomputed(
                 output_of.append(make)
                 return tuple(tensor.detach() for tensor in output)
             floats = [value for value in values if is_float(value)]
-            if kept:  # else XLA would keep what the first run made of it
+            if kept:  # else XLA would keep what the first run computed from it
                 cast(Any, optimization_barrier_)([*floats, *kept])
             with again(floats) if again else nullcontext(), keep(kept, again=True):
                 output = tensors_in(forward(*args_, **kwargs_))
@@ -345,14 +346,15 @@ def recomputed(
 def _beside_the_output(block: nn.Module | None) -> BackendError:
     name = type(block).__name__ if block else "a layer"
     return BackendError(
-        f"memory.gradient_checkpointing on XLA: {name} changes an object that it takes, or keeps a tensor in an "
-        "attribute, which would get no gradient.\n  Return the tensor, or recompute other modules (memory.classes), or "
-        "use --backend=native."
+        f"memory.gradient_checkpointing on XLA: {name} changes one of its inputs, or keeps a tensor in an attribute, "
+        "which would get no gradient.\n  Return the tensor, or recompute other modules (memory.classes), or use "
+        "--backend=native."
     )
 
 
 def _with_gradient(values: list[Tensor]) -> list[Tensor]:
-    """Reentrant checkpointing silently drops weight gradients where no input wants one (after a frozen embedding)."""
+    """Make an input need a gradient: reentrant checkpointing silently drops weight gradients if none does (after a
+    frozen embedding)."""
     if any(map(wants_gradient, values)):
         return values
     first = next(index for index, value in enumerate(values) if is_float(value))
@@ -368,12 +370,12 @@ def wants_gradient(value: Any) -> bool:
 
 
 def _operations(path: Path) -> Iterator[Operation]:
-    """The operations of compiled programs. PJRT's CPU devices share threads, so they count as one device."""
+    """Yield the operations of compiled programs. PJRT's CPU devices share threads, so they count as one device."""
     from jax.profiler import ProfileData
 
     for plane in cast(Any, ProfileData).from_file(str(path)).planes:
         is_device = plane.name.startswith("/device:")
-        # A device's other lines hold its steps and programs, over the same times.
+        # A device's other lines hold its steps and programs, over the same period.
         for line in (line for line in plane.lines if not is_device or line.name.endswith("XLA Ops")):
             for event in line.events:
                 stats, collective = dict(event.stats), _COLLECTIVE.match(event.name)

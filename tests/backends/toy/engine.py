@@ -118,7 +118,7 @@ class ToyBackend(contract.Backend):
             self._hold(parts)
 
     def _summed(self, tensors: Mapping[str, Tensor], axes: Sequence[str]) -> dict[str, Tensor]:
-        """By one collective."""
+        """Sum all tensors over `axes` by one collective."""
         flat = self.sum(torch.cat([tensor.flatten() for tensor in tensors.values()]), axes)
         parts = flat.split([tensor.numel() for tensor in tensors.values()])
         return {fqn: part.view_as(tensors[fqn]).clone() for fqn, part in zip(tensors, parts, strict=True)}

@@ -1,4 +1,4 @@
-"""What the toy engine does with each option: it takes what its few lines do, and refuses the rest."""
+"""The toy engine's options: it accepts those that it implements, and refuses the rest."""
 
 from portable_fsdp.backends.open import EngineSpec, Package
 from portable_fsdp.backends.refusals import refused

@@ -1,6 +1,6 @@
 """XLA FSDP1: torch_xla's XlaFullyShardedDataParallel. One process drives one device; each holds its part of a unit.
 
-`shard_model` reads top to bottom: full parameters that nobody reads, the units that cut them, then the weights.
+`shard_model` reads top to bottom: full parameters that nobody reads, the units that shard them, then the weights.
 """
 
 # Parameters are put into a module's own tables, and host tensors go to the device through torch_xla's private bridge.
@@ -36,7 +36,7 @@ from portable_fsdp.runtime.launchers import detect_launch
 
 
 class XlaFsdp1Backend(PjrtBackend):
-    """XlaFullyShardedDataParallel on PJRT: a process for each TPU chip of all hosts, or one CPU device."""
+    """XlaFullyShardedDataParallel on PJRT: one process per TPU chip of all hosts, or one CPU device."""
 
     name = "xla_fsdp1"
 
@@ -48,7 +48,7 @@ class XlaFsdp1Backend(PjrtBackend):
         self._ops: Any = collectives
         _start_process(device, cast(Any, runtime))
         count = int(runtime.world_size())
-        several = f"On CPU it has one device; for several: --backend=xla --num_devices={num_devices}."
+        several = f"On CPU xla_fsdp1 has one device; for several: --backend=xla --num_devices={num_devices}."
         require_devices(self.name, device, num_devices, count, on_cpu=several)
         hosts = max(1, count // int(runtime.local_device_count()))
         self._open(device, config, contract.Partition(int(runtime.global_ordinal()), count), count, hosts)
@@ -82,7 +82,7 @@ class XlaFsdp1Backend(PjrtBackend):
         self._shards = self._shards_of[model] = shards_of(units, places, self._index)
         for shard in self._shards.values():
             shard.parameter.data = self._upload(shard.collect(fill, torch.float32))
-            if not self._settings.flatten_parameters:  # else there is no shard of one parameter to be found there
+            if not self._settings.flatten_parameters:  # else no shard belongs to a single parameter
                 for place in places[shard.spans[0].fqn]:
                     # The gathered tensor is a plain attribute of the module, which Python finds before this table.
                     place.module._parameters[place.leaf] = shard.parameter
@@ -90,13 +90,13 @@ class XlaFsdp1Backend(PjrtBackend):
         return model
 
     def _put_zeros(self, places: dict[str, list[contract.ParameterSlot]]) -> None:
-        """Full parameters that nobody reads: the units cut them, `fill` replaces what they cut, nothing is computed.
+        """Put zeros in place of the parameters: units shard them, `fill` replaces the shards, nothing is computed.
 
         So no host and no device ever holds more than the shards of a model; XLA traces these zeros and drops them.
         """
         for shared in places.values():
             given = cast(nn.Parameter, shared[0].module._parameters[shared[0].leaf])
-            # A clone: views of what torch.zeros gives, which is filled in place, would never see another value.
+            # A clone: torch.zeros fills in place, and views of its result would never see another value.
             zeros = torch.zeros(given.shape, device=self.device).clone()
             full = nn.Parameter(zeros, requires_grad=given.requires_grad)
             for place in shared:
@@ -105,8 +105,8 @@ class XlaFsdp1Backend(PjrtBackend):
     def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> list[Any]:
         """Put units behind the forwards of modules, so that no name changes: inner ones first, the root last.
 
-        A unit takes all parameters that none before it took. A layer that is a unit is gathered before it runs for the
-        first time, and again before it runs in backward.
+        A unit takes all parameters that no unit before it took. A layer that is a unit is gathered before its first
+        run, and again before its recomputation in backward.
         """
         recompute = {name: model.get_submodule(name) for name in policy.recompute}
         trains = {name for name, layer in recompute.items() if any(p.requires_grad for p in layer.parameters())}
@@ -162,14 +162,14 @@ class XlaFsdp1Backend(PjrtBackend):
 
     def _zeros(self, _: str, twin: Tensor, __: dict[str, Any]) -> Tensor:
         zeros = torch.zeros(twin.shape, dtype=twin.dtype)
-        # Step counts stay on the host: the program takes what follows from them.
+        # Step counts stay on the host: the program takes the values computed from them.
         return zeros if twin.device.type == "cpu" else self._upload(zeros)
 
     def _prepare_micro_batches(self, trained: list[str]) -> None:
-        """Make the micro-batch program the same one every time: it adds into gradients that exist.
+        """Keep the micro-batch program the same every time: it adds into existing gradients.
 
-        It also gives the shards back, through the engine's barriers, in the order in which they were last written:
-        the optimizer's, from the first update on. So that order holds from the start, and after a load too.
+        It also returns the shards, through the engine's barriers, in the order in which they were last written: the
+        optimizer's, from the first update on. So set that order from the start, and after a load too.
         """
         frozen = [name for name in self._shards if name not in trained]
         for name in (*frozen, *trained):
@@ -180,7 +180,7 @@ class XlaFsdp1Backend(PjrtBackend):
             parameter.grad = self._upload(torch.zeros(parameter.shape))
 
     def _groups_of_shards(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Groups that name shards: of joined parameters only one; groups that treat them alike become one."""
+        """Return groups that name shards, each once if it joins parameters; merge groups with equal settings."""
         shard_of = {span.fqn: name for name, shard in self._shards.items() for span in shard.spans}
         merged: list[dict[str, Any]] = []
         for group in groups:
@@ -198,7 +198,7 @@ class XlaFsdp1Backend(PjrtBackend):
         return dict(zip(batch, placed, strict=True))
 
     # `accumulate` is the default: shards are reduced in every micro batch, since whole gradients would undo FULL_SHARD;
-    # replicas once a step, in `clip_grad_norm`.
+    # replicas once per step, in `clip_grad_norm`.
 
     @contextmanager
     def evaluate(self) -> Generator[None]:
@@ -207,7 +207,7 @@ class XlaFsdp1Backend(PjrtBackend):
                 yield
         finally:
             for root in self._roots.values():
-                for unit in (*root.module.inner, root):  # a root keeps its full parameters for backward, others may
+                for unit in (*root.module.inner, root):  # the root keeps its full parameters for backward, others may
                     unit._free_full_params()
 
     def scale_gradients(self, model: nn.Module, factor: Tensor) -> None:
@@ -220,7 +220,7 @@ class XlaFsdp1Backend(PjrtBackend):
         return self._roots[model].clip_grad_norm_(math.inf if limit is None else limit, groups=self._shard_groups)
 
     def _sum_over_replicas(self, model: nn.Module) -> None:
-        """Replace gradients by their sums, in the reduce dtype."""
+        """Replace gradients by their sums over replicas, in the reduce dtype."""
         for parameter in self._roots[model].params_with_grad:
             gradient = cast(Tensor, parameter.grad)
             total = self._ops.all_reduce(
@@ -242,17 +242,17 @@ class XlaFsdp1Backend(PjrtBackend):
         return [self._broadcast(value, source) for source in range(self.process.count)]
 
     def _broadcast(self, value: contract.T, source: int) -> contract.T:
-        """The value of process `source`, on all processes."""
+        """Broadcast the value of process `source` to all processes."""
         if self.process.count == 1:
             return value
         mine = list(pickle.dumps(value)) if self.process.index == source else []
         (size,) = self._total([len(mine)])
-        room = 1 << size.bit_length()  # a program for each power of two, and not for each size
+        room = 1 << size.bit_length()  # one program per power of two, not per size
         total = self._total(mine + [0] * (room - len(mine)))
         return cast(contract.T, pickle.loads(bytes(total[:size])))
 
     def _total(self, numbers: list[int]) -> list[int]:
-        """The sums over all processes, on the host."""
+        """Sum numbers over all processes; return them on the host."""
         total = self.sum(self._upload(torch.tensor(numbers, dtype=torch.int32)))
         self._xla.sync()
         return cast(list[int], total.cpu().tolist())
@@ -275,7 +275,7 @@ class XlaFsdp1Backend(PjrtBackend):
         return states
 
     def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[contract.Piece]:
-        """The pieces of one parameter, from the flat shard that holds it."""
+        """Return the pieces of one parameter, from the flat shard that holds it."""
         number = self._replica if self._replicas > 1 else None
         return [
             contract.Piece(
@@ -302,7 +302,7 @@ class XlaFsdp1Backend(PjrtBackend):
     def _cut(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> Iterator[tuple[Callable[[str], str], Tensor, Shard]]:
-        """Parameters and their state: the key of each FQN that a shard holds elements of, its tensor, the shard."""
+        """Yield parameters and their state: a function from an FQN in the shard to its key, the tensor, the shard."""
         for shard in self._shards_of[model].values():
             yield str, shard.parameter, shard
             for name, value in self._states(shard, optimizer):
@@ -310,7 +310,7 @@ class XlaFsdp1Backend(PjrtBackend):
                     yield functools.partial(contract.state_key, name), value, shard
 
     def _uncut(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """What each process has whole, by its key: buffers, and state that isn't laid out like its parameter."""
+        """Key -> replicated tensor: buffers, and state that isn't sharded like its parameter."""
         if isinstance(optimizer, CountingOptimizer):
             optimizer.settle_counts()
         counts = {
@@ -330,9 +330,9 @@ class XlaFsdp1Backend(PjrtBackend):
 
 
 class _Body(nn.Module):
-    """What a unit wraps: a module under the forward that it had, so that the module itself stays where it is.
+    """The module that a unit wraps: it runs a module's original forward, so that the module itself stays in place.
 
-    The root's holds all units too, since the root looks for them among its own modules.
+    The root's body holds all units too, since the root looks for them among its own modules.
     """
 
     run: contract.Forward
@@ -347,10 +347,10 @@ class _Body(nn.Module):
 
 
 class _ReduceScatter:
-    """The engine's, in the dtype asked for.
+    """The unit's reduce-scatter, in the reduce dtype.
 
-    torch_xla 2.9 gives it float32 whatever `fp32_reduce_scatter` says: a full parameter stays float32 to autograd,
-    which casts the gradient to that, and only its values are of the compute dtype.
+    torch_xla 2.9 passes it float32 whatever `fp32_reduce_scatter` says: a full parameter stays float32 to autograd,
+    which casts the gradient to that, and only its values have the compute dtype.
     """
 
     def __init__(self, scatter: Any, dtype: torch.dtype) -> None:
@@ -366,22 +366,22 @@ def _flat_on_host(tensor: Tensor) -> Tensor:
 
 
 def _start_process(device: str, runtime: Any) -> None:
-    """Tell PJRT which chip is this process's; on CPU there is one device and nothing to tell.
+    """Assign this process's chip in PJRT; on CPU there is only one device.
 
-    Raises BackendError after SPMD, for several processes on CPU, and where processes aren't as many as chips.
+    Raises BackendError after SPMD, for several processes on CPU, and unless there is one process per chip.
     """
     launch = detect_launch(os.environ)
     if runtime.is_spmd():
         raise BackendError(
-            "backend xla_fsdp1: expected a process without SPMD, found that backend xla was opened in it before.\n"
-            "  torch_xla can't leave SPMD: open the two in processes of their own."
+            "backend xla_fsdp1: backend xla was opened in this process before, and torch_xla can't leave SPMD.\n"
+            "  Open the two in separate processes."
         )
     if device == "cpu":
         if launch.world_size > 1:
             raise BackendError(
-                f"backend xla_fsdp1 on cpu: expected one process, found {launch.world_size} of a launcher: PJRT's CPU "
-                "devices can't talk across processes.\n  Start it plainly, with one device; several CPU devices: "
-                "--backend=xla --num_devices=N."
+                f"backend xla_fsdp1 on cpu: expected one process, but the launcher started {launch.world_size}: PJRT's "
+                "CPU devices can't communicate across processes.\n  Start it without a launcher, with one device; for "
+                "several CPU devices: --backend=xla --num_devices=N."
             )
         return
     from torch_xla._internal import pjrt, tpu
@@ -390,11 +390,11 @@ def _start_process(device: str, runtime: Any) -> None:
     if processes != chips:
         raise BackendError(
             f"backend xla_fsdp1 on tpu: expected one process for each of the {chips} chips of this host, found "
-            f"{processes}.\n  Start it plainly on every host, or with torchrun --nproc_per_node={chips}."
+            f"{processes}.\n  Start it without a launcher on every host, or with torchrun --nproc_per_node={chips}."
         )
     cast(Any, pjrt).initialize_multiprocess(launch.local_rank, processes)
     if runtime.addressable_device_count() > 1:
         raise BackendError(
-            "backend xla_fsdp1 on tpu: expected one device a chip, found "
+            "backend xla_fsdp1 on tpu: expected one device per chip, found "
             f"{runtime.addressable_device_count()} (TPU v2 and v3).\n  Use --backend=xla there."
         )

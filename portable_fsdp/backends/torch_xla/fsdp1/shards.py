@@ -1,9 +1,9 @@
-"""Which elements of which parameters a device holds, however the engine cuts: by rows, flat, or several joined.
+"""The elements of each parameter that a device holds, however the engine shards: by rows, flat, or several joined.
 
-What a device holds of a parameter is a range of its elements in row-major order.
+A device holds a range of a parameter's elements in row-major order.
 """
 
-# The wrapper tells what it cut in attributes of its own.
+# The wrapper keeps the shapes that it sharded in private attributes.
 # pyright: reportPrivateUsage=false
 
 import math
@@ -21,7 +21,7 @@ from portable_fsdp.runtime.errors import BackendError
 
 @dataclass(frozen=True)
 class ParameterSpan:
-    """A parameter among those that were joined into one tensor: where its elements start there."""
+    """A parameter among those joined into one tensor, and the index there of its first element."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Shard:
     index: int
 
     def boxes(self) -> Iterator[tuple[str, Region, slice]]:
-        """FQN, box of the parameter, and where its elements lie in the flat shard."""
+        """Yield FQN, box of the parameter, and the slice of the flat shard with its elements."""
         size = self.parameter.numel()
         begin = self.index * size
         for span in self.spans:
@@ -49,7 +49,7 @@ class Shard:
                 at += count
 
     def collect(self, fill: Fill, dtype: torch.dtype) -> Tensor:
-        """The shard as a host tensor, from the pieces that `fill` gives."""
+        """Return the shard as a host tensor, from the pieces that `fill` returns."""
         flat = torch.zeros(self.parameter.numel(), dtype=dtype)
         for fqn, box, where in self.boxes():
             flat[where] = fill(fqn, box).flatten()
@@ -57,23 +57,23 @@ class Shard:
 
 
 def check_rows(places: dict[str, list[ParameterSlot]]) -> None:
-    """Raises BackendError for a parameter of no dimensions, where each is to be cut by its rows."""
+    """Raise BackendError for a 0-dim parameter: it has no rows to shard."""
     scalars = [fqn for fqn, (place, *_) in places.items() if not place.module.get_parameter(place.leaf).shape]
     if scalars:
         raise BackendError(
-            f"backend xla_fsdp1: expected parameters with rows to cut, found {scalars[0]}, a single number.\n"
-            "  Set xla_fsdp1.shard_param_on_dim_0=false: each is then cut flat."
+            f"backend xla_fsdp1: can't shard {scalars[0]} by rows: it is a single number.\n"
+            "  Set xla_fsdp1.shard_param_on_dim_0=false, to shard each parameter flat."
         )
 
 
 def shards_of(units: Sequence[Any], places: dict[str, list[ParameterSlot]], index: int) -> dict[str, Shard]:
-    """The shards of XlaFullyShardedDataParallel units by the FQN of their first span, in the order of the model."""
+    """FQN of the first span -> shard, for all XlaFullyShardedDataParallel units, in the order of the model."""
     shards = {shard.spans[0].fqn: shard for unit in units for shard in _cut(unit, places, index)}
     return {fqn: shards[fqn] for fqn in places if fqn in shards}
 
 
 def _cut(unit: Any, places: dict[str, list[ParameterSlot]], index: int) -> Iterator[Shard]:
-    """The shards of a unit, named by the FQNs of what was cut."""
+    """Yield the shards of a unit, with the FQNs of the parameters in them."""
     fqns = {(id(place.module), place.leaf): fqn for fqn, shared in places.items() for place in shared}
     cuts = zip(unit.full_params, unit.full_param_infos, unit.sharded_params, strict=True)
     for full, (_, module, leaf), parameter in cuts:
@@ -89,7 +89,7 @@ def _cut(unit: Any, places: dict[str, list[ParameterSlot]], index: int) -> Itera
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Region]:
-    """Elements `start` to `stop`, in row-major order, as boxes in that order: part of a row, whole rows, part of one.
+    """Return elements `start` to `stop`, in row-major order, as boxes: part of a row, whole rows, part of a row.
 
     `boxes((3, 4), 2, 9)` is `[0:1, 2:4], [1:2, 0:4], [2:3, 0:1]`.
     """

@@ -1,7 +1,7 @@
-"""Attention on TPUs: causal attention in a model's layers runs as the kernel of `splash.py`, which keeps no scores.
+"""Attention on TPUs: causal attention in a model's layers runs as the kernel of `splash.py`, which stores no scores.
 
-XLA would trace torch's formula, which holds scores of [rows, heads, seq, seq] in float32 and multiplies in float32.
-Models stay as they are: a function mode catches the call of the project's attention, and torch's.
+XLA would trace torch's formula, which stores scores `[rows, heads, seq, seq]` in float32 and multiplies in float32.
+Models don't change: a function mode intercepts calls of the project's attention and of torch's.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -28,10 +28,10 @@ log = logging.getLogger("portable_fsdp")
 
 
 class LayerAttention:
-    """The kernel in the layers of a model, and what it keeps of a layer's first run for the second.
+    """The kernel in the layers of a model, and its results that a recomputed layer keeps.
 
-    A recomputed layer gives its output and log-sum-exp a second time without running the kernel: products of attention
-    fall from 9 to 7 a layer, for rows x heads x seq x (width in the compute dtype, and one float32).
+    The second run of a layer reuses the kernel's output and log-sum-exp: products of attention fall from 9 to 7 per
+    layer, at the cost of rows x heads x seq x (width in the compute dtype, and one float32).
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class LayerAttention:
     ) -> None:
         """
         Args:
-            mesh: of torch_xla, over whose axes `rows` the batch is split; the kernel runs on each device's rows.
-            models: the attention function that models call (`models.attention.attend`), besides torch's.
+            mesh: torch_xla's; its axes `rows` split the batch, and the kernel runs on each device's rows.
+            models: the attention function that models call (`models.attention.attend`), in addition to torch's.
         """
         self._mesh, self._rows, self._interpret = str(mesh), rows, interpret
         self._models = models
@@ -48,9 +48,9 @@ class LayerAttention:
         self._runs_again = False
 
     def in_layer(self, forward: Forward) -> Forward:
-        """`forward`, a layer's, with the kernel for causal attention, in all of a row or within its documents.
+        """Wrap a layer's `forward` to use the kernel for causal attention, over a whole row or within its documents.
 
-        Other attention (any other mask, dropout, a length that the kernel's blocks don't divide) stays as it is.
+        Other attention (any other mask, dropout, a length that the kernel's blocks don't divide) doesn't change.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class LayerAttention:
 
     @contextmanager
     def keep(self, kept: list[Tensor], *, again: bool) -> Generator[None]:
-        """While a layer runs that is recomputed: its first run adds to `kept`, and the second takes from it."""
+        """Context of a recomputed layer: its first run adds results to `kept`, and the second (`again`) reuses them."""
         around, self._kept, self._runs_again = (self._kept, self._runs_again), kept, again
         try:
             yield
@@ -80,11 +80,11 @@ class LayerAttention:
         sinks: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        """Causal attention; arguments as of `models.attention.attend`."""
+        """Compute causal attention; arguments as of `models.attention.attend`."""
         options = _Options(self._mesh, self._rows, window, softcap, self._interpret)
         query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
         documents = None if documents is None else documents[:, 0, 0].to(torch.int32)
-        sinks = None if sinks is None else sinks.float() * 1  # no argument of the program: it can't be split by hand
+        sinks = None if sinks is None else sinks.float() * 1  # an argument of the program can't be split by hand
         known = None
         if self._kept and self._runs_again:
             known, self._kept[:2] = tuple(self._kept[:2]), []
@@ -116,7 +116,7 @@ def _torchs(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Any] | None:
-    """The call of torch's function as that of the kernel; None where the kernel can't do it."""
+    """Translate a call of torch's function to the kernel's arguments; None if the kernel can't run it."""
     options: dict[str, Any] = {"scale": scale, "window": None, "softcap": None, "sinks": None}
     return _models(query, key, value, attn_mask, None, causal=is_causal, dropout=dropout_p, **options)
 
@@ -132,7 +132,7 @@ def _models(
     dropout: float,
     **options: Any,
 ) -> dict[str, Any] | None:
-    """The same of the models' function: causal attention of lengths that the kernel's blocks divide."""
+    """Translate a call of the models' function: causal attention of lengths that the kernel's blocks divide."""
     length, widths = query.shape[-2], (query.shape[-1], value.shape[-1])
     if not causal or dropout or mask is not None or query.dim() != 4 or key.shape[-2] != length:
         return None
@@ -144,11 +144,11 @@ def _models(
     return {"query": query, "key": key, "value": value, "documents": documents, **options}
 
 
-@cache  # once in a process
+@cache  # once per process
 def _note_formula(length: int, widths: tuple[int, int]) -> None:
     log.warning(
-        "attention: %d tokens in heads of %d and %d keep all scores in memory: the kernel takes a multiple of 128 "
-        "tokens, and a multiple of 64 in a head",
+        "attention: %d tokens in heads of %d and %d keep all scores in memory: the kernel needs a multiple of 128 "
+        "tokens, and head sizes that are multiples of 64",
         *(length, *widths),
     )
 
@@ -156,8 +156,8 @@ def _note_formula(length: int, widths: tuple[int, int]) -> None:
 @cache
 def _note_blocks(length: int) -> None:
     log.warning(
-        "attention: %d tokens run in blocks of %d, each of which writes a gradient of all queries: a multiple of 512 "
-        "or 1024 tokens takes less time and memory",
+        "attention: %d tokens run in blocks of %d, and each block writes a gradient of all queries: a multiple of 512 "
+        "or 1024 tokens needs less time and memory",
         *(length, block_of(length)),
     )
 
@@ -179,7 +179,7 @@ class _Options:
 
 
 class _Attention(torch.autograd.Function):
-    """(out, log-sum-exp); both are `known` where a recomputed layer had them in its first run."""
+    """Returns (out, log-sum-exp); `known`: both, from a recomputed layer's first run."""
 
     @staticmethod
     def forward(
@@ -205,9 +205,9 @@ class _Attention(torch.autograd.Function):
         return d_query, d_key, d_value, None, d_sinks[0].sum(0) if d_sinks else None, None, None
 
 
-@cache  # once in a process: the dispatcher knows them by their names
+@cache  # once per process: the dispatcher registers them by name
 def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward as operations of torch, whose graphs `scan` traces."""
+    """Return forward and backward as torch operations, which `scan` can trace."""
 
     @torch.library.custom_op("portable_fsdp::attention", mutates_args=())
     def forward(
@@ -245,12 +245,12 @@ def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _without_padding(out: Tensor) -> Tensor:
-    """`[rows, heads, seq x width]` where a width doesn't fill the 128 lanes of a TPU: layers keep it until backward."""
+    """Flatten to `[rows, heads, seq x width]` if a width doesn't fill a TPU's 128 lanes: layers keep it so."""
     return out.flatten(2) if out.shape[-1] % 128 else out
 
 
 def _with_width(out: Tensor, query: Tensor) -> Tensor:
-    """`[rows, heads, seq, width]` again."""
+    """Restore `[rows, heads, seq, width]`."""
     return out if out.dim() == 4 else out.unflatten(2, (query.shape[2], -1))
 
 
@@ -261,7 +261,7 @@ def is_kept(node: fx.Node) -> bool:
 
 
 def _on_each_device(method: str, words: str, *tensors: Tensor | None) -> list[Tensor]:
-    """A kernel's method on each device's rows of global tensors; XLA's partitioner knows nothing of kernels."""
+    """Run a kernel's method on each device's rows of global tensors; XLA's partitioner can't split kernels."""
     import torch_xla.distributed.spmd as spmd
 
     shards: Any = spmd
@@ -272,7 +272,7 @@ def _on_each_device(method: str, words: str, *tensors: Tensor | None) -> list[Te
     devices = math.prod(mesh.shape()[axis] for axis in options.rows)
 
     def spec(tensor: Tensor) -> tuple[Any, ...]:
-        return (options.rows if tensor.dim() > 1 else None, *(None for _ in tensor.shape[1:]))  # sinks are everywhere
+        return (options.rows if tensor.dim() > 1 else None, *(None for _ in tensor.shape[1:]))  # sinks are replicated
 
     own = [t if t is None else shards.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]
     results = [cast(Tensor, result) for result in getattr(options.kernel, method)(*own)]

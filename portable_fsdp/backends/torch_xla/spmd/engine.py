@@ -1,7 +1,7 @@
 """XLA: torch_xla SPMD. One process drives all devices of its host; the program is global, XLA partitions it.
 
-`shard_model` reads top to bottom: what the model's forwards do (`_wrap_forwards`), then its weights, shard by shard.
-Environment variables that torch_xla reads at import are set here, before it is imported.
+`shard_model` reads top to bottom: the model's forwards (`_wrap_forwards`), then its weights, shard by shard. The engine
+sets environment variables that torch_xla reads at import, before it imports torch_xla.
 """
 
 # Parameters are replaced in a module's own tables, and shards are reached through torch_xla's private bridge only.
@@ -55,7 +55,7 @@ class XlaBackend(PjrtBackend):
     name = "xla"
 
     def __init__(self, device: str, config: Config, num_devices: int | None, tensors: Tensors | None = None) -> None:
-        """`tensors`: in place of those on the devices, for a plan."""
+        """Open the engine. `tensors`: replaces the tensors on devices, for a plan."""
         _check_launch(device)
         set_environment(device)
         if device == "cpu":
@@ -65,7 +65,7 @@ class XlaBackend(PjrtBackend):
 
         runtime.use_spmd()
         count = int(cast(Any, runtime).global_runtime_device_count())
-        same_process = "In one process the number can't change after the first use: start another one."
+        same_process = "The number can't change in a process after its first use: start a new process."
         require_devices(self.name, device, num_devices, count, on_cpu=same_process)
         hosts = int(cast(Any, runtime).process_count())
         self._open(device, config, contract.Partition(int(cast(Any, runtime).process_index()), hosts), count, hosts)
@@ -77,7 +77,7 @@ class XlaBackend(PjrtBackend):
             self.mesh, self.axes, self.process.count, torus=torus_of_run(), for_tpu=device == "tpu"
         )
         if device == "tpu" and not self._tensors.torus:
-            log.info("the chips' coordinates are unknown: gradients are summed as the compiler likes, not as planned")
+            log.info("the chips' coordinates are unknown: the compiler sums gradients in its own way, not as planned")
         self._make = self._tensors.make
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._copies: list[Copies] = []  # of each model
@@ -100,7 +100,7 @@ class XlaBackend(PjrtBackend):
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
             laid_out = nn.Parameter(self._make(weight.shape, weight.dtype, spec, fetch), weight.requires_grad)
-            for place in shared:  # one Parameter for all places: tied weights stay tied
+            for place in shared:  # one Parameter for all slots: tied weights stay tied
                 place.module._parameters[place.leaf] = laid_out
         for module in model.modules():
             for leaf, buffer in module._buffers.items():
@@ -111,11 +111,11 @@ class XlaBackend(PjrtBackend):
         return model
 
     def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> None:
-        """Innermost first: attention, sums of gradients, modules in another dtype, compute copies, recompute; then
-        hooks on block outputs.
+        """Wrap forwards, innermost first: attention, sums of gradients, modules in another dtype, compute copies,
+        recompute; then add hooks on block outputs.
 
         Raises BackendError for layers that can't be scanned, and for weights whose gradients can't be summed in float32
-        as precision.reduce asks for.
+        although precision.reduce requires it.
         """
         layouts, barrier = Layouts(self.mesh, self.axes), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
@@ -144,14 +144,14 @@ class XlaBackend(PjrtBackend):
         for name, owned in uses_by_block(outside, blocks).items():
             block = model.get_submodule(name)
             block.forward = copies.run_with(owned, block.forward)
-            if policy.cast_inputs and name in ("", *policy.units):  # as FSDP2 does: it may take pixels
+            if policy.cast_inputs and name in ("", *policy.units):  # as FSDP2 does: it may get pixels
                 block.forward = in_own_dtype(block.forward, policy.compute, None)
             if name in policy.recompute:
                 trains = any(weight.requires_grad for weight in block.parameters())
                 block.forward = recomputed(block.forward, trains, copies.again, keep, block)
             if name in policy.units and block is not head:
                 keep_rows_split(block, layouts.split_rows)
-        if head is not None:  # unit or not: else the logits would be split by words
+        if head is not None:  # unit or not: else the logits would be sharded by words
             keep_rows_split(head, layouts.split_rows)
         for name in () if scanned else policy.layers:
             finish_backward(model.get_submodule(name), barrier)
@@ -159,7 +159,7 @@ class XlaBackend(PjrtBackend):
 
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def zeros(fqn: str, twin: Tensor, _: dict[str, Any]) -> Tensor:
-            if twin.device.type == "cpu":  # step counts: the program takes what follows from them
+            if twin.device.type == "cpu":  # step counts: the program takes the values computed from them
                 return torch.zeros(twin.shape, dtype=twin.dtype)
             return self._zeros(twin, state_spec(layouts[fqn], parameters[fqn].shape, twin.shape))
 
@@ -169,7 +169,7 @@ class XlaBackend(PjrtBackend):
         if self._accumulation > 1:
             for fqn, parameter in parameters.items():
                 if parameter.requires_grad:
-                    # The micro-batch program adds into gradients that exist, and so is the same one every time.
+                    # The micro-batch program adds into existing gradients, and so is the same every time.
                     parameter.grad = self._zeros(parameter, layouts[fqn])
         self._tensors.wait()
         return optimizer
@@ -187,22 +187,22 @@ class XlaBackend(PjrtBackend):
 
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
-        yield  # one global program: there is no gradient that has not crossed
-        for copies in self._copies:  # without gradients a model's forward itself gives back what it gathered
+        yield  # one global program: gradients are already summed over devices
+        for copies in self._copies:  # without gradients a model's forward itself releases what it gathered
             copies.release()
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
         # In float32: bfloat16 gradients (precision.master) would give a norm of three digits. Squares, and one root:
-        # XLA makes absolute values, powers and a root of each vector_norm, which cost compile time.
+        # each vector_norm would become absolute values, powers and a root, which cost compile time.
         norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
         if limit is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
     def sum(self, tensor: Tensor, axes: Sequence[str] = LOSS_AXES) -> Tensor:
-        return tensor  # of the global batch already
+        return tensor  # already over the global batch
 
     # -------------------------------------------------------------------------------------------------- the state
 
@@ -214,7 +214,7 @@ class XlaBackend(PjrtBackend):
         }
 
     def _pieces(self, tensor: Tensor, spec: Spec) -> list[contract.Piece]:
-        """Copies on the host of what the devices of this process hold."""
+        """Copy the parts that this process's devices hold to the host."""
         if tensor.device.type == "cpu" or not self._bridge._get_xla_sharding_spec(tensor):
             return self._whole_piece(tensor)
         pieces: list[contract.Piece] = []
@@ -247,17 +247,18 @@ class XlaBackend(PjrtBackend):
 
 
 def _check_launch(device: str) -> None:
-    """Processes that torchrun starts on one host would each believe that they are the whole run."""
+    """Raise BackendError for several processes on CPU: each would act as the whole run."""
     launch = detect_launch(os.environ)
     if device == "cpu" and launch.world_size > 1:
         raise BackendError(
-            f"backend xla on cpu: expected one process for all devices, found {launch.world_size} of a launcher.\n"
-            "  Start it plainly: python -m portable_fsdp.launch --device=cpu --backend=xla --num_devices=N."
+            "backend xla on cpu: expected one process for all devices, but the launcher started "
+            f"{launch.world_size}.\n  Start it without a launcher: "
+            "python -m portable_fsdp.launch --device=cpu --backend=xla --num_devices=N."
         )
 
 
 def _set_cpu_devices(num_devices: int | None) -> None:
-    """Before torch_xla is imported; a number that the environment has counts where the flag gives none."""
+    """Set the number of virtual CPU devices, before torch_xla is imported: the flag, else the environment's, else 1."""
     if num_devices is not None:
         os.environ["CPU_NUM_DEVICES"] = str(num_devices)
     os.environ.setdefault("CPU_NUM_DEVICES", "1")

@@ -19,10 +19,10 @@ from portable_fsdp.backends.torch_xla.runtime import Keep, is_float, wants_gradi
 from portable_fsdp.backends.weight_uses import Use, cast_weight, distinct, swapped
 
 Mark = Callable[[Tensor], None]
-"""Lays a tensor out over the mesh, in place."""
+"""Annotates a tensor with its sharding over the mesh, in place."""
 
 Barrier = Callable[[list[Tensor]], None]
-"""XLA moves nothing across it, and merges nothing on one side with the same on the other; changes tensors in place."""
+"""Optimization barrier: XLA neither moves operations across it nor merges equal ones on both sides. In place."""
 
 
 class Copies:
@@ -30,19 +30,19 @@ class Copies:
 
     A block casts at use; XLA gathers for forward and again for backward. With `keep` one gathered copy of each weight
     lives from the model's forward until `release`, after backward. Blocks then use leaves of autograd, whose gradients
-    `release` passes on: without leaves a recomputed layer would reach the masters in an order that depends on how many
-    operations autograd has numbered in its threads, and XLA compiles again for each order of results.
+    `release` passes on. Without leaves a recomputed layer would reach the masters in an order that depends on how many
+    operations autograd has numbered in its threads, and XLA would compile again for each order of results.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor], barrier: Barrier, keep: bool) -> None:
         self._gather, self._barrier, self._keep = gather, barrier, keep
         self._gathered: list[Tensor] = []
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}  # the same, as leaves
-        self._here: dict[tuple[int, torch.dtype], Tensor] = {}  # of the blocks that are running
+        self._here: dict[tuple[int, torch.dtype], Tensor] = {}  # copies of the running blocks
         self._runs_again_on: list[Tensor] | None = None
 
     def _gather_all(self, uses: Iterable[Use]) -> None:
-        """At the start of a forward, while autograd records."""
+        """Gather all copies, at the start of a forward, while autograd records."""
         if self._keep:
             kept = list(distinct(uses))
             self._gathered = [self._gather(cast_weight(use)) for use in kept]
@@ -50,7 +50,7 @@ class Copies:
             self._kept = {use.key: leaf for use, leaf in zip(kept, leaves, strict=True)}
 
     def release(self) -> None:
-        """After backward. A tensor that is alive when a program ends is one of its outputs."""
+        """Pass gradients on and drop the copies, after backward. Tensors alive at a program's end are its outputs."""
         pairs = zip(self._gathered, self._kept.values(), strict=True)
         reached = [(copy, leaf.grad) for copy, leaf in pairs if leaf.grad is not None]
         self._gathered, self._kept = [], {}
@@ -59,7 +59,7 @@ class Copies:
 
     @contextmanager
     def again(self, inputs: list[Tensor]) -> Generator[None]:
-        """While a block runs for the second time, on `inputs`."""
+        """Context of a block's second run, on `inputs`."""
         self._runs_again_on = inputs
         try:
             yield
@@ -83,11 +83,11 @@ class Copies:
             self._here = around
 
     def of(self, use: Use) -> Tensor:
-        """The copy of a weight that a running block holds `splits_gradient`."""
+        """Return the copy of a weight for a use in a running block that `splits_gradient`."""
         return self._here[use.key]
 
     def run_with(self, uses: list[Use], forward: Forward) -> Forward:
-        """A block's `forward` with the compute copies of `uses` in place."""
+        """Wrap a block's `forward`, with the compute copies of `uses` in place."""
 
         @wraps(forward)  # with its signature: that of a head may have `loss_input`
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ class Copies:
         return run
 
     def gathered_for(self, uses: list[Use], forward: Forward) -> Forward:
-        """The model's `forward`: gathered copies live until after backward, or without gradients until its end."""
+        """Wrap the model's `forward`: gathered copies live until after backward, or without gradients until its end."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             is_first = not self._gathered  # a second forward before the backward uses the same copies
@@ -113,9 +113,9 @@ class Copies:
 
 
 class _KeptProducts(TorchDispatchMode):
-    """Adds the outputs of matrix products to `kept`, or `again` takes them from it in place of running the products.
+    """Adds the outputs of matrix products to `kept`; `again`: reuses them instead of running the products.
 
-    Below autograd, which computes the gradients of the products as before.
+    It works below autograd, which computes the gradients of the products as before.
     """
 
     def __init__(self, kept: list[Tensor], *, again: bool) -> None:
@@ -138,11 +138,11 @@ def is_product(operation: Any) -> bool:
 
 
 def keep_products(keep: Keep) -> Keep:
-    """`keep`, for outputs of matrix products too."""
+    """Extend `keep` to the outputs of matrix products."""
 
     @contextmanager
     def keep_both(kept: list[Tensor], *, again: bool) -> Generator[None]:
-        # Also the first run records a graph, which is dropped: torch forms other products where no gradient is wanted.
+        # The first run records a graph too, which is dropped: torch forms other products if no gradient is needed.
         with torch.enable_grad(), keep(kept, again=again), _KeptProducts(kept, again=again):
             yield
 
@@ -150,7 +150,7 @@ def keep_products(keep: Keep) -> Keep:
 
 
 def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:
-    """The unit's output stays split by rows, so that weights are gathered and not activations."""
+    """Keep the unit's output split by rows, so that XLA gathers weights and not activations."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if is_float(leaf)]
@@ -161,9 +161,9 @@ def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:
 
 
 def finish_backward(layer: nn.Module, barrier: Barrier) -> None:
-    """Backward leaves the layer only when its gradients are done, else gathered weights of all layers stay alive.
+    """Let backward leave the layer only when its gradients are done, else gathered weights of all layers stay alive.
 
-    As torch_xla's `apply_backward_optimization_barrier`, which warns where a layer's input wants no gradient.
+    Like torch_xla's `apply_backward_optimization_barrier`, which warns if a layer's input needs no gradient.
     """
 
     def wait_for_weights(gradient: Tensor) -> None:

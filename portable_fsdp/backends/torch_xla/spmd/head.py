@@ -1,7 +1,8 @@
 """A model's head and loss on XLA by chunks of each device's positions: the logits of all tokens never exist.
 
-Each device runs the chunks by itself (XLA's manual sharding), takes their gradients at once, and adds up its own of the
-weight, which is gathered once and summed over devices once. Loss and gradients are known when forward ends.
+Each device runs its chunks by itself (XLA's manual sharding), computes their gradients at once, and adds up its
+gradient of the weight. The weight is gathered once, its gradient summed over devices once. Forward computes both loss
+and gradients.
 """
 
 # pyright: reportPrivateUsage=false
@@ -14,8 +15,8 @@ from torch import Tensor
 from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, off_devices, on_devices, product_in, scattered
 
 POSITIONS = 2048
-"""Of a device, in a chunk, or up to twice as many. On v6e (918 TFLOP/s, 1.6 TB/s) the product that adds to the weight's
-gradient takes longer from 1150 on than reading and writing that gradient in bfloat16."""
+"""Positions per device and chunk, or up to twice as many. On v6e (918 TFLOP/s, 1.6 TB/s), from 1150 on the product that
+adds to the weight's gradient takes longer than reading and writing that gradient in bfloat16."""
 
 
 def chunk_length(rows: int, length: int) -> int:
@@ -26,9 +27,9 @@ def chunk_length(rows: int, length: int) -> int:
 
 
 class ChunkedHead(torch.autograd.Function):
-    """hidden [batch, seq, width] -> the loss of a linear head without a bias, by a copy of its weight [words, width].
+    """Computes the loss of a linear head without bias: hidden `[batch, seq, width]`, weight copy `[words, width]`.
 
-    `loss_input`: labels, and what the model does with logits: `models.loss.LossInput`. Gradients as in
+    `loss_input`: labels, and how the model computes its loss from logits: `models.loss.LossInput`. Gradients as in
     `sums._Linear`.
     """
 
@@ -52,7 +53,7 @@ class ChunkedHead(torch.autograd.Function):
             product = product_in(gradient, part, weight.dtype)
             loss, of_weight = loss + addend, product if of_weight is None else of_weight + product
             of_hidden.append(gradient @ copy)
-        barrier([of_weight, *of_hidden])  # the gathered weight ends before the sum over devices begins, and that before
+        barrier([of_weight, *of_hidden])  # frees the gathered weight before the sum over devices, which ends before
         gradients = [off_devices(torch.cat(of_hidden, 1), hidden.shape, scatter), scattered(of_weight, scatter)]
         barrier(gradients)  # the backward of layers
         ctx.gradients = gradients
@@ -60,6 +61,6 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        # The loss's scale, 1 / tokens, is not rounded to bfloat16.
+        # In float32: the loss's scale, 1 / tokens, must not be rounded to bfloat16.
         of_hidden, of_weight = ((gradient.float() * outputs[0]).to(gradient.dtype) for gradient in ctx.gradients)
         return of_hidden, of_weight, None, None, None

@@ -1,7 +1,7 @@
 """One program for all layers on XLA: torch_xla's `scan` over the model's repeated blocks, instead of a copy for each.
 
-The parameters stay where they are, each under its own FQN; every step stacks their compute copies, and the loop takes
-a slice of each. The first layer's forward runs them all, the others hand on what they are given.
+The parameters keep their places and FQNs; every step stacks their compute copies, and the loop takes a slice of each.
+The first layer's forward runs the whole loop; the other layers return their input.
 """
 
 # The first layer's weights are replaced in its modules' tables while the loop's body is traced.
@@ -26,9 +26,9 @@ from portable_fsdp.runtime.errors import BackendError
 
 
 class LayerLoop:
-    """Takes the place of the layers' forwards. Raises BackendError for layers that can't be turns of one loop.
+    """Replaces the layers' forwards by one loop. Raises BackendError for layers that can't be its iterations.
 
-    Those are two or more that follow one another in a list of the model, are alike, and hold none of its `units`.
+    They must be two or more consecutive items of a list of the model, be alike, and hold none of its `units`.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class LayerLoop:
         self._products, self._offload = "matmul" in policy.save_ops, offload
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
-        # By whether autograd records: how the layers were called, and the body for that. scan keeps the first program
-        # that it traces of a body, and one traced in an evaluation has no gradients of the weights.
+        # By whether autograd records: how the layers were called, and the body for that call. scan keeps the first
+        # program that it traces of a body, and one traced in an evaluation has no gradients of the weights.
         self._traced: dict[bool, tuple[Any, Any]] = {}
         self._given: list[Any] = []
         self._gives_tuple = False
@@ -74,7 +74,7 @@ class LayerLoop:
         if known != call:
             body = self._one_layer(leaves, structure)
             self._traced[torch.is_grad_enabled()] = (call, body)
-        offload = self._offload and torch.is_grad_enabled()  # an evaluation has no backward
+        offload = self._offload and torch.is_grad_enabled()  # evaluation has no backward
         recompute = partial(_recompute, products=self._products, offload=offload)
         partition = recompute if self._recompute else default_partition
         carry, _ = scan(body, tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
@@ -83,13 +83,13 @@ class LayerLoop:
         return self._result
 
     def _one_layer(self, leaves: list[Any], structure: Any) -> Callable[..., Any]:
-        """The body: (hidden and other floats, (weights of a layer, integers)) -> the same floats, with new hidden."""
+        """Return the body: (hidden and other floats, (a layer's weights, integers)) -> the floats, with new hidden."""
         wants = [leaf.requires_grad for leaf in leaves if is_float(leaf)]
         kinds = ["float" if is_float(leaf) else "other" if _is_other(leaf) else leaf for leaf in leaves]
 
         def body(carry: tuple[Tensor, ...], x: tuple[list[Tensor], list[Tensor]]) -> tuple[Any, None]:
             weights, others = x
-            # scan takes gradients of all that it carries; of a rotary table none is wanted.
+            # scan computes gradients of everything that it carries; a rotary table needs none.
             used = [t if index == 0 or wants[index] else t.detach() for index, t in enumerate(carry)]
             floats, rest = iter(used), iter(others)
             values = [next(floats) if k == "float" else next(rest) if k == "other" else k for k in kinds]
@@ -107,7 +107,7 @@ class LayerLoop:
             leaves, _ = tree_flatten((args, kwargs))
             expected = [*tree_flatten(self._result)[0], *self._given[1:]]
             if len(leaves) != len(expected) or any(a is not b for a, b in zip(leaves, expected, strict=True)):
-                raise _refusal(f"the model gives {self._names[index]} something else than {self._names[0]}")
+                raise _refusal(f"the model passes {self._names[index]} other arguments than {self._names[0]}")
             return self._result
 
         return forward
@@ -116,11 +116,11 @@ class LayerLoop:
 def _recompute(
     joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, products: bool, offload: bool, **_: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The body's forward, and a backward that gets its inputs and what attention keeps, and computes all else again.
+    """Return the body's forward, and a backward that gets its inputs and attention's results, and recomputes the rest.
 
     Args:
-        products: it also gets the outputs of matrix products.
-        offload: the first input, hidden states, waits for it in host memory.
+        products: backward also gets the outputs of matrix products.
+        offload: the first input, hidden states, stays in host memory until backward.
     """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
@@ -138,9 +138,9 @@ def _recompute(
 
 
 def _keep_on_host(forward: fx.GraphModule, backward: fx.GraphModule, name: str) -> None:
-    """Forward stores a copy of its input `name` on the host; backward fetches it.
+    """Let forward store a copy of its input `name` on the host, and backward fetch it.
 
-    To libtpu these are annotations, and it copies while other operations run. XLA's CPU client refuses them.
+    libtpu treats these as annotations, and copies while other operations run. XLA's CPU client refuses them.
     """
     from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
 
@@ -159,27 +159,27 @@ def _keep_on_host(forward: fx.GraphModule, backward: fx.GraphModule, name: str) 
 def _problems(
     model: nn.Module, policy: ShardPolicy, layers: dict[str, nn.Module], by_layer: dict[str, dict[str, Use]]
 ) -> Iterator[str]:
-    """Why the layers can't be turns of one loop."""
+    """Yield the reasons why the layers can't be iterations of one loop."""
     (first, layer), *others = layers.items()
     holder, _, number = first.rpartition(".")
     follow = number.isdecimal() and list(layers) == [f"{holder}.{int(number) + turn}" for turn in range(len(layers))]
     if not (others and follow and isinstance(model.get_submodule(holder), nn.ModuleList)):
         listed = f"{', '.join(list(layers)[:3])}{', ...' if len(layers) > 3 else ''} ({type(layer).__name__})"
-        yield f"it expects two or more that follow one another in a list of the model, and found {listed}"
+        yield f"they must be two or more consecutive items of a list of the model, not {listed}"
     for unit in policy.units:
         for name in (name for name in layers if unit.startswith(f"{name}.")):
             yield f"{unit} is a unit inside {name}: the loop gathers a layer as one"
     for name, other in others:
         for difference in _differences(layer, other):
-            yield f"{name} is unlike {first}: {difference}"
-        # The first layer's forward, with the casts of `precision.modules` in it, runs them all.
+            yield f"{name} differs from {first}: {difference}"
+        # The first layer's forward, with the casts of `precision.modules` in it, runs all layers.
         for leaf, use in by_layer[first].items():
             if (dtype := by_layer[name][leaf].dtype) != use.dtype:
-                yield f"{name}.{leaf} computes in {dtype}, and {first}.{leaf} in {use.dtype}"
+                yield f"{name}.{leaf} computes in {dtype}, but {first}.{leaf} in {use.dtype}"
 
 
 def _uses_in(layer: str, uses: dict[str, Use]) -> dict[str, Use]:
-    """Name in the layer -> the use of that weight."""
+    """Name in the layer -> use of that weight."""
     return {fqn.removeprefix(f"{layer}."): use for fqn, use in uses.items() if fqn.startswith(f"{layer}.")}
 
 
@@ -191,20 +191,20 @@ def _refusal(reason: str) -> BackendError:
 
 
 def _differences(first: nn.Module, other: nn.Module) -> Iterator[str]:
-    """How two layers differ, their own number apart."""
+    """Yield how two layers differ, apart from their number."""
     for (path, module), (there, twin) in zip_longest(
         first.named_modules(), other.named_modules(), fillvalue=("", None)
     ):
         if module is None or twin is None or path != there or type(module) is not type(twin):
-            yield f"{path or there} is a {type(module).__name__}, and a {type(twin).__name__}"
+            yield f"{path or there} is a {type(twin).__name__}, not a {type(module).__name__}"
             return
         ours, theirs = _plain(module), _plain(twin)
         for key in sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)):
-            yield f"{f'{path}.{key}'.lstrip('.')} is {ours.get(key)}, and {theirs.get(key)}"
+            yield f"{f'{path}.{key}'.lstrip('.')} is {theirs.get(key)}, not {ours.get(key)}"
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Values that a forward may look at: numbers, words, and the shapes of its tensors."""
+    """Values that a forward may read: numbers, strings, and the shapes of its tensors."""
     plain = {
         key: value
         for key, value in vars(module).items()

@@ -1,9 +1,9 @@
-"""Gradients that each device ends up with a part of, summed one axis of the TPU's torus after the other.
+"""Reduce-scatter gradients along one axis of the TPU's torus after the other.
 
-A sum over all chips of a slice of more than eight, or of three axes, is an all-reduce to libtpu 0.0.21, from which
-each chip then takes its part: twice the bytes of a reduce-scatter, and nothing runs beside it. Along one axis the
-compiler keeps a reduce-scatter. So here the product runs on each device by itself (XLA's manual sharding), and one
-reduce-scatter an axis follows.
+For a sum over all chips of a slice of more than eight, or of three axes, libtpu 0.0.21 makes an all-reduce, from which
+each chip then takes its part: twice the bytes of a reduce-scatter, and nothing overlaps it. Along one axis the compiler
+keeps a reduce-scatter. So here the product runs on each device by itself (XLA's manual sharding), followed by one
+reduce-scatter per axis.
 """
 
 # pyright: reportPrivateUsage=false
@@ -21,15 +21,15 @@ from torch import Tensor
 _AXES = ("replicate", "shard")
 
 Torus = tuple[int, ...]
-"""Devices along each axis, in the order in which their numbers run: slices, then z, y and x. Empty: unknown."""
+"""Devices along each axis, the slowest-varying first: slices, then z, y and x. Empty: unknown."""
 
 LARGEST_OF_COMPILER = 8
-"""Chips of a slice of two axes up to which libtpu 0.0.21 makes a reduce-scatter by itself (compiled: 2x2, 2x4, not
-4x4; of three axes not even 2x2x2)."""
+"""Largest two-axis slice, in chips, for which libtpu 0.0.21 makes a reduce-scatter by itself (compiled: 2x2, 2x4, not
+4x4; with three axes not even 2x2x2)."""
 
 
 def torus_of_run() -> Torus:
-    """The torus of this run's chips; empty where they have no coordinates (CPU), or others than their numbers say."""
+    """Return the torus of this run's chips; empty if they have no coordinates (CPU), or are not in their order."""
     import torch_xla.runtime as runtime
 
     attributes = cast(list[dict[str, Any]], cast(Any, runtime).global_runtime_device_attributes())
@@ -42,31 +42,32 @@ def torus_of_run() -> Torus:
 
 
 class Scatter(NamedTuple):
-    """How a tensor's sum over all devices is left as a part of its rows on each."""
+    """A reduce-scatter of a tensor over all devices, which leaves a part of its rows on each."""
 
     replicas: int
-    slices: int  # that hold different parts
-    along: Torus  # of a slice: parts along each axis
+    slices: int  # number of slices that hold different parts
+    along: Torus  # parts along each axis of a slice
 
     @property
     def parts(self) -> int:
         return self.slices * math.prod(self.along)
 
     def fits(self, rows: int, weight: Tensor) -> bool:
-        """Whether the devices divide both what they sum over, and what each keeps a part of."""
+        """Whether the devices divide both the rows that they sum over and the rows of the weight."""
         return rows % (self.replicas * self.parts) == 0 and len(weight) % self.parts == 0
 
     def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        """[rows, ..., a] and [rows, ..., b] -> [a, b], summed over all but the last dimension, in `dtype`."""
+        """`[rows, ..., a]`, `[rows, ..., b]` -> `[a, b]`, summed over all but the last dimension, in `dtype`."""
         return _operator()(left, right, dtype, 0, -1, *self)
 
     def rows(self, ids: Tensor, gradient: Tensor, words: int, padding: int) -> Tensor:
-        """[rows, ...] and [rows, ..., hidden] -> [words, hidden]: the sum of each word's, but for `padding`'s."""
+        """`[rows, ...]`, `[rows, ..., hidden]` -> `[words, hidden]`: sum by word, without those of `padding`."""
         return _operator()(ids, gradient, gradient.dtype, words, padding, *self)
 
 
 def scatter_over(torus: Torus, axes: Mapping[str, int]) -> Scatter | None:
-    """For weights sharded over the mesh `axes`; None where the compiler does as well, or `torus` is another mesh's."""
+    """Return the scatter for weights sharded over the mesh `axes`; None if the compiler's is as good, or `torus` isn't
+    that of the mesh."""
     slices, *slice_axes = torus or (1,)
     longer = [size for size in slice_axes if size > 1]
     if len(longer) < 2 or (len(longer) == 2 and math.prod(longer) <= LARGEST_OF_COMPILER):
@@ -79,14 +80,14 @@ def scatter_over(torus: Torus, axes: Mapping[str, int]) -> Scatter | None:
         if along[0] != size:
             break
     scatter = Scatter(axes["replicate"], along[0] if len(along) > len(longer) else 1, tuple(along[-len(longer) :]))
-    # A further axis of the mesh, of which this file knows nothing, would leave devices without a part.
+    # A further axis of the mesh, which this file doesn't know, would leave devices without a part.
     is_mesh = rest == 1 and scatter.replicas * scatter.parts == math.prod(axes.values()) == math.prod(torus)
     return scatter if is_mesh and axes["shard"] > 1 else None
 
 
 @cache
 def _operator() -> Any:
-    """One operator, so that `scan` can trace it: it takes no annotations of tensors."""
+    """Register one operator, so that `scan` can trace it: scan takes no annotations of tensors."""
 
     @torch.library.custom_op("portable_fsdp::scattered_sum", mutates_args=())
     def scattered_sum(
@@ -118,7 +119,7 @@ def _scattered_sum(
 
 
 def on_devices(tensor: Tensor, scatter: Scatter, *, whole: bool = False) -> Tensor:
-    """A device's rows of a global tensor, or all of it, for what each device then runs by itself."""
+    """Return a device's rows of a global tensor, or all of it, for operations that each device runs by itself."""
     import torch_xla.distributed.spmd as spmd
 
     spec = (None if whole else _AXES, *(None for _ in tensor.shape[1:]))
@@ -127,7 +128,7 @@ def on_devices(tensor: Tensor, scatter: Scatter, *, whole: bool = False) -> Tens
 
 
 def off_devices(tensor: Tensor, shape: Sequence[int], scatter: Scatter, axis: str | tuple[str, ...] = _AXES) -> Tensor:
-    """The global tensor [rows, ...] of which each device has the part that `axis` of the mesh gives it."""
+    """Return the global tensor `[rows, ...]` of which each device has a part, by `axis` of the mesh."""
     import torch_xla.distributed.spmd as spmd
 
     spec, mesh = (axis, *(None for _ in shape[1:])), _mesh(scatter.replicas, scatter.parts)
@@ -135,12 +136,12 @@ def off_devices(tensor: Tensor, shape: Sequence[int], scatter: Scatter, axis: st
 
 
 def scattered(total: Tensor, scatter: Scatter) -> Tensor:
-    """[rows, width] that each device has computed -> their sum, a global tensor that is sharded by rows."""
+    """`[rows, width]` on each device -> their sum, a global tensor that is sharded by rows."""
     import torch_xla
 
     bridge, shape = cast(Any, torch_xla)._XLAC, total.shape
     if scatter.slices > 1:
-        # Within a slice first: what then crosses the network is each chip's part of its slice's sum.
+        # Within a slice first: then only each chip's part of its slice's sum crosses the network.
         by_slice = total.reshape(scatter.slices, math.prod(scatter.along), -1)
         total = by_slice.transpose(0, 1).reshape(shape)
     devices = np.arange(scatter.replicas * scatter.parts).reshape(scatter.replicas, scatter.slices, *scatter.along)
@@ -161,7 +162,7 @@ def _mesh(replicas: int, shards: int) -> Any:
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., a] and [..., b] -> [a, b] in `dtype`, summed over the dimensions in front, with factors in their own."""
+    """`[..., a]`, `[..., b]` -> `[a, b]` in `dtype`, summed over the leading dimensions; inputs keep their dtype."""
     if dtype == left.dtype:
         return left.flatten(0, -2).t() @ right.flatten(0, -2)
     import torch_xla

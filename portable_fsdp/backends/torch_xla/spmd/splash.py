@@ -1,11 +1,11 @@
 """The attention kernel of TPUs: jax's splash attention, forward and fused backward, as computations for torch_xla.
 
-Forward gives the output and the log-sum-exp of each position's scores; backward starts from both. Key and value heads
-are not repeated, windows and documents need no mask in memory, and blocks that see nothing are skipped.
+Forward returns the output and the log-sum-exp of each position's scores; backward starts from both. Key and value heads
+are not repeated, windows and documents need no mask in memory, and fully masked blocks are skipped.
 Written for jax 0.7.1; imports it in functions only.
 """
 
-# jax's backward is reached only through its automatic differentiation, or as here by its private name.
+# jax's backward has no public name, and is otherwise reached only through its automatic differentiation.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import json
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 _FORWARD_BLOCK = 1024  # queries and keys; not measured on a chip
-# A part of a query's gradient is written for each block of keys, and XLA adds them: larger blocks of keys write less,
-# and compute more that the causal mask then hides.
+# The kernel writes a part of a query's gradient for each block of keys, and XLA adds them: larger blocks of keys write
+# less, but compute more that the causal mask then hides.
 _BACKWARD_QUERIES, _BACKWARD_KEYS = 512, 1024
 _AT_ONCE = 512  # keys
 
@@ -29,7 +29,7 @@ class Kernel:
     """Causal attention of one kind.
 
     Args:
-        window: tokens that a position sees, itself included; None: all before it.
+        window: number of tokens that a position sees, itself included; None: all before it.
         softcap: scores become `softcap * tanh(scores / softcap)`.
         interpret: run on CPUs, by plain operations in the kernel's order.
     """
@@ -41,13 +41,13 @@ class Kernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Output, and log-sum-exp as float32 `[rows, heads, seq]`.
+        """Return the output, and the log-sum-exp as float32 `[rows, heads, seq]`.
 
         Args:
-            query: `[rows, heads, seq, width]`, times the scale of the scores; key and value with heads that divide
-                those.
-            documents: int32 `[rows, seq]`, the document of each position, which attends within it only.
-            sinks: `[heads]`: a further score of each position, that holds no value.
+            query: `[rows, heads, seq, width]`, times the scale of the scores; the numbers of key and value heads must
+                divide its.
+            documents: int32 `[rows, seq]`, the document of each position, which attends only within it.
+            sinks: `[heads]`: a further score of each position, without a value.
         """
         out, lse = self._run(splash_forward, query, key, value, documents, sinks)
         return out, lse
@@ -63,11 +63,11 @@ class Kernel:
         lse: Tensor,
         gradient: Tensor,
     ) -> list[Tensor]:
-        """Gradients of query, key, value; and where sinks are given of those, by row: `[rows, heads]`."""
+        """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`."""
         return self._run(splash_backward, query, key, value, documents, sinks, out, lse, gradient)
 
     def visible(self, length: int) -> int:
-        """Pairs of positions, half of the diagonal counted."""
+        """Return the number of visible pairs of positions; the diagonal counts half."""
         window = min(self.window or length, length)
         return window * length - window * window // 2
 
@@ -81,7 +81,7 @@ class Kernel:
 
 
 def block_of(length: int, limit: int = _BACKWARD_KEYS) -> int:
-    """The largest multiple of 128 that divides `length`, up to `limit`."""
+    """Return the largest multiple of 128, up to `limit`, that divides `length`."""
     return max(size for size in range(128, limit + 1, 128) if length % size == 0)
 
 
@@ -118,7 +118,7 @@ def _splash(kernel: Kernel, heads: int, length: int) -> Any:
 
 
 def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any) -> Any:
-    """`Kernel.forward` on arrays of jax."""
+    """Implement `Kernel.forward` on jax arrays."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -129,7 +129,7 @@ def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: 
         out, (lse,) = attend(query, key, value, ids, sinks)
         return out, lse
 
-    # The kernel writes log-sum-exps 128 times over. Without the barrier they would stay so until backward reads them.
+    # The kernel writes each log-sum-exp 128 times. Without the barrier all copies would stay until backward reads them.
     return jax.lax.optimization_barrier(jax.vmap(row)(query, key, value, documents))
 
 
@@ -144,7 +144,7 @@ def splash_backward(
     lse: Any,
     gradient: Any,
 ) -> Any:
-    """`Kernel.backward` on arrays of jax."""
+    """Implement `Kernel.backward` on jax arrays."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -168,10 +168,10 @@ _Kind = tuple[tuple[int, ...], torch.dtype] | None
 
 @cache  # a model has few shapes, and lowering one takes a second
 def _computation(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...]) -> Any:
-    """Of `function` on tensors of these shapes and dtypes; None for those that aren't given.
+    """Lower `function` for tensors of these shapes and dtypes; None for tensors that aren't given.
 
-    By jax.export: it lowers for TPUs on any host, so a plan holds the kernel of a run, and in the format that libtpu
-    0.0.21 takes. That of `jax.jit(...).lower` is newer (pytorch/xla issue 9614).
+    jax.export lowers for TPUs on any host, so a plan has a run's kernel, in the format that libtpu 0.0.21 reads. That
+    of `jax.jit(...).lower` is newer (pytorch/xla issue 9614).
     """
     import jax
     import jax.numpy as jnp
@@ -200,9 +200,9 @@ def _computation(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kin
 
 
 def _flops(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...]) -> int:
-    """Of the products: scores and output; in backward scores, and the gradients of weights, value, query and key.
+    """FLOPs of the products: scores and output; in backward scores, and the gradients of weights, value, query and key.
 
-    A product takes 2 operations for each head, number of a head and pair of positions that see one another.
+    A product takes 2 operations per head, element of a head and visible pair of positions.
     """
     query, _, value = cast(Any, kinds[:3])
     rows, heads, length, width = query[0]
@@ -211,7 +211,7 @@ def _flops(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...
 
 
 def _note_work(flops: int, operation: Any) -> Any:
-    """Write the kernel's work into its call, where the compiler's scheduler and `plan/hlo.py` find it."""
+    """Write the kernel's FLOPs into its call, where the compiler's scheduler and `plan/hlo.py` read it."""
     from jax._src.lib.mlir import ir
 
     if (

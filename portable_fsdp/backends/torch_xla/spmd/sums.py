@@ -1,13 +1,13 @@
-"""How the gradients of linear layers and embeddings, nearly all of a model, are summed over devices on XLA.
+"""Sum the gradients of linear layers and embeddings, nearly all of a model, over devices on XLA.
 
-In float32, while products are computed in a lower dtype (`summed_in_float32`): XLA sums a gradient in the dtype in
+They are summed in float32, while products have a lower dtype (`summed_in_float32`): XLA sums a gradient in the dtype in
 which each device computed its part, and autograd would give a bfloat16 weight a bfloat16 gradient. So these functions
-take the master and its compute copy apart, and give the gradient to the master. What else trains must compute in
-float32.
+take both the master and its compute copy, and return the gradient of the master. All other trained weights must
+compute in float32.
 
-And axis by axis, where the compiler would all-reduce them (`scatter.py`): the weight may then be master or copy.
-The other two products of a linear layer may be of int8: s8 operands and an s32 result; each row of both is scaled anew
-in each product.
+They are summed axis by axis if the compiler would all-reduce them (`scatter.py`): the weight may then be master or
+copy. The other two products of a linear layer may use int8: s8 operands and an s32 result; each product scales each row
+of both operands anew.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -28,7 +28,7 @@ from portable_fsdp.runtime.errors import BackendError
 
 
 def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
-    """The uses; those in a lower dtype that train get `splits_gradient`. BackendError where no function is for one."""
+    """Return the uses; trained ones in a lower dtype get `splits_gradient`. Raises BackendError for other modules."""
     lower = {fqn: use for fqn, use in uses.items() if use.dtype != torch.float32 and use.weight.requires_grad}
     others = [fqn for fqn, use in lower.items() if _maker(use.module) is None]
     if others:
@@ -40,7 +40,7 @@ def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
 def replace_forwards(
     uses: Mapping[str, Use], copies: Copies, shard: Mark, scatter: Scatter | None, in_int8: Collection[nn.Module]
 ) -> None:
-    """Replace forwards of modules with a use that `splits_gradient`, a gradient that `scatter` sums, or `in_int8`."""
+    """Replace forwards of modules that have a use that `splits_gradient` or a gradient for `scatter`, or `in_int8`."""
     ours = {
         id(use.module)
         for use in uses.values()
@@ -58,32 +58,32 @@ def replace_forwards(
 
 
 class SummedGradients(NamedTuple):
-    """How gradients are summed over devices: by the compiler, as it likes, or by `scatter`."""
+    """Sums of gradients over devices: by the compiler's choice, or by `scatter`."""
 
     shard: Mark
     scatter: Scatter | None
     is_int8: bool  # the layer's other products
 
     def by_hand(self, x: Tensor, weight: Tensor) -> bool:
-        """For a module's input; what `scatter` can't divide is the compiler's."""
+        """Whether `scatter` sums the gradient for a module's input `x`; if it can't divide it, the compiler does."""
         return self.scatter is not None and x.dim() > 0 and self.scatter.fits(len(x), weight)
 
     def by_chunks(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> bool:
-        """For the head: whether its loss goes by chunks. Where the compiler sums gradients, it would sum each one's."""
+        """Whether the head's loss is computed by chunks: not if the compiler sums gradients, once for each chunk."""
         if self.scatter is None or not self.by_hand(hidden, weight) or hidden.shape[:-1] != labels.shape:
             return False
         rows = len(hidden) // (self.scatter.replicas * self.scatter.parts)
         return chunk_length(rows, hidden.shape[1]) < hidden.shape[1]
 
     def product(self, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
-        """[..., a] and [..., b] -> [a, b], the gradient of `weight`."""
+        """`[..., a]`, `[..., b]` -> `[a, b]`, the gradient of `weight`."""
         if self.scatter is not None and self.by_hand(left, weight):
             return self.scatter.product(left, right, weight.dtype)
         total = product_in(left, right, weight.dtype)
         return total if total.dtype == left.dtype else laid_out(total, self.shard)  # a scan takes no marks
 
     def rows(self, ids: Tensor, gradient: Tensor, weight: Tensor, padding: int) -> Tensor:
-        """[...] and [..., hidden] -> [words, hidden], the gradient of `weight`."""
+        """`[...]`, `[..., hidden]` -> `[words, hidden]`, the gradient of `weight`."""
         gradient = gradient.to(weight.dtype)
         if self.scatter is not None and self.by_hand(ids, weight):
             return self.scatter.rows(ids, gradient, len(weight), padding)
@@ -92,11 +92,11 @@ class SummedGradients(NamedTuple):
 
 
 def _maker(module: nn.Module) -> Callable[..., Forward] | None:
-    """Matches exact classes only: a subclass may override forward."""
+    """Return the function that makes a module's forward. Exact classes only: a subclass may override forward."""
     kind = type(module)
     if isinstance(module, nn.Embedding) and kind is nn.Embedding:
         return None if module.max_norm is not None or module.scale_grad_by_freq else _embedding
-    # transformers' layer of GPT-2: a linear one, its weight transposed.
+    # transformers' GPT-2 layer: a linear layer with a transposed weight.
     is_conv1d = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
     return _linear if kind is nn.Linear or is_conv1d else None
 
@@ -134,7 +134,7 @@ def _embedding(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: Su
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., inputs] -> [..., outputs], by a copy of the weight [outputs, inputs], or [inputs, outputs].
+    """Linear layer: x `[..., inputs]` -> `[..., outputs]`, by a copy of the weight `[outputs, inputs]`, or transposed.
 
     Gradients go to the weight, in its dtype, and none to the copy (which may be the weight itself).
     """
@@ -173,7 +173,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """ids [...] -> [..., hidden], rows of a copy of the weight [words, hidden]."""
+    """Embedding: ids `[...]` -> `[..., hidden]`, rows of a copy of the weight `[words, hidden]`."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, copy: Tensor, padding: int, sums: SummedGradients) -> Tensor:
@@ -194,19 +194,19 @@ def _refusal(others: list[str], first: Use) -> BackendError:
     return BackendError(
         "backend xla: precision.reduce=float32 cannot be honoured: XLA sums a gradient over devices in the dtype in "
         f"which it is\n  computed, here {dtype} for {others[0]} ({type(first.module).__name__}), and {len(others) - 1} "
-        "more tensors; only linear layers\n  and embeddings compute theirs in float32 by themselves.\n"
+        "more tensors; only linear layers\n  and embeddings always compute theirs in float32.\n"
         f"  Set precision.modules={{{modules}}}, or precision.reduce=auto."
     )
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
-    """[..., inputs] and [outputs, inputs] -> [..., outputs] in the dtype of x, without gradients."""
+    """`[..., inputs]`, `[outputs, inputs]` -> `[..., outputs]` in the dtype of x, without gradients."""
     return cast(Tensor, _int8_operator()(x, weight))
 
 
 @cache
 def _int8_operator() -> Any:
-    """One operator, so that `scan` can trace it."""
+    """Register one operator, so that `scan` can trace it."""
 
     @torch.library.custom_op("portable_fsdp::int8_product", mutates_args=())
     def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -222,6 +222,6 @@ def _int8_operator() -> Any:
 
 
 def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers up to 127, and what to multiply each row by; a row of zeros stays one."""
+    """Round to integers up to 127; return them and the factor of each row. Rows of zeros stay zero."""
     scales = tensor.abs().amax(-1, keepdim=True).float().clamp(min=1e-30) / 127
     return (tensor / scales).round().to(torch.int8), scales

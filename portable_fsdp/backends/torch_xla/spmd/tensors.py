@@ -1,7 +1,7 @@
-"""Where tensors and programs of an XLA step are: over a mesh of devices, or nowhere, for a plan of absent devices.
+"""The tensors and programs of an XLA step, on a mesh of devices; or on none, for a plan of absent devices.
 
-`XlaBackend` works on either; `plan/tpu_trace.py` has the other one. A tensor lies by rows of the batch, as shards of a
-weight, or whole on each device.
+`XlaBackend` works on either; `plan/tpu_trace.py` has the latter. A tensor is split by rows of the batch, sharded like a
+weight, or replicated.
 """
 
 # Shards are reached through torch_xla's private bridge only.
@@ -18,7 +18,7 @@ from portable_fsdp.backends.torch_xla.runtime import Compiler, Programs
 from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region, weight_spec
 
 Initializer = Callable[[Region], Tensor]
-"""A piece of a global tensor, on the host."""
+"""Returns a piece of a global tensor, on the host."""
 
 
 class Tensors(Compiler, Protocol):
@@ -28,19 +28,19 @@ class Tensors(Compiler, Protocol):
     """Whether layers may use a TPU's attention kernel and the memory of its host."""
 
     torus: tuple[int, ...]
-    """Of the chips, as `scatter.Torus`."""
+    """The torus of the chips, as `scatter.Torus`."""
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Initializer | None) -> Tensor:
-        """A global tensor laid out by `spec`, whose pieces `fetch` gives; None where they don't matter."""
+        """Make a global tensor sharded by `spec`, with pieces from `fetch`; None: values don't matter."""
         ...
 
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
-        """A tensor of this host's rows, as part of a global one."""
+        """Place a tensor of this host's rows as a part of a global one."""
         ...
 
 
 class DeviceTensors(Programs):
-    """On the devices of this process, as parts of a mesh over all processes."""
+    """Tensors on the devices of this process, as parts of a mesh over all processes."""
 
     def __init__(
         self, mesh: Any, axes: Mapping[str, int], processes: int, *, torus: tuple[int, ...], for_tpu: bool
@@ -53,11 +53,11 @@ class DeviceTensors(Programs):
         self._bridge: Any = cast(Any, torch_xla)._XLAC
         self._spmd: Any = spmd
         self._mesh, self._axes, self._processes = mesh, axes, processes
-        # Global numbers, in the order in which shards are given: a host's own need not follow one another.
+        # Global numbers, in the order of shards: those of a host need not be consecutive.
         self._local_devices = [int(name.split(":")[1]) for name in self._bridge._xla_get_runtime_devices()]
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Initializer | None) -> Tensor:
-        """Each device gets its part, and no more. Compiles nothing.
+        """Put only its part on each device. Compiles nothing.
 
         `_global_tensor_from_cpu_shards` is private; no public function avoids a full copy.
         """
@@ -79,8 +79,8 @@ class DeviceTensors(Programs):
 
 
 def _partition(spec: Spec, axes: Mapping[str, int]) -> tuple[Any, ...]:
-    """In torch_xla's words: for each dimension an axis, several, or None. It can't place rows over some axes of a mesh
-    if the others have size 1."""
+    """Convert a spec to torch_xla's: an axis, several, or None per dimension. torch_xla can't place rows over some axes
+    of a mesh if the others have size 1."""
 
     def words(part: tuple[str, ...]) -> Any:
         names = [axis for axis in part if axis in axes]
@@ -92,7 +92,7 @@ def _partition(spec: Spec, axes: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 class Layouts:
-    """Gives tensors a layout, in place: an annotation, from which XLA's partitioner derives all the others."""
+    """Annotates tensors with a sharding, in place; XLA's partitioner derives that of all others."""
 
     def __init__(self, mesh: Any, axes: Mapping[str, int]) -> None:
         import torch_xla.distributed.spmd as spmd
@@ -104,12 +104,12 @@ class Layouts:
         self._spmd.mark_sharding(tensor, self.mesh, _partition(batch_spec(tensor.dim()), self._axes))
 
     def split_rows_in_loop(self, tensor: Tensor) -> Tensor:
-        """As an operation that gives a new tensor: what is traced for a loop can't be annotated in place."""
+        """Return a new tensor, split by rows: tensors traced for a loop can't be annotated in place."""
         partition = _partition(batch_spec(tensor.dim()), self._axes)
         return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self.mesh, partition)
 
     def shard(self, tensor: Tensor, dim: int = 0) -> None:
-        """As FSDP cuts a weight, from dimension `dim` on."""
+        """Shard like an FSDP weight, from dimension `dim` on."""
         spec = (*((),) * dim, *weight_spec(tensor.dim() - dim))
         self._spmd.mark_sharding(tensor, self.mesh, _partition(spec, self._axes))
 
@@ -117,24 +117,24 @@ class Layouts:
         self._spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
 
     def gathered(self, weight: Tensor) -> Tensor:
-        """The whole weight on each device; its gradient is sharded."""
+        """Return the whole weight on each device; its gradient is sharded."""
         return cast(Tensor, _LaidOut.apply(weight, self.shard, self.replicate))
 
     def stacked(self, weights: list[Tensor], gather: bool) -> Tensor:
-        """`[len(weights), ...]`, each of them sharded (or whole) as it was; gradients are sharded."""
+        """Return `[len(weights), ...]`, each weight sharded, or whole with `gather`; gradients are sharded."""
         layout = partial(self.shard, dim=1)
         return cast(Tensor, _LaidOut.apply(torch.stack(weights), layout, self.replicate if gather else None))
 
 
 def laid_out(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:
-    """The same values in a new tensor, with the layout that `mark` gives it in place."""
+    """Return a new tensor with the same values, annotated by `mark`."""
     tensor = tensor * 1
     mark(tensor)
     return tensor
 
 
 class _LaidOut(torch.autograd.Function):
-    """A tensor laid out as shards, then perhaps whole; its gradient as shards. Two, so that a gather follows a cast."""
+    """Shards a tensor, then perhaps replicates it; shards its gradient. Two steps, so that a gather follows a cast."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, shard: Callable[[Tensor], None], replicate: Any) -> Tensor:
