@@ -1,7 +1,7 @@
 """Command lines: flags, help, usage errors, and our errors as messages with an exit code.
 
-All commands take the same forms of flags: `--name=value` or `--name value`, `--switch`, `section.key=value` (with dashes
-too, as in Hydra and torchtitan); no abbreviations.
+All commands take the same forms of flags: `--name=value` or `--name value`, `--switch`, `section.key=value` (leading
+dashes are dropped, as in Hydra and torchtitan); no abbreviations.
 """
 
 import argparse
