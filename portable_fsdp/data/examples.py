@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from portable_fsdp.config.data import FORMAT_COLUMNS, OPTIONAL_COLUMNS, Column, Format
 from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.runtime.host import pip_install
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def extra(module: str, needed_by: str = "this source") -> Any:
         name = module.partition(".")[0]
         raise DataError(
             f"data.source: {needed_by} needs the package {name}, which isn't installed.\n"
-            "  Install it: pip install 'portable-fsdp[data]'."
+            f"  Install it: {pip_install('data')}."
         ) from error
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.errors import PortableFSDPError
-from portable_fsdp.runtime.host import installed
+from portable_fsdp.runtime.host import installed, pip_install
 from portable_fsdp.runtime.launchers import Launch, detect_launch, problem_of_tpu_worker
 from portable_fsdp.runtime.signals import end_with_parent
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.open import Package
 
 OURS = "portable-fsdp"
-INSTALL = "pip install '.'"
+INSTALL = pip_install()
 MIN_BYTES = GIB = 2**30  # with docker's default /dev/shm of 64 MiB NCCL fails: "no space left on device"
 MIN_FILES, USUAL_FILES = 256, 1024
 NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs
@@ -99,7 +99,7 @@ def unmet(required: "Sequence[Requirement]") -> tuple[list[str], list[str]]:
 def check_python(version: tuple[int, ...]) -> Finding:
     here = f"{'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
     if version < (3, 11):
-        return Finding("failed", here, "python3.11 -m venv .venv, or newer; then pip install '.' in it")
+        return Finding("failed", here, f"python3.11 -m venv .venv, or newer; then {INSTALL} in it")
     return Finding("ok", here)
 
 
@@ -125,7 +125,7 @@ def check_extras() -> Finding:
             states.append(f"{extra} lacks {', '.join(missing)}")
         elif wrong:
             states.append(f"{extra} has {', '.join(wrong)}")
-            mend = mend or f"pip install '.[{extra}]'"
+            mend = mend or pip_install(extra)
         else:
             states.append(f"{extra} complete")
     return Finding("warning" if mend else "ok", "; ".join(states), mend)
@@ -196,7 +196,7 @@ def check_tpu(chips: Sequence[Path], environ: Mapping[str, str]) -> Finding:
     libtpu = installed("libtpu") or environ.get("TPU_LIBRARY_PATH")
     if chips and not (present and libtpu):
         absent = "libtpu" if present else "engine"
-        return Finding("failed", f"{len(chips)} chip(s), but no {absent}", "pip install '.[tpu]'")
+        return Finding("failed", f"{len(chips)} chip(s), but no {absent}", pip_install("tpu"))
     return Finding(
         "ok", f"{len(chips)} chip(s), {', '.join(present)}, libtpu {libtpu}" if chips else "none on this host"
     )

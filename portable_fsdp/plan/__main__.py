@@ -23,6 +23,7 @@ from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
+from portable_fsdp.runtime.host import pip_install
 from portable_fsdp.runtime.signals import end_with_parent
 
 DESCRIPTION = """Plan a run on hardware that you don't have: whether it fits, memory by part, step time."""
@@ -198,7 +199,7 @@ def _picture(name: str) -> Path:
             f"--save={name}: expected a file that ends in .png, .pdf or .svg, in a folder that exists and is writable."
         )
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--save: matplotlib is not installed; in a checkout of portable_fsdp: pip install '.[plan]'")
+        raise UsageError(f"--save: matplotlib is not installed: {pip_install('plan')}")
     return Path(name)
 
 

@@ -49,6 +49,7 @@ from portable_fsdp.plan.tpu_program import (
 from portable_fsdp.runtime.child import Child, Ended, Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.files import cache_folder
+from portable_fsdp.runtime.host import pip_install
 from portable_fsdp.runtime.signals import end_with_parent
 
 LIMIT_S = 900  # for the trace, and for each program
@@ -186,7 +187,7 @@ def require_installed() -> None:
     if missing:
         raise BackendError(
             f"plan for a TPU slice: needs the packages torch_xla, jax and libtpu; not installed: {', '.join(missing)}."
-            "\n  In a new environment, in a checkout of portable_fsdp on Linux on x86-64: pip install '.[plan]'. No "
+            f"\n  In a new environment, on Linux on x86-64: {pip_install('plan')}. No "
             "TPU is needed. Without them, --backend=native plans the memory of FSDP2 on TorchTPU."
         )
 

@@ -11,6 +11,7 @@ from portable_fsdp.report.track import track
 from portable_fsdp.runtime.command import CommandParser, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, UsageError
 from portable_fsdp.runtime.files import write_text_atomically
+from portable_fsdp.runtime.host import pip_install
 
 DESCRIPTION = """Report on one run or compare several: losses, speed, memory, restarts, where the time went.
 
@@ -51,7 +52,7 @@ def _report(options: argparse.Namespace) -> int:
         from portable_fsdp.report.page import page
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"report: {error.name} is not installed: pip install 'portable_fsdp[report]', or add --markdown"
+            f"report: {error.name} is not installed: {pip_install('report')}, or add --markdown"
         ) from None
     target: Path = options.out or options.runs[0] / "report.html"
     try:

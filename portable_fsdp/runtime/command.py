@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError, without_passwords
-from portable_fsdp.runtime.host import keep_torch_tpu_out
+from portable_fsdp.runtime.host import keep_torch_tpu_out, pip_install
+
+_OWN_PACKAGES = dict.fromkeys(("absl", "accelerate", "annotated_types", "numpy", "psutil", "pydantic", "rich"), "")
+_OWN_PACKAGES |= dict.fromkeys(("safetensors", "tokenizers", "torch", "transformers", "xxhash"), "")
+_OWN_PACKAGES |= {"yaml": "PyYAML", "upath": "universal-pathlib"}
+"""What every command may import -> the name of its distribution, where that is another."""
 
 NOTHING_STARTED = "Nothing was started."
 
@@ -212,6 +217,12 @@ def run_command(
         is_early = error.exit_code == EXIT_USAGE and not error.run_has_started
         say(f"{error}\n{NOTHING_STARTED}" if is_early else str(error))
         return error.exit_code
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _OWN_PACKAGES:
+            raise
+        say(f"The package {_OWN_PACKAGES[name] or name} is not installed: {pip_install()}\n{NOTHING_STARTED}")
+        return EXIT_USAGE
 
 
 log = logging.getLogger("portable_fsdp")

@@ -31,6 +31,12 @@ def installed(package: str) -> str | None:
         return None
 
 
+def pip_install(extra: str = "") -> str:
+    """Return the command that installs this package with an extra: in its checkout, or as a wheel installed it."""
+    is_checkout = (Path(__file__).parents[2] / "pyproject.toml").is_file()
+    return f"pip install '{'.' if is_checkout else 'portable-fsdp'}{f'[{extra}]' if extra else ''}'"
+
+
 def prefer_expandable_segments() -> None:
     """Call before CUDA starts: torch's allocator then uses expandable segments, unless the user configured it."""
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
