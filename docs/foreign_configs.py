@@ -1,6 +1,10 @@
 """Writes docs/foreign_configs.md from the table of foreign keys: `make docs`. A test compares the two."""
 
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from textwrap import fill
 
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.convert.table import ENVIRONMENT, KeyOutcome, KeyRow, key_table
@@ -8,8 +12,8 @@ from portable_fsdp.convert.table import ENVIRONMENT, KeyOutcome, KeyRow, key_tab
 INTRODUCTION = """# Configs of other tools
 
 `--config` and `--import` take a file of `accelerate config` (0.20 to 1.15), a Trainer's `fsdp_config`, and
-TrainingArguments, as YAML or JSON. The model and the data, which such a file doesn't set, come from overrides or from
-`--config`, with the file as `--import`:
+TrainingArguments, as YAML or JSON. Set the model and the data by overrides, or in a config of ours with the file as
+`--import`:
 
 ```bash
 python -m portable_fsdp.explain --config=configs/quickstart.yaml --import=tests/convert/samples/multi_gpu.yaml
@@ -19,28 +23,27 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 
 `explain --write=ours.yaml` saves the translation, with a comment on the origin of each key.
 
-- Overrides win over everything. Where our file and an import set one key to different values, the run doesn't start,
-  and the message names both lines.
+- Overrides win over everything. If our file and an import set one key to different values, the run doesn't start, and
+  the message names both lines.
 - A key that no file sets has our default ([configuration.md](configuration.md)), which may differ from the other
   tool's.
-- An unknown key or an unreadable value (`num_processes: two`) is an error that names the line and the nearest key.
+- An unknown key or an unreadable value (`num_processes: two`) is an error with the line and the nearest key.
 - The override that a refusal names lifts it.
-- Prefixes (`fsdp_`, `dynamo_` ...) may be left out. Words are read in any case; `true`, `yes`, `on` and `1` are one
-  value; numbers stand for strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin
-  with `_`, `//` or `#` set nothing.
+- You may omit prefixes (`fsdp_`, `dynamo_` ...). Case doesn't matter; `true`, `yes`, `on` and `1` are one value;
+  numbers select strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin with `_`,
+  `//` or `#` set nothing.
 - The launcher decides the number of processes and hosts, and the device. A file's `num_processes`, and `num_machines`
   under torchrun and by hand, must equal those of the start.
 
-A key that its own tool doesn't read sets nothing here either, and `explain` says to whom it applies. In the tables that
-stands in brackets behind the key: tools, and other keys of the file with the value that they must have. Trainer reads
-`cpu_offload` where accelerate reads `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no
-`sharding_strategy`. The other keys of a file show which tool it is for: `distributed_type` is accelerate's;
-TrainingArguments and an `fsdp_config` by itself are Trainer's; in other files (axolotl's) every name counts. What
-accelerate's manual has and its code doesn't read counts too: `fsdp_backward_prefetch_policy`, a strategy's name under
-`fsdp_reshard_after_forward` with version 1, and transformers' `xla` keys; and so do keys outside their section, with a
-remark.
+A key that its own tool doesn't read sets nothing here either; `explain` says to whom it applies. Below, brackets behind
+a key name the tools, and the values that other keys must have. Trainer reads `cpu_offload`, accelerate
+`fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no `sharding_strategy`. The file's other keys
+show its tool: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by itself are Trainer's;
+elsewhere (axolotl) every name counts. Also read: names that only accelerate's manual has
+(`fsdp_backward_prefetch_policy`, a strategy's name under `fsdp_reshard_after_forward` with version 1), transformers'
+`xla` keys, and keys outside their section, with a remark.
 
-Some options follow from several keys, marked `~name` in the tables:
+Some options follow from several keys, marked `~name` below:
 
 - `train.global_batch` = rows of a device * accumulation * `num_processes`, which another file or accelerate launch may
   set.
@@ -57,70 +60,129 @@ accelerate launch --config_file tests/convert/samples/accelerate_1_15_fsdp2.yaml
 
 (The file says 8 processes, which can't share quickstart's batch of 24 rows.)
 
-accelerate passes its file and flags on in environment variables. We read these as strictly as a file, and only where
-`accelerate launch` started the process: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, a file of
-ours and a Trainer's arguments take precedence; an imported accelerate file must agree. The second line of a run lists
-the options that came this way. accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under
-version 1 the first counts, unless it has the launcher's default and the second names a strategy; under version 2 only
-the second counts.
+accelerate passes its file and flags in environment variables. A process that `accelerate launch` started reads them as
+strictly as a file: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, a file of ours and a Trainer's
+arguments take precedence; an imported accelerate file must agree. The second line of a run lists the options that came
+this way. accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under version 1 the first
+counts, unless it has the launcher's default and the second names a strategy; under version 2 only the second.
 
 We compared accelerate 1.15's FSDP2 with ours on one file, two CPU processes, 6 steps
-(tests/launch/test_accelerate_launch.py). Units, dtypes and reshard_after_forward are the same; the losses agree to
-1e-5 in float32 and 2e-3 in bfloat16. What differs:
+(tests/launch/test_accelerate_launch.py). Units, dtypes and reshard_after_forward are the same; losses agree to 1e-5 in
+float32 and 2e-3 in bfloat16. What differs:
 
 - accelerate gathers the final norm with the head, we gather it with the root;
-- `mixed_precision: bf16` adds autocast to FSDP's dtypes in accelerate; here a unit's dtype is all;
-- accelerate averages gradients over processes; we divide the loss by all tokens and sum. Both agree where each process
-  has as many tokens, and ours is right where it hasn't;
+- `mixed_precision: bf16` adds autocast to FSDP's dtypes in accelerate, and not here;
+- accelerate averages gradients over processes, which is right if each has as many tokens; we divide by all tokens;
 - on hosts without accelerators accelerate does no FSDP: each process trains by itself, or as DDP with `--cpu`. The
-  test puts its plugin on by hand.
+  test adds its plugin by hand.
 
 ## The keys
 
-*set*: it sets our options. *refused*: the run doesn't start unless the value is off (false, 0, none, empty); after
-the semicolon, the fix. *ignored*: nothing depends on it. *launcher*: the launcher decides it. `make docs` writes
-these tables from `portable_fsdp/convert/keys.yaml`.
+Search this page for your key. The tables say what values do, the lists set the option behind the arrow. Further down
+are the keys that are [refused](#refused), [left to the launcher](#left-to-the-launcher) or [without
+effect](#without-effect), by reason. `a` = `b`: two names of one key. `make docs` writes this from
+`portable_fsdp/convert/keys.yaml`.
 """
+
+HEADINGS = {
+    "refuse": """### Refused
+
+The run doesn't start unless the value is off (false, 0, none, empty). After the semicolon: the fix; without one, leave
+the key out.
+""",
+    "launcher": "### Left to the launcher\n",
+    "ignore": "### Without effect\n",
+}
+REPEATED = 12
+"""The words of an outcome that a table shows once."""
 
 
 def render() -> str:
     """The whole page."""
-    table = key_table()
-    parts = [INTRODUCTION]
-    for place in dict.fromkeys(row.place for row in table.keys):
-        groups: dict[tuple[str, str], list[str]] = {}
-        for row in table.keys:
-            if row.place == place:
-                groups.setdefault((_kind(row), _words(row)), []).append(_names(row))
-        rows = [f"| {', '.join(names)} | {kind} | {words} |" for (kind, words), names in groups.items()]
-        if place == ENVIRONMENT:
-            rows += [f"| `{prefix}*` | | like the keys of {like} |" for prefix, like in table.families.items()]
-        parts.append("\n".join([f"### {place}\n", "| key | becomes | how |", "|---|---|---|", *rows, ""]))
-    return "\n".join(parts)
+    rows = key_table().keys
+    places = [_place(name, [row for row in rows if row.place == name]) for name in dict.fromkeys(r.place for r in rows)]
+    return "\n".join([INTRODUCTION, *filter(None, places), *(_reasons(kind, rows) for kind in HEADINGS)])
 
 
-def _names(row: KeyRow) -> str:
-    readers = row.read_by or " or ".join(dict.fromkeys(o.read_by for o in row.words.values() if o.read_by))
-    return " = ".join(f"`{name}`" for name in (row.name, *row.aliases)) + (f" ({readers})" if readers else "")
+def _place(place: str, rows: Iterable[KeyRow]) -> str:
+    """The keys of a place that set options, or whose values differ: a table, then what sets one option each."""
+    plain: dict[str, list[KeyRow]] = {}
+    told: dict[str, list[KeyRow]] = {}
+    for row in rows:
+        if row.words or len(row.options) > 1 or row.remark:
+            told.setdefault(_values(row), []).append(row)
+        elif row.kind == "set":
+            plain.setdefault(_outcome(row), []).append(row)
+    parts = [f"### {place}\n"]
+    if (usual := _usual_readers(place)) and (plain or told):
+        parts.append(f"Read by or with: {usual}, unless brackets say otherwise.\n")
+    if told:
+        parts += ["| key | values |", "|---|---|"]
+        parts += [f"| {_names(rows)} | {_shared(rows[0], text)} |" for text, rows in told.items()]
+        parts.append("")
+    parts += [f"- {_names(rows)} → {option}" for option, rows in plain.items()] + [""] * bool(plain)
+    if place == ENVIRONMENT:
+        families = (f"`{prefix}*` as {like}" for prefix, like in key_table().families.items())
+        parts.append(_wrapped(f"Variables with the prefix of a section are its keys: {', '.join(families)}.") + "\n")
+    return "\n".join(parts) if len(parts) > 1 else ""
 
 
-def _kind(row: KeyRow) -> str:
-    kinds = [outcome.kind for outcome in (*row.words.values(), row) if outcome.kind]
-    order = {"set": "set", "launcher": "launcher", "refuse": "refused", "ignore": "ignored"}
-    return next(word for kind, word in order.items() if kind in kinds)
+def _reasons(kind: str, rows: Iterable[KeyRow]) -> str:
+    """The keys of one kind, all of whose values have the same outcome: a line for each reason."""
+    reasons: dict[str, list[KeyRow]] = {}
+    for row in rows:
+        if row.kind == kind and not row.words:
+            reasons.setdefault(_outcome(row), []).append(row)
+    lines = [_wrapped(f"- {text}: {_names(keys, with_places=kind == 'refuse')}") for text, keys in reasons.items()]
+    return "\n".join([HEADINGS[kind], *lines, ""])
 
 
-def _words(row: KeyRow) -> str:
+@cache
+def _usual_readers(place: str) -> str:
+    """What most keys of a place need to be read; empty: nothing."""
+    readers = Counter(_readers(row) for row in key_table().keys if row.place == place)
+    return readers.most_common(1)[0][0]
+
+
+def _readers(row: KeyRow) -> str:
+    return row.read_by or " or ".join(dict.fromkeys(o.read_by for o in row.words.values() if o.read_by))
+
+
+def _names(rows: Iterable[KeyRow], with_places: bool = False) -> str:
+    """The names of the rows, each group with its readers where these are not its place's usual ones."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        readers, usual = _readers(row), _usual_readers(row.place)
+        note = (readers or "all") if readers != usual else row.place if with_places and usual else ""
+        groups.setdefault(note, []).append(" = ".join(f"`{name}`" for name in (row.name, *row.aliases)))
+    return ", ".join(", ".join(names) + (f" ({note})" if note else "") for note, names in groups.items())
+
+
+@cache
+def _first_with_values() -> dict[str, KeyRow]:
+    rows: dict[str, KeyRow] = {}
+    for row in key_table().keys:
+        rows.setdefault(_values(row), row)
+    return rows
+
+
+def _shared(row: KeyRow, text: str) -> str:
+    """The text, or the key that has it already."""
+    first = _first_with_values()[text]
+    return text if first is row or len(text.split()) < REPEATED else f"as `{first.name}` of {first.place}"
+
+
+def _values(row: KeyRow) -> str:
     by_text: dict[str, list[str]] = {}
     for word, outcome in row.words.items():
-        by_text.setdefault(_outcome(outcome), []).append(word)
+        by_text.setdefault(_outcome(outcome, says_refused=True), []).append(word)
     parts = [f"{', '.join(words)}: {text}" for text, words in by_text.items()]
     if row.kind:
         parts.append("else: " * bool(parts) + _outcome(row, says_refused=bool(parts)))
     return "; ".join(parts).replace("|", "\\|")
 
 
-def _outcome(outcome: KeyOutcome, says_refused: bool = True) -> str:
+def _outcome(outcome: KeyOutcome, says_refused: bool = False) -> str:
     match outcome.kind:
         case "set":
             settings = (f"`{n}`" if v == "it" else f"`{n}={yaml_value(v)}`" for n, v in outcome.options.items())
@@ -133,6 +195,10 @@ def _outcome(outcome: KeyOutcome, says_refused: bool = True) -> str:
             override = f", or override {outcome.override}" if outcome.override else ""
             fix = "" if outcome.fix == "leave it out" else f"; {outcome.fix}"
             return "refused: " * says_refused + f"{outcome.refuse}{fix}{override}"
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, 120, subsequent_indent="  " * text.startswith("- "), break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

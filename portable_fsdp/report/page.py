@@ -115,12 +115,12 @@ def _draw(
     if chart.from_zero:
         plot.y_range.start = 0
     plot.hover.tooltips = [("run", "$name"), (label, "@x{0.[000]}"), (chart.title, "@y{0.[00000]}")]
-    for run, values, colour in zip(runs, columns, cycle(_RUN_COLOURS)):
+    for above, run, values, colour in zip(range(len(runs))[::-1], runs, columns, cycle(_RUN_COLOURS)):
         x = x_of(run)
         known = np.isfinite(values)
         source = ColumnDataSource(dict(zip("xy", thinned(x[known], values[known]), strict=True)))
         legend = {"legend_label": run.name} if len(runs) > 1 and chart.keys == ("loss",) else {}
-        plot.line("x", "y", source=source, color=colour, line_width=1.5, name=run.name, **legend)
+        plot.line("x", "y", source=source, color=colour, line_width=1.5 + 2 * min(above, 3), name=run.name, **legend)
         _mark_starts(plot, run, x)
         if chart.keys == ("loss",):
             _draw_evaluations(plot, run, x, colour)
