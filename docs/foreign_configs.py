@@ -105,26 +105,17 @@ def render() -> str:
 
 
 def _place(place: str, rows: Iterable[KeyRow]) -> str:
-    """The keys of a place that set options, or whose values differ: a table, then what sets one option each."""
-    plain: dict[str, list[KeyRow]] = {}
-    told: dict[str, list[KeyRow]] = {}
+    """The keys of a place that set options, or whose values differ: a line for each outcome."""
+    outcomes: dict[str, list[KeyRow]] = {}
     for row in rows:
-        if row.words or len(row.options) > 1 or row.remark:
-            told.setdefault(_values(row), []).append(row)
-        elif row.kind == "set":
-            plain.setdefault(_outcome(row), []).append(row)
-    parts = [f"### {place}\n"]
-    if (usual := _usual_readers(place)) and (plain or told):
-        parts.append(f"Read by or with: {usual}, unless brackets say otherwise.\n")
-    if told:
-        parts += ["| key | values |", "|---|---|"]
-        parts += [f"| {_names(rows)} | {_shared(rows[0], text)} |" for text, rows in told.items()]
-        parts.append("")
-    parts += [f"- {_names(rows)} → {option}" for option, rows in plain.items()] + [""] * bool(plain)
+        if row.words or row.kind == "set":
+            outcomes.setdefault(_values(row), []).append(row)
+    lines = [_wrapped(f"- {_names(rows)}: {_shared(rows[0], text)}") for text, rows in outcomes.items()]
     if place == ENVIRONMENT:
-        families = (f"`{prefix}*` as {like}" for prefix, like in key_table().families.items())
-        parts.append(_wrapped(f"Variables with the prefix of a section are its keys: {', '.join(families)}.") + "\n")
-    return "\n".join(parts) if len(parts) > 1 else ""
+        families = (f"`{prefix}*`: {like}" for prefix, like in key_table().families.items())
+        lines.append(_wrapped(f"- variables with a section's prefix are its keys: {', '.join(families)}"))
+    usual = f"Read by or with: {_usual_readers(place)}; others in brackets.\n" if _usual_readers(place) else ""
+    return "\n".join([f"### {place}\n", *filter(None, [usual]), *lines, ""]) if lines else ""
 
 
 def _reasons(kind: str, rows: Iterable[KeyRow]) -> str:
@@ -139,9 +130,11 @@ def _reasons(kind: str, rows: Iterable[KeyRow]) -> str:
 
 @cache
 def _usual_readers(place: str) -> str:
-    """What most keys of a place need to be read; empty: nothing."""
+    """The readers that the page names once for a place, since they would take most of its words."""
     readers = Counter(_readers(row) for row in key_table().keys if row.place == place)
-    return readers.most_common(1)[0][0]
+    if readers.most_common(1)[0][0] == "":
+        return ""
+    return max(readers, key=lambda text: readers[text] * len(text.split()))
 
 
 def _readers(row: KeyRow) -> str:
@@ -173,19 +166,31 @@ def _shared(row: KeyRow, text: str) -> str:
 
 
 def _values(row: KeyRow) -> str:
+    """The outcome of each value of a key, with equal ones together and a reason given once."""
     by_text: dict[str, list[str]] = {}
     for word, outcome in row.words.items():
-        by_text.setdefault(_outcome(outcome, says_refused=True), []).append(word)
+        by_text.setdefault(_outcome(outcome, word), []).append(word)
+    own = _outcome(row, "else" * bool(row.words))
+    if [*by_text] == [own]:
+        return own
     parts = [f"{', '.join(words)}: {text}" for text, words in by_text.items()]
-    if row.kind:
-        parts.append("else: " * bool(parts) + _outcome(row, says_refused=bool(parts)))
-    return "; ".join(parts).replace("|", "\\|")
+    if own:
+        parts.append("else: " * bool(parts) + own)
+    for reason in {reason for outcome in row.words.values() for reason in (outcome.remark, outcome.refuse) if reason}:
+        repeated = [part for part in parts if reason in part][1:]
+        parts = [part.replace(reason, "the same") if part in repeated else part for part in parts]
+    return "; ".join(parts)
 
 
-def _outcome(outcome: KeyOutcome, says_refused: bool = False) -> str:
+def _outcome(outcome: KeyOutcome, word: str = "") -> str:
+    """An outcome in words; `word`: the value that has it, in a list of values."""
     match outcome.kind:
+        case "":
+            return ""
         case "set":
-            settings = (f"`{n}`" if v == "it" else f"`{n}={yaml_value(v)}`" for n, v in outcome.options.items())
+            items = outcome.options.items()
+            named = len(items) == 1 and word.lower() == str(*outcome.options.values()).lower()
+            settings = (f"`{n}`" if named or v == "it" else f"`{n}={yaml_value(v)}`" for n, v in items)
             return " and ".join(settings) + (f" ({outcome.remark})" if outcome.remark else "")
         case "ignore":
             return str(outcome.ignore)
@@ -193,8 +198,8 @@ def _outcome(outcome: KeyOutcome, says_refused: bool = False) -> str:
             return str(outcome.launcher)
         case _:
             override = f", or override {outcome.override}" if outcome.override else ""
-            fix = "" if outcome.fix == "leave it out" else f"; {outcome.fix}"
-            return "refused: " * says_refused + f"{outcome.refuse}{fix}{override}"
+            fix = outcome.fix.removeprefix("leave it out").removeprefix("; ")
+            return f"{'refused: ' * bool(word)}{outcome.refuse}{f'; {fix}' * bool(fix)}{override}"
 
 
 def _wrapped(text: str) -> str:

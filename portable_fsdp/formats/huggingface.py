@@ -26,6 +26,7 @@ from portable_fsdp.formats.base import (
     model_on_meta,
     weights_of,
 )
+from portable_fsdp.formats.model_card import write_card
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.architecture import mapping_of
@@ -62,6 +63,8 @@ def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], Non
         elif config is not None and _task_of(reader.manifest) in GENERATING:
             import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
         _write_weights(read, tensors, folder, options)
+        opened_by = config.architectures[0] if config is not None and config.architectures else None
+        write_card(folder, reader.manifest, "transformers" if opened_by else "pytorch", opened_by)
 
     return write
 
@@ -181,6 +184,7 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     def write(folder: Path) -> None:
         settings.save_pretrained(str(folder))
         write_tensors(folder / lora.WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {}, options.advance)
+        write_card(folder, reader.manifest, "peft", "AutoPeftModelForCausalLM")
 
     return write
 

@@ -51,9 +51,7 @@ def _report(options: argparse.Namespace) -> int:
     try:
         from portable_fsdp.report.page import page
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"report: {error.name} is not installed: {pip_install('report')}, or add --markdown"
-        ) from None
+        raise UsageError(f"report: {error.name} is not installed: {pip_install('report')}, or add --markdown") from None
     target: Path = options.out or options.runs[0] / "report.html"
     try:
         write_text_atomically(target, page(runs).encode(errors="replace").decode())  # a lone surrogate has no bytes
