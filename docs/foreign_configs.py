@@ -23,25 +23,21 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 
 `explain --write=ours.yaml` saves the translation, with a comment on the origin of each key.
 
-- Overrides win over everything. If our file and an import set one key to different values, the run doesn't start, and
-  the message names both lines.
-- A key that no file sets has our default ([configuration.md](configuration.md)), which may differ from the other
-  tool's.
+- Overrides win over everything, and lift the refusal that names them. If our file and an import set one key to
+  different values, the run doesn't start, and the message names both lines.
+- A key that no file sets has our default ([configuration.md](configuration.md)), not the other tool's.
 - An unknown key or an unreadable value (`num_processes: two`) is an error with the line and the nearest key.
-- The override that a refusal names lifts it.
 - You may omit prefixes (`fsdp_`, `dynamo_` ...). Case doesn't matter; `true`, `yes`, `on` and `1` are one value;
   numbers select strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin with `_`,
   `//` or `#` set nothing.
 - The launcher decides the number of processes and hosts, and the device. A file's `num_processes`, and `num_machines`
   under torchrun and by hand, must equal those of the start.
-
-A key that its own tool doesn't read sets nothing here either; `explain` says to whom it applies. Below, brackets behind
-a key name the tools, and the values that other keys must have. Trainer reads `cpu_offload`, accelerate
-`fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no `sharding_strategy`. The file's other keys
-show its tool: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by itself are Trainer's;
-elsewhere (axolotl) every name counts. Also read: names that only accelerate's manual has
-(`fsdp_backward_prefetch_policy`, a strategy's name under `fsdp_reshard_after_forward` with version 1), transformers'
-`xla` keys, and keys outside their section, with a remark.
+- A key that its own tool doesn't read sets nothing; `explain` says to whom it applies. Trainer reads `cpu_offload`,
+  accelerate `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no `sharding_strategy`.
+- The file's other keys show its tool: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by
+  itself are Trainer's; elsewhere (axolotl) every name counts.
+- Also read: names that only accelerate's manual has (`fsdp_backward_prefetch_policy`, a strategy's name under
+  `fsdp_reshard_after_forward` with version 1), transformers' `xla` keys, and keys outside their section, with a remark.
 
 Some options follow from several keys, marked `~name` below:
 
@@ -62,26 +58,26 @@ accelerate launch --config_file tests/convert/samples/accelerate_1_15_fsdp2.yaml
 
 accelerate passes its file and flags in environment variables. A process that `accelerate launch` started reads them as
 strictly as a file: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, a file of ours and a Trainer's
-arguments take precedence; an imported accelerate file must agree. The second line of a run lists the options that came
-this way. accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under version 1 the first
-counts, unless it has the launcher's default and the second names a strategy; under version 2 only the second.
+arguments take precedence; an imported accelerate file must agree. The second line of a run lists these options.
+accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under version 1 the first counts, unless
+it has the launcher's default and the second names a strategy; under version 2 only the second.
 
-We compared accelerate 1.15's FSDP2 with ours on one file, two CPU processes, 6 steps
+accelerate 1.15's FSDP2 and ours ran one file on two CPU processes for 6 steps
 (tests/launch/test_accelerate_launch.py). Units, dtypes and reshard_after_forward are the same; losses agree to 1e-5 in
-float32 and 2e-3 in bfloat16. What differs:
+float32 and 2e-3 in bfloat16. What differs in accelerate:
 
-- accelerate gathers the final norm with the head, we gather it with the root;
-- `mixed_precision: bf16` adds autocast to FSDP's dtypes in accelerate, and not here;
-- accelerate averages gradients over processes, which is right if each has as many tokens; we divide by all tokens;
-- on hosts without accelerators accelerate does no FSDP: each process trains by itself, or as DDP with `--cpu`. The
-  test adds its plugin by hand.
+- it gathers the final norm with the head, we gather it with the root;
+- `mixed_precision: bf16` adds autocast to FSDP's dtypes;
+- it averages gradients over processes, which is right if each has as many tokens; we divide by all tokens;
+- on hosts without accelerators it does no FSDP: each process trains by itself, or as DDP with `--cpu`. The test adds
+  its plugin by hand.
 
 ## The keys
 
-Search this page for your key. The tables say what values do, the lists set the option behind the arrow. Further down
-are the keys that are [refused](#refused), [left to the launcher](#left-to-the-launcher) or [without
-effect](#without-effect), by reason. `a` = `b`: two names of one key. `make docs` writes this from
-`portable_fsdp/convert/keys.yaml`.
+Search this page for your key. Keys that are [refused](#refused), [left to the launcher](#left-to-the-launcher) or
+[without effect](#without-effect) follow the sections. `a` = `b`: two names of one key. An option without a value takes
+the key's. Brackets behind a key name the tools that read it, and the values that other keys must have. `make docs`
+writes this from `portable_fsdp/convert/keys.yaml`.
 """
 
 HEADINGS = {
@@ -114,8 +110,8 @@ def _place(place: str, rows: Iterable[KeyRow]) -> str:
     if place == ENVIRONMENT:
         families = (f"`{prefix}*`: {like}" for prefix, like in key_table().families.items())
         lines.append(_wrapped(f"- variables with a section's prefix are its keys: {', '.join(families)}"))
-    usual = f"Read by or with: {_usual_readers(place)}; others in brackets.\n" if _usual_readers(place) else ""
-    return "\n".join([f"### {place}\n", *filter(None, [usual]), *lines, ""]) if lines else ""
+    usual = f" ({_usual_readers(place)})" if _usual_readers(place) else ""
+    return "\n".join([f"### {place}{usual}\n", *lines, ""]) if lines else ""
 
 
 def _reasons(kind: str, rows: Iterable[KeyRow]) -> str:
@@ -124,8 +120,8 @@ def _reasons(kind: str, rows: Iterable[KeyRow]) -> str:
     for row in rows:
         if row.kind == kind and not row.words:
             reasons.setdefault(_outcome(row), []).append(row)
-    lines = [_wrapped(f"- {text}: {_names(keys, with_places=kind == 'refuse')}") for text, keys in reasons.items()]
-    return "\n".join([HEADINGS[kind], *lines, ""])
+    named = {text: _names(keys) if kind == "refuse" else ", ".join(map(_name, keys)) for text, keys in reasons.items()}
+    return "\n".join([HEADINGS[kind], *(_wrapped(f"- {text}: {names}") for text, names in named.items()), ""])
 
 
 @cache
@@ -141,14 +137,18 @@ def _readers(row: KeyRow) -> str:
     return row.read_by or " or ".join(dict.fromkeys(o.read_by for o in row.words.values() if o.read_by))
 
 
-def _names(rows: Iterable[KeyRow], with_places: bool = False) -> str:
-    """The names of the rows, each group with its readers where these are not its place's usual ones."""
+def _names(rows: Iterable[KeyRow]) -> str:
+    """The names of the rows, each group with its readers; those without a note have their place's usual ones."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         readers, usual = _readers(row), _usual_readers(row.place)
-        note = (readers or "all") if readers != usual else row.place if with_places and usual else ""
-        groups.setdefault(note, []).append(" = ".join(f"`{name}`" for name in (row.name, *row.aliases)))
+        note = (readers or "all") if readers != usual else row.place if usual and row.kind == "refuse" else ""
+        groups.setdefault(note, []).append(_name(row))
     return ", ".join(", ".join(names) + (f" ({note})" if note else "") for note, names in groups.items())
+
+
+def _name(row: KeyRow) -> str:
+    return " = ".join(f"`{name}`" for name in (row.name, *row.aliases))
 
 
 @cache
@@ -176,7 +176,8 @@ def _values(row: KeyRow) -> str:
     parts = [f"{', '.join(words)}: {text}" for text, words in by_text.items()]
     if own:
         parts.append("else: " * bool(parts) + own)
-    for reason in {reason for outcome in row.words.values() for reason in (outcome.remark, outcome.refuse) if reason}:
+    reasons = (reason for outcome in row.words.values() for reason in (outcome.remark, outcome.refuse) if reason)
+    for reason in dict.fromkeys(reasons):
         repeated = [part for part in parts if reason in part][1:]
         parts = [part.replace(reason, "the same") if part in repeated else part for part in parts]
     return "; ".join(parts)
