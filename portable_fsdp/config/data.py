@@ -40,7 +40,7 @@ OPTIONAL_COLUMNS: dict[Format, tuple[Column, ...]] = {
 
 
 class Documents(Section):
-    """Where documents come from and which columns they have."""
+    """The source of documents, and their columns."""
 
     source: Source = "python_docs"
     """python_docs: CPython's reference; python_source: source of the standard library; text, jsonl, parquet: files
@@ -157,9 +157,9 @@ class Data(Documents):
         fields = Data.model_fields
         own_keys = ("factory", "buckets", "workers")
         if self.factory is not None:
-            of_text = [n for n in fields if n not in (*own_keys, "split", "eval_split", "cache_dir")]
-            if given := [name for name in of_text if getattr(self, name) != fields[name].default]:
-                raise ValueError(f"{given[0]} applies to text only; data.factory makes its own rows")
+            text_keys = [n for n in fields if n not in (*own_keys, "split", "eval_split", "cache_dir")]
+            if changed := [name for name in text_keys if getattr(self, name) != fields[name].default]:
+                raise ValueError(f"{changed[0]} applies to text only; data.factory makes its own rows")
             return self
         if self.buckets or self.workers:
             name = "buckets" if self.buckets else "workers"
