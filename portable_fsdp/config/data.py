@@ -55,10 +55,10 @@ class Documents(Section):
     the assistant's turns in the tokenizer's chat template; instruction: Alpaca's output"""
     columns: dict[Column, str] = {}
     """column of the format (text, prompt, completion, messages, instruction, input, output, system, tools) -> its
-    name in the file, if it differs"""
+    name in the file, if different"""
     ignore: tuple[str, ...] = Field(default=(), strict=False)
-    """columns, message keys and roles to drop: those that matter for training (system, tools, weight,
-    reasoning_content, ...) but that the format or chat template can't use"""
+    """columns, message keys and roles to drop although they affect training (system, tools, weight,
+    reasoning_content, ...), because the format or chat template can't use them"""
     chat_template_kwargs: dict[str, Any] = {}
     """extra arguments for the chat template, such as `{enable_thinking: false}`"""
 
@@ -97,15 +97,15 @@ class MixtureSource(Documents):
 
 class Data(Documents):
     factory: str | None = Field(default=None, pattern=FACTORY_PATTERN)
-    """your own dataset: `module:function`, called with the split (data.split or `train`), returns a torch Dataset of
-    dicts of tensors, or (dataset, collate function)"""
+    """your own dataset: `module:function`, which gets the split (data.split or `train`) and returns a torch Dataset
+    of dicts of tensors, or (dataset, collate function)"""
     buckets: dict[str, Annotated[tuple[Size, ...], Strict(False)]] = {}
     """data.factory: pad these keys of a row along dimension 0 to the smallest bucket that fits all of them, as in
     `{input_ids: [64, 128], labels: [64, 128]}`; XLA compiles one program per bucket; {}: no padding"""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """data.factory: worker processes that prefetch rows; 0: a thread"""
     mixture: tuple[MixtureSource, ...] = Field(default=(), strict=False)
-    """several sources instead of one, with weights as shares of the rows"""
+    """several sources instead of one; their weights are shares of the rows"""
     tokenizer: str = "auto"
     """bytes, a folder with a tokenizer (transformers or tokenizer.json), or a hub id; auto: model.pretrained's,
     else bytes"""
