@@ -109,7 +109,7 @@ def build_model(
     _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
     _switch_off(config)
-    make = partial(_made, attention=model.attention, task=task)
+    make = partial(_model_of, attention=model.attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     steps = None
     if is_causal_lm := task.name == CAUSAL_LM.name:
@@ -278,7 +278,7 @@ def _switch_off(config: Any) -> None:
             setattr(config, key, 0.0)
 
 
-def _made(config: Any, attention: str, task: Task) -> Any:
+def _model_of(config: Any, attention: str, task: Task) -> Any:
     """Make the model from a copy of the config, with experts in static shapes."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.models.auto import modeling_auto
@@ -294,9 +294,9 @@ def _made(config: Any, attention: str, task: Task) -> Any:
     kind: Any = getattr(modeling_auto, mapping_of(task.name))[type(config)]
     kind = kind[0] if isinstance(kind, tuple) else kind
     chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": DENSE}
-    made = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
-    if task.name == CAUSAL_LM.name or is_decoder_only(made):
-        return made
+    model = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+    if task.name == CAUSAL_LM.name or is_decoder_only(model):
+        return model
     if attention in ("static", "flex"):
         raise ConfigError(
             f"model.attention: {attention} needs causal attention, which {kind.__name__} doesn't have.\n"
@@ -304,8 +304,8 @@ def _made(config: Any, attention: str, task: Task) -> Any:
         )
     if attention == "auto":
         chosen["attn_implementation"] = register_masked_attention() if kind._supports_sdpa else "eager"
-        made = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
-    return made
+        model = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+    return model
 
 
 def _on_meta(config: Any, make: Callable[[Any], Any]) -> Any:

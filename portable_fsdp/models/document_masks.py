@@ -75,7 +75,7 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
 
 
 def _problem(model: Any, build: Callable[[Any], Any], eager: bool) -> str:
-    """Why small copies of `model` don't keep documents apart; empty if the first one that runs does."""
+    """The reason why small copies of `model` don't keep documents apart; empty if the first one that runs does."""
     problem = ""
     for config in _small(model.config):
         try:

@@ -41,9 +41,9 @@ class _MetaView:
             return tensor
         return cls(tensor.untyped_storage(), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def among(self, made: Mapping[int, Tensor]) -> Tensor:
+    def among(self, on_host: Mapping[int, Tensor]) -> Tensor:
         """Return the same view of the storage on the host."""
-        return made[self.storage._cdata].as_strided(self.shape, self.stride, self.offset)
+        return on_host[self.storage._cdata].as_strided(self.shape, self.stride, self.offset)
 
 
 class _Call(NamedTuple):
@@ -97,19 +97,19 @@ class Recording(TorchDispatchMode):
             if self._calls[number].writes & needed:
                 numbers.append(number)
                 needed |= self._calls[number].reads
-        made: dict[int, Tensor] = {}
+        on_host: dict[int, Tensor] = {}
         with torch.no_grad():
             for number in reversed(numbers):
                 call = self._calls[number]
-                args, kwargs = tree_map_only(_MetaView, lambda view: view.among(made), call.inputs)
+                args, kwargs = tree_map_only(_MetaView, lambda view: view.among(on_host), call.inputs)
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 is_random = torch.Tag.nondeterministic_seeded in call.operator.tags
                 with seeded(seed, names[number]) if is_random else nullcontext():
                     result = call.operator(*args, **kwargs)
                 for view, real in zip(call.results, _tensors(result), strict=True):
-                    made.setdefault(view.storage._cdata, real)
-        return cast(_MetaView, _MetaView.of(tensor)).among(made).clone()
+                    on_host.setdefault(view.storage._cdata, real)
+        return cast(_MetaView, _MetaView.of(tensor)).among(on_host).clone()
 
 
 class _Constants(TorchFunctionMode):

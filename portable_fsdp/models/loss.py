@@ -287,13 +287,13 @@ class _Chunk(NamedTuple):
         """Return the loss of `hidden` `[positions, width]` and its gradient; add those of `trained` to `sums`."""
         leaf = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            made = self.forward(leaf)
-            logits = _changed(self.steps, self.output, made)
+            raw = self.forward(leaf)
+            logits = _changed(self.steps, self.output, raw)
         loss, gradient = self.loss(logits.detach(), labels)
         rest = self.trained[self.is_product :]
-        of_made, of_leaf, *more = torch.autograd.grad(logits, [made, leaf, *rest], gradient)
+        of_raw, of_leaf, *more = torch.autograd.grad(logits, [raw, leaf, *rest], gradient)
         if self.is_product:  # in place: no second gradient of the vocabulary's size
-            torch.addmm(sums[0], of_made.T, hidden, out=sums[0])
+            torch.addmm(sums[0], of_raw.T, hidden, out=sums[0])
         for total, addend in zip(sums[self.is_product :], more, strict=True):
             total.add_(addend)
         return loss, of_leaf

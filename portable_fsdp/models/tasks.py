@@ -124,7 +124,7 @@ def _logits(model: nn.Module, batch: TaskBatch) -> Tensor:
 
 
 def seq2seq_lm(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
-    """As `of_labels`; the decoder gets the labels shifted by one, by the method of the model's class."""
+    """Compute `of_labels`, with the labels shifted by one for the decoder, by the method of the model's class."""
     shifted = cast(Any, model).prepare_decoder_input_ids_from_labels(labels=batch["labels"])
     return of_labels(model, {**batch, "decoder_input_ids": shifted}, chunked)
 
