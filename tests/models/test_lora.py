@@ -234,7 +234,7 @@ def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
     weights.with_name("adapter_model.bin").unlink()
     refused(folder, "expected adapter_model.safetensors, found none")
     refused(str(tmp_path), r"adapter_config.json of peft, found .*No such file")
-    refused("no/such/folder", "found no such folder")
+    refused("no/such/folder", "no such folder: no/such/folder")
 
 
 def refused(folder: str, expected: str, **changes: Any) -> None:
