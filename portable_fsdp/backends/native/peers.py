@@ -2,8 +2,8 @@
 
 gloo and NCCL notice at once when a process is killed. They do not notice a stopped process or a cut link: a collective
 then waits for the collective timeout, half an hour. So a thread of every process writes heartbeats to the store of the
-rendezvous. Process 0 reads all heartbeats; the other processes read that of process 0, which carries its verdict. A store that
-does not answer counts as a lost process.
+rendezvous. Process 0 reads all heartbeats; other processes read that of process 0, which carries its verdict. A store
+that does not answer counts as a lost process.
 
 The threads count rounds, not clock time: a process that was itself suspended blames nobody.
 """
