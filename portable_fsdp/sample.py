@@ -161,9 +161,9 @@ def _token_ids(tokenizer: Any, prompt: str, folder: Path, *, chat: bool) -> Any:
     if tokenizer.chat_template is None:
         raise ConfigError(f"{folder}: the tokenizer has no chat template; leave --chat out.")
     require_small_numbers(tokenizer, str(folder))
-    message, asks = [{"role": "user", "content": prompt}], {"add_generation_prompt": True, "return_tensors": "pt"}
+    message, options = [{"role": "user", "content": prompt}], {"add_generation_prompt": True, "return_tensors": "pt"}
     try:
-        return limited(lambda: tokenizer.apply_chat_template(message, **asks)["input_ids"], str(folder), limit)
+        return limited(lambda: tokenizer.apply_chat_template(message, **options)["input_ids"], str(folder), limit)
     except DataError:
         raise
     except Exception as error:  # a template may raise anything

@@ -62,7 +62,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Partition:
-    """One of `count` equal parts: which process this is, or which rows it feeds."""
+    """Index and number of equal parts: of this process among all, or of the rows that it feeds."""
 
     index: int
     count: int
@@ -100,7 +100,7 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """How a model is sharded over the backend's mesh and run, in plain values.
+    """The sharding of a model over the backend's mesh, and its execution, in plain values.
 
     FQNs name modules in definition order, a unit before its inner units; the root holds the rest. `layouts` has the
     spec of each parameter; optimizer state follows by `layout.state_spec`. `layers` are the model's repeated blocks.

@@ -65,17 +65,17 @@ class Replacement:
             if items or attributes:
                 if isinstance(value, _FIXED):
                     make: Any = getattr(cast(Any, value), "_make", type(cast(Any, value)))  # _make: named tuples
-                    made = make((contents[0] | items).values())
+                    copied = make((contents[0] | items).values())
                 else:
-                    _fill(made := copy.copy(value), items, attributes)
-                    self._copies.append((value, made, _contents(made)))
-                self._known[id(value)] = value, made
+                    _fill(copied := copy.copy(value), items, attributes)
+                    self._copies.append((value, copied, _contents(copied)))
+                self._known[id(value)] = value, copied
 
     def write_back(self) -> None:
         """Apply to the originals the changes that were made to the copies."""
         originals = {id(new): value for value, new in self._known.values()}
-        for value, made, before in self._copies:
-            pairs = [*zip(now := _contents(made), before, strict=True)]
+        for value, copied, before in self._copies:
+            pairs = [*zip(now := _contents(copied), before, strict=True)]
             if any(new.keys() != old.keys() or not all(map(is_, new.values(), old.values())) for new, old in pairs):
                 if isinstance(value, _CONTAINERS):
                     cast("list[Any]", value).clear()

@@ -31,7 +31,7 @@ ProcessCount = Callable[[str, int | None, Callable[[str], int]], int]
 """(device, requested devices, `count_devices`) -> processes of a start on one host without a launcher."""
 
 PlanMethod = Literal["fake step", "compiled step"]
-"""How `plan` plans a step: run it on fake tensors, or compile its program."""
+"""The method by which `plan` plans a step: run it on fake tensors, or compile its program."""
 
 
 class Package(NamedTuple):

@@ -514,7 +514,7 @@ def _settings(fix: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Verdict(NamedTuple):
-    """How an engine treats an option: its value in a config, or one case in the option's table."""
+    """An engine's verdict on an option: on its value in a config, or on one case in the option's table."""
 
     option: str  # `section.key`
     kind: Literal["honoured", "delegated", "refused"]
@@ -532,15 +532,15 @@ def verdicts(config: Config, place: Deployment) -> tuple[Verdict, ...]:
     return tuple(
         Verdict(option, "refused", " ".join(reasons[option]))
         if option in reasons
-        else _taken(config, place.engine, option)
+        else _accepted(config, place.engine, option)
         for option in option_names()
     )
 
 
-def _taken(config: Config, engine: str, option: str) -> Verdict:
+def _accepted(config: Config, engine: str, option: str) -> Verdict:
     value = value_of(config, option)
-    taken = {line.case: line for line in lines_of(engine, option) if line.kind != "refused"}
-    line = (taken.get(yaml_value(value) if len(taken) > 1 else "") or taken[""])._replace(case="")
+    accepted = {line.case: line for line in lines_of(engine, option) if line.kind != "refused"}
+    line = (accepted.get(yaml_value(value) if len(accepted) > 1 else "") or accepted[""])._replace(case="")
     later = [rule.case for rule in _rules_about(engine, option) if rule.when is None]
     if value == default_of(option) or not later:
         return line

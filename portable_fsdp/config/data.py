@@ -61,7 +61,7 @@ def _as_share(value: Any) -> Any:
 
 
 class Documents(Section):
-    """Where documents come from and which columns they have."""
+    """The source of documents, and their columns."""
 
     source: Source = "python_docs"
     """python_docs: CPython's reference; python_source: source of the standard library; text, jsonl, parquet: files
@@ -76,10 +76,10 @@ class Documents(Section):
     the assistant's turns in the tokenizer's chat template; instruction: Alpaca's output"""
     columns: dict[Column, str] = {}
     """column of the format (text, prompt, completion, messages, instruction, input, output, system, tools) -> its
-    name in the file, if it differs"""
+    name in the file, if different"""
     ignore: tuple[str, ...] = Field(default=(), strict=False)
-    """columns, message keys and roles to drop: those that matter for training (system, tools, weight,
-    reasoning_content, ...) but that the format or chat template can't use"""
+    """columns, message keys and roles to drop although they affect training (system, tools, weight,
+    reasoning_content, ...), because the format or chat template can't use them"""
     chat_template_kwargs: dict[str, Any] = {}
     """extra arguments for the chat template, such as `{enable_thinking: false}`"""
 
@@ -118,15 +118,15 @@ class MixtureSource(Documents):
 
 class Data(Documents):
     factory: str | None = Field(default=None, pattern=FACTORY_PATTERN)
-    """your own dataset: `module:function`, called with the split (data.split or `train`), returns a torch Dataset of
-    dicts of tensors, or (dataset, collate function)"""
+    """your own dataset: `module:function`, which gets the split (data.split or `train`) and returns a torch Dataset
+    of dicts of tensors, or (dataset, collate function)"""
     buckets: dict[str, Annotated[tuple[Size, ...], Strict(False)]] = {}
     """data.factory: pad these keys of a row along dimension 0 to the smallest bucket that fits all of them, as in
     `{input_ids: [64, 128], labels: [64, 128]}`; XLA compiles one program per bucket; {}: no padding"""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """data.factory: worker processes that prefetch rows; 0: a thread"""
     mixture: tuple[MixtureSource, ...] = Field(default=(), strict=False)
-    """several sources instead of one, with weights as shares of the rows"""
+    """several sources instead of one; their weights are shares of the rows"""
     tokenizer: str = "auto"
     """bytes, a folder with a tokenizer (transformers or tokenizer.json), or a hub id; auto: model.pretrained's,
     else bytes"""
@@ -178,9 +178,9 @@ class Data(Documents):
         fields = Data.model_fields
         own_keys = ("factory", "buckets", "workers")
         if self.factory is not None:
-            of_text = [n for n in fields if n not in (*own_keys, "split", "eval_split", "cache_dir")]
-            if given := [name for name in of_text if getattr(self, name) != fields[name].default]:
-                raise ValueError(f"{given[0]} applies to text only; data.factory makes its own rows")
+            text_keys = [n for n in fields if n not in (*own_keys, "split", "eval_split", "cache_dir")]
+            if changed := [name for name in text_keys if getattr(self, name) != fields[name].default]:
+                raise ValueError(f"{changed[0]} applies to text only; data.factory makes its own rows")
             return self
         if self.buckets or self.workers:
             name = "buckets" if self.buckets else "workers"

@@ -145,7 +145,7 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
 
 
 class Origin(NamedTuple):
-    """Where a value was set."""
+    """The place where a value was set."""
 
     is_override: bool
     place: int  # line in the file, or number of the override; messages are sorted by (is_override, place)

@@ -67,11 +67,11 @@ class Model(Section):
     gguf_file: str | None = Field(default=None, min_length=1)
     """GGUF file in model.pretrained (llama, qwen2, qwen3); supplies weights (dequantised), config and tokenizer"""
     allow: tuple[str, ...] = Field(default=(), strict=False)
-    """name patterns of tensors that model.pretrained may lack (initialized from run.seed) or have in excess (not
-    loaded); `data.tokenizer`: its ids may differ from the model's"""
+    """name patterns of tensors that may be missing from model.pretrained (initialized from run.seed) or unexpected in
+    it (not loaded); `data.tokenizer`: its ids may differ from the model's"""
     attention: Literal["auto", "static", "flex", "sdpa", "eager"] = "auto"
     """implementation of attention; auto: static if the model supports it; static: one implementation for all
-    engines; flex: torch's flex_attention, which skips masked blocks (GPUs only); sdpa, eager: transformers'"""
+    engines; flex: torch's flex_attention, which skips masked blocks (GPUs only); sdpa, eager: from transformers"""
     experts: Literal["auto", "dense", "batched_mm", "grouped_mm"] = "auto"
     """implementation of a mixture of experts; dense (auto): every expert on every token, weighted; batched_mm: copy
     the selected weights per token; both have static shapes; grouped_mm: sort tokens by expert"""
@@ -95,12 +95,12 @@ class Model(Section):
 class Train(Section):
     task: str = Field(default="causal_lm", pattern=f"^({TASKS})$|{FACTORY_PATTERN}")
     """loss of a batch: causal_lm, seq2seq_lm, masked_lm, sequence_classification, token_classification,
-    image_classification; or `module:function`, called with the model and the batch, returns the sum of the losses
+    image_classification; or `module:function`, which gets the model and a batch and returns the sum of the losses
     and their count"""
     steps: int | None = Field(default=None, ge=1)
     """optimizer updates in the whole run"""
     epochs: float | None = Field(default=None, gt=0)
-    """passes over the data, instead of train.steps; one pass over a mixture has the rows of all its sources"""
+    """passes over the data, instead of train.steps; one pass over a mixture has as many rows as all its sources"""
     global_batch: int = Field(default=8, ge=1)
     """sequences per step, over all devices and micro batches"""
     micro_batch: Annotated[int, Ge(1)] | Literal["auto"] = 1
@@ -162,7 +162,7 @@ class Optim(Section):
     lr: float = Field(default=3e-4, gt=0)
     """peak learning rate"""
     betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.95), strict=False)
-    """betas of AdamW, Adam (decay rates of both moments) and Lion"""
+    """betas of AdamW, Adam and Lion (decay rates of the moments)"""
     eps: float = Field(default=1e-8, gt=0)
     """epsilon of AdamW and Adam"""
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -189,11 +189,11 @@ class Sharding(Section):
     replicas: int | None = Field(default=None, ge=1)
     """number of replicas under HYBRID_SHARD*; null: one per host"""
     reshard_after_forward: int | None = Field(default=None, ge=2)
-    """reshard parameters after forward to this many devices, between FULL_SHARD and SHARD_GRAD_OP; null: the
-    strategy's rule"""
+    """after forward, reshard parameters over this many devices only (between FULL_SHARD and SHARD_GRAD_OP); null: as
+    the strategy"""
     wrap: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
-    """FSDP units, whose parameters are gathered and freed together: the model's layers; modules of at least
-    min_num_params; the whole model as one"""
+    """FSDP units, whose parameters are gathered and freed together: the model's layers, modules of at least
+    min_num_params, or the whole model"""
     wrap_classes: tuple[str, ...] = Field(default=(), strict=False)
     """module classes to treat as layers instead of the model's own: recomputed, compiled, and wrapped under
     TRANSFORMER_BASED_WRAP"""
@@ -204,7 +204,7 @@ class Sharding(Section):
     forward_prefetch: int = Field(default=0, ge=0)
     """units to prefetch in forward; 0: the engine's default"""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = "BACKWARD_PRE"
-    """all-gather the next units in backward before the current unit's gradients, after them, or on demand"""
+    """in backward, all-gather the next units before computing the current unit's gradients, after it, or on demand"""
     backward_prefetch_units: int = Field(default=1, ge=1)
     """units to prefetch in backward"""
     sync_each_micro_batch: bool = True
@@ -263,7 +263,7 @@ class Precision(Section):
 class Memory(Section):
     gradient_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
     """recompute activations in backward; full: every layer; selective: every memory.every-th layer, or all outputs
-    except those of memory.save_ops; budget: compiled layers keep the share memory.budget, recompute the rest"""
+    except those of memory.save_ops; budget: compiled layers keep a share (memory.budget), recompute the rest"""
     budget: float = Field(default=0.5, ge=0, le=1)
     """budget: share of a compiled layer's activations to keep; torch.compile's partitioner recomputes the rest,
     cheapest first"""
@@ -310,7 +310,7 @@ class Checkpoint(Section):
     keep_every: int | None = Field(default=None, ge=1)
     """with keep: also keep the checkpoints of every n-th step"""
     resume: str = "auto"
-    """auto: the run's newest complete checkpoint; none: start anew; or the path or URL of a checkpoint"""
+    """auto: the run's newest complete checkpoint; none: a new run; or the path or URL of a checkpoint"""
     load: Literal["all", "weights_only"] = "all"
     """weights_only: start a new run with the weights of the checkpoint in checkpoint.resume"""
     allow: tuple[str, ...] = Field(default=(), strict=False)
@@ -372,7 +372,7 @@ class Observe(Section):
     trackers: tuple[Tracker, ...] = Field(default=(), strict=False)
     """experiment trackers that log the metrics (accelerate's tracker classes)"""
     profile: Profile | None = None
-    """steps to profile; trace and summary go to run.dir/profile; null: none, unless a file PROFILE requests some"""
+    """steps to profile; trace and summary go to run.dir/profile; null: only steps that a file PROFILE requests"""
 
 
 class Config(Section):

@@ -98,9 +98,7 @@ class ForeignFacts:
             self.tool = BY_ACCELERATE
         elif self.result.kind == FSDP or any(row.place == TRAINER for row, _ in keys):
             self.tool = BY_TRAINER if names.isdisjoint(_AXOLOTL) else ""
-        words = {
-            row.name: entry.text.strip().lower() for row, entry in reversed(keys)
-        }  # the first of duplicates counts
+        words = {row.name: entry.text.strip().lower() for row, entry in reversed(keys)}  # the first of two counts
         set_words = {key: word for key, word in words.items() if word not in ("", "none", "null")}
         self.words = {**key_table().defaults.get(self.tool, {}), **set_words}
 
@@ -131,7 +129,7 @@ class ForeignFacts:
         return self.keys[name].value if name in self.keys else None
 
     def can_read(self, *keys: str) -> bool:
-        """True if none of `keys` already has an error (avoids follow-up errors)."""
+        """Return whether none of `keys` has an error so far (avoids follow-up errors)."""
         return self.failed.isdisjoint(keys)
 
     @property

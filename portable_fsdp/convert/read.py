@@ -179,13 +179,13 @@ def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports:
     if not is_by_accelerate(environ):
         return []
     given = layers.given()
-    theirs = {
+    imported_options = {
         option
         for imported in imports
         for option, setting in imported.settings.items()
         if imported.kind != TRAINER and layers.origin(tuple(option.split("."))).where == setting.origin
     }
-    first = _with_alternatives({option for option in given if option not in theirs})
+    first = _with_alternatives({option for option in given if option not in imported_options})
     result = Import(Path(_LAUNCHER), ENVIRONMENT)
     prefixes = tuple(key_table().families)
     variables = {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
@@ -241,9 +241,9 @@ def _add(layers: LayeredValues, imported: Import, given: Mapping[str, object], o
         if rival not in given:
             layers.add_default(option, setting.value, Origin(False, setting.line, setting.origin, setting.text))
         elif rival != option or given[option] != setting.value:
-            here = f"{setting.quote} sets {option}={yaml_value(setting.value)}"
-            ours = f"{layers.origin(tuple(rival.split('.'))).where} sets {rival}={yaml_value(given[rival])}"
-            text = f"{here}, but {ours}.\n  Keep one, or override it: {rival}=..."
+            imported_text = f"{setting.quote} sets {option}={yaml_value(setting.value)}"
+            own_text = f"{layers.origin(tuple(rival.split('.'))).where} sets {rival}={yaml_value(given[rival])}"
+            text = f"{imported_text}, but {own_text}.\n  Keep one, or override it: {rival}=..."
             layers.problems.setdefault(text, Origin(False, setting.line, "", None))
 
 

@@ -213,10 +213,10 @@ def _deciding(kind: Any, undeclared: Mapping[str, Any]) -> set[str]:
 
 def _has_effect(kind: Any, undeclared: Mapping[str, Any]) -> bool:
     try:
-        made, plain = (cast(dict[str, Any], kind(**keys).to_dict()) for keys in (undeclared, {}))
+        changed, plain = (cast(dict[str, Any], kind(**keys).to_dict()) for keys in (undeclared, {}))
     except Exception:  # it reads one of them
         return True
-    return any(made.get(name) != plain.get(name) for name in (made.keys() | plain.keys()) - undeclared.keys())
+    return any(changed.get(name) != plain.get(name) for name in (changed.keys() | plain.keys()) - undeclared.keys())
 
 
 def log_unknown_keys(key: str, config: Any, unknown: Iterable[str]) -> None:

@@ -1,10 +1,10 @@
-"""Builds the model on the meta device and says where its weights come from.
+"""Build the model on the meta device, with the source of its weights.
 
-Read `build_model` first. A model of `model.factory` comes from `factory.py`; those of transformers are made here.
+Read `build_model` first. A model of `model.factory` comes from `factory.py`; transformers models are built here.
 
-`build_model` gives a model whose parameters hold no memory and a `fill(fqn, slices)` (`weights.py`) that makes any
-piece of any weight on the host. A backend pulls the pieces that its devices need, one at a time, so that no host holds
-the model twice.
+`build_model` returns a model whose parameters hold no memory, and a `fill(fqn, slices)` (`weights.py`) that creates any
+piece of any weight on the host. A backend requests the pieces that its devices need, one at a time, so that no host
+holds the model twice.
 """
 
 import copy
@@ -49,15 +49,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class BuiltModel:
     """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
 
-    The config is as it was given: with the dropout and the cache that training switches off. It is JSON, of which
-    `config_from_json` makes an equal config. Empty: a model of `model.factory`, not of transformers.
+    The config is unchanged: with the dropout and the cache that training switches off. It is JSON, from which
+    `config_from_json` restores an equal config. Empty: a model of `model.factory`, not of transformers.
     """
 
     model: nn.Module
     fill: WeightFill
     config: dict[str, Any]
     size: ModelSize
-    base: "Base | None" = None  # of `model.lora`, where it comes from `model.pretrained`
+    base: "Base | None" = None  # of `model.lora`, if it comes from `model.pretrained`
 
 
 def build_model(
@@ -78,23 +78,22 @@ def build_model(
     """Build the model that the config names, ready to be sharded.
 
     Args:
-        model, precision: the config's sections. Weights rest in `master`, those that don't train in `frozen`, and the
-            loss takes logits in `output`; what happens between is the backend's.
+        model, precision: the config's sections. Weights are kept in `master`, frozen ones in `frozen`, and the loss
+            takes logits in `output`; the backend decides the rest.
         seed: of the initial weights; not used with `model.pretrained`.
-        seq_len: tokens in a row, which a causal model's positions must hold.
-        vocabulary: ids of the tokenizer, which the model's embedding must hold; 0 where there is none.
-        eager: operations run one by one, not as one compiled step: the loss goes by chunks, and a mask is made once.
-        loss: in place of `loss.cross_entropy_sum`.
-        keeps_ids: whether the tokenizer has all tokens of `model.pretrained`'s own under their ids, so that the model
-            may grow where the tokenizer has more. Called only then.
+        seq_len: tokens per row, at most the positions of a causal model.
+        vocabulary: number of ids of the tokenizer, at most the rows of the model's embedding; 0: no tokenizer.
+        eager: operations run one by one, not as one compiled step: compute the loss by chunks, and a mask once.
+        loss: replaces `loss.cross_entropy_sum`.
+        keeps_ids: whether the tokenizer has all tokens of `model.pretrained`'s own under the same ids, so that the
+            model may grow. Called only if the tokenizer has more ids.
         packs_documents: several documents share a row; forward gets their `positions` and `segments`.
-        task: says which model of transformers a config means, and who computes the loss: of a causal model it is part
-            of the forward.
-        seq_len_key: the key that `seq_len` comes from, for messages.
+        task: selects the transformers class for a config, and the loss: a causal model computes it in its forward.
+        seq_len_key: the config key of `seq_len`, for messages.
         compiler: see `loss.attach_loss`.
 
-    Raises ConfigError for a config that names no model that fits, a pattern that names nothing in it, and a model that
-    wouldn't keep packed documents apart.
+    Raises ConfigError if no model fits the config, a pattern matches nothing in it, or the model doesn't keep packed
+    documents apart.
     """
     precision = precision or schema.Precision()
     if model.factory is not None:
@@ -110,7 +109,7 @@ def build_model(
     _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
     _switch_off(config)
-    make = partial(_made, attention=model.attention, task=task)
+    make = partial(_model_of, attention=model.attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     steps = None
     if is_causal_lm := task.name == CAUSAL_LM.name:
@@ -157,7 +156,7 @@ def with_values(
     allow: tuple[str, ...],
     rows_before: int | None,
 ) -> BuiltModel:
-    """Real buffers, weights in the master dtype, and of both what `pretrained` has."""
+    """Create real buffers, and weights in the master dtype; use the values that `pretrained` has."""
     model, drawn = built.model, cast(RandomWeights, built.fill)
     unset = fill_buffers(model, twin)
     for parameter in model.parameters():
@@ -172,9 +171,8 @@ def with_values(
         built, unset = replace(built, fill=weights), unset - set(stored)
     if unset:
         raise ConfigError(
-            f"model: {type(model).__name__}: expected buffers that transformers can compute again, found "
-            f"{sorted(unset)[0]}, which it only makes with the model.\n  Start from a folder that holds it "
-            "(model.pretrained), or take another model."
+            f"model: {type(model).__name__}: transformers can't recompute the buffer {sorted(unset)[0]}: it only "
+            "creates it with the model.\n  Start from a folder that has it (model.pretrained), or use another model."
         )
     return built
 
@@ -182,24 +180,23 @@ def with_values(
 def with_adapters(
     built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype, pretrained: "Pretrained | None", grows: bool
 ) -> BuiltModel:
-    """From then on only adapters train. The base must be one that others have: no file would hold what is made here."""
+    """Add adapters; only these train. All of the base must come from files, since no checkpoint saves it."""
     from portable_fsdp.models.lora import add_adapters, start_from
     from portable_fsdp.models.pretrained import PretrainedWeights
 
     drawn = built.fill.drawn if isinstance(built.fill, PretrainedWeights) else []
     if pretrained is not None and (drawn or grows):
-        missing = f"{drawn[0]}, which it lacks (model.allow)" if drawn else "rows for new tokens in its embedding"
+        missing = f"{drawn[0]} (model.allow)" if drawn else "rows for new tokens in the embedding"
         raise ConfigError(
-            f"model.lora: expected a base that is whole in {pretrained.file.where}, found {missing}: it would be made "
-            "here, and no adapter trains it.\n  Take the model's own tokenizer and all of its weights, or train "
-            "without model.lora."
+            f"model.lora: {pretrained.file.where} doesn't hold the whole base: {missing} would be drawn here, and no "
+            "adapter trains it.\n  Use the model's own tokenizer and all of its weights, or train without model.lora."
         )
     fill = add_adapters(built.model, lora, seed, master, built.fill)
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
 
 
 def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype | None) -> BuiltModel:
-    """A tied weight is frozen in all its places, by any of its names. Weights that don't train rest in `dtype`."""
+    """Freeze the weights that `patterns` match, tied ones under any of their FQNs, and keep them in `dtype`."""
     parameters = dict(built.model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         for name in matching("model.freeze", pattern, parameters):
@@ -207,8 +204,8 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
     frozen = {fqn: parameter for fqn, parameter in parameters.items() if not parameter.requires_grad}
     if len(frozen) == len(parameters):
         raise ConfigError(
-            f"model.freeze: expected at least one parameter that trains, found all {len(parameters)} frozen by "
-            f"{list(patterns)}.\n  Name fewer of them."
+            f"model.freeze: {list(patterns)} freeze all {len(parameters)} parameters, but one must train.\n"
+            "  Name fewer of them."
         )
     if dtype is None:
         return built
@@ -219,7 +216,7 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
 
 
 def with_base(built: BuiltModel, model: schema.Model, pretrained: "Pretrained") -> BuiltModel:
-    """Names what checkpoints of adapters leave out."""
+    """Record the base weights, which checkpoints of adapters leave out."""
     from portable_fsdp.models.lora import is_adapter
     from portable_fsdp.models.pretrained import Base, stored_tensors
 
@@ -231,7 +228,7 @@ def with_base(built: BuiltModel, model: schema.Model, pretrained: "Pretrained") 
 
 
 def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[], bool]) -> int | None:
-    """Give the model a row for each id of a tokenizer that has grown; returns how many it had, or None."""
+    """Grow the model to one row per id of an extended tokenizer; return its rows before, or None if it doesn't grow."""
     before = getattr(config, "vocab_size", None)
     if not isinstance(before, int) or before >= vocabulary or not keeps_ids():
         return None
@@ -254,7 +251,7 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
     if positions is not None and 0 < positions < seq_len:
         raise ConfigError(
             f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
-            f"  Lower {seq_len_key}, or take a model with more positions."
+            f"  Lower {seq_len_key}, or use a model with more positions."
         )
     if heads is not None and kv_heads and heads % kv_heads:
         raise ConfigError(
@@ -264,25 +261,25 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
         raise ConfigError(
             f"model: expected vocab_size of at least {vocabulary} (the ids of data.tokenizer), found {ids}.\n"
             f"  Set model.architecture.vocab_size={vocabulary}, or name the model's own tokenizer in data.tokenizer.\n"
-            "  A pretrained model grows only with a tokenizer that has all tokens of its own, by their ids, and more."
+            "  A pretrained model grows only with a tokenizer that has all of its own tokens under the same ids."
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
-            "model: expected output_router_logits=false, found true: the router's auxiliary loss is not built yet.\n"
+            "model: expected output_router_logits=false, found true: the router's auxiliary loss isn't supported yet.\n"
             "  Set it to false in model.architecture (in a folder: in its config.json)."
         )
 
 
 def _switch_off(config: Any) -> None:
-    """No dropout, and no key-value cache, which training doesn't read."""
+    """Switch off dropout, and the key-value cache, which training doesn't read."""
     config.use_cache = False
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, int | float) and not isinstance(value, bool):
             setattr(config, key, 0.0)
 
 
-def _made(config: Any, attention: str, task: Task) -> Any:
-    """The model of a copy of the config, its experts in static shapes."""
+def _model_of(config: Any, attention: str, task: Task) -> Any:
+    """Make the model from a copy of the config, with experts in static shapes."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.models.auto import modeling_auto
 
@@ -297,42 +294,42 @@ def _made(config: Any, attention: str, task: Task) -> Any:
     kind: Any = getattr(modeling_auto, mapping_of(task.name))[type(config)]
     kind = kind[0] if isinstance(kind, tuple) else kind
     chosen = {"attn_implementation": _attention(kind, attention), "experts_implementation": DENSE}
-    made = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
-    if task.name == CAUSAL_LM.name or is_decoder_only(made):
-        return made
+    model = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+    if task.name == CAUSAL_LM.name or is_decoder_only(model):
+        return model
     if attention in ("static", "flex"):
         raise ConfigError(
-            f"model.attention: expected a model whose attention is causal for {attention}, found {kind.__name__}.\n"
+            f"model.attention: {attention} needs causal attention, which {kind.__name__} doesn't have.\n"
             "  Set model.attention=auto."
         )
     if attention == "auto":
         chosen["attn_implementation"] = register_masked_attention() if kind._supports_sdpa else "eager"
-        made = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
-    return made
+        model = kind._from_config(copy.deepcopy(config), **chosen, dtype=torch.float32)
+    return model
 
 
 def _on_meta(config: Any, make: Callable[[Any], Any]) -> Any:
     try:
         with torch.device("meta"):
             return make(config)
-    except Exception as error:  # an activation's name, heads of 0: each fails in a way of its own
-        raise _misfit(f"{type(config).__name__}: no model can be built from it", error) from error
+    except Exception as error:  # an activation's name, heads of 0: each fails in its own way
+        raise _misfit(f"{type(config).__name__}: can't build a model from it", error) from error
 
 
 def _misfit(problem: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"model: {problem}: {type(error).__name__}: {last_line(error)}\n"
-        "  Compare the sizes in model.architecture with a model that exists."
+        "  Compare the sizes in model.architecture with those of an existing model."
     )
 
 
 def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | None:
-    """Run a row through a model that holds no memory: sizes that don't fit each other show here, not in step 1.
+    """Run a row through a model on meta: sizes that don't fit each other fail here, not in step 1.
 
-    Returns what it does with its logits, see `trace_logits`; None where that isn't known.
+    Returns the steps from the head's output to the logits, see `trace_logits`; None if unknown.
 
-    A third of a second for 80 layers. What the model reads from its values (transformers looks for padding) can't be
-    followed and isn't refused, save in experts that choose their tokens on the host.
+    Takes a third of a second for 80 layers. If the model reads values (transformers looks for padding), the run ends
+    there without an error, except for experts that choose their tokens on the host.
     """
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -345,9 +342,9 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
         for name, module in model.named_modules():
             if "Experts" in type(module).__name__ and not takes_implementation(module):
                 raise ConfigError(
-                    f"model: {type(model).__name__}: expected experts that run in static shapes, found {name}, which "
-                    "asks the host which tokens it got.\n  Take a model whose experts transformers lets us choose "
-                    "(mixtral, qwen3_moe, deepseek_v3, gpt_oss, ...)."
+                    f"model: {type(model).__name__}: the experts {name} don't run in static shapes: they read on the "
+                    "host which tokens they got.\n  Use a model whose experts implementation can be set in "
+                    "transformers (mixtral, qwen3_moe, deepseek_v3, gpt_oss, ...)."
                 ) from error
         return None
 
@@ -362,7 +359,7 @@ def _documents(
     eager: bool,
     packs: bool,
 ) -> DocumentArguments | None:
-    """Imports what a run of whole rows doesn't need."""
+    """Return the function that makes the arguments of packed rows; imports modules that other runs don't need."""
     from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
 
     attention = model.config._attn_implementation
@@ -373,18 +370,19 @@ def _documents(
 
 
 def _check_causal(model: nn.Module) -> None:
-    """Encoders count as causal models in transformers too, but see the tokens that they should predict."""
+    """Raise ConfigError for an encoder: transformers lists some as causal, but they see the tokens to predict."""
     flags = [flag for module in model.modules() if isinstance(flag := getattr(module, "is_causal", None), bool)]
     if flags and not any(flags):
         raise ConfigError(
-            f"model: expected a model whose attention is causal, found {type(model).__name__} as an encoder.\n"
-            "  Set model.architecture.is_decoder=true (in a folder: in its config.json), or take another model."
+            f"model: {type(model).__name__} is configured as an encoder, but its attention must be causal.\n"
+            "  Set model.architecture.is_decoder=true (in a folder: in its config.json), or use another model."
         )
 
 
 def _attention(kind: Any, requested: str) -> str:
-    """`auto` takes the static one, save for models with an attention of their own (ALiBi in Bloom and Falcon)."""
-    # Private: the flag is missing in models that take any all the same (stablelm, qwen3_next).
+    """Return the attention's name in transformers. `auto`: static, except for models with their own (ALiBi: Bloom,
+    Falcon)."""
+    # Private: the flag is missing in models that accept any all the same (stablelm, qwen3_next).
     takes_any = bool(getattr(kind, "_supports_attention_backend", False)) or kind._can_set_attn_implementation()
     if requested in ("static", "flex") and not takes_any:
         raise ConfigError(f"model.attention: {kind.__name__} has an attention of its own; set model.attention=auto.")

@@ -1,8 +1,8 @@
 """Masks of documents that share a row: the arguments that keep them apart in attention, attention over blocks, and a
-trial that the model obeys them.
+trial that the model applies them.
 
-The trial runs a small copy of the model, so no list of architectures is needed: a state that carries over from one
-document to the next (Mamba), an attention of the model's own (Bloom), positions that it counts itself, all show there.
+The trial runs a small copy of the model, so no list of architectures is needed. It detects a state that carries over
+from one document to the next (Mamba), a model's own attention (Bloom), and positions that the model counts itself.
 """
 
 import copy
@@ -21,25 +21,25 @@ from portable_fsdp.models.attention import FLEX, STATIC, document_bias
 from portable_fsdp.models.loss import DocumentArguments
 from portable_fsdp.runtime.errors import ConfigError
 
-_LENGTHS, _PADDING = (5, 8), 3  # tokens of the trial's documents, and behind them
+_LENGTHS, _PADDING = (5, 8), 3  # tokens of the trial's documents, and after them
 _WINDOW = 3  # tokens: shorter than the documents, so that it matters
-_LAYERS, _WIDTH, _VOCABULARY = 4, 32, 64  # of the small model, at most
-_BOUND = 1e-4  # of the largest logit: a hundred times float32's rounding
+_LAYERS, _WIDTH, _VOCABULARY = 4, 32, 64  # maxima of the small model
+_BOUND = 1e-4  # relative to the largest logit: a hundred times float32's rounding
 _SIZES_INSIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
 
 
 def document_arguments(
     attention: str, dtype: torch.dtype, *, eager: bool, packs: bool, windows: Iterable[int | None] = ()
 ) -> DocumentArguments | None:
-    """Makes the arguments by which a forward keeps the documents of a row apart; None: it needs none.
+    """Return a function that makes the arguments by which a forward keeps a row's documents apart; None: none needed.
 
     Args:
         attention: its name in transformers.
-        dtype: of attention's computation.
-        eager: one additive bias for all layers. Else the numbers of the documents: a compiler fuses the mask that
-            follows from them into each layer's attention, and no `[seq, seq]` tensor goes from layer to layer.
+        dtype: compute dtype of attention.
+        eager: use one additive bias for all layers. Else the numbers of the documents: a compiler fuses the mask
+            computed from them into each layer's attention, and layers pass no `[seq, seq]` tensor on.
         packs: rows hold several documents. Else only attention over blocks needs an argument: its causal masks.
-        windows: of the layers, for attention over blocks.
+        windows: those of the layers, for attention over blocks.
     """
 
     def blocks(input_ids: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
@@ -59,23 +59,23 @@ def document_arguments(
 
 
 def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: bool) -> None:
-    """Raise ConfigError where a small copy of `model` lets documents of one row see each other.
+    """Raise ConfigError if a small copy of `model` lets documents of one row see each other.
 
-    `build(config)` gives a model of that transformers config on the host, with random weights, in float32.
+    `build(config)` returns a model of that transformers config on the host, with random weights, in float32.
     """
     with torch.no_grad(), warnings.catch_warnings():
-        # torch's, of attention over blocks, which on the CPU runs by its formula.
+        # On the CPU attention over blocks runs uncompiled, and torch warns.
         warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
         problem = _problem(model, build, eager)
     if problem:
         raise ConfigError(
-            "data.packing=documents: expected a model that gives documents in one row the logits that they have alone, "
-            f"found {type(model).__name__}: {problem}.\n  Set data.packing=none (one document a row, padded)."
+            f"data.packing=documents: {type(model).__name__} doesn't keep the documents of a row apart: {problem}.\n"
+            "  Set data.packing=none (one document per row, padded)."
         )
 
 
 def _problem(model: Any, build: Callable[[Any], Any], eager: bool) -> str:
-    """Why small copies of `model` can't keep documents apart; empty where the first that can be tried does."""
+    """The reason why small copies of `model` don't keep documents apart; empty if the first one that runs does."""
     problem = ""
     for config in _small(model.config):
         try:
@@ -83,17 +83,17 @@ def _problem(model: Any, build: Callable[[Any], Any], eager: bool) -> str:
                 torch.manual_seed(0)
                 copied = build(config).eval()
                 _spread(copied)
-                # In rows of their own, one after the other.
+                # Each in its own row, one after the other.
                 alone = torch.cat([copied(input_ids=ids, use_cache=False).logits for ids in _documents()], dim=1)
         except Exception as error:  # this model refuses the sizes
-            problem = f"a small copy can't be tried ({type(error).__name__}: {error})"
+            problem = f"a small copy can't run ({type(error).__name__}: {error})"
         else:
             return _difference(copied, alone, eager)
     return problem
 
 
 def _difference(model: Any, alone: Tensor, eager: bool) -> str:
-    """What is wrong with the logits of both documents in one row; empty where they are those of `alone`."""
+    """Describe how the logits of both documents in one row differ from `alone`; empty if they don't."""
     attention, windows = model.config._attn_implementation, (None, _WINDOW)
     make = document_arguments(attention, torch.float32, eager=eager, packs=True, windows=windows)
     numbers = [*(number for number, length in enumerate(_LENGTHS, 1) for _ in range(length)), *[0] * _PADDING]
@@ -103,9 +103,9 @@ def _difference(model: Any, alone: Tensor, eager: bool) -> str:
         arguments = make(ids, torch.tensor([positions]), torch.tensor([numbers])) if make else {}
         packed = model(input_ids=ids, use_cache=False, **arguments).logits
     except Exception as error:
-        return f"it takes no mask of documents ({type(error).__name__}: {error})"
+        return f"it accepts no mask of documents ({type(error).__name__}: {error})"
     difference = float((packed[:, : sum(_LENGTHS)] - alone).abs().max() / alone.abs().max())
-    return "" if difference < _BOUND else f"logits differ by {difference:.2g} of the largest, expected {_BOUND:g}"
+    return "" if difference < _BOUND else f"logits differ by {difference:.2g} of the largest, more than {_BOUND:g}"
 
 
 def _documents() -> list[Tensor]:
@@ -114,14 +114,14 @@ def _documents() -> list[Tensor]:
 
 
 def _spread(model: nn.Module) -> None:
-    """Weights large enough that a position seen by mistake would show in the logits."""
+    """Add random values to the weights, large enough that a position seen by mistake changes the logits."""
     for weight in model.parameters():
         scale = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
         weight.add_(torch.randn(weight.shape) * scale)
 
 
 def _small(config: Any) -> Iterator[Any]:
-    """Copies to try, the smallest first: fewer heads of the same width, then the model's own width."""
+    """Yield configs to try, the smallest first: fewer heads of the same width, then the model's own width."""
     for narrow in (True, False):
         small = copy.deepcopy(config)
         _cut_layers(small, _LAYERS)
@@ -129,7 +129,7 @@ def _small(config: Any) -> Iterator[Any]:
         for key in _SIZES_INSIDE:
             if isinstance(size := getattr(small, key, None), int):
                 setattr(small, key, min(size, _WIDTH))
-        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # they lie outside the small vocabulary
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # outside the small vocabulary
             setattr(small, key, None)
         if isinstance(getattr(small, "sliding_window", None), int):
             small.sliding_window = _WINDOW
@@ -139,7 +139,7 @@ def _small(config: Any) -> Iterator[Any]:
 
 
 def _cut_layers(config: Any, most: int) -> None:
-    """Keep enough layers to have one of each kind, and at least `most`."""
+    """Keep the first `most` layers, or more until there is one of each kind."""
     layers = config.num_hidden_layers
     kinds = {
         key: value
@@ -154,7 +154,7 @@ def _cut_layers(config: Any, most: int) -> None:
 
 
 def _cut_heads(config: Any) -> None:
-    """Keep a group or two of heads, as wide as they were."""
+    """Keep one or two groups of heads, with the same width."""
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     if not isinstance(heads, int) or not isinstance(groups, int):
@@ -170,16 +170,16 @@ def _cut_heads(config: Any) -> None:
 # ----------------------------------------------------------------------------------------------- attention over blocks
 
 
-# torch's flex_attention skips the blocks of scores that no position sees. A `BlockMask` says which blocks of 128 by 128
-# scores to compute, and has a function of two positions for blocks seen in part. A forward makes its masks before the
+# torch's flex_attention skips the blocks of scores that no position sees. A `BlockMask` lists the blocks of 128 by 128
+# scores to compute, and has a function of two positions for partly visible blocks. A forward makes its masks before the
 # first layer, one for each window, and passes them to the layers as `block_masks`. The kernel applies softcap; sinks
-# come after it, so nothing holds the scores. transformers' own `flex_attention` asks the host in every forward whether
-# a row has several documents, and computes sinks in the compute dtype.
+# are applied after it, so nothing stores the scores. transformers' own `flex_attention` reads on the host in every
+# forward whether a row has several documents, and computes sinks in the compute dtype.
 
-LEAST_WIDTH = 16  # of a head, in inductor's kernel
+LEAST_WIDTH = 16  # minimum head size of inductor's kernel
 
 Masks = dict[int | None, BlockMask]
-"""Window (tokens that a position sees, itself included; None: all before it) -> its mask."""
+"""Window (number of tokens that a position sees, itself included; None: all before it) -> its mask."""
 
 
 def block_attention(
@@ -197,21 +197,21 @@ def block_attention(
     block_masks: Masks | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally. Takes what transformers' `AttentionInterface` passes, as `static_attention` does.
+    """Attend causally. Takes the arguments of transformers' `AttentionInterface`, as `static_attention` does.
 
     Args:
-        attention_mask: None; `block_masks` takes its place.
+        attention_mask: None; `block_masks` replaces it.
         block_masks: one for each window of the layers; None: a row is one document, and this layer makes its mask.
 
     Returns: `[batch, seq, heads, head_dim]`, and None for the weights; on meta only a shape. Raises ValueError for
-    options that it can't apply, and KeyError for a window without a mask.
+    options that aren't supported, and KeyError for a window without a mask.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     if attention_mask is not None or dropout or not causal:
-        raise ValueError("model.attention=flex: expected causal attention, no dropout and no mask of the model's own")
+        raise ValueError("model.attention=flex: needs causal attention, without dropout or a mask of the model")
     if (width := min(query.shape[-1], value.shape[-1])) < LEAST_WIDTH:
-        raise ValueError(f"model.attention=flex: expected heads of at least {LEAST_WIDTH} numbers, found {width}")
+        raise ValueError(f"model.attention=flex: expected a head size of at least {LEAST_WIDTH}, found {width}")
     length = query.shape[-2]
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     mask = None if block_masks is None else block_masks[window]
@@ -236,7 +236,7 @@ def block_attention(
 def make_masks(
     windows: Iterable[int | None], length: int, device: torch.device, segments: Tensor | None = None
 ) -> Masks:
-    """The masks of rows of `length` positions, made without a read on the host.
+    """Make the masks of rows of `length` positions, without a read on the host.
 
     `segments`: int64 `[batch, length]`, the document of each position; None: each row is one document.
     """
@@ -246,30 +246,30 @@ def make_masks(
 
 
 def windows_of(model: nn.Module, length: int) -> tuple[int | None, ...]:
-    """The windows that a forward of this model on meta looks up, in rows of `length`.
+    """Return the windows that a forward of this model on meta looks up, in rows of `length`.
 
-    Configs name windows in several ways, so the layers themselves are asked. Raises ConfigError for a model that passes
-    no masks on.
+    Configs name windows in several ways, so this runs the layers. Raises ConfigError for a model that passes no masks
+    to its layers.
     """
     looked_up: dict[int | None, None] = defaultdict(lambda: None)
     with torch.no_grad(), torch.device("meta"):
         model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False, block_masks=looked_up)
     if not looked_up:
         raise ConfigError(
-            f"model.attention=flex: expected a model that hands forward's arguments to its layers, found "
-            f"{type(model).__name__}, which doesn't.\n  Set model.attention=auto."
+            f"model.attention=flex: {type(model).__name__} doesn't pass forward's arguments to its layers.\n"
+            "  Set model.attention=auto."
         )
     return tuple(looked_up)
 
 
 def _for_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Compiled, as torch requires; plain on the CPU (for trials) and inside a layer that is compiled itself."""
+    """Compile a function, as torch requires; not on the CPU (for trials) and not inside a compiled layer."""
     return function if device.type == "cpu" or torch.compiler.is_compiling() else _compiled(function)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`fullgraph`: a graph break raises, instead of running with all scores in memory."""
+    """Compile with `fullgraph`: a graph break raises, instead of running with all scores in memory."""
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -291,7 +291,7 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The softmax with one more column, e^sink: all weights shrink by e^lse / (e^lse + e^sink).
+    """Add a column e^sink to the softmax: all weights shrink by e^lse / (e^lse + e^sink).
 
     `out`: `[batch, heads, seq, head_dim]`; `lse`: log of the sum of e^score, float32 `[batch, heads, seq]`; `sinks`:
     `[heads]`.

@@ -1,9 +1,9 @@
-"""`model.factory`: any nn.Module, built on meta, its initial values made one weight at a time.
+"""`model.factory`: any nn.Module, built on meta, with initial values computed one weight at a time.
 
-The factory runs once, under `torch.device("meta")`, where it takes no memory; a `Recording` keeps what it does to each
-tensor. A weight's value is what the same operations make on the host. So whatever the constructor does counts
-(`nn.init`, a loop over parameters, a copy of another weight), and no host holds the whole model. Each random operation
-is seeded by (seed, FQN of the weight that it fills, its number there): a value depends on no other weight.
+The factory runs once, under `torch.device("meta")`, where it needs no memory; a `Recording` keeps its operations on
+each tensor. Running these operations again on the host gives a weight's value. So everything that the constructor does
+applies (`nn.init`, a loop over parameters, a copy of another weight), and no host holds the whole model. Each random
+operation is seeded by (seed, FQN of the weight that it fills, its number there): values depend on no other weight.
 """
 
 # Buffers are replaced in a module's own table: torch has no public way.
@@ -27,7 +27,7 @@ from portable_fsdp.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class _MetaView:
-    """The place of a meta tensor when it was used: a parameter's `data` may be replaced later."""
+    """The storage and view of a meta tensor at its use: a parameter's `data` may be replaced later."""
 
     storage: torch.UntypedStorage  # kept, so that its address stays its own
     shape: torch.Size
@@ -36,18 +36,18 @@ class _MetaView:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Any:
-        """The tensor itself where it isn't on meta."""
+        """Return the view of a meta tensor; any other tensor itself."""
         if tensor.device.type != "meta":
             return tensor
         return cls(tensor.untyped_storage(), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def among(self, made: Mapping[int, Tensor]) -> Tensor:
-        """The same place in what was made on the host."""
-        return made[self.storage._cdata].as_strided(self.shape, self.stride, self.offset)
+    def among(self, on_host: Mapping[int, Tensor]) -> Tensor:
+        """Return the same view of the storage on the host."""
+        return on_host[self.storage._cdata].as_strided(self.shape, self.stride, self.offset)
 
 
 class _Call(NamedTuple):
-    """An operation that wrote to storages of the meta device; `_MetaView`s stand for their tensors."""
+    """An operation that wrote to storages of the meta device; `_MetaView`s replace their tensors."""
 
     operator: Any
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -57,7 +57,7 @@ class _Call(NamedTuple):
 
 
 class Recording(TorchDispatchMode):
-    """While it is on, operations on meta tensors are kept, and their tensors with them."""
+    """Mode that records operations on meta tensors, and keeps their tensors alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Recording(TorchDispatchMode):
         reads = frozenset(_storage(tensor) for tensor in _on_meta((args, kwargs)))
         writes = frozenset(_storage(tensor) for tensor in _on_meta(result)) - reads
         if func._schema.is_mutable:
-            writes |= reads  # also of arguments that it only reads: those are computed too, to no harm
+            writes |= reads  # includes arguments that it only reads: recomputing those does no harm
         if writes:
             inputs = tree_map_only(Tensor, _MetaView.of, (args, kwargs))
             results = [_MetaView.of(tensor) for tensor in _on_meta(result)]
@@ -81,7 +81,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def names(self, owners: Mapping[int, str]) -> list[str]:
-        """A name for each call: the owner of a storage that it writes, and how many wrote there before."""
+        """Return a name for each call: the owner of a storage that it writes, and the number of earlier writes."""
         counts: Counter[str] = Counter()
         names: list[str] = []
         for call in self._calls:
@@ -91,29 +91,29 @@ class Recording(TorchDispatchMode):
         return names
 
     def value(self, tensor: Tensor, seed: int, names: Sequence[str]) -> Tensor:
-        """What the recorded calls make of a meta tensor, on the host; random ones seeded by (seed, their name)."""
+        """Compute a meta tensor's value on the host by the recorded calls; seed random ones by (seed, their name)."""
         needed, numbers = {_storage(tensor)}, list[int]()
         for number in reversed(range(len(self._calls))):
             if self._calls[number].writes & needed:
                 numbers.append(number)
                 needed |= self._calls[number].reads
-        made: dict[int, Tensor] = {}
+        on_host: dict[int, Tensor] = {}
         with torch.no_grad():
             for number in reversed(numbers):
                 call = self._calls[number]
-                args, kwargs = tree_map_only(_MetaView, lambda view: view.among(made), call.inputs)
+                args, kwargs = tree_map_only(_MetaView, lambda view: view.among(on_host), call.inputs)
                 if "device" in kwargs:
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 is_random = torch.Tag.nondeterministic_seeded in call.operator.tags
                 with seeded(seed, names[number]) if is_random else nullcontext():
                     result = call.operator(*args, **kwargs)
                 for view, real in zip(call.results, _tensors(result), strict=True):
-                    made.setdefault(view.storage._cdata, real)
-        return cast(_MetaView, _MetaView.of(tensor)).among(made).clone()
+                    on_host.setdefault(view.storage._cdata, real)
+        return cast(_MetaView, _MetaView.of(tensor)).among(on_host).clone()
 
 
 class _Constants(TorchFunctionMode):
-    """Values that the host knows stay known: on meta `torch.tensor([1.0])` would forget them."""
+    """Mode that keeps values known to the host: on meta `torch.tensor([1.0])` would lose them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,12 +135,12 @@ def _on_meta(values: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Stays the same while the recording keeps a tensor of it."""
+    """Identify a storage, while the recording keeps a tensor of it alive."""
     return tensor.untyped_storage()._cdata
 
 
 class RecordedWeights:
-    """`fill` of a factory's model; see `weights.RandomWeights`."""
+    """The `fill` of a factory's model; see `weights.RandomWeights`."""
 
     def __init__(self, values: dict[str, Tensor], recording: Recording, seed: int, dtype: torch.dtype) -> None:
         self._values, self._recording, self._seed, self._dtype = values, recording, seed, dtype
@@ -154,17 +154,17 @@ class RecordedWeights:
         return self._last[1][slices].clone()
 
     def draw(self, fqn: str) -> Tensor:
-        """All of it, as the factory makes it."""
+        """Compute the whole weight, as the factory would."""
         return self._recording.value(self._values[fqn], self._seed, self._names)
 
 
 def open_factory(
     name: str, make: Callable[[], Any], seed: int, master: torch.dtype
 ) -> tuple[nn.Module, RecordedWeights]:
-    """The module, its parameters on meta in the dtype `master` and its buffers on the host, and its initial values.
+    """Return the module, with parameters on meta in the dtype `master` and buffers on the host, and its initial values.
 
-    `make` returns the module; `name` begins the messages. Raises ConfigError where it returns no module or a
-    parameter off meta.
+    `make` returns the module; `name` begins the messages. Raises ConfigError if it returns no module or a parameter
+    that isn't on meta.
     """
     recording = Recording()
     with recording, torch.device("meta"), _Constants():
@@ -176,21 +176,19 @@ def open_factory(
     named = [*model.named_parameters(), *model.named_buffers()]
     for fqn, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"{name}: expected parameters with a shape, found {fqn} of a lazy module.\n  Give its sizes."
-            )
+            raise ConfigError(f"{name}: {fqn}, a parameter of a lazy module, has no shape.\n  Specify its sizes.")
         if parameter.device.type != "meta":
             raise ConfigError(
                 f"{name}: expected parameters on the meta device, found {fqn} on {parameter.device}.\n"
-                "  Make it with torch's functions and without a device (torch.zeros, torch.nn.init): values from "
+                "  Create it with torch's functions and without a device (torch.zeros, torch.nn.init): values from "
                 "files or NumPy belong in a checkpoint (checkpoint.load=weights_only)."
             )
     for owner, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.device.type == "meta":
                 raise ConfigError(
-                    f"{name}: expected tensors that are parameters or buffers, found "
-                    f"{f'{owner}.{attribute}'.lstrip('.')}, an attribute that no device would get.\n"
+                    f"{name}: the tensor {f'{owner}.{attribute}'.lstrip('.')} is neither a parameter nor a buffer: no "
+                    "device would get it.\n"
                     f'  Write self.register_buffer("{attribute}", ..., persistent=False).'
                 )
     fill = RecordedWeights({fqn: tensor.detach() for fqn, tensor in named}, recording, seed, master)
@@ -206,7 +204,7 @@ def open_factory(
 
 
 def plain_size(model: nn.Module) -> ModelSize:
-    """The sizes of any module; its FLOPs are counted, not computed from sizes."""
+    """Return the sizes of any module; its FLOPs are counted, not computed from sizes."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     every = sum(weight.numel() for weight in model.parameters())
     return ModelSize(parameters=every, frozen_parameters=every - trained, trained_parameters=trained)

@@ -1,11 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: which layers get them, and their initial values.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: their layers, and their initial values.
 
-A layer `q_proj` becomes peft's own, with the weights `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` [r, in]
-and `q_proj.lora_B.default.weight` [out, r]; it gives base(x) + alpha / r * B(A(x)). Only A and B train.
+A layer `q_proj` becomes a peft layer, with the weights `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight`
+`[r, in]` and `q_proj.lora_B.default.weight` `[out, r]`; it computes base(x) + alpha / r * B(A(x)). Only A and B train.
 
-`model.lora.start_from` names a folder of existing adapters, as peft saves it, whose values the run starts from. They
-must be plain LoRA with the run's r, alpha, layers and shapes. The folder knows its base by name alone: nothing here
-compares the bases.
+`model.lora.start_from` names a folder of existing adapters, saved by peft, from which the run starts. They must be
+plain LoRA with the run's r, alpha, layers and shapes. The folder only has the name of its base: nothing here compares
+the bases.
 """
 
 import json
@@ -46,7 +46,7 @@ _PLAIN: Mapping[str, Collection[Any]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # Others (pissa, olora, loftq, ...) change the base's own weights as they begin.
+    # Others (pissa, olora, loftq, ...) change the base's own weights at the start.
     "init_lora_weights": (True, False, "gaussian"),
 }
 """Values of plain LoRA; any other key must be null, false or empty."""
@@ -66,12 +66,12 @@ class AdapterNames(NamedTuple):
 
 
 def peft_keys(names: AdapterNames) -> tuple[tuple[str, str], tuple[str, str]]:
-    """The name in peft's files, which leaves out the adapter's name -> ours, of a layer's two weights."""
+    """(name in peft's files, without the adapter's name; our FQN) of a layer's two weights."""
     return ((f"{_INSIDE}.{names.layer}.lora_A.weight", names.a), (f"{_INSIDE}.{names.layer}.lora_B.weight", names.b))
 
 
 def plain_name(fqn: str) -> str:
-    """The FQN that a weight of the base has without adapters."""
+    """The FQN of a base weight in the model without adapters."""
     return fqn.replace(f"{_BASE}.", ".")
 
 
@@ -85,24 +85,24 @@ def adapted_layers(names: list[str]) -> list[AdapterNames]:
 
 
 def holds_inputs_first(module: nn.Module) -> bool:
-    """Whether a layer's weight is [in, out] (transformers' Conv1D, of GPT-2), and not [out, in]."""
+    """Whether a layer's weight is `[in, out]` (transformers' Conv1D in GPT-2), not `[out, in]`."""
     kind = type(module)
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dtype, fill: WeightFill) -> WeightFill:
-    """Give the layers that `lora.targets` names adapters, on meta, in `dtype`, and freeze all else.
+    """Add adapters to the layers that `lora.targets` names, on meta, in `dtype`, and freeze all other weights.
 
     Returns the `fill` of the adapted model: that of the base, and adapters drawn as peft does (A uniform as torch's
-    linear layers, B zero), so that the model begins as its base. Raises ConfigError where peft isn't installed, a
-    pattern names no linear layer, or a layer's weight is tied.
+    linear layers, B zero), so that the model begins as its base. Raises ConfigError if peft isn't installed, a
+    pattern matches no linear layer, or a layer's weight is tied.
     """
     targets = _targets(model, lora.targets)
     try:
         import peft
     except ImportError as error:
         raise ConfigError(
-            f"model.lora: expected the package peft, found none installed ({error}).\n"
+            f"model.lora: the package peft is not installed ({error}).\n"
             "  pip install peft, or in a checkout of portable_fsdp: pip install '.[lora]'."
         ) from None
     inputs_first = any(holds_inputs_first(model.get_submodule(name)) for name in targets)
@@ -110,7 +110,7 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         r=lora.r, lora_alpha=lora.alpha, target_modules=targets, fan_in_fan_out=inputs_first, task_type="CAUSAL_LM"
     )
     with warnings.catch_warnings(), torch.device("meta"):
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2's, mixed
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2 has both
         peft.inject_adapter_in_model(settings, model)
     for name in targets:
         layer = cast(Any, model.get_submodule(name))
@@ -131,7 +131,7 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
 
 
 def _draw(fqn: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """float32, whole: as `peft.tuners.lora.LoraLayer.reset_lora_parameters`, but from (seed, FQN) alone."""
+    """Draw a whole weight in float32, like `peft.tuners.lora.LoraLayer.reset_lora_parameters`, from (seed, FQN)."""
     weight = torch.zeros(shape)
     if _A in fqn:
         with seeded(seed, fqn):
@@ -152,21 +152,19 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
         named = [name for name in modules if matches(pattern, name) or name.endswith(f".{pattern}")]
         if named and not any(layer.startswith(name) for name in named for layer in linear):
             raise ConfigError(
-                f"model.lora.targets: expected linear layers, found {pattern!r}, which names {named[0]} and no linear "
-                "layer.\n  Adapters of embeddings, of norms and of experts that are one tensor are not built."
+                f"model.lora.targets: {pattern!r} matches {named[0]}, but no linear layer.\n"
+                "  Adapters of embeddings, of norms and of experts in one tensor are not supported."
             )
         chosen.update({*named} & linear.keys() or matching("model.lora.targets", pattern, linear))
     weights = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     for name in chosen:
         if weights.count(id(linear[name].weight)) > 1:
             raise ConfigError(
-                f"model.lora.targets: expected layers with a weight of their own, found {name}, whose weight is the "
-                f"embedding's too (tied).\n  Leave it out: {ALL_LINEAR} does."
+                f"model.lora.targets: {name} can't have an adapter: its weight is tied to the embedding.\n"
+                f"  Leave it out, as {ALL_LINEAR} does."
             )
     if not chosen:
-        raise ConfigError(
-            f"model.lora: expected linear layers, found none in {type(model).__name__}.\n  Leave model.lora out."
-        )
+        raise ConfigError(f"model.lora: {type(model).__name__} has no linear layers to adapt.\n  Leave model.lora out.")
     return [name for name in linear if name in chosen]
 
 
@@ -174,10 +172,10 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
 
 
 def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightFill:
-    """The `fill` of a model with adapters, on meta, that gives the folder's adapters in the dtypes of the model.
+    """Return the `fill` of a model with adapters, on meta, that reads the folder's adapters in the model's dtypes.
 
-    Reads the asked slices and nothing else. Raises ConfigError for a missing folder, a kind that isn't built, and r,
-    alpha, layers or shapes other than the run's.
+    Reads only the requested slices. Raises ConfigError for a missing folder, an unsupported kind, and r, alpha, layers
+    or shapes other than the run's.
     """
     folder = local_folder(_KEY, cast(str, lora.start_from), (CONFIG, WEIGHTS))
     _check_config(folder, lora)
@@ -213,12 +211,12 @@ def _check_config(folder: Path, lora: schema.Lora) -> None:
                 folder,
                 f"plain LoRA adapters ({key}: {' or '.join(map(json.dumps, plain))})",
                 f"{key}: {json.dumps(value)[:80]} in {CONFIG}",
-                "Other kinds are not built: merge them into their base (peft's merge_and_unload), and start from that.",
+                "Merge other kinds into their base (peft's merge_and_unload), and start from that.",
             )
     for name, theirs, ours in (("r", saved.get("r"), lora.r), ("alpha", saved.get("lora_alpha"), lora.alpha)):
         if theirs != ours:
-            way_out = f"Set model.lora.{name} to {theirs}."
-            raise _refusal(folder, f"model.lora.{name}={ours:g}", f"{theirs} in {CONFIG}", way_out)
+            fix = f"Set model.lora.{name} to {theirs}."
+            raise _refusal(folder, f"model.lora.{name}={ours:g}", f"{theirs} in {CONFIG}", fix)
     if saved.get("lora_dropout"):
         log.info("%s: %s: training continues without their dropout (%s)", _KEY, folder, saved["lora_dropout"])
 
@@ -240,8 +238,8 @@ def _check_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
     for key, (shape, dtype) in headers.items():
         if shape != expected[key] or dtype not in FLOATS:
             form, actual = f"{list(expected[key])} of {', '.join(FLOATS)}", f"{dtype} {list(shape)} in {path.name}"
-            raise _refusal(path.parent, f"{key} as {form}", actual, "Take adapters of this model.")
+            raise _refusal(path.parent, f"{key} as {form}", actual, "Use adapters of this model.")
 
 
-def _refusal(folder: Path, expected: str, actual: str, way_out: str) -> ConfigError:
-    return ConfigError(f"{_KEY}: {folder}: expected {expected}, found {actual}.\n  {way_out}")
+def _refusal(folder: Path, expected: str, actual: str, fix: str) -> ConfigError:
+    return ConfigError(f"{_KEY}: {folder}: expected {expected}, found {actual}.\n  {fix}")

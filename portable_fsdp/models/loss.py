@@ -1,16 +1,15 @@
 """The loss: cross entropy summed over the counted labels, in float32, with no float32 copy of all logits; and the
 forward of a causal language model that returns it.
 
-In training the head and the loss run on one chunk of positions at a time, where they can, and the chunk's gradient is
-taken at once (as Liger Kernel does, arXiv 2410.10989, section 3.2). This happens inside the head's forward, where an
-engine has gathered its weights: the head returns the loss in place of logits. What a model does with its logits is
-known from a run on meta, `trace_logits`; where that shows more than scales, tanh and an upcast, and for a loss of the
-user's own, logits exist, in the compute dtype.
+In training the head and the loss run on one chunk of positions at a time, if they can, and compute the chunk's gradient
+at once (as Liger Kernel does, arXiv 2410.10989, section 3.2). This happens inside the head's forward, where an engine
+has gathered its weights: the head returns the loss instead of logits. A run on meta, `trace_logits`, shows how a model
+changes its logits. If it uses more than scales, tanh and an upcast, and for the user's own loss, logits exist, in the
+compute dtype.
 
-The loss of logits upcasts one chunk of positions at a time, computes its gradient at once, and writes that over the
-logits: beside them it holds a chunk. An engine that compiles the whole step fuses the upcast itself and takes all
-positions at once: chunks would cost it a copy of all logits each (8B on v5p:2x2x4, 4 layers: 87.7 GiB of temporaries,
-not 3.2).
+The loss of logits upcasts one chunk of positions at a time, computes its gradient at once, and overwrites the logits:
+its extra memory is one chunk. An engine that compiles the whole step fuses the upcast itself and takes all positions at
+once: there each chunk would cost a copy of all logits (8B on v5p:2x2x4, 4 layers: 87.7 GiB of temporaries, not 3.2).
 """
 
 import operator
@@ -35,23 +34,23 @@ DocumentArguments = Callable[[Tensor, Tensor | None, Tensor | None], dict[str, A
 """(input_ids, positions, segments), int64 `[batch, seq]` -> further arguments of the model's forward."""
 
 _VIEWS = ("UnsafeView", "View", "Slice")
-# Their backwards don't read what they returned.
+# Operations whose backward doesn't read their output.
 _KEEP_NO_OUTPUT = ("Mm", "Addmm", "Linear", "Add", "Mul", "Div", "ToCopy")
 
 CHUNK_BYTES = 256 * 2**20  # float32 logits upcast at once, per process
 FLOAT16_GAIN = 2.0**15
-"""Gradients of float16 logits, -1 to 1, are kept times this: forward knows no loss scale, and float16 nothing below
-6e-8, less than which most of a large vocabulary has."""
+"""Factor of stored gradients of float16 logits, -1 to 1: forward doesn't know the loss scale, and float16 rounds to 0
+below 6e-8, where most gradients of a large vocabulary are."""
 
 
 def chunks(positions: int, logits: int) -> list[tuple[int, int]]:
-    """Bounds that cut `positions`, which have `logits` logits in all, into even chunks of CHUNK_BYTES at most."""
+    """Return bounds that split `positions`, with `logits` logits in total, into even chunks of CHUNK_BYTES at most."""
     step = -(-positions // min(positions, -(-logits * 4 // CHUNK_BYTES)))
     return [(start, min(start + step, positions)) for start in range(0, positions, step)]
 
 
 def _chunks(logits: Tensor, chunked: bool) -> list[tuple[int, int]]:
-    """Bounds along the sequence."""
+    """Return bounds of chunks along the sequence."""
     return chunks(logits.shape[1], logits.numel()) if chunked else [(0, logits.shape[1])]
 
 
@@ -85,23 +84,23 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Any) -> Any:
         scale = cast(Tensor, outputs[0])
         gradient = cast(Tensor, ctx.gradient)
-        del ctx.gradient  # in place below: a second backward would be wrong, so it has none
+        del ctx.gradient  # changed in place below: a second backward would be wrong, so it must fail
         if gradient.dtype == torch.float16:
             scale = scale / FLOAT16_GAIN
         return scaled(gradient, scale, out=gradient), None, None
 
 
 def scaled(gradient: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """`gradient` times a float32 tensor without dimensions, into `out` of its dtype.
+    """Multiply `gradient` by a 0-dim float32 tensor, into `out` of its dtype.
 
-    On a GPU torch rounds such a factor to the gradient's dtype first, in float16 perhaps to 0. With a dimension it
-    doesn't.
+    On a GPU torch first rounds a 0-dim factor to the gradient's dtype, in float16 perhaps to 0; a 1-dim factor it
+    doesn't round.
     """
     return torch.mul(gradient, scale.reshape(1) if gradient.is_cuda else scale, out=out)
 
 
 def _may_be_kept(logits: Tensor) -> bool:
-    """Whether the backward of what made the logits, perhaps through views, may read them: as tanh's does."""
+    """Whether the backward of the operation that made the logits, perhaps through views, may read them, as tanh's."""
     node: Any = logits.grad_fn
     name = ""
     while node is not None and (name := type(node).__name__.removesuffix("Backward0")) in _VIEWS:
@@ -112,7 +111,7 @@ def _may_be_kept(logits: Tensor) -> bool:
 def with_gradient(
     logits: Tensor, labels: Tensor, change: Callable[[Tensor], Tensor] = lambda logits: logits
 ) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy of changed logits without a graph, and its gradient for `logits` in their dtype."""
+    """Return the summed cross entropy of `change(logits)`, without a graph, and its gradient in the logits' dtype."""
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         loss = _cross_entropy(change(leaf), labels)
@@ -121,14 +120,14 @@ def with_gradient(
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, chunked: bool = True) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropies of all counted labels, and how many were counted.
+    """Return the summed cross entropy of all counted labels, and their number.
 
     Args:
         logits: `[batch, seq, vocabulary]`, any float dtype.
-        labels: `[batch, seq]` int64: the token after each position, or -100 where none counts.
-        chunked: take CHUNK_BYTES of logits at a time, where nothing fuses the upcast with what follows.
+        labels: `[batch, seq]` int64: the token after each position, or -100: not counted.
+        chunked: process CHUNK_BYTES of logits at a time, if no compiler fuses the upcast.
 
-    Returns: two float32 tensors without dimensions.
+    Returns: two 0-dim float32 tensors.
     """
     count = (labels != IGNORED).sum().float()
     if not torch.is_grad_enabled() or not logits.requires_grad:
@@ -140,13 +139,13 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, chunked: bool = True) -> t
 
 
 def cross_entropy_with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy of logits [positions, vocabulary] without a graph, and its gradient in their dtype.
+    """Return the summed cross entropy of logits `[positions, vocabulary]`, without a graph, and its gradient.
 
-    Beside the logits it holds two float32 tensors of their size.
+    The gradient has the logits' dtype. Needs memory for two float32 tensors of their size.
     """
     largest, at_largest = logits.max(dim=-1, keepdim=True)
     probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
-    # The largest one is 1 / vocabulary at least, so that its logarithm is exact; a label's own may be 0.
+    # The largest probability is at least 1 / vocabulary, so that its logarithm is exact; a label's may be 0.
     log_sums = largest - probabilities.gather(1, at_largest).log()
     counted, at = (labels != IGNORED)[:, None], labels.clamp(min=0)[:, None]
     loss = torch.where(counted, log_sums - logits.gather(1, at), 0.0).sum()
@@ -155,7 +154,7 @@ def cross_entropy_with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor,
 
 
 def cross_entropy_to_compile(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as one formula without writes in place, which a compiler fuses: it reads logits and writes gradients."""
+    """Compute the same without in-place writes, for a compiler to fuse: it reads logits and writes gradients."""
     counted, at = (labels != IGNORED)[:, None], labels.clamp(min=0)[:, None]
     exact = logits.float()
     log_sums = exact.logsumexp(dim=-1, keepdim=True)
@@ -167,7 +166,7 @@ def cross_entropy_to_compile(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
 # ---------------------------------------------------------------------------------------------- the loss in the head
 
 LogitSteps = tuple[Callable[[Tensor], Tensor], ...]
-"""What a model does with what its head returns, in order; each step treats every logit alike."""
+"""The element-wise steps from the head's output to the model's logits, in order."""
 
 GradientLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function like `cross_entropy_with_gradient`."""
@@ -176,11 +175,11 @@ _SCALES = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.mul, Tenso
 _MAPS = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous})
 
 
-# ---------------------------------------------------------------------------------------------------- what is known
+# --------------------------------------------------------------------------------------------------------- tracing
 
 
 class TracedLogits(Tensor):
-    """Logits on meta that note what is done with them. `steps` is None from the first unknown operation on."""
+    """Logits on meta that record operations on them. `steps` is None from the first unknown operation on."""
 
     steps: LogitSteps | None = None
 
@@ -215,9 +214,9 @@ def _divided(by: float, logits: Tensor) -> Tensor:
 
 
 def trace_logits(model: Any, input_ids: Tensor) -> LogitSteps | None:
-    """Run a model that lies on meta; None where it does something unknown with its logits.
+    """Run a model on meta and return the steps of its logits; None if an operation is unknown.
 
-    Raises what its forward raises.
+    Errors of its forward propagate.
     """
     head, calls = model.get_output_embeddings(), list[Tensor]()
 
@@ -242,7 +241,7 @@ def _is_linear(layer: nn.Module | None) -> bool:
 
 
 def _takes_chunks(head: nn.Module | None) -> bool:
-    """Whether it is a linear layer, perhaps with peft's adapters, and has no hooks inside, which would see chunks."""
+    """Whether the head is a linear layer, perhaps with peft's adapters, without inner hooks, which would see chunks."""
     if head is None or not _is_linear(cast(Any, getattr(head, "base_layer", head))) or "forward" in vars(head):
         return False
     inner = [vars(module) for module in head.modules() if module is not head]
@@ -250,7 +249,7 @@ def _takes_chunks(head: nn.Module | None) -> bool:
 
 
 def _is_autocast(device: str) -> bool:
-    """It would keep its copy of a weight, and with it the graph of the first chunk."""
+    """Whether autocast is on: it would keep its copy of a weight, and with it the graph of the first chunk."""
     return is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
@@ -264,37 +263,37 @@ def _changed(steps: LogitSteps, output: torch.dtype | None, logits: Tensor) -> T
 
 
 class LossInput(NamedTuple):
-    """What the loss takes beside hidden states: a head that has a parameter `loss_input` may return the loss."""
+    """Inputs of the loss besides hidden states: a head with a parameter `loss_input` may return the loss."""
 
     labels: Tensor
     change: Callable[[Tensor], Tensor]
 
     def gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss of some of the head's logits, and its gradient for them."""
+        """Return the summed loss of a part of the head's logits, and its gradient for them."""
         return with_gradient(logits, labels, self.change)
 
 
 class _Chunk(NamedTuple):
-    """How the logits of some positions come about."""
+    """The computation of the logits and the loss of some positions."""
 
     forward: Callable[[Tensor], Tensor]
     steps: LogitSteps
     output: torch.dtype | None
     trained: list[nn.Parameter]
-    is_product: bool  # the first one is a linear layer's weight
+    is_product: bool  # the first of `trained` is a linear layer's weight
     loss: GradientLoss
 
     def add_gradients(self, hidden: Tensor, labels: Tensor, sums: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Loss of `hidden` [positions, width] and its gradient; adds the gradients of what trains to `sums`."""
+        """Return the loss of `hidden` `[positions, width]` and its gradient; add those of `trained` to `sums`."""
         leaf = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            made = self.forward(leaf)
-            logits = _changed(self.steps, self.output, made)
+            raw = self.forward(leaf)
+            logits = _changed(self.steps, self.output, raw)
         loss, gradient = self.loss(logits.detach(), labels)
         rest = self.trained[self.is_product :]
-        of_made, of_leaf, *more = torch.autograd.grad(logits, [made, leaf, *rest], gradient)
+        of_raw, of_leaf, *more = torch.autograd.grad(logits, [raw, leaf, *rest], gradient)
         if self.is_product:  # in place: no second gradient of the vocabulary's size
-            torch.addmm(sums[0], of_made.T, hidden, out=sums[0])
+            torch.addmm(sums[0], of_raw.T, hidden, out=sums[0])
         for total, addend in zip(sums[self.is_product :], more, strict=True):
             total.add_(addend)
         return loss, of_leaf
@@ -315,7 +314,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         gradients = cast(list[Tensor], ctx.gradients)
-        del ctx.gradients  # their memory, beside that of the gathered weight, takes the float32 copy that is summed
+        del ctx.gradients  # their memory is reused for the float32 copy that is summed
         return (None, None, None, *(scaled(grad, outputs[0], out=torch.empty_like(grad)) for grad in gradients))
 
 
@@ -327,18 +326,18 @@ def _loss_in_head(
     output: torch.dtype | None,
     loss: GradientLoss | None,
 ) -> Generator[list[Tensor]]:
-    """The model's head returns its loss meanwhile, which the list then holds; logits where it takes no chunks.
+    """Context in which the model's head returns its loss, collected in the list; or logits, if it can't chunk.
 
-    `loss`: of a chunk of logits; None: the engine may chunk the logits itself.
+    `loss`: computes the loss of a chunk of logits; None: the engine may chunk the logits itself.
     """
     head: Any = cast(Any, model).get_output_embeddings()
     losses: list[Tensor] = []
-    # After the engine's own hooks, which backward needs.
+    # Runs after the engine's own hooks, which backward needs.
     hook = head.register_forward_hook(lambda _, __, out: None if out.dim() else losses.append(out))
     plain, has_own = head.forward, "forward" in vars(head)
 
     def by_chunks(hidden: Tensor) -> Tensor:
-        # Gradients of float16 logits need a scale, with which their sums for a weight would overflow.
+        # Gradients of float16 logits need a scale that would overflow their sums for a weight.
         is_float16 = torch.float16 in (hidden.dtype, head.weight.dtype, output)
         if is_float16 or hidden.shape[:-1].numel() != labels.numel() or _is_autocast(hidden.device.type):
             return plain(hidden)
@@ -370,17 +369,17 @@ def attach_loss(
     steps: LogitSteps | None = None,
     compiler: str | None = None,
 ) -> None:
-    """Make `model(input_ids, labels, positions, segments)` return (loss_sum, token_count) of `loss`, or else of
+    """Make `model(input_ids, labels, positions, segments)` return (loss_sum, token_count) of `loss`, by default of
     `cross_entropy_sum`.
 
     The loss takes the logits in the dtype `output`; None: the head's own. `positions` and `segments`, int64 `[batch,
-    seq]`, tell the documents of a row apart; `documents` turns them into arguments of the model's forward. Without it
-    they are unused: a row's only document comes first, and sees nothing of the padding behind it. Without labels the
-    forward returns the logits, `[batch, seq, vocabulary]`. This replaces the forward of this instance, so that the
-    model stays its own root: no wrapper, no changed name.
+    seq]`, distinguish the documents of a row; `documents` turns them into arguments of the model's forward. Without it
+    they are unused: a row's only document comes first, and never sees the padding after it. Without labels the forward
+    returns the logits, `[batch, seq, vocabulary]`. This replaces the forward of this instance, so that the model stays
+    its own root: no wrapper, no changed name.
 
-    `steps`: of `trace_logits`. In training `cross_entropy_sum` then gets no logits: the head computes the loss itself,
-    by a program of torch.compile's backend `compiler` (auto: its default) if there is one.
+    `steps`: from `trace_logits`. In training the head then computes the loss itself, instead of `cross_entropy_sum`,
+    by a program of torch.compile's backend `compiler` (auto: its default) if that is set.
     """
     in_head = steps if loss is None else None
     summed = loss or partial(cross_entropy_sum, chunked=chunked)

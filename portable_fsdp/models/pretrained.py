@@ -1,7 +1,7 @@
-"""`model.pretrained`: a local Hugging Face folder, a repository of the hub, or a GGUF file; opened, checked, and read.
+"""`model.pretrained`: open, check and read a local Hugging Face folder, a repository of the hub, or a GGUF file.
 
-The files must hold the whole model and nothing else, save what `model.allow` names and what transformers itself leaves
-out.
+The files must hold the whole model and nothing else, except for tensors that `model.allow` names and those that
+transformers itself leaves out.
 """
 
 import copy
@@ -26,13 +26,13 @@ from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
 
 log = logging.getLogger("portable_fsdp")
 
-_UNQUANTISED = "Take the model's unquantised folder, or dequantise it with transformers and save_pretrained it."
-_ROWS = 4096  # of a table, read at a time
+_UNQUANTISED = "Use the model's unquantised folder, or dequantise it with transformers and save_pretrained it."
+_ROWS = 4096  # rows of a table read at a time
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """transformers' config of the model, and where its tensors are."""
+    """The model's transformers config, and the file of its tensors."""
 
     config: Any
     file: TensorFile
@@ -40,7 +40,7 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class Base:
-    """What adapters train on: weights that come whole from `model.pretrained`, and that no step changes."""
+    """The base of adapters: weights that come whole from `model.pretrained`, and that no step changes."""
 
     pretrained: str
     gguf_file: str | None
@@ -50,11 +50,11 @@ class Base:
 
 
 def fingerprint(file: TensorFile) -> str:
-    """Identifies the tensors of a folder, wherever it lies and however it is cut into files.
+    """Return a hash that identifies the tensors of a folder, independent of its location and its split into files.
 
-    128-bit XXH3 of each tensor's name, dtype and shape, and of some KiB from its middle: one read a tensor. It detects
-    another model, further training, another dtype or quantisation; not a change of a few elements elsewhere, nor one of
-    config.json.
+    128-bit XXH3 of each tensor's name, dtype and shape, and of some KiB from its middle: one read per tensor. It
+    detects another model, further training, another dtype or quantisation; not a change of a few elements elsewhere,
+    nor one of config.json.
     """
     digest = xxhash.xxh3_128()
     for key in sorted(file.shapes):
@@ -64,12 +64,12 @@ def fingerprint(file: TensorFile) -> str:
 
 
 def open_pretrained(model: schema.Model, task: str = "causal_lm") -> Pretrained:
-    """Open what `model.pretrained` names, downloading it first if it is on the hub. Raises ConfigError."""
+    """Open `model.pretrained`, after a download if it is on the hub. Raises ConfigError if that fails."""
     name = cast(str, model.pretrained)
     if model.gguf_file is not None:
         path = local_folder("model.pretrained", name, (model.gguf_file,)) / model.gguf_file
         if not path.is_file():
-            raise ConfigError(f"model.gguf_file: expected a file of {path.parent}, found none of the name {path.name}.")
+            raise ConfigError(f"model.gguf_file: no such file in {path.parent}: {path.name}.")
         gguf = GgufFile(path)
         return Pretrained(gguf.config, gguf)
     folder = local_folder("model.pretrained", name, MODEL_FILES)
@@ -83,8 +83,8 @@ def _config(folder: Path, task: str) -> Any:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"model.pretrained: expected a Hugging Face folder with config.json, found none in it: {folder}\n"
-            "  Name the folder of a model. For a GGUF file set model.gguf_file; for an adapter (peft) name its base."
+            f"model.pretrained: no config.json in {folder}\n  Name the Hugging Face folder of a model. For a GGUF file "
+            "set model.gguf_file; for an adapter (peft) name its base."
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -109,11 +109,11 @@ def _config(folder: Path, task: str) -> Any:
 
 
 class PretrainedWeights:
-    """`fill` from files: reads the asked slices and nothing else, save what transformers makes of several tensors.
+    """The `fill` from files: reads only the requested slices, except for tensors that transformers joins from several.
 
     Casts to the dtype of the model's parameter or buffer. `model` is on meta; `twin` keeps its meta parameters. `drawn`
-    gives what `allow` (name patterns) lets be missing. `rows_before`: rows of the vocabulary before embedding and head
-    grew; their new rows are the mean of the old ones.
+    draws tensors that `allow` (name patterns) lets be missing. `rows_before`: rows of the vocabulary before embedding
+    and head grew; their new rows are the mean of the old ones.
     """
 
     def __init__(
@@ -155,11 +155,11 @@ class PretrainedWeights:
 
     @property
     def drawn(self) -> list[str]:
-        """FQNs of tensors that the files lack, and that are drawn instead."""
+        """FQNs of tensors that are missing in the files, and are drawn instead."""
         return [fqn for fqn in self._dtypes if fqn not in self._where]
 
     def _grown(self, fqn: str, slices: TensorSlices) -> Tensor:
-        """Old rows as they are, and the mean for the others."""
+        """Return the old rows, and their mean for each new row."""
         before, name, dtype = self._rows[fqn], self._where[fqn], self._dtypes[fqn]
         rows = slices[0]
         old = slice(min(rows.start, before), min(rows.stop, before))
@@ -171,7 +171,7 @@ class PretrainedWeights:
         return torch.cat([kept, mean.expand(new, *mean.shape)])
 
     def _mean(self, fqn: str) -> Tensor:
-        """The mean of the old rows, in float32. Every process reads all rows in one order, and gets the same."""
+        """Return the mean of the old rows, in float32. All processes read all rows in one order: equal results."""
         if fqn not in self._means:
             name = self._where[fqn]
             shape = self._tensors.shapes[name]
@@ -198,19 +198,18 @@ class PretrainedWeights:
             )
 
     def _check_ties(self, first: str, names: Sequence[str]) -> None:
-        """A tied weight that the folder holds under several names must be the same under all of them."""
+        """Raise ConfigError if a tied weight that the folder holds under several names differs between them."""
         for other in names[1:]:
             for part in _parts(self._tensors.shapes[first]):
                 if not torch.equal(self._tensors.read(names[0], part), self._tensors.read(other, part)):
                     raise ConfigError(
-                        f"model.pretrained: {self._file.where}: expected one content for tied weights, found different "
-                        f"ones in {names[0]} and {other}.\n  If it was trained untied, set tie_word_embeddings=false "
-                        "in its config.json."
+                        f"model.pretrained: {self._file.where}: the tied weights {names[0]} and {other} differ.\n"
+                        "  If it was trained untied, set tie_word_embeddings=false in its config.json."
                     )
 
 
 def _parts(shape: tuple[int, ...]) -> Iterator[TensorSlices]:
-    """Slices of some rows each, which together are the whole tensor."""
+    """Yield slices of _ROWS rows each that cover the tensor."""
     rest = [slice(0, size) for size in shape[1:]]
     for start in range(0, shape[0], _ROWS):
         yield (slice(start, min(start + _ROWS, shape[0])), *rest)
@@ -219,15 +218,15 @@ def _parts(shape: tuple[int, ...]) -> Iterator[TensorSlices]:
 def _refuse_missing(
     file: TensorFile, model: Any, missing: Sequence[Sequence[str]], count: int, allow: Sequence[str]
 ) -> None:
-    """`missing`: the names in the model of each tensor that the files lack."""
+    """Raise ConfigError for missing tensors that `allow` doesn't match. `missing`: the FQNs of each."""
     patterns = model._keys_to_ignore_on_load_missing or ()
     allowed = [names for names in missing if any(_is_allowed(name, allow, patterns) for name in names)]
     refused = sorted(names[0] for names in missing if names not in allowed)
     if refused:
         raise ConfigError(
-            f"model.pretrained: {file.where}: expected a weight for each of the model's {count} tensors, found none "
-            f"for {refused[0]}" + (f", and {len(refused) - 1} more." if len(refused) > 1 else ".") + "\n"
-            "  Name in model.allow what may be missing; run.seed then draws it."
+            f"model.pretrained: {file.where}: of the model's {count} tensors these are missing: "
+            f"{refused[0]}" + (f", and {len(refused) - 1} more." if len(refused) > 1 else ".") + "\n"
+            "  Name in model.allow those that may be missing; they are then drawn from run.seed."
         )
     if allowed:
         names = _some(names[0] for names in allowed)
@@ -242,13 +241,13 @@ def _refuse_unexpected(file: TensorFile, model: Any, unexpected: Sequence[str], 
     refused = [key for key in unexpected if key not in left_out]
     if refused:
         raise ConfigError(
-            f"model.pretrained: {file.where}: expected tensors of {type(model).__name__} alone, found {len(refused)} "
-            f"that it has no place for: {_some(refused)}.\n"
-            f"  They would be lost. If you mean that, name them, as in model.allow='[{refused[0]}]'."
+            f"model.pretrained: {file.where}: {len(refused)} tensor(s) don't belong to {type(model).__name__}: "
+            f"{_some(refused)}.\n"
+            f"  They would be lost. To ignore them, name them, as in model.allow='[{refused[0]}]'."
         )
     if left_out:
         where = f"model.pretrained: {file.where}"
-        log.info("%s: left out, as transformers does or model.allow says: %s", where, _some(left_out))
+        log.info("%s: left out by transformers' rules or model.allow: %s", where, _some(left_out))
 
 
 def _is_allowed(name: str, allow: Iterable[str], patterns: Iterable[str]) -> bool:
@@ -261,7 +260,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a folder holds of the model: parameters, each once, and persistent buffers."""
+    """FQN -> tensor that a folder stores: parameters, tied ones once, and persistent buffers."""
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
@@ -276,7 +275,7 @@ def _aliases(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[s
 
 
 def _vocabulary_tables(model: Any, aliases: Mapping[str, list[str]]) -> list[str]:
-    """First FQNs of the embedding and the head, with its bias: tensors with a row for each id."""
+    """First FQNs of the embedding and the head, with its bias: tensors with one row per id."""
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     tables = {id(parameter) for module in modules for parameter in module.parameters()}
     return [first for first in aliases if id(dict(model.named_parameters()).get(first)) in tables]
@@ -287,21 +286,21 @@ def _vocabulary_tables(model: Any, aliases: Mapping[str, list[str]]) -> list[str
 
 @dataclass
 class _Group:
-    """Tensors of the model that one of transformers' converters makes of several keys."""
+    """Tensors of the model that one of transformers' converters makes from several keys."""
 
     converter: Any
-    first: str  # of the model's names, as transformers calls the group
+    first: str  # first of the model's names, by which transformers names the group
     sources: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (the converter's pattern, key)
 
 
 class ConvertedTensors:
     """A folder's tensors under the model's own names: transformers renames, joins and splits what older releases saved.
 
-    Experts lie on the hub one by one, and are one tensor in the model; GPT-2's own folder lacks a prefix. This follows
-    transformers' private tables (`conversion_mapping`) as `from_pretrained` does (tried with 5.23), but lazily: it
+    Experts are separate tensors on the hub and one tensor in the model; GPT-2's own folder lacks a prefix. This follows
+    transformers' private tables (`conversion_mapping`) as `from_pretrained` does (tested with 5.23), but lazily: it
     reads a renamed tensor by the slice, makes a joined one on demand, and keeps that until the next.
 
-    `shapes` by the model's names; `keys`: those that each comes from; `unexpected`: the other keys."""
+    `shapes`: by the model's names; `keys`: the file's keys of each name; `unexpected`: the other keys."""
 
     def __init__(self, file: TensorFile, model: Any) -> None:
         self._file, self._model = file, model
@@ -317,7 +316,7 @@ class ConvertedTensors:
         if group is None:
             return self._file.read(self.keys[name][0], slices)
         if self._last is None or self._last[0] is not group:
-            self._last = None  # first, so that two are never in memory
+            self._last = None  # dropped first, so that two are never in memory
             self._last = (group, self._make(group, lambda key: self._file.read(key, ())))
         return self._last[1][name][slices].clone()
 
@@ -342,7 +341,7 @@ class ConvertedTensors:
                 self._groups[name] = group
 
     def _tables(self, named: Mapping[str, Tensor]) -> tuple[Any, dict[str, Any]]:
-        """Key -> (name, the converter's pattern or None), and pattern -> converter."""
+        """Return functions key -> (name, the converter's pattern or None), and pattern -> converter."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -368,14 +367,14 @@ class ConvertedTensors:
         self.keys[name], self.shapes[name] = keys, shape
 
     def _make(self, group: _Group, read: Any) -> dict[str, Tensor]:
-        converter = copy.deepcopy(group.converter)  # which keeps the tensors that it gets
+        converter = copy.deepcopy(group.converter)  # a converter keeps its tensors
         for pattern, key in group.sources:
             converter.add_tensor(group.first, key, pattern, lambda key=key: read(key))
         try:
             tensors = converter.convert(group.first, model=self._model, config=self._model.config)
-        except Exception as error:  # of shapes that don't fit each other, or an expert that is missing
+        except Exception as error:  # shapes that don't fit each other, or a missing expert
             raise ConfigError(
-                f"model.pretrained: {self._file.where}: transformers can't make {group.first} of "
+                f"model.pretrained: {self._file.where}: transformers can't make {group.first} from "
                 f"{', '.join(key for _, key in group.sources[:3])}, ...: {type(error).__name__}: {error}\n"
                 "  Compare config.json with the weights."
             ) from error

@@ -1,8 +1,8 @@
-"""Tasks: how a batch becomes a loss, `train.task`.
+"""Tasks (`train.task`): the computation of the loss from a batch.
 
 A task is a function of the model and a placed batch. It returns the sum of the losses, their count, and in evaluation
-perhaps sums of metrics. The step divides by the count over the global batch, so neither the number of devices nor that
-of micro batches changes the curve.
+perhaps sums of metrics. The step divides by the count over the global batch, so the numbers of devices and of micro
+batches don't change the curve.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ from portable_fsdp.runtime.factory import described, load_factory
 TaskBatch = dict[str, Tensor]
 
 Scores = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
-"""0-dim tensors: the sum of the losses, how many were summed, and sums of metrics, whose means over the count an
-evaluation reports."""
+"""0-dim tensors: the sum of the losses, their number, and sums of metrics; an evaluation reports their means over that
+number."""
 
 TaskFunction = Callable[[nn.Module, TaskBatch], Scores]
 
@@ -37,30 +37,30 @@ class Task:
     name: str
     function: TaskFunction
     counts_labels: bool = True
-    """The count is that of labels other than -100, so that it is known before the forward. Else it is what the function
-    returns, and gradients are divided by it after the backward."""
+    """True: the count is that of labels other than -100, known before the forward. False: the function returns it, and
+    gradients are divided by it after the backward."""
     problem: str = SINGLE_LABEL
-    """`problem_of`. But for SINGLE_LABEL labels are numbers, each of which counts unless it is NaN."""
+    """Result of `problem_of`. Except for SINGLE_LABEL labels are numbers, and NaN isn't counted."""
 
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        """(loss_sum, count, sums of metrics) of a placed batch."""
+        """Return (loss_sum, count, sums of metrics) of a placed batch. Raises ConfigError for any other result."""
         scores = self.function(model, dict(batch))
-        if type(scores) is not tuple or len(scores) not in (2, 3):  # of the user's own
+        if type(scores) is not tuple or len(scores) not in (2, 3):  # the user's own function
             raise _no_scores(self.name, scores)
         return (*scores, {}) if len(scores) == 2 else scores
 
 
 def causal_lm(model: nn.Module, batch: TaskBatch) -> Scores:
-    """The model's forward has the loss, see `loss.attach_loss`."""
+    """Run the model's forward, which returns the loss, see `loss.attach_loss`."""
     documents = [batch["positions"], batch["segments"]] if "segments" in batch else []
     return model(batch["input_ids"], batch["labels"], *documents)
 
 
 def of_labels(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
-    """Cross entropy of logits `[rows, ..., classes]` with int64 labels `[rows, ...]`, and in evaluation the accuracy.
+    """Sum the cross entropy of logits `[rows, ..., classes]` and int64 labels `[rows, ...]`; in evaluation accuracy.
 
-    The other tensors of the batch are the arguments of the model's forward, which returns logits or an output of
-    transformers that has them. `chunked`: see `cross_entropy_sum`.
+    The other tensors of the batch are the arguments of the model's forward, which returns logits or a transformers
+    output with `logits`. `chunked`: see `cross_entropy_sum`.
     """
     labels, logits = batch["labels"], _logits(model, batch)
     rows = len(labels)
@@ -71,10 +71,11 @@ def of_labels(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Score
 
 
 def of_rows(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
-    """transformers' loss of classes or numbers of a row (ForSequenceClassificationLoss), in float32.
+    """Compute transformers' loss of classes or numbers of a row (ForSequenceClassificationLoss), in float32.
 
-    A row has one class, int64 `[rows]`; or as many numbers as the model has outputs: `[rows, outputs]`, of one also
-    `[rows]`. Evaluations report the accuracy, of several labels that of each, or the mean absolute error.
+    A row has one class, int64 `[rows]`; or one number per output of the model: `[rows, outputs]`, for one output also
+    `[rows]`. Evaluations report the accuracy (for several labels over each label), or the mean absolute error. Raises
+    ValueError for another number of labels.
     """
     labels, problem = batch["labels"], problem_of(model, batch["labels"])
     if problem == SINGLE_LABEL:
@@ -82,7 +83,7 @@ def of_rows(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
     logits = _logits(model, batch).float()
     if labels.numel() != logits.numel():
         expected, actual = list(logits.shape), list(labels.shape)
-        raise ValueError(f"{problem} needs a label for each output (num_labels): {expected}, found {actual}")
+        raise ValueError(f"{problem} needs one label per output (num_labels): expected {expected}, found {actual}")
     counted = ~labels.float().view(logits.shape).isnan()
     labels = torch.where(counted, labels.float().view(logits.shape), 0.0)
     if problem == REGRESSION:
@@ -98,7 +99,8 @@ def of_rows(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
 
 
 def problem_of(model: nn.Module, labels: Tensor) -> str:
-    """`problem_type` of a model of transformers, or what follows from labels and `num_labels`. Raises ConfigError."""
+    """Return `problem_type` of a transformers model, else derive it from labels and `num_labels`. Raises ConfigError
+    for an unknown one."""
     config: Any = getattr(model, "config", None)
     if (outputs := getattr(config, "num_labels", None)) is None:
         return SINGLE_LABEL
@@ -115,20 +117,20 @@ def problem_of(model: nn.Module, labels: Tensor) -> str:
 
 def _logits(model: nn.Module, batch: TaskBatch) -> Tensor:
     arguments = {name: value for name, value in batch.items() if name != "labels"}
-    if is_decoder_only(model):  # no position sees the padding behind a row
+    if is_decoder_only(model):  # no position sees the padding after a row
         arguments.pop("attention_mask", None)
     output = model(**arguments)
     return output if isinstance(output, Tensor) else output.logits
 
 
 def seq2seq_lm(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:
-    """The decoder gets the labels shifted by one, as the model's class does it."""
+    """Compute `of_labels`, with the labels shifted by one for the decoder, by the method of the model's class."""
     shifted = cast(Any, model).prepare_decoder_input_ids_from_labels(labels=batch["labels"])
     return of_labels(model, {**batch, "decoder_input_ids": shifted}, chunked)
 
 
 def is_decoder_only(model: nn.Module) -> bool:
-    """Whether each position of a row sees those before it alone."""
+    """Whether each position of a row sees only earlier ones."""
     has_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     return not has_encoder and any(getattr(module, "is_causal", False) is True for module in model.modules())
 
@@ -143,13 +145,13 @@ _FUNCTIONS: dict[str, Callable[..., Scores]] = {
 
 
 def with_problem(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> Task:
-    """The task, with the problem that it is for this model and the first rows."""
+    """Return the task with the problem of this model and the first rows."""
     is_of_rows = _FUNCTIONS.get(task.name) is of_rows and "labels" in batch
     return replace(task, problem=problem_of(model, batch["labels"])) if is_of_rows else task
 
 
 def find_task(name: str, *, eager: bool = True) -> Task:
-    """`train.task`. `eager`: operations run one by one. Raises ConfigError for a function that can't be imported."""
+    """Return `train.task`. `eager`: operations run one by one. Raises ConfigError if a function can't be imported."""
     if name == CAUSAL_LM.name:
         return CAUSAL_LM
     if name in TASKS.split("|"):
@@ -158,10 +160,10 @@ def find_task(name: str, *, eager: bool = True) -> Task:
 
 
 def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
-    """Run a batch through a model, both on meta: what doesn't fit shows before the first step.
+    """Run a batch through a model, both on meta, to find errors before the first step.
 
-    What reads a value on the host can't be followed there, and isn't refused. Raises ConfigError for what the function
-    raises, with the line, and for what it may not return.
+    If the task reads a value on the host, the check ends there without an error. Raises ConfigError for errors of the
+    function, with the line, and for a wrong result.
     """
     try:
         scores = cast(object, task.function(model, dict(batch)))
@@ -182,14 +184,14 @@ def _no_scores(name: str, scores: object) -> ConfigError:
     parts = cast("tuple[object, ...]", scores) if isinstance(scores, tuple) else (scores,)
     actual = ", ".join(f"tensor {list(p.shape)}" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
     return ConfigError(
-        f"train.task: expected {name} to return (loss_sum, count), two tensors without dimensions, and perhaps a dict "
-        f"of sums of metrics, found {actual}.\n  Sum the losses of all rows, and count them: return losses.sum(), "
+        f"train.task: expected {name} to return (loss_sum, count), two 0-dim tensors, and perhaps a dict of sums of "
+        f"metrics, found {actual}.\n  Sum the losses of all rows, and count them: return losses.sum(), "
         "torch.ones_like(losses).sum()."
     )
 
 
 def count_classes(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> int | None:
-    """The classes that the task's logits have, by a batch and a model on meta; None where only the task knows."""
+    """Return the number of classes of the task's logits, from a batch and a model on meta; None if unknown."""
     if not task.counts_labels:
         return None
     try:
@@ -203,5 +205,5 @@ def count_classes(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> 
 
 
 def _reads_a_value(error: Exception) -> bool:
-    """Whether the task reads the value of a tensor on meta, which has none."""
+    """Whether the error is a read of the value of a meta tensor, which has none."""
     return isinstance(error, NotImplementedError) or "meta tensors" in str(error) or "data-dependent" in str(error)

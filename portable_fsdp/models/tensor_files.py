@@ -1,5 +1,5 @@
-"""Files of weights, read by the slice: a Hugging Face folder with safetensors files, the hashes of one that we exported
-(`formats` writes them, whoever opens the folder checks them), and GGUF files (llama.cpp).
+"""Files of weights, read by the slice: a Hugging Face folder with safetensors files, the hashes of an exported folder
+(`formats` writes them, every reader of the folder checks them), and GGUF files (llama.cpp).
 """
 
 import os
@@ -29,7 +29,7 @@ _SAMPLED = 2048  # elements
 
 
 class SafetensorsFolder(TensorFile):
-    """Opening it reads the headers of its files, and none of their weights. Raises ConfigError."""
+    """A folder of safetensors files. Opening it reads their headers, but no weights. Raises ConfigError."""
 
     def __init__(self, folder: Path) -> None:
         self.where = folder
@@ -42,7 +42,7 @@ class SafetensorsFolder(TensorFile):
                 for key in (key for key, holder in self._files.items() if holder == path):
                     if key not in held:
                         raise ConfigError(
-                            f"{_KEY}: {folder}: expected {key} in {path.name} ({INDEX}), found none.\n"
+                            f"{_KEY}: {folder}: {path.name} doesn't have {key}, which {INDEX} lists.\n"
                             "  Download the folder again."
                         )
                     tensor = file.get_slice(key)
@@ -78,7 +78,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         _refuse(folder)
     absent = sorted({path.name for path in files.values() if not path.is_file()})
     if absent:
-        raise ConfigError(f"{_KEY}: {folder}: expected {absent[0]} (its index names it), found no such file.")
+        raise ConfigError(f"{_KEY}: {folder}: no such file: {absent[0]}, which {INDEX} lists.")
     return files
 
 
@@ -87,7 +87,7 @@ def _refuse(folder: Path) -> NoReturn:
     raise ConfigError(
         f"{_KEY}: expected {SINGLE} or {INDEX} in {folder}, found {others[0] if others else 'neither'}.\n"
         "  For a GGUF file set model.gguf_file. A pickle may run any code when it is opened, and is never downloaded:\n"
-        "  if you trust it, rewrite it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER)."
+        "  if you trust it, convert it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER)."
     )
 
 
@@ -96,21 +96,21 @@ def _weight_map(index: Path) -> dict[str, str]:
         return dict(cast(dict[str, str], parse_json(read_regular(index, index.parent))["weight_map"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{_KEY}: {index}: expected a JSON object with a weight_map (tensor -> file), found something else "
+            f"{_KEY}: {index}: can't read a JSON object with a weight_map (tensor -> file) from it "
             f"({type(error).__name__}).\n  Download the folder again."
         ) from error
 
 
 def open_safetensors(key: str, path: Path) -> Any:
-    """A context manager over a safetensors file; raises ConfigError, which names the config's `key`."""
+    """Return a context manager over a safetensors file; raises ConfigError that names the config's `key`."""
     try:
         return safe_open(path, framework="pt")
     except OSError as error:
         raise ConfigError(f"{key}: {path}: cannot be read: {error}.") from error
     except SafetensorError as error:
         raise ConfigError(
-            f"{key}: {path}: expected a whole safetensors file, found {path.stat().st_size:,} bytes that are not one "
-            f"({error}).\n  Download it again."
+            f"{key}: {path}: its {path.stat().st_size:,} bytes are not a complete safetensors file ({error}).\n"
+            "  Download it again."
         ) from error
 
 
@@ -118,25 +118,25 @@ def open_safetensors(key: str, path: Path) -> Any:
 
 
 MARK = "portable_fsdp.json"
-"""In every exported folder: its source, its files, and their hashes. A folder without it isn't ours."""
+"""File in every exported folder: its source, its files, and their hashes. A folder without it isn't ours."""
 
 _BLOCK = 1 << 20
 
 
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Name -> length and 128-bit XXH3 of each file. Without README.md, which people edit. Raises OSError."""
+    """Name -> length and 128-bit XXH3 of each file except README.md, which people edit. Raises OSError."""
     return {name: _summary(folder, name) for name in names if name != "README.md"}
 
 
 def require_as_exported(folder: Path) -> bool:
     """Compare the files of an export with the hashes in its mark.
 
-    False for a folder that has none: it isn't ours, or an earlier release wrote it. Raises ConfigError for a file that
-    is damaged or absent, and for weights that the export didn't write.
+    Returns False for a folder without hashes: it isn't ours, or an earlier release wrote it. Raises ConfigError for a
+    damaged or missing file, and for weights that the export didn't write.
     """
     if not os.path.lexists(folder / MARK):
         return False
-    way_out = f"\n  Copy or export it again. If you changed it on purpose, delete its line below `hashes` in {MARK}."
+    fix = f"\n  Copy or export it again. If you changed it on purpose, delete its line below `hashes` in {MARK}."
     try:
         mark: Any = parse_json(read_regular(folder / MARK, folder))
         hashes: dict[str, Any] | None = mark.get("hashes")
@@ -144,19 +144,17 @@ def require_as_exported(folder: Path) -> bool:
             return False
         for name, expected in hashes.items():
             if (actual := _summary(folder, name)) != expected:
-                raise ConfigError(
-                    f"{folder / name}: damaged: the export wrote {expected:.80}, found {actual}.{way_out}"
-                )
+                raise ConfigError(f"{folder / name}: damaged: the export wrote {expected:.80}, found {actual}.{fix}")
         others = [name for name in names_in(folder) if name.endswith(".safetensors") and name not in mark["files"]]
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-        raise ConfigError(f"{folder}: expected the files that {MARK} lists, found: {error}.{way_out}") from None
+        raise ConfigError(f"{folder}: can't check the files that {MARK} lists: {error}.{fix}") from None
     if others:
-        raise ConfigError(f"{folder}: expected the weights of one export, found {others[0]} too.\n  Move it elsewhere.")
+        raise ConfigError(f"{folder}: {others[0]} is not a file of the export.\n  Move it elsewhere.")
     return True
 
 
 def require_intact(config: Config, processes: Processes) -> None:
-    """`require_as_exported` for the folders of a run's model, with checkpoint.verify=full; one process of each host
+    """Run `require_as_exported` for the folders of a run's model, with checkpoint.verify=full; one process of each host
     reads them. *collective*"""
 
     def check() -> None:
@@ -169,7 +167,7 @@ def require_intact(config: Config, processes: Processes) -> None:
 
 
 def _summary(folder: Path, name: str) -> str:
-    """The length of a file and its hash."""
+    """Return the length of a file and its hash, as text."""
     digest = xxhash.xxh3_128()
     with open_regular(folder / name, folder) as file:
         while block := file.read(_BLOCK):
@@ -179,17 +177,17 @@ def _summary(folder: Path, name: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF
 
-# The gguf library dequantises; names and arrangement are those of transformers' own tables. The architectures below map
+# The gguf library dequantises; names and permutations come from transformers' own tables. The architectures below map
 # one tensor to one; others are refused by name. Tensors without a name in transformers (`rope_freqs`) are refused too,
 # since their content would be lost.
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _MAGIC = b"GGUF"
-_SAMPLED_NUMBERS = 4096  # numbers; quantised tensors hold one byte each
+_SAMPLED_NUMBERS = 4096  # elements of a tensor's data; for quantised tensors bytes
 
 
 def is_gguf(path: Path) -> bool:
-    """Look at its first four bytes."""
+    """Whether the first four bytes of a file are GGUF's."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -197,9 +195,9 @@ def is_gguf(path: Path) -> bool:
 
 
 class GgufFile(TensorFile):
-    """Its tensors in float32 by the model's names, and `config`, as transformers reads it from the file.
+    """The tensors of a GGUF file in float32, by the model's names, and `config`, read by transformers.
 
-    Maps the file, dequantises one whole tensor at a time, and keeps it for the next slice of it. Raises ConfigError.
+    Maps the file, dequantises one whole tensor at a time, and keeps it for its next slice. Raises ConfigError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -221,7 +219,7 @@ class GgufFile(TensorFile):
             self._last = None
             return self._dequantised(self._tensors[key])
         if self._last is None or self._last[0] != key:
-            self._last = None  # before the next is made: not two at a time
+            self._last = None  # dropped before the next is made: not two at a time
             self._last = (key, self._dequantised(self._tensors[key]))
         return self._last[1][slices].clone()
 
@@ -241,7 +239,7 @@ class GgufFile(TensorFile):
 
 
 def _opened(path: Path) -> Any:
-    """The library's reader, which refuses a length that leaves the file: the library itself would loop over it."""
+    """Open the library's reader, and refuse a length that exceeds the file: the library itself would loop over it."""
     import gguf
 
     class BoundedReader(gguf.GGUFReader):
@@ -253,23 +251,23 @@ def _opened(path: Path) -> Any:
     try:
         reader = BoundedReader(str(path))
         if reader.byte_order != "I":
-            raise ValueError("another byte order than this host's")
+            raise ValueError("a byte order other than this host's")
         return reader
     except Exception as error:  # the library lets numpy's errors through
         raise ConfigError(
-            f"{path}: expected a GGUF file (version 2 or 3, little-endian), found: {type(error).__name__}: {error}"
+            f"{path}: not a readable GGUF file (version 2 or 3, little-endian): {type(error).__name__}: {error}"
         ) from None
 
 
 def _transformers_view(path: Path, reader: Any) -> tuple[Any, Any, dict[str, str]]:
-    """The config, what undoes llama.cpp's permutations, and GGUF name -> FQN."""
+    """Return the config, the processor that undoes llama.cpp's permutations, and GGUF name -> FQN."""
     from transformers import AutoModelForCausalLM
     from transformers import modeling_gguf_pytorch_utils as tables
 
     architecture = _check_architecture(path, reader)
     try:
         loaded: Any = cast(Any, tables).load_gguf_checkpoint(str(path), return_tensors=False)
-    except Exception as error:  # it validates nothing first
+    except Exception as error:  # it validates nothing beforehand
         raise ConfigError(f"{path}: its metadata: {type(error).__name__}: {error}") from None
     width = reader.fields.get(f"{architecture}.attention.key_length")
     if width is not None:  # transformers 5.23 overlooks it for qwen3
@@ -282,7 +280,7 @@ def _transformers_view(path: Path, reader: Any) -> tuple[Any, Any, dict[str, str
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
-        raise ConfigError(f"{path}: its metadata don't make a model: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{path}: can't build a model from its metadata: {type(error).__name__}: {error}") from None
     return config, processor, _names(architecture, model)
 
 
@@ -301,11 +299,11 @@ def _check_architecture(path: Path, reader: Any) -> str:
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             f"{path}: expected an architecture of {', '.join(ARCHITECTURES)}; found {architecture}.\n"
-            "  Load it with transformers (gguf_file=) if that knows it, save_pretrained, and take that folder."
+            "  If transformers supports it, load it there (gguf_file=), save_pretrained, and use that folder."
         )
     layers = reader.fields.get(f"{architecture}.block_count")
     count = int(layers.contents()) if layers is not None else 0
-    if count > len(reader.tensors):  # a model is built for its names, which takes time for each layer
+    if count > len(reader.tensors):  # building a model for its names takes time for each layer
         raise ConfigError(f"{path}: expected tensors for each of {count:,} layers, found {len(reader.tensors)} in all")
     return architecture
 
@@ -313,7 +311,7 @@ def _check_architecture(path: Path, reader: Any) -> str:
 def _hf_name(path: Path, names: dict[str, str], name: str) -> str:
     if name not in names:
         raise ConfigError(
-            f"{path}: expected tensors that transformers has a name for, found {name[:200]!r}, whose content would be "
-            "lost.\n  Take the model's Hugging Face folder instead."
+            f"{path}: transformers has no name for the tensor {name[:200]!r}, whose content would be lost.\n"
+            "  Use the model's Hugging Face folder instead."
         )
     return names[name]

@@ -1,6 +1,6 @@
-"""Sources of weights: drawn from (seed, FQN) alone (here) or read from files (`pretrained.py`); and how many.
+"""Sources of weights: drawn from (seed, FQN) (here) or read from files (`pretrained.py`); and the sizes of a model.
 
-Both sources are a `fill(fqn, slices)`: a backend asks for the pieces that its devices need, one at a time.
+Both sources are a `fill(fqn, slices)`: a backend requests the pieces that its devices need, one at a time.
 """
 
 # Parameters and buffers are replaced in a module's own tables: torch has no public way for all of them.
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from portable_fsdp.runtime.errors import ConfigError
 
 TensorSlices = tuple[slice, ...]
-"""One slice a dimension, with start and stop set."""
+"""One slice per dimension, with start and stop set."""
 
 WeightFill = Callable[[str, TensorSlices], Tensor]
 """`fill(fqn, slices)`: a piece of a weight, on the host, in the dtype of the model's parameter."""
 
 FLOATS = ("F32", "BF16", "F16", "F64")
-"""Dtypes of weights that aren't quantised, as safetensors writes them."""
+"""Dtypes of unquantised weights, by safetensors' names."""
 
 
 class TensorFile(Protocol):
@@ -35,24 +35,24 @@ class TensorFile(Protocol):
     shapes: dict[str, tuple[int, ...]]
 
     def file_of(self, key: str) -> str:
-        """The name of the file that holds it, for messages."""
+        """Return the name of the file that holds a tensor, for messages."""
         ...
 
     def dtype_of(self, key: str) -> str:
-        """As safetensors writes it: F32, BF16, F8_E4M3, I64, ..."""
+        """Return the dtype by safetensors' name: F32, BF16, F8_E4M3, I64, ..."""
         ...
 
     def read(self, key: str, slices: TensorSlices) -> Tensor:
-        """The asked slices of one tensor, all of it for `()`, on the host."""
+        """Return the requested slices of a tensor, all of it for `()`, on the host."""
         ...
 
     def sample(self, key: str) -> bytes:
-        """Some KiB from the middle of a tensor, as they lie in the file: cheap, whatever the tensor's size."""
+        """Return some KiB from the middle of a tensor, as stored in the file: cheap for any tensor size."""
         ...
 
 
 def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:
-    """Give `model` real buffers; computed ones (rotary frequencies) get their values from `_init_weights`.
+    """Create the real buffers of `model`; computed ones (rotary frequencies) get their values from `_init_weights`.
 
     Returns the FQNs of those that `_init_weights` leaves unset: they keep the number that filled them before.
     """
@@ -64,7 +64,7 @@ def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:
 
 
 def _computed_buffers(twin: nn.Module, filling: int) -> dict[str, Tensor]:
-    """FQN -> buffer after `_init_weights`, which gets it full of one number."""
+    """FQN -> buffer, filled with one number and then set by `_init_weights`."""
     for fqn, buffer in list(twin.named_buffers()):
         owner, _, leaf = fqn.rpartition(".")
         module = twin.get_submodule(owner)
@@ -78,7 +78,7 @@ def _computed_buffers(twin: nn.Module, filling: int) -> dict[str, Tensor]:
 
 @contextmanager
 def seeded(seed: int, fqn: str) -> Generator[None]:
-    """While torch's generator on the host is seeded by (seed, FQN) alone."""
+    """Context in which torch's generator on the host is seeded by (seed, FQN) alone."""
     digest = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed: it seeds the devices too, and TorchTPU takes no negative seed.
@@ -87,10 +87,10 @@ def seeded(seed: int, fqn: str) -> Generator[None]:
 
 
 class RandomWeights:
-    """`fill` of a new model: each weight depends on (seed, FQN) alone, whatever the mesh and the order of asking.
+    """The `fill` of a new model: each weight depends on (seed, FQN) alone, not on the mesh or the order of requests.
 
     Draws one whole weight at a time, and keeps it until the next: a host needs memory for the largest. A weight is
-    drawn in float32 and then rounded to `dtype`, so that a seed means the same weights in all dtypes.
+    drawn in float32 and then rounded to `dtype`, so that a seed gives the same weights in all dtypes.
     """
 
     def __init__(self, twin: nn.Module, seed: int, dtype: torch.dtype) -> None:
@@ -114,8 +114,8 @@ class RandomWeights:
         try:
             with seeded(self._seed, fqn), torch.no_grad():
                 _initialise(self._twin, owner)
-        except NotImplementedError as error:  # torch's, of a copy from a weight that holds no memory here
-            raise _no_value(fqn, module, "has an initial value that is made of other weights") from error
+        except NotImplementedError as error:  # torch's, for a copy from a weight that is on meta here
+            raise _no_value(fqn, module, "has an initial value computed from other weights") from error
         finally:
             module._parameters[leaf] = placeholder
         if weight.isnan().any():
@@ -124,7 +124,7 @@ class RandomWeights:
 
 
 def _initialise(model: Any, owner: str) -> None:
-    """Run transformers' own initialisation of `owner` and the modules around it up to the root, in its order."""
+    """Run transformers' own initialisation of `owner` and of the modules around it up to the root, in that order."""
     while True:
         model._init_weights(model.get_submodule(owner))
         if not owner:
@@ -134,27 +134,27 @@ def _initialise(model: Any, owner: str) -> None:
 
 def _no_value(fqn: str, module: nn.Module, problem: str) -> ConfigError:
     return ConfigError(
-        "model.architecture: expected transformers to initialise all weights one by one, found that "
+        "model.architecture: transformers can't initialise all weights one by one: "
         f"{fqn} ({type(module).__name__}) {problem}.\n"
-        "  Start from a folder (model.pretrained), or take another model."
+        "  Start from a folder (model.pretrained), or use another model."
     )
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """From these sizes `models/flops.py` counts the FLOPs of a step."""
+    """Sizes of a model, from which `models/flops.py` computes the FLOPs of a step."""
 
     parameters: int  # a tied weight once
     frozen_parameters: int  # without tables that are only looked up
     trained_parameters: int
-    embedding_parameters: int = 0  # of those tables
+    embedding_parameters: int = 0  # in those tables
     layers: int = 0
     hidden: int = 0  # attention heads * head_dim
-    has_experts: bool = False  # not every weight meets every token
+    has_experts: bool = False  # not every token uses every weight
 
 
 def size_of(model: Any) -> ModelSize:
-    """The sizes of a transformers model. Raises ConfigError where its config has no layers of one width."""
+    """Return the sizes of a transformers model. Raises ConfigError if its config has no layers of one width."""
     tables = {id(table.weight): table.weight for table in model.modules() if isinstance(table, nn.Embedding)}
     head = model.get_output_embeddings()
     if head is not None:
@@ -162,8 +162,8 @@ def size_of(model: Any) -> ModelSize:
     config = model.config.get_text_config()
     if missing := [key for key in ("hidden_size", "num_hidden_layers") if not hasattr(config, key)]:
         raise ConfigError(
-            f"model: {type(model).__name__}: expected a stack of layers of one width, found a config without "
-            f"{missing[0]}, whose parts have configs of their own.\n  Take another model."
+            f"model: {type(model).__name__}: only a stack of layers of one width is supported, and its config has no "
+            f"{missing[0]}: its parts have their own configs.\n  Use another model."
         )
     frozen = [weight for weight in model.parameters() if not weight.requires_grad]
     return ModelSize(
@@ -178,7 +178,7 @@ def size_of(model: Any) -> ModelSize:
 
 
 def _attention_width(config: Any) -> int:
-    """Heads * head_dim; where layers differ (Gemma 4), their mean."""
+    """Return heads * head_dim; if layers differ (Gemma 4), their mean."""
     layers = getattr(config, "per_layer_config", None)
     each = [layers[index] for index in range(config.num_hidden_layers)] if layers else [config]
     heads = [getattr(layer, "num_attention_heads", 1) for layer in each]

@@ -1,4 +1,4 @@
-"""Which modules are units (gathered and freed together), layers, recomputed, or compute in a dtype of their own."""
+"""Find the modules that are units (gathered and freed together), layers, recomputed, or have their own dtype."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,12 +12,12 @@ from portable_fsdp.runtime.errors import ConfigError
 
 
 def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """FQNs of the model's repeated blocks, in the order of definition: those that are recomputed, scanned, compiled.
+    """Return the FQNs of the model's repeated blocks, which are recomputed, scanned, compiled, in definition order.
 
     They are the modules of `sharding.wrap_classes`, else of transformers' `_no_split_modules`, else of the classes that
     lists hold several times; a layer inside a layer belongs to the outer one, and neither the embedding nor the head is
-    one. A model that isn't of transformers may have none. Raises ConfigError for a class of
-    `wrap_classes` that can't be a unit, and where the model has no layer.
+    one. A model outside transformers may have none. Raises ConfigError for a class of `wrap_classes` that can't be a
+    unit, and if the model has no layer.
     """
     _check_units(model, sharding.wrap_classes)
     classes = set(sharding.wrap_classes) or set(getattr(model, "_no_split_modules", None) or ())
@@ -30,28 +30,28 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     if not layers:
         blocks = _repeated(model) or sorted({*_possible_units(model).values()})
         raise ConfigError(
-            f"{type(model).__name__}: expected at least one layer of the class(es) {sorted(classes) or '(none named)'},"
-            f" found none.\n  Set sharding.wrap_classes to the class of its blocks: {' or '.join(blocks)}."
+            f"{type(model).__name__}: found no layer of the class(es) {sorted(classes) or '(none named)'}.\n"
+            f"  Set sharding.wrap_classes to the class of its blocks: {' or '.join(blocks)}."
         )
     return tuple(layers)
 
 
 def _repeated(model: nn.Module) -> list[str]:
-    """Classes of blocks that a list of modules holds several times; a block has modules inside it."""
+    """Return the classes of blocks that a list of modules holds several times; a block has modules inside."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     counts = Counter(type(m).__name__ for members in lists for m in members if any(True for _ in m.children()))
     return [name for name, count in counts.items() if count > 1]
 
 
 def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """FQNs of the units, outer ones before those inside them. Modules in no unit belong to the root.
+    """Return the FQNs of the units, outer ones before inner ones. Modules in no unit belong to the root.
 
     TRANSFORMER_BASED_WRAP: all modules of `wrap_classes`, else the layers; also the embedding and the head, which would
-    otherwise stay gathered as long as the root. SIZE_BASED_WRAP: see `_by_size`. NO_WRAP: none. To these come the
-    outermost modules that each pattern of `wrap_modules` names: with NO_WRAP, units chosen by hand.
+    otherwise stay gathered as long as the root. SIZE_BASED_WRAP: see `_by_size`. NO_WRAP: none. In addition the
+    outermost modules that each pattern of `wrap_modules` matches: with NO_WRAP, units chosen by hand.
 
-    One unit gathers a tied weight. A module that holds only some of its places is therefore no unit; if the user named
-    it by class or pattern, that is refused. Raises ConfigError.
+    One unit gathers a tied weight. So a module with only some of its uses is no unit; raises ConfigError if the user
+    named it by class or pattern.
     """
     by_hand = set(_of_patterns(model, sharding.wrap_modules))
     by_policy: set[str] = set()
@@ -75,7 +75,7 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
 
 def recomputed_layers(model: nn.Module, layers: Sequence[str], memory: Memory) -> tuple[str, ...]:
-    """The modules that gradient checkpointing runs again: the outermost of `memory.classes`, else the `layers`.
+    """Return the modules that gradient checkpointing recomputes: the outermost of `memory.classes`, else `layers`.
 
     Raises ConfigError for an unknown class and for an `every` above their count.
     """
@@ -87,7 +87,7 @@ def recomputed_layers(model: nn.Module, layers: Sequence[str], memory: Memory) -
         layers = _outermost(name for name, kind in kinds.items() if kind in memory.classes)
     if not layers:
         raise ConfigError(
-            "memory.gradient_checkpointing: expected a model with repeated blocks, found none.\n"
+            "memory.gradient_checkpointing: the model has no repeated blocks.\n"
             "  Name their classes in memory.classes, or set memory.gradient_checkpointing=none."
         )
     every = memory.every or 1
@@ -101,11 +101,11 @@ def recomputed_layers(model: nn.Module, layers: Sequence[str], memory: Memory) -
 
 
 def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, str]:
-    """FQN -> dtype of the outermost modules that `precision.modules` names; the first pattern that matches counts.
+    """FQN -> dtype of the outermost modules that `precision.modules` matches; the first matching pattern applies.
 
-    Names only modules that run and hold parameters, and with each of them those that share a weight with it, since a
-    weight is cast once. Raises ConfigError for a pattern whose modules earlier ones have named, for a module that holds
-    one of another dtype, and for a shared weight of two dtypes.
+    Includes only modules that run and hold parameters, and with each of them those that share a weight with it, since a
+    weight is cast once. Raises ConfigError for a pattern whose modules all match an earlier one, for a module that
+    holds one of another dtype, and for a shared weight with two dtypes.
     """
     names = list(_possible_units(model))
     dtypes: dict[str, str] = {}
@@ -117,14 +117,14 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
             inner = next((inner for inner in dtypes if _is_inside(inner, name)), None)
             if inner is not None:
                 raise ConfigError(
-                    f"precision.modules: {pattern!r} names {name} ({dtype}), which holds {inner} ({dtypes[inner]}): a "
-                    "module of its own dtype can't hold another one.\n  Name the modules beside it instead."
+                    f"precision.modules: {pattern!r} matches {name} ({dtype}), which contains {inner} "
+                    f"({dtypes[inner]}): these can't be nested.\n  Name the modules beside it instead."
                 )
             dtypes[name] = dtype
         if len(dtypes) == before:
             raise ConfigError(
-                f"precision.modules: expected patterns that name modules of their own, found {pattern!r}, whose "
-                "modules are all named by an earlier one, which counts.\n  Leave it out, or put it first."
+                f"precision.modules: all modules that {pattern!r} matches also match an earlier pattern, which "
+                "applies.\n  Leave it out, or put it first."
             )
     for places in _shared(model):
         _share_dtype(dtypes, [place.rpartition(".")[0] for place in places])
@@ -132,12 +132,12 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
 
 
 def _share_dtype(dtypes: dict[str, str], owners: list[str]) -> None:
-    """Give all modules that share a weight the dtype that one of them has."""
+    """Set the dtype of one module for all modules that share a weight with it."""
     given = {owner: dtypes[outer] for owner in owners for outer in dtypes if _is_inside(owner, outer)}
     if len(set(given.values())) > 1:
         raise ConfigError(
             f"precision.modules: expected one dtype for {' and '.join(owners)}, which share a weight, found "
-            f"{' and '.join(sorted(set(given.values())))}.\n  Give them the same dtype."
+            f"{' and '.join(sorted(set(given.values())))}.\n  Set the same dtype for them."
         )
     for owner in owners if given else ():
         if owner not in given:
@@ -145,10 +145,10 @@ def _share_dtype(dtypes: dict[str, str], owners: list[str]) -> None:
 
 
 def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
-    """Units by size, bottom up: a module whose parameters outside of smaller units reach the number.
+    """Return units by size, bottom up: modules whose parameters outside smaller units reach the number.
 
-    As torch's `size_based_auto_wrap_policy` (torch/distributed/fsdp/wrap.py, `_recursive_wrap`). A tied weight counts
-    in the smallest module that holds all its places.
+    Like torch's `size_based_auto_wrap_policy` (torch/distributed/fsdp/wrap.py, `_recursive_wrap`). A tied weight counts
+    in the smallest module that holds all its uses.
     """
     homes = {id(parameter): fqn.rpartition(".")[0] for fqn, parameter in model.named_parameters()}
     for places in _shared(model):
@@ -159,7 +159,7 @@ def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
     units: list[str] = []
 
     def taken(name: str, module: nn.Module) -> int:
-        """How many parameters of the module are in units."""
+        """Add the units in a module; return the number of its parameters in units."""
         total = sum(p.numel() for p in module.parameters() if _is_inside(homes[id(p)], name))
         if total < min_num_params:
             return 0
@@ -187,7 +187,7 @@ def _count_inside(module: str, places: Iterable[str]) -> int:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """The names that are inside no other; `names` are in the order of definition."""
+    """Return the names that are inside no other; `names` are in definition order."""
     kept: list[str] = []
     for name in names:
         if not any(_is_inside(name, outer) for outer in kept):
@@ -196,18 +196,18 @@ def _outermost(names: Iterable[str]) -> list[str]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Lists and dicts of modules have none: nothing could gather them before they run."""
+    """Whether the module runs. Lists and dicts of modules don't: nothing could gather them before that."""
     return type(module).forward is not nn.Module.forward
 
 
 def _possible_units(model: nn.Module) -> dict[str, str]:
-    """FQN -> class of each module that runs and holds parameters: a rotary embedding has none, nothing to gather."""
+    """FQN -> class of each module that runs and holds parameters (a rotary embedding has none to gather)."""
     modules = {name: module for name, module in model.named_modules() if name and _has_forward(module)}
     return {name: type(m).__name__ for name, m in modules.items() if any(True for _ in m.parameters())}
 
 
 def _check_classes(key: str, what: str, model: nn.Module, classes: Iterable[str], kinds: Mapping[str, str]) -> None:
-    """`kinds`: FQN -> class of the modules that `what` is true for."""
+    """Raise ConfigError for unknown `classes`. `kinds`: FQN -> class of the modules that satisfy `what`."""
     known = sorted({*kinds.values()})
     wrong = [name for name in classes if name not in known]
     if wrong:
@@ -232,27 +232,27 @@ def _of_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
         module = model.get_submodule(name)
         if not _has_forward(module):
             raise ConfigError(
-                f"sharding.wrap_modules: expected modules that run, found {name}, a {type(module).__name__}, which "
-                f"only holds others.\n  Name them: {name}.*."
+                f"sharding.wrap_modules: {name}, a {type(module).__name__}, has no forward: it only holds other "
+                f"modules.\n  Name them: {name}.*."
             )
     return chosen
 
 
 def table_weights(model: nn.Module) -> list[str]:
-    """FQNs of the weights of all embeddings and of the head, as far as the model names it."""
+    """Return the FQNs of the weights of all embeddings and of the head, if the model names it."""
     names = {*_tables(model), *(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))}
     return [fqn for fqn, _ in model.named_parameters() if fqn.rpartition(".")[0] in names]
 
 
 def _tables(model: nn.Module) -> list[str]:
-    """FQNs of the embedding and of the head, as far as the model has them."""
-    ways: list[Any] = [getattr(model, way, None) for way in ("get_input_embeddings", "get_output_embeddings")]
-    tables = [way() for way in ways if way is not None]
+    """Return the FQNs of the embedding and of the head, if the model has them."""
+    getters: list[Any] = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+    tables = [getter() for getter in getters if getter is not None]
     return [name for name, module in model.named_modules() if any(module is table for table in tables)]
 
 
 def _shared(model: nn.Module) -> list[list[str]]:
-    """All FQNs of each tied parameter."""
+    """Return all FQNs of each tied parameter."""
     names: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)

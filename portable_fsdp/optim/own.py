@@ -332,7 +332,7 @@ class Trial(NamedTuple):
 
 
 def _problem(run: Callable[..., Trial], *, decays: bool) -> str:
-    """Why the optimizer can't train here; empty if it can. Engines allocate all state as zeros before a step."""
+    """The reason why the optimizer can't train here; empty if it can. Engines allocate all state as zeros first."""
     plain = run()
     own = {key: value for state in plain.states for key, value in state.items() if value is not None}
     if others := sorted(key for key, value in own.items() if not isinstance(value, Tensor)):

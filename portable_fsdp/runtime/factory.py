@@ -27,8 +27,8 @@ def user_code(name: str = "user code") -> Generator[None]:
     except BaseException as error:
         if isinstance(error, Exception) or is_signal(error):
             raise
-        way_out = "Raise an Exception for an error. To stop a run after a save, send SIGTERM."
-        raise UserExit(f"{name} raised {described(error)}\n  {way_out}") from error
+        fix = "Raise an Exception for an error. To stop a run after a save, send SIGTERM."
+        raise UserExit(f"{name} raised {described(error)}\n  {fix}") from error
 
 
 def search_folder(folder: Path) -> None:

@@ -104,7 +104,7 @@ def names_in(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         names = [entry.name for entry in islice(entries, _MAX_NAMES + 1)]
     if len(names) > _MAX_NAMES:
-        raise OSError(errno.E2BIG, f"expected at most {_MAX_NAMES:,} files in this folder, found more", str(folder))
+        raise OSError(errno.E2BIG, f"more than {_MAX_NAMES:,} files in this folder", str(folder))
     return sorted(names)
 
 
@@ -133,11 +133,11 @@ def parse_json(
     text = text.decode() if isinstance(text, bytes) else text
     if _nested(text) > max_nested and _nested(outside := _STRING.sub("", text)) > max_nested:
         objects, lists = outside.count("{"), outside.count("[")
-        raise ValueError(f"expected fewer objects and lists, found {objects:,} and {lists:,}")
+        raise ValueError(f"too many objects and lists: {objects:,} and {lists:,}")
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=constant)
     except RecursionError:
-        raise ValueError("expected fewer levels of objects and lists") from None
+        raise ValueError("objects and lists are nested too deeply") from None
 
 
 def _nested(text: str) -> int:

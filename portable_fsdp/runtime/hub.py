@@ -87,7 +87,7 @@ def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None:
         raise ConfigError(
-            f"{key}: expected a local folder or a hub id (org/name, org/name@revision), found no such folder: {name}\n"
+            f"{key}: no such folder: {name}\n  Name a local folder or a hub id (org/name, org/name@revision).\n"
             "  The path is relative to the folder that the run starts in."
         )
     return hub_id

@@ -116,7 +116,7 @@ def integer(environ: Mapping[str, str], name: str) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started, in torchrun's terms."""
+    """The launch of this process, in torchrun's terms."""
 
     kind: Literal["plain", "torchrun", "srun", "mpirun", "variables", "tpu_vm"]
     rank: int = 0  # among all processes
@@ -140,12 +140,12 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     """
     tasks = read_tasks(environ)
     # A script may export an address for its tasks although a single task needs none.
-    telling = LAUNCH_VARIABLES if tasks is None else COUNTING_VARIABLES
+    names = LAUNCH_VARIABLES if tasks is None else COUNTING_VARIABLES
     if environ.get("TORCHELASTIC_RUN_ID"):
         launch = _torchrun(environ, tasks)
     elif tasks is not None and tasks.count > 1:
         launch = _of_tasks(environ, tasks)
-    elif any(environ.get(name) for name in telling):
+    elif any(environ.get(name) for name in names):
         launch = _of_variables(environ, "variables", f"{', '.join(LAUNCH_VARIABLES)} in the environment")
         _require_all_tpu_workers(environ, launch)
     elif tpu_workers(environ):
@@ -168,8 +168,8 @@ def _describe(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -
     description = launch.description + (", of accelerate launch" if by_accelerate else "")
     if launch.is_alone:
         return description
-    here = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
-    return f"{description}: {launch.world_size} process(es)" + (f", {here} of them on this host" if here else "")
+    local = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
+    return f"{description}: {launch.world_size} process(es)" + (f", {local} of them on this host" if local else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- TPU VMs
@@ -224,12 +224,12 @@ def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variabl
         )
     rank, local_rank, world_size = (integer(environ, name) for name in COUNTING_VARIABLES)
     _require_port(environ)
-    here = integer(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else world_size
-    if not (0 <= local_rank <= rank < world_size and local_rank < here <= world_size):
+    local_size = integer(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else world_size
+    if not (0 <= local_rank <= rank < world_size and local_rank < local_size <= world_size):
         raise ConfigError(
             "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= "
-            f"WORLD_SIZE, found LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={here}."
-            "\n  Start with torchrun, which sets them, or unset them."
+            f"WORLD_SIZE, found LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}, "
+            f"LOCAL_WORLD_SIZE={local_size}.\n  Start with torchrun, which sets them, or unset them."
         )
     return Launch(kind, rank, local_rank, world_size, description)
 
@@ -248,8 +248,8 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
     is_ours = environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS)
     description = "portable_fsdp.launch" if is_ours else "torchrun"
     if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        count, most = environ.get("TORCHELASTIC_RESTART_COUNT"), environ["TORCHELASTIC_MAX_RESTARTS"]
-        description += f" (restart {count} of {most})"
+        count, limit = environ.get("TORCHELASTIC_RESTART_COUNT"), environ["TORCHELASTIC_MAX_RESTARTS"]
+        description += f" (restart {count} of {limit})"
     launch = _of_variables(environ, "torchrun", description)
     if tasks is None or tasks.count == 1:
         return launch

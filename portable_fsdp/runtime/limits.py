@@ -45,7 +45,7 @@ class Limit:
 
     def result(self, future: "Future[T]", what: str) -> T:
         """Return the result of `begin`. Raises DataError about `what` over this limit, or on a panic of the library."""
-        most, problem, waited = _own_bytes() + self.bytes, f"took more than {self.seconds:.0f} s", 0.0
+        limit_bytes, problem, waited = _own_bytes() + self.bytes, f"took more than {self.seconds:.0f} s", 0.0
         while waited < self.seconds:
             began, is_done = time.monotonic(), bool(wait([future], _POLL_S).done)
             waited += min(time.monotonic() - began, 1.0)  # time in which the process was stopped hardly counts
@@ -55,7 +55,7 @@ class Limit:
                     return future.result()
                 problem = f"failed: {error}"
                 break
-            if _own_bytes() > most:
+            if _own_bytes() > limit_bytes:
                 problem = f"took more than {self.bytes >> 20} MiB of memory"
                 break
         raise DataError(
@@ -97,8 +97,8 @@ def memory_limit() -> Generator[Callable[[Limit], None]]:
 
     def allow(limit: Limit) -> None:
         if soft == resource.RLIM_INFINITY:
-            most = _own_bytes(5) + 3 * limit.bytes // 2 + _BYTES_PER_CPU * (os.cpu_count() or 1)
-            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+            limit_bytes = _own_bytes(5) + 3 * limit.bytes // 2 + _BYTES_PER_CPU * (os.cpu_count() or 1)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
 
     try:
         yield allow

@@ -78,7 +78,7 @@ def build_training(
     accumulation, eager = check_batch(config, backend.row_shards), backend.expected_compilations == 0
     size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (0, vocabulary)
     if isinstance(vocabulary, int) and fill and config.model.pretrained is not None:
-        raise TypeError("build_training: expected corpus.tokenizer, to compare its ids with those of model.pretrained")
+        raise TypeError("build_training: needs corpus.tokenizer, to compare its ids with those of model.pretrained")
     if tokenizer is not None:
         size = tokenizer.vocab_size
         require_own_ids(config.model, config.data.tokenizer, tokenizer)

@@ -115,13 +115,13 @@ def check_memory(
     if problem:
         raise ConfigError(
             f"model: the run doesn't fit into memory: {need.parameters:,} parameters need at least "
-            f"{problem}: {need}{times}.\n  Fixes: {'; '.join(_ways_out(config, copies))}."
+            f"{problem}: {need}{times}.\n  Fixes: {'; '.join(_fixes(config, copies))}."
         )
     trained = "" if need.trained == need.parameters else f" ({need.trained:,} train)"
     return f"{need.parameters:,} parameters{trained}: {need}{times}; at least {place} on a host"
 
 
-def _ways_out(config: Config, copies: int) -> Iterator[str]:
+def _fixes(config: Config, copies: int) -> Iterator[str]:
     if copies > 1:
         yield "sharding.strategy=FULL_SHARD, one replica over all devices"
     yield "more hosts" if config.memory.cpu_offload else "more devices or hosts"

@@ -142,10 +142,10 @@ def _require_buffers_that_fit(model: nn.Module, policy: ShardPolicy, task: Task,
     if not others or (error := _error(task, _twin(model, policy), batch)) is None or _error(task, twin, batch):
         return
     dtype = dtype_name(policy.compute)
-    way = "Cast" if dtype == "float16" else f"Set precision.buffers={dtype}, or cast"
+    fix = "Cast" if dtype == "float16" else f"Set precision.buffers={dtype}, or cast"
     raise ConfigError(
         f"precision.buffers: {type(model).__name__} multiplies buffers in a dtype other than the compute dtype: "
-        f"{', '.join(others[:3])}.\n  {way} them in its forward: self.kernel.to(x.dtype)."
+        f"{', '.join(others[:3])}.\n  {fix} them in its forward: self.kernel.to(x.dtype)."
     ) from error
 
 
@@ -179,9 +179,9 @@ def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, first: str) -> Data
 def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
     labels = batch.get("labels")
     if labels is None or (labels.is_floating_point() and task.problem == SINGLE_LABEL):
-        found = f"found {', '.join(batch)}" if labels is None else f"found {labels.dtype}"
+        actual = f"found {', '.join(batch)}" if labels is None else f"found {labels.dtype}"
         raise DataError(
-            f"data.factory: train.task={task.name} expects rows with integer `labels`, {found}.\n"
+            f"data.factory: train.task={task.name} expects rows with integer `labels`, {actual}.\n"
             "  Use that name in the dataset, or your own task: train.task=module:function.\n"
             "  For numbers use a transformers classifier with problem_type: regression or multi_label_classification."
         )

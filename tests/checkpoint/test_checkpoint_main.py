@@ -129,7 +129,7 @@ def test_diff_sees_a_nan_and_a_sign_of_zero(tmp_path: Path, capsys: Capture) -> 
         (["export", ".", "out"], ".: no checkpoint; name a checkpoint (step-00000500) or a run's folder with one"),
         (["diff", ".", "."], ".: no checkpoint; name a checkpoint"),
         (["import", "file", "run", "--format", "torch"], "not a file of torch.save"),
-        (["import", "file", "run", "--format", "gguf"], "expected a GGUF file"),
+        (["import", "file", "run", "--format", "gguf"], "not a readable GGUF file"),
         (["import", ".", "run", "--format", "dcp"], "torch.distributed.checkpoint: it has no .metadata"),
         (["import", ".", "run", "--format", "xla_fsdp1"], "expected a file of each rank"),
         (["import", ".", "run", "--format", "huggingface"], "no such file"),

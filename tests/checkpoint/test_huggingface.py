@@ -142,7 +142,7 @@ def flip_a_bit(path: Path) -> None:
         (lambda folder: flip_a_bit(folder / "generation_config.json"), "generation_config.json: damaged"),
         (lambda folder: flip_a_bit(folder / "tokenizer.json"), "tokenizer.json: damaged"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
-        (lambda folder: (folder / "model-2.safetensors").touch(), r"one export, found model-2\.safetensors too"),
+        (lambda folder: (folder / "model-2.safetensors").touch(), r"model-2\.safetensors is not a file of the export"),
         (lambda folder: (folder / "portable_fsdp.json").write_text('{"hashes": 3, "files": []}'), "portable_fsdp.json"),
         (lambda folder: (folder / "portable_fsdp.json").write_text("{"), "portable_fsdp.json"),
         (lambda folder: (folder / "README.md").write_text("Mine."), None),

@@ -225,7 +225,7 @@ REFUSED = [
     (
         "launch",
         [*QUICKSTART, "model.architecture=null", "model.pretrained={tmp}/none"],
-        "model.pretrained: expected a local folder or a hub id",
+        "model.pretrained: no such folder: ",
     ),
     ("launch", [*QUICKSTART, "checkpoint.resume={tmp}/none"], "checkpoint.resume: no such folder: "),
     ("explain", ["--device=gpu", *QUICKSTART[1:]], "--device=gpu: expected one of"),

@@ -38,10 +38,10 @@ pytestmark = [
 LENGTHS = [(7, 9, 5), (13, 11)]  # of the documents of two rows; three positions of padding in the first
 KEPT_APART = ["llama", "qwen3", "mistral_window", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2", "smollm3"]
 NOT_KEPT_APART = {
-    "bloom": "BloomForCausalLM: it takes no mask of documents",
-    "falcon_alibi": "FalconForCausalLM: it takes no mask of documents",
-    "mamba2": "Mamba2ForCausalLM: logits differ",
-    "qwen3_next": "Qwen3NextForCausalLM: logits differ",
+    "bloom": "BloomForCausalLM doesn't keep the documents of a row apart: it accepts no mask of documents",
+    "falcon_alibi": "FalconForCausalLM doesn't keep the documents of a row apart: it accepts no mask of documents",
+    "mamba2": "Mamba2ForCausalLM doesn't keep the documents of a row apart: logits differ",
+    "qwen3_next": "Qwen3NextForCausalLM doesn't keep the documents of a row apart: logits differ",
 }
 
 
@@ -128,10 +128,10 @@ def test_padding_behind_a_document_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_KEPT_APART)
 def test_a_model_that_cannot_keep_documents_apart_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.packing=documents: expected a model .* gives documents") as refusal:
+    with pytest.raises(ConfigError, match=r"^data\.packing=documents: \w+ForCausalLM doesn't") as refusal:
         built(name)
     assert NOT_KEPT_APART[name] in str(refusal.value)
-    assert "Set data.packing=none (one document a row, padded)." in str(refusal.value)
+    assert "Set data.packing=none (one document per row, padded)." in str(refusal.value)
 
 
 def test_an_attention_without_a_window_is_refused_for_a_model_that_has_one() -> None:
@@ -328,10 +328,10 @@ def test_what_runs_on_gpus_is_compiled_once() -> None:
 
 @pytest.mark.parametrize("name", ["stablelm", "mamba2"])
 def test_a_model_whose_layers_get_no_masks_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention=flex: .*found \w+ForCausalLM, which doesn't\.\n  Set"):
+    with pytest.raises(ConfigError, match=r"model\.attention=flex: \w+ForCausalLM doesn't pass forward's .*\n  Set"):
         made(name, "flex", packs=False)
 
 
 def test_heads_that_are_too_narrow_for_the_kernel_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention=flex: expected heads of at least 16 numbers, found 12"):
+    with pytest.raises(ConfigError, match=r"model\.attention=flex: expected a head size of at least 16, found 12"):
         made("llama", "flex", packs=False)

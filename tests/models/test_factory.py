@@ -117,7 +117,7 @@ def test_weights_depend_on_seed_and_name_alone(build: Callable[..., BuiltModel])
         ("reads", "Tensor.item() cannot be called on meta tensors"),
         ("off_meta", "expected parameters on the meta device, found weight on cpu"),
         ("attribute", 'Write self.register_buffer("scale"'),
-        ("frozen", "expected at least one parameter that trains"),
+        ("frozen", "parameters, but one must train"),
         ("generator", "leave `generator` out"),
         ("number", ":number = 3"),
         ("missing", "has no attribute 'missing'"),

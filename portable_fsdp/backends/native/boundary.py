@@ -96,11 +96,11 @@ class Boundary:
             number = cast(Any, torch.autograd)._get_sequence_nr()  # number of the next node
             for tensor in tensors_in((output, self._arguments, tensors_of_modules(self._modules))):
                 # An in-place change of a view replaces the view's node in the graph, but not that of its base.
-                for made in (tensor._base, tensor):
-                    if made is not None and made.grad_fn is not None and id(made) not in self._outside:
-                        made.register_hook(self._state._pre_backward)
+                for leaving in (tensor._base, tensor):
+                    if leaving is not None and leaving.grad_fn is not None and id(leaving) not in self._outside:
+                        leaving.register_hook(self._state._pre_backward)
                         # Backward runs ready nodes in descending order of these numbers: this one before the unit's.
-                        node = cast(Any, made.grad_fn)
+                        node = cast(Any, leaving.grad_fn)
                         if node._sequence_nr() < number - 1:
                             node._set_sequence_nr(number)
         self._arguments, self._outside = (), set()

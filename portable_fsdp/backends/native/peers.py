@@ -2,8 +2,8 @@
 
 gloo and NCCL notice at once when a process is killed. They do not notice a stopped process or a cut link: a collective
 then waits for the collective timeout, half an hour. So a thread of every process writes heartbeats to the store of the
-rendezvous. Process 0 reads all heartbeats; the others read that of process 0, which carries its verdict. A store that
-does not answer counts as a lost process.
+rendezvous. Process 0 reads all heartbeats; other processes read that of process 0, which carries its verdict. A store
+that does not answer counts as a lost process.
 
 The threads count rounds, not clock time: a process that was itself suspended blames nobody.
 """
@@ -145,7 +145,7 @@ class Peers:
         return dist.PrefixStore(f"portable_fsdp/{start}", self._group_store)  # pyright: ignore[reportPrivateImportUsage]
 
     def slow_down(self) -> None:
-        """All have joined: a heartbeat every few seconds is enough."""
+        """Send heartbeats only every few seconds, once all processes have joined."""
         self._round_s = min(LONGEST_ROUND_S, self._timeout_s / ROUNDS)
 
     def note_step(self) -> None:
@@ -163,11 +163,11 @@ class Peers:
             thread.join(STORE_ANSWER_S)
         if not any(thread.is_alive() for thread in self._threads):  # else the store doesn't answer
             with contextlib.suppress(RuntimeError):  # the process that holds the store has left before
-                self._say_goodbye(error)
+                self._announce_leaving(error)
         if message is not None:
             raise TrainingError(message) from error
 
-    def _say_goodbye(self, error: BaseException | None) -> None:
+    def _announce_leaving(self, error: BaseException | None) -> None:
         if error is not None:
             self._send(error=str(error)[:5000] if isinstance(error, PortableFSDPError) else _first_line(error))
             return
@@ -214,7 +214,7 @@ class Peers:
             except Exception as error:  # a fault here must not end the watch, nor pass for a lost process
                 if not self._problem:
                     self._problem = f" {type(error).__name__}: {_first_line(error)}"
-                    self._warn(f"process {self._index} can't check the heartbeats of the others:{self._problem}")
+                    self._warn(f"process {self._index} can't check the other heartbeats:{self._problem}")
 
     def _guard_store(self) -> None:
         """End this process if the store is silent: the other thread may block, as TCP doesn't notice a cut link."""
@@ -297,15 +297,15 @@ class Peers:
         """The heartbeats that the store returns within some seconds."""
         beats: dict[int, Heartbeat] = {}
 
-        def ask() -> None:
+        def read_all() -> None:
             with contextlib.suppress(RuntimeError):
                 for index in range(self._count):
                     if beat := _parse(self._store.get(_key(index))):
                         beats[index] = beat
 
-        asking = threading.Thread(target=ask, name="portable_fsdp peers ask", daemon=True)
-        asking.start()
-        asking.join(STORE_ANSWER_S)
+        reader = threading.Thread(target=read_all, name="portable_fsdp peers read", daemon=True)
+        reader.start()
+        reader.join(STORE_ANSWER_S)
         return dict(beats)
 
 

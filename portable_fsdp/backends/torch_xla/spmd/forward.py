@@ -30,8 +30,8 @@ class Copies:
 
     A block casts at use; XLA gathers for forward and again for backward. With `keep` one gathered copy of each weight
     lives from the model's forward until `release`, after backward. Blocks then use leaves of autograd, whose gradients
-    `release` passes on. Without leaves a recomputed layer would reach the masters in an order that depends on how many
-    operations autograd has numbered in its threads, and XLA would compile again for each order of results.
+    `release` passes on. Without leaves a recomputed layer would reach the masters in an order that depends on the
+    number of autograd's operations in its threads. XLA would compile again for each order of results.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor], barrier: Barrier, keep: bool) -> None:

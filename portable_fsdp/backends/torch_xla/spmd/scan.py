@@ -53,18 +53,18 @@ class LayerLoop:
         # By whether autograd records: how the layers were called, and the body for that call. scan keeps the first
         # program that it traces of a body, and one traced in an evaluation has no gradients of the weights.
         self._traced: dict[bool, tuple[Any, Any]] = {}
-        self._given: list[Any] = []
-        self._gives_tuple = False
+        self._inputs: list[Any] = []
+        self._returns_tuple = False
         self._result: Any = None
         for index, layer in enumerate(layers.values()):
-            layer.forward = self._run_all if index == 0 else self._hand_on(index)
+            layer.forward = self._run_all if index == 0 else self._return_input(index)
 
     def _run_all(self, *args: Any, **kwargs: Any) -> Any:
         from torch._functorch.partitioners import default_partition
         from torch_xla.experimental.scan import scan
 
         leaves, structure = tree_flatten((args, kwargs))
-        self._given = leaves
+        self._inputs = leaves
         carried = [leaf for leaf in leaves if is_float(leaf)]
         others = [leaf.expand(len(self._names), *leaf.shape) for leaf in leaves if _is_other(leaf)]
         copies = [[cast_weight(use) for use in uses] for uses in zip(*self._weights, strict=True)]
@@ -79,7 +79,7 @@ class LayerLoop:
         partition = recompute if self._recompute else default_partition
         carry, _ = scan(body, tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
         hidden = cast(tuple[Tensor, ...], carry)[0]
-        self._result = (hidden,) if self._gives_tuple else hidden
+        self._result = (hidden,) if self._returns_tuple else hidden
         return self._result
 
     def _one_layer(self, leaves: list[Any], structure: Any) -> Callable[..., Any]:
@@ -96,16 +96,16 @@ class LayerLoop:
             args, kwargs = tree_unflatten(values, structure)
             with swapped(self._weights[0], weights):
                 output = self._body(*args, **kwargs)
-            self._gives_tuple = isinstance(output, tuple)
-            hidden = cast(Tensor, output[0] if self._gives_tuple else output)
+            self._returns_tuple = isinstance(output, tuple)
+            hidden = cast(Tensor, output[0] if self._returns_tuple else output)
             return (self._layouts.split_rows_in_loop(hidden), *carry[1:]), None
 
         return body
 
-    def _hand_on(self, index: int) -> Callable[..., Any]:
+    def _return_input(self, index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves, _ = tree_flatten((args, kwargs))
-            expected = [*tree_flatten(self._result)[0], *self._given[1:]]
+            expected = [*tree_flatten(self._result)[0], *self._inputs[1:]]
             if len(leaves) != len(expected) or any(a is not b for a, b in zip(leaves, expected, strict=True)):
                 raise _refusal(f"the model passes {self._names[index]} other arguments than {self._names[0]}")
             return self._result

@@ -1,8 +1,8 @@
 """Reduce-scatter gradients along one axis of the TPU's torus after the other.
 
-For a sum over all chips of a slice of more than eight, or of three axes, libtpu 0.0.21 makes an all-reduce, from which
-each chip then takes its part: twice the bytes of a reduce-scatter, and nothing overlaps it. Along one axis the compiler
-keeps a reduce-scatter. So here the product runs on each device by itself (XLA's manual sharding), followed by one
+For a sum over all chips of a slice of more than eight, or of three axes, libtpu 0.0.21 makes an all-reduce. Each chip
+then takes its part: twice the bytes of a reduce-scatter, and nothing overlaps it. Along one axis the compiler keeps a
+reduce-scatter. So here the product runs on each device by itself (XLA's manual sharding), followed by one
 reduce-scatter per axis.
 """
 
