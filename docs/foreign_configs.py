@@ -1,5 +1,6 @@
 """Writes docs/foreign_configs.md from the table of foreign keys: `make docs`. A test compares the two."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
@@ -68,23 +69,23 @@ float32 and 2e-3 in bfloat16. What differs in accelerate:
 
 - it gathers the final norm with the head, we gather it with the root;
 - `mixed_precision: bf16` adds autocast to FSDP's dtypes;
-- it averages gradients over processes, which is right if each has as many tokens; we divide by all tokens;
+- it averages gradients over processes, which needs as many tokens in each; we divide the loss by all tokens;
 - on hosts without accelerators it does no FSDP: each process trains by itself, or as DDP with `--cpu`. The test adds
   its plugin by hand.
 
 ## The keys
 
-Search this page for your key. Keys that are [refused](#refused), [left to the launcher](#left-to-the-launcher) or
-[without effect](#without-effect) follow the sections. `a` = `b`: two names of one key. An option without a value takes
-the key's. Brackets behind a key name the tools that read it, and the values that other keys must have. `make docs`
-writes this from `portable_fsdp/convert/keys.yaml`.
+Keys that are [refused](#refused), [left to the launcher](#left-to-the-launcher) or [without effect](#without-effect)
+are below the sections. `a` = `b`: two names of one key. An option without a value takes the key's. Brackets behind a
+key name the tools that read it, and the values that other keys must have. `make docs` writes this from
+`portable_fsdp/convert/keys.yaml`.
 """
 
 HEADINGS = {
     "refuse": """### Refused
 
-The run doesn't start unless the value is off (false, 0, none, empty). After the semicolon: the fix; without one, leave
-the key out.
+The run doesn't start unless the value is off (false, 0, none, empty). The fix follows the semicolon; if there is none,
+leave the key out.
 """,
     "launcher": "### Left to the launcher\n",
     "ignore": "### Without effect\n",
@@ -121,7 +122,7 @@ def _reasons(kind: str, rows: Iterable[KeyRow]) -> str:
         if row.kind == kind and not row.words:
             reasons.setdefault(_outcome(row), []).append(row)
     named = {text: _names(keys) if kind == "refuse" else ", ".join(map(_name, keys)) for text, keys in reasons.items()}
-    return "\n".join([HEADINGS[kind], *(_wrapped(f"- {text}: {names}") for text, names in named.items()), ""])
+    return "\n".join([HEADINGS[kind], *(_wrapped(f"- {names}: {text}") for text, names in named.items()), ""])
 
 
 @cache
@@ -167,10 +168,15 @@ def _shared(row: KeyRow, text: str) -> str:
 
 def _values(row: KeyRow) -> str:
     """The outcome of each value of a key, with equal ones together and a reason given once."""
-    by_text: dict[str, list[str]] = {}
+    words_of: dict[str, list[str]] = {}
     for word, outcome in row.words.items():
-        by_text.setdefault(_outcome(outcome, word), []).append(word)
-    own = _outcome(row, "else" * bool(row.words))
+        words_of.setdefault(_outcome(outcome, in_list=True), []).append(word)
+    by_text: dict[str, list[str]] = {}
+    for text, words in words_of.items():
+        values = {str(value).lower() for value in row.words[words[0]].options.values()}
+        is_named = values == {word.lower() for word in words}
+        by_text.setdefault(re.sub(r"=[^`]*`", "`", text) if is_named else text, []).extend(words)
+    own = _outcome(row, in_list=bool(row.words))
     if [*by_text] == [own]:
         return own
     parts = [f"{', '.join(words)}: {text}" for text, words in by_text.items()]
@@ -183,28 +189,23 @@ def _values(row: KeyRow) -> str:
     return "; ".join(parts)
 
 
-def _outcome(outcome: KeyOutcome, word: str = "") -> str:
-    """An outcome in words; `word`: the value that has it, in a list of values."""
+def _outcome(outcome: KeyOutcome, in_list: bool = False) -> str:
+    """An outcome in words, by itself or in a list of outcomes."""
     match outcome.kind:
-        case "":
-            return ""
         case "set":
-            items = outcome.options.items()
-            named = len(items) == 1 and word.lower() == str(*outcome.options.values()).lower()
-            settings = (f"`{n}`" if named or v == "it" else f"`{n}={yaml_value(v)}`" for n, v in items)
+            settings = (f"`{n}`" if v == "it" else f"`{n}={yaml_value(v)}`" for n, v in outcome.options.items())
             return " and ".join(settings) + (f" ({outcome.remark})" if outcome.remark else "")
-        case "ignore":
-            return str(outcome.ignore)
-        case "launcher":
-            return str(outcome.launcher)
-        case _:
+        case "refuse":
             override = f", or override {outcome.override}" if outcome.override else ""
             fix = outcome.fix.removeprefix("leave it out").removeprefix("; ")
-            return f"{'refused: ' * bool(word)}{outcome.refuse}{f'; {fix}' * bool(fix)}{override}"
+            return f"{'refused: ' * in_list}{outcome.refuse}{f'; {fix}' * bool(fix)}{override}"
+        case _:
+            return outcome.ignore or outcome.launcher or ""
 
 
 def _wrapped(text: str) -> str:
-    return fill(text, 120, subsequent_indent="  " * text.startswith("- "), break_long_words=False, break_on_hyphens=False)
+    indent = "  " * text.startswith("- ")
+    return fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":
