@@ -30,7 +30,16 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.optim.optimizer import check_schedule
-from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, number_of, run_command, to_stdout
+from portable_fsdp.runtime.command import (
+    IMPORT_HELP,
+    CommandParser,
+    Once,
+    at_least,
+    configure_log,
+    number_of,
+    run_command,
+    to_stdout,
+)
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 
 DESCRIPTION = """Show what each engine does with each option of a config: honoured; delegated (it affects only speed,
@@ -65,6 +74,7 @@ def _parser() -> CommandParser:
     add("--config", action=Once, metavar="FILE", help="YAML file, as for launch; an accelerate or Trainer config too")
     add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
     add("--write", metavar="FILE", help="save the result as our YAML, with the source of each key")
+    add("--rows", type=at_least(1, int), metavar="N", help="print the first N rows as they are trained; reads the data")
     for name, description in FLAGS.items():
         add(f"--{name}", default="auto", help=description)
     for name, description in SWITCHES.items():
@@ -88,6 +98,8 @@ def main(argv: list[str]) -> int:
 
 def _explain(options: argparse.Namespace) -> str:
     deployments = _deployments(options)
+    if options.rows:
+        return _rows(options)
     if options.write == "":
         raise ConfigError("--write=: empty; name a new YAML file.")
     overrides = [word for word in options.words if "=" in word]
@@ -115,6 +127,20 @@ def _explain(options: argparse.Namespace) -> str:
     summary = [] if requested else [_summary(answers, shown, loaded)]
     also = [line for imported in loaded.imports for line in ("", *unsaid(imported))]
     return "\n".join([where, *summary, "", *lines, *also])
+
+
+def _rows(options: argparse.Namespace) -> str:
+    """The first rows of the run that --config describes. Reads and tokenizes its data, as a run does."""
+    from portable_fsdp.data.build import build_data
+    from portable_fsdp.data.show import CONTEXT, COUNTS, rows_in_text
+
+    if options.config is None:
+        raise ConfigError("--rows: missing --config.")
+    configure_log(0)  # what of the data is left out
+    config = read_config(options.config, options.words, options.imports, os.environ).config
+    corpus = build_data(config.data, config.model)
+    legend = f"Tokens that count in the loss follow `{COUNTS}`, all others `{CONTEXT}`."
+    return "\n".join([legend, *rows_in_text(corpus, config.run.seed, options.rows)])
 
 
 def _answers(options: tuple[str, ...], deployments: Sequence[Deployment], loaded: Loaded | None) -> Answers:

@@ -31,13 +31,15 @@ from portable_fsdp.data.examples import (
     meaningful_columns,
     trains,
 )
-from portable_fsdp.data.packing import MixedRows, PackedRows, Rows, share_of_numbers
+from portable_fsdp.data.packing import MixedRows, PackedRows, Rows, count_labels, share_of_numbers
 from portable_fsdp.data.sources import open_apart, open_source
 from portable_fsdp.data.tokenize import Tokenizer, ended, load_tokenizer, token_dtype
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import cache_folder
 
 log = logging.getLogger("portable_fsdp")
+
+_FEW = 256  # rows; each may be the first to read a block of the cache, which is hashed then
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,10 @@ class _Builder:
         def takes(number: int) -> bool:
             return share is None or share_of_numbers(number, share) == is_held_out
 
-        return [self._part(part, source, takes, taken) for part, source in zip(self._parts, sources, strict=True)]
+        parts = [self._part(part, source, takes, taken) for part, source in zip(self._parts, sources, strict=True)]
+        for part in parts:
+            _log_rows("validation" if is_held_out else "training", part, self._data.seq_len)
+        return parts
 
     def _require_rows(self, parts: Sequence[_SourceRows], name: str) -> None:
         """Raise DataError if no part has a row; the message names the key that is the cause."""
@@ -228,8 +233,6 @@ class _Builder:
             several=self._packing == "documents",
             remember=self._remember(documents),
         )
-        if len(rows):
-            log.info(f"data: {source.name}: {len(rows):,} rows, {100 * rows.padded:.2f} % of their tokens padding")
         return rows
 
     def _remember(self, documents: TokenizedDocuments) -> Remember:
@@ -253,6 +256,15 @@ class _Builder:
                 "data.on_error=skip to leave them out."
             )
         _log_count(too_long.sum(), f"{source.name} left out: too long; the first: {problem}")
+
+
+def _log_rows(purpose: str, part: _SourceRows, seq_len: int) -> None:
+    """Log what a part trains or evaluates; the share of tokens that count is that of a few rows, if there are many."""
+    if count := len(part.rows):
+        tried = part.rows.rows(np.arange(count if count <= _FEW else _FEW // 16, dtype=np.int64))["labels"]
+        share = 100 * count_labels({"labels": tried}) / tried.numel()
+        documents = f"{_documents(len(part.documents))} of {part.source}"
+        log.info(f"data: {purpose}: {documents} in {count:,} rows of {seq_len:,} tokens; {share:.0f}% of tokens count")
 
 
 def _documents(count: int) -> str:

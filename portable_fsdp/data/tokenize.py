@@ -74,9 +74,10 @@ class ByteTokenizer:
         """Return the ids of each text; `special_tokens`: with those that the tokenizer puts around a text."""
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without special tokens."""
-        return bytes(number for number in ids if 0 < number < 256).decode(errors="replace")
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Return the text of `ids`; `special_tokens`: with these, NUL as `<NUL>`."""
+        text = bytes(number for number in ids if number < 256).decode(errors="replace")
+        return text.replace(NUL, "<NUL>" if special_tokens else "")
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers' `AutoTokenizer.from_pretrained` opens; `folder` may exist."""
@@ -155,8 +156,8 @@ class FolderTokenizer:
         )
         return [np.array(ids, dtype=dtype) for ids in encoded["input_ids"]]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=not special_tokens)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)

@@ -1,6 +1,6 @@
 """README.md of an exported folder: base model, license, data, how to load.
 
-Names in a checkpoint are untrusted: each stands in a code span or in YAML. Of local paths only the last part is written.
+Names in a checkpoint are untrusted: each is in a code span or in YAML. Of local paths only the last part is written.
 """
 
 from contextlib import suppress
