@@ -40,6 +40,8 @@ def exported_folder(path: Path) -> Path:
     for folder in (path, path / _EXPORT):
         if any((folder / name).is_file() for name in (_CONFIG, _ADAPTERS)):
             return folder
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; name an exported model, or the run that wrote it.")
     raise ConfigError(
         f"{path}: no exported model here (config.json, or adapter_config.json), nor in {_EXPORT}/.\n"
         "  checkpoint.export=true writes it at the end of a run, python -m portable_fsdp.checkpoint export later"

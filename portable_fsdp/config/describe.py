@@ -140,6 +140,8 @@ def typing_hint(schema: FieldInfo, value: object) -> str:
         return f"; a list of one is [{value}]"
     is_union = get_origin(schema.annotation) in (Union, UnionType)
     takes_text = schema.annotation is str or (is_union and str in get_args(schema.annotation))
+    if dtype := {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value)):
+        return f"; write {dtype}" if dtype in expected(schema) else ""
     takes_words = takes_text or get_origin(schema.annotation) is Literal
     if takes_words and isinstance(value, bool):
         return f", which YAML reads as the boolean {str(value).lower()}; in quotes it is text"

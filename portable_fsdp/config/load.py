@@ -5,6 +5,7 @@ result, and each of its errors is rewritten with the schema's terms: expected, f
 from the files of other tools (`LayeredValues.add_default`).
 """
 
+import difflib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,9 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
         node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
     except (FileNotFoundError, IsADirectoryError) as error:
         actual = "this is a folder" if isinstance(error, IsADirectoryError) else "no such file"
-        raise ConfigError(f"{path}: {actual}; name a YAML config file.") from None
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.y*ml")], n=1)
+        fix = f"nearest: {path.parent / near[0]}" if near else "name a YAML config file"
+        raise ConfigError(f"{path}: {actual}; {fix}.") from None
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -277,8 +280,8 @@ class LayeredValues:
         more = len(messages) - MAX_PROBLEMS
         messages[MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
         if (rest := config or self._without(wrong)) is not None:
-            names = tuple(f"{key_name(key)}:" for key in wrong)
-            messages += [text for text in problems_of(rest) if not text.startswith(names)]
+            names = [key_name(key) for key in wrong]  # what follows from a wrong key is no problem of its own
+            messages += [text for text in problems_of(rest) if not any(name in text for name in names)]
         raise ConfigError("\n".join(messages))
 
     def _without(self, wrong: set[Key]) -> Config | None:
@@ -310,7 +313,10 @@ class LayeredValues:
             key = tuple(str(part) for part in location if part != "[key]")
             text = f"unknown key.\n  {hint(key)}."
         elif detail["type"] == "missing" and len(key) == len(location):  # else a list that is too short
-            text = f"missing; expected {expected(schema)}."
+            unknown = [name for name in self.values if name not in Config.model_fields]
+            if len(key) == 1 and difflib.get_close_matches(key[0], unknown, n=1):
+                return  # the unknown key is this one, misspelt
+            text = "missing section." if len(key) == 1 else f"missing; expected {expected(schema)}."
         elif location[-1] == "[key]":
             origin = self.origin((*key, str(location[-2])))
             text = f"expected {expected_key(schema)} as each key, found the key {shortened(repr(location[-2]))}."

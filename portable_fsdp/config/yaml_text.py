@@ -21,6 +21,18 @@ MAX_NODES = 10_000
 MAX_DEPTH = 40
 MAX_LENGTHS = {"key": 200, "int": 100, "float": 100}
 """In characters; Python takes quadratic time to convert a long number."""
+_IN_OUR_WORDS = {
+    "mapping values are not allowed here": "a second `key:` on one line; write it on the next line, further indented",
+    "could not find expected ':'": "a key without `:` and a space after it",
+    "'\\t' that cannot start": "a tab; YAML indents with spaces",
+    "found unexpected end of stream": "a quote that isn't closed",
+    "did not find expected key": "a key that isn't indented like those beside it",
+    "expected <block end>": "a key or item that isn't indented like those beside it",
+    "expected ',' or ']'": "a list without `]`, or without a comma between two items",
+    "expected ',' or '}'": "a mapping without `}`, or without a comma between two keys",
+}
+"""PyYAML's problem -> ours."""
+
 _TOO_MANY = f"more than {MAX_NODES:,} values with all aliases expanded"
 _TOO_DEEP = f"more than {MAX_DEPTH} levels of nesting"
 
@@ -110,4 +122,4 @@ def line_of(error: yaml.YAMLError) -> str:
 
 def problem_of(error: yaml.YAMLError) -> str:
     text = cast(str | None, getattr(error, "problem", None)) or str(error).splitlines()[0]
-    return text + (" (YAML indents with spaces)" if "'\\t'" in text else "")
+    return next((ours for theirs, ours in _IN_OUR_WORDS.items() if theirs in text), text)

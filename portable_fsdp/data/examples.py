@@ -126,7 +126,9 @@ def name_of(files: Sequence[Path]) -> str:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    return f"expected UTF-8, found 0x{error.object[error.start]:02x} at byte {error.start}"
+    source = "utf-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+    here = f"found 0x{error.object[error.start]:02x} at byte {error.start}"
+    return f"expected UTF-8, {here}; `iconv -f {source} -t utf-8` may convert it"
 
 
 # -------------------------------------------------------------------------------------------- keys that mean something

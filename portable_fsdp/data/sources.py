@@ -139,7 +139,7 @@ class TextFiles(TextFileSource):
             try:
                 yield Example(number, str(path), len(content), {"text": content.decode()})
             except UnicodeDecodeError as error:
-                yield Broken(number, str(path), len(error.object), not_utf8(error) + "; `iconv -t utf-8` converts it")
+                yield Broken(number, str(path), len(error.object), not_utf8(error))
 
 
 class PythonSource(TextFiles):

@@ -27,6 +27,7 @@ MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
 
 _WEIGHTS = {".safetensors", ".gguf", ".bin"}
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
+_OF_RUNS = ("events.jsonl", "manifest.json")  # in a run's folder, in a checkpoint's
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
@@ -82,8 +83,16 @@ def require_plain_files(key: str, folder: Path, patterns: Sequence[str]) -> None
 
 def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
     """Return the parts of a hub id; None for a local folder. Raises ConfigError if `name` is neither."""
-    if Path(name).is_dir():
-        return None
+    if (folder := Path(name)).is_dir():
+        if (folder / "config.json").exists() or not any((folder / own).exists() for own in _OF_RUNS):
+            return None
+        export = folder / "export"
+        fix = (
+            f"Set {key}={export}"
+            if export.is_dir()
+            else f"Export it: python -m portable_fsdp.checkpoint export {name} FOLDER"
+        )
+        raise ConfigError(f"{key}: {name} is a run or a checkpoint of ours, not a model folder.\n  {fix}.")
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None:
         raise ConfigError(

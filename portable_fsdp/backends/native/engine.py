@@ -511,6 +511,11 @@ def _require_writable(folder: Path) -> None:
 
 
 def _check_launch(device: str, num_devices: int | None, world_size: int, local_rank: int) -> None:
+    if num_devices is not None and num_devices != world_size == 1 and "WORLD_SIZE" not in os.environ:
+        raise BackendError(
+            f"backend native: --num_devices={num_devices} in a script that no launcher started: each device needs a "
+            f"process.\n  Start it with torchrun --standalone --nproc_per_node={num_devices}."
+        )
     if num_devices is not None and num_devices != world_size:
         raise BackendError(
             f"backend native: --num_devices={num_devices}, but the launcher started {world_size} process(es), and "
