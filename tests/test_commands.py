@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from portable_fsdp import explain
+from portable_fsdp import explain, launch
 from portable_fsdp.__main__ import COMMANDS
 from portable_fsdp.version import __version__
 
@@ -50,6 +51,36 @@ def test_a_command_is_its_module() -> None:
     wrong = run("-m", "portable_fsdp", "explan")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("unknown command explan; nearest: explain\nusage: portable-fsdp COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--learning_rate=1e-4", "unknown flag --learning_rate; here an override: optim.lr=0.0001"),
+        ("--fsdp=full shard", "unknown flag --fsdp; here an override: sharding.strategy=FULL_SHARD"),
+        ("--bf16", "unknown flag --bf16; here an override: precision.compute=bfloat16"),
+        ("--seq-len=128", "unknown flag --seq_len; here an override: data.seq_len=128"),
+        ("--deepspeed=ds.json", "a key of accelerate or the Trainer: write it into a file for --import"),
+        ("-c", "unknown flag -c; nearest: --config"),
+    ],
+)
+def test_a_flag_of_another_tool_gets_our_override(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main([word]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_overrides_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--optim.lr=0.5", "--optim.weight-decay", "0.25", f"--config={ROOT}/configs/quickstart.yaml", "--json"]
+    assert explain.main(words) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    assert [options[f"optim.{name}"]["value"] for name in ("lr", "weight_decay")] == [0.5, 0.25]
+
+
+@pytest.mark.slow
+def test_launch_without_its_packages_says_what_to_install(tmp_path: Path) -> None:
+    done = run("-S", "-m", "portable_fsdp.launch", "--config=x.yaml", PYTHONPATH=str(ROOT))
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert re.match(r"The package \w+ is not installed: pip install '\.'\n", done.stderr)
 
 
 def test_flags_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def test_each_option_of_a_config_has_a_verdict_of_each_engine(capsys: pytest.Cap
 
 
 def test_the_text_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
-    text = explained(capsys, CONFIG, "memory.cpu_offload=true", "--device=cpu")
+    text = explained(capsys, CONFIG, "memory.cpu_offload=true", "--device=cpu", "--all")
     assert text.startswith("native on cpu, xla on cpu, xla_fsdp1 on cpu; rules about the number of devices")
     entry = text.partition("memory.cpu_offload = true  # override 'memory.cpu_offload=true'\n")[2].partition(
         "\ncompile.enabled"
@@ -66,6 +66,39 @@ def test_the_text_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"\noptim\.lr = 0\.0003  # .*configs/llama_1b\.yaml:\d+\n", text)
     assert all(f"\n{option} = " in text for option in option_names())
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_what_is_refused_and_set_comes_first_and_the_rest_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained(capsys, CONFIG, "memory.cpu_offload=true", "--device=cpu")
+    _, summary, empty, first, *lines = text.splitlines()
+    shown = re.findall(r"^([a-z_0-9.]+) = ", text, re.MULTILINE)
+    assert (empty, first) == ("", "memory.cpu_offload = true  # override 'memory.cpu_offload=true'")
+    others = len(option_names()) - len(shown)
+    assert re.fullmatch(
+        rf"{len(option_names())} options: {len(shown)} set, 1 refused, \d+ delegated; --all prints the {others} other defaults"
+        " too",
+        summary,
+    )
+    assert "optim.lr" in shown
+    assert "train.log_every" not in shown
+    assert not any(line.endswith("# default") for line in lines)
+
+
+def test_rows_as_they_are_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "What is 2 plus 2?", "completion": " It is 4."}\n')
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"data: {{source: jsonl, path: {tmp_path}/mine.jsonl, format: prompt_completion, tokenizer: bytes, seq_len: 32, "
+        f"cache_dir: {tmp_path}/cache}}\nmodel: {{pretrained: none}}\ntrain: {{steps: 1}}\n"
+    )
+    assert explain.main([f"--config={config}", "--rows=2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1:] == [
+        "row 1 (number 0 of 1): 32 tokens, 10 count, 1 document(s), 5 padding",
+        "  What is 2 plus 2?",
+        "+  It is 4.<NUL>",
+    ]
+    assert f"data: training: 1 document of {tmp_path}/mine.jsonl in 1 rows of 32 tokens; 31% of tokens count" in err
 
 
 def test_flags_narrow_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,11 @@ def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
     export(path, "peft", tmp_path / "export", save_tokenizer=lambda folder: (folder / "tokenizer.json").touch())
     (tmp_path / "away").rename(tmp_path / "base")
     files = ["adapter_config.json", "adapter_model.safetensors", "portable_fsdp.json", "tokenizer.json"]
-    assert sorted(file.name for file in (tmp_path / "export").iterdir()) == files
+    assert sorted(file.name for file in (tmp_path / "export").iterdir()) == ["README.md", *files]
+    card = (tmp_path / "export/README.md").read_text()
+    assert "AutoPeftModelForCausalLM.from_pretrained" in card
+    assert "- Base model: `base`\n" in card  # not where it was on this host
+    assert str(tmp_path) not in card
 
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     plain = logits(base)

@@ -64,7 +64,10 @@ def test_an_export_opens_with_equal_weights(tmp_path: Path, name: str, tied: boo
     assert (config["architectures"], config["dtype"]) == ([type(model).__name__], "float32")
     assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == model.generation_config.eos_token_id
     files = ["config.json", "generation_config.json", "model.safetensors", "portable_fsdp.json", "tokenizer.json"]
-    assert names(tmp_path / "export") == files
+    assert names(tmp_path / "export") == ["README.md", *files]
+    card = (tmp_path / "export/README.md").read_text()
+    assert f'model = {type(model).__name__}.from_pretrained("FOLDER")' in card
+    assert card.count("Checkpoint: `step ") == card.count("License: ") == card.count("Data: ") == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -185,6 +185,31 @@ def test_what_only_workers_find_is_said_once(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ not a number
 
 
+def test_five_mistakes_of_a_config_are_one_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong keys, and what is wrong in the rest; what only follows from a wrong key is not said."""
+    words = ["data.packign=none", "optim.lr=fast", "optim.warmup_steps=70", "data.source=text", "data.path=no/*.txt"]
+    message = refused(
+        capsys, ["--device=cpu", "--config=tiny.yaml", *words, "train.global_batch=x", "train.micro_batch=9"]
+    )
+    for part in (
+        "data.packign: unknown key.\n  nearest: data.packing ",
+        "optim.lr: expected a number > 0, found 'fast'.",
+        "train.global_batch: expected an integer >= 1, found 'x'.",
+        "optim.warmup_steps: expected at most 6 (the steps of the run), found 70.",
+        "data.path: no such file or match: no/*.txt",
+    ):
+        assert message.count(part) == 1, (part, message)
+    assert "train.micro_batch" not in message
+
+
+def test_mistakes_of_the_data_and_of_the_model_are_one_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bad.jsonl").write_text('{"text": 3}\n')
+    words = ["data.source=jsonl", "data.path=bad.jsonl", "model.freeze=[nothing]"]
+    message = refused(capsys, ["--device=cpu", "--config=tiny.yaml", *words])
+    assert "bad.jsonl:1: expected text, found a number" in message
+    assert "model.freeze: expected a pattern that matches something in the model, found 'nothing'" in message
+
+
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str], background: str) -> None:
     saving = ("checkpoint.every=1", f"checkpoint.async_save={background}")

@@ -297,6 +297,13 @@ def test_cosine_is_half_a_wave() -> None:
     assert learning_rate(config, 85, 110) == pytest.approx(0.1 + 0.4 * (1 - math.sqrt(0.5)) / 2)
 
 
+def test_a_share_of_warmup_is_rounded_up_as_by_the_trainer() -> None:
+    config = optim("linear", warmup_steps="5%")
+    for steps in (1, 20, 21, 61):
+        assert rates(config, steps) == rates(optim("linear", warmup_steps=math.ceil(0.05 * steps)), steps)
+    check_schedule(config, 1)
+
+
 def test_wsd_is_stable_then_falls_in_its_last_share() -> None:
     actual = rates(optim("wsd", warmup_steps=5, decay_ratio=0.25), 40)
     assert actual[4:30] == [LR] * 26

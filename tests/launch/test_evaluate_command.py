@@ -1,0 +1,69 @@
+"""`python -m portable_fsdp.evaluate`: the loss of a run, a checkpoint or an export, on any data and engine."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli import events, finish, launch
+
+from portable_fsdp import evaluate
+
+DATA = ("data.source=text", "data.path=train.txt", "data.eval_split=held.txt")
+HELD = ("data.source=text", "data.path=held.txt")
+
+
+@pytest.fixture
+def run(folder: Path) -> Path:
+    """A run whose best checkpoint is its last, with an export."""
+    (folder / "train.txt").write_text("the cat sat on the mat. " * 200)
+    (folder / "held.txt").write_text("the mat sat on the cat. " * 20)
+    words = ("train.steps=6", "train.eval_every=3", "checkpoint.every=3", "checkpoint.export=true", "optim.lr=0.01")
+    assert launch("--device=cpu", "--config=tiny.yaml", *DATA, *words) == 0
+    return folder / "run"
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert evaluate.main([*words, "--device=cpu", "--json"]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.xla
+@pytest.mark.slow
+def test_a_run_has_the_loss_of_its_own_evaluation_on_every_engine(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    last = events(run, "evaluation")[-1]
+    native = evaluated(capsys, str(run), "--backend=native")
+    assert native["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert native["perplexity"] == pytest.approx(math.exp(last["loss"]), rel=1e-5)
+    assert (native["counted"], native["devices"], native["backend"]) == (last["tokens"], 1, "native")
+    assert native["source"] == str(run / "checkpoints/step-00000006")
+    xla = evaluated(capsys, str(run), "--backend=xla", "--num_devices=2")
+    assert (xla["loss"], xla["devices"]) == (pytest.approx(last["loss"], rel=1e-5), 2)
+    # The same rows, named: of the checkpoint, of its export, of the run in two processes.
+    export = ("data.tokenizer=bytes", "data.seq_len=32")
+    assert evaluated(capsys, str(run / "checkpoints/step-00000006"), *HELD)["loss"] == native["loss"]
+    assert evaluated(capsys, str(run / "export"), *HELD, *export)["loss"] == pytest.approx(native["loss"], rel=1e-6)
+    both = finish(
+        [sys.executable, "-m", "portable_fsdp.evaluate", str(run), *HELD, "--device=cpu", "--num_devices=2"], run.parent
+    )
+    assert both.out.startswith(f"loss: {native['loss']:.4f}  perplexity: {native['perplexity']:.4f}  (")
+    assert "native on 2 x cpu)" in both.out
+    earlier = evaluated(capsys, str(run / "checkpoints/step-00000003"))
+    assert earlier["loss"] == pytest.approx(events(run, "evaluation")[0]["loss"], rel=1e-6)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, "it writes nothing"
+
+
+def test_what_cannot_be_evaluated_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["none"], "none: no run, so no validation set.\n  Name the data: "),
+        (["none", *HELD], "model.pretrained: no such folder: none\n"),
+        (["none", "data.pth=x"], "data.pth: unknown key.\n  nearest: data.path"),
+    ):
+        assert evaluate.main([*words, "--device=cpu"]) == 2
+        assert message in capsys.readouterr().err
