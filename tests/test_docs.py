@@ -6,6 +6,8 @@ import math
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -152,6 +154,16 @@ def test_each_page_is_in_the_navigation_of_the_site() -> None:
     assert [part.split(maxsplit=1)[0] for part in parts] == ["Start", "Guides", "Concepts", "Reference", "FAQ"]
     listed = sorted((DOCS / link).resolve() for part in parts for link in re.findall(r"\]\((.+?)\)", part))
     assert listed == sorted(page for page in PAGES if page.name != "index.md")
+
+
+@pytest.mark.proof
+def test_the_site_builds_offline_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-c", DOCS, "--fail-on-warning", "--quiet", ROOT, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    start = (tmp_path / "docs/index.html").read_text()
+    assert all(f"{page.stem}.html" in start for page in PAGES if page.name != "index.md")
+    assert "portable_fsdp.train_step" in (tmp_path / "docs/api.html").read_text()
 
 
 # One for each kind of check.

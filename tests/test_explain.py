@@ -74,11 +74,8 @@ def test_what_is_refused_and_set_comes_first_and_the_rest_on_request(capsys: pyt
     shown = re.findall(r"^([a-z_0-9.]+) = ", text, re.MULTILINE)
     assert (empty, first) == ("", "memory.cpu_offload = true  # override 'memory.cpu_offload=true'")
     others = len(option_names()) - len(shown)
-    assert re.fullmatch(
-        rf"{len(option_names())} options: {len(shown)} set, 1 refused, \d+ delegated; --all prints the {others} other defaults"
-        " too",
-        summary,
-    )
+    counts = rf"{len(option_names())} options: {len(shown)} set, 1 refused, \d+ delegated"
+    assert re.fullmatch(rf"{counts}; --all prints the {others} other defaults too", summary)
     assert "optim.lr" in shown
     assert "train.log_every" not in shown
     assert not any(line.endswith("# default") for line in lines)
@@ -87,10 +84,8 @@ def test_what_is_refused_and_set_comes_first_and_the_rest_on_request(capsys: pyt
 def test_rows_as_they_are_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "What is 2 plus 2?", "completion": " It is 4."}\n')
     config = tmp_path / "run.yaml"
-    config.write_text(
-        f"data: {{source: jsonl, path: {tmp_path}/mine.jsonl, format: prompt_completion, tokenizer: bytes, seq_len: 32, "
-        f"cache_dir: {tmp_path}/cache}}\nmodel: {{pretrained: none}}\ntrain: {{steps: 1}}\n"
-    )
+    data = f"source: jsonl, path: {tmp_path}/mine.jsonl, format: prompt_completion, tokenizer: bytes, seq_len: 32"
+    config.write_text(f"data: {{{data}}}\nmodel: {{pretrained: none}}\ntrain: {{steps: 1}}\n")
     assert explain.main([f"--config={config}", "--rows=2"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[1:] == [

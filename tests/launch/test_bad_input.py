@@ -188,9 +188,8 @@ def test_what_only_workers_find_is_said_once(folder: Path) -> None:
 def test_five_mistakes_of_a_config_are_one_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong keys, and what is wrong in the rest; what only follows from a wrong key is not said."""
     words = ["data.packign=none", "optim.lr=fast", "optim.warmup_steps=70", "data.source=text", "data.path=no/*.txt"]
-    message = refused(
-        capsys, ["--device=cpu", "--config=tiny.yaml", *words, "train.global_batch=x", "train.micro_batch=9"]
-    )
+    words += ["train.global_batch=x", "train.micro_batch=9"]
+    message = refused(capsys, ["--device=cpu", "--config=tiny.yaml", *words])
     for part in (
         "data.packign: unknown key.\n  nearest: data.packing ",
         "optim.lr: expected a number > 0, found 'fast'.",
@@ -260,7 +259,8 @@ REFUSED = [
     ("checkpoint", ["export", "{tmp}/none", "{tmp}/out"], "/none: no checkpoint"),
     ("checkpoint", ["diff", "{tmp}/none", "{tmp}/none"], "/none: no checkpoint"),
     ("checkpoint", ["import", "{tmp}/none", "{tmp}/out"], "/none: no such file or folder"),
-    ("sample", ["{tmp}/none"], "checkpoint.export=true"),
+    ("sample", ["{tmp}/none"], "/none: no such folder; name an exported model"),
+    ("sample", ["{tmp}"], "checkpoint.export=true"),
 ]
 
 # All of them in one process: torch, once imported, stays.
