@@ -27,7 +27,7 @@ COMMANDS = {
     "examples": "write the example configs and launch scripts into a new folder",
 }
 
-_EXAMPLES = ("configs", "launch")
+_EXAMPLES = ("configs", "launch", "examples")
 _INSTALLED = "share/portable_fsdp"  # as pyproject.toml installs them
 
 
@@ -56,7 +56,8 @@ def _list_of_commands() -> str:
 
 
 def _examples(arguments: list[str]) -> int:
-    parser = CommandParser("examples", "Write configs/ and launch/ into a new folder.", prog="portable-fsdp examples")
+    about = "Write configs/, launch/ and examples/ into a new folder."
+    parser = CommandParser("examples", about, prog="portable-fsdp examples")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder that doesn't exist, or is empty")
 
     def write(folder: Path) -> int:
@@ -78,7 +79,8 @@ def _example_files() -> list[tuple[Path, Path]]:
     if (checkout / "pyproject.toml").is_file():
         paths = [path for folder in _EXAMPLES for path in sorted((checkout / folder).iterdir())]
         return [(path.relative_to(checkout), path) for path in paths if path.is_file()]  # not __pycache__
-    files = [file for file in metadata.files("portable-fsdp") or () if _INSTALLED in file.as_posix()]
+    installed = [file for file in metadata.files("portable-fsdp") or () if _INSTALLED in file.as_posix()]
+    files = [file for file in installed if file.suffix != ".pyc"]
     return [(Path(file.as_posix().partition(f"{_INSTALLED}/")[2]), Path(str(file.locate()))) for file in files]
 
 

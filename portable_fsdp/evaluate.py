@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.runtime.command import CommandParser, KeptOutput, number_of, run_command, to_stderr, to_stdout
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError
+from portable_fsdp.runtime.command import CommandParser, KeptOutput, number_of, run_command, to_stdout
+from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 from portable_fsdp.runtime.launchers import detect_launch
 
-EXIT_CODES = "exit code: 0, 2 usage or config error, 1 anything else"
+EXIT_CODES = "exit code: 0, 2 usage or config error, 130 Ctrl-C, 1 anything else"
 FLAGS = {
     "device": "auto | cpu | cuda | tpu",
     "backend": "auto | native | xla | xla_fsdp1",
@@ -38,12 +38,8 @@ def _parser() -> CommandParser:
 
 def main(argv: list[str]) -> int:
     """Evaluate with the arguments after the program's name; returns the exit code."""
-    try:
-        with KeptOutput() as output:
-            return run_command(_parser(), argv, lambda options: _evaluate(options, argv, output))
-    except KeyboardInterrupt:
-        to_stderr("interrupted")
-        return EXIT_FAILED
+    with KeptOutput() as output:
+        return run_command(_parser(), argv, lambda options: _evaluate(options, argv, output))
 
 
 def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:

@@ -62,9 +62,9 @@ def main(argv: list[str]) -> int:
     """Run `launch` with the arguments after the program's name; returns the exit code."""
     try:
         with early_stop(), KeptOutput() as output:
-            return run_command(_parser(), argv, lambda options: _launch(options, argv, output), say=_say)
-    except KeyboardInterrupt:
-        _say("interrupted")
+            return run_command(
+                _parser(), argv, lambda options: _launch(options, argv, output), say=_say, exit_interrupted=EXIT_FAILED
+            )
     except Stopped as request:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             to_stderr(f"stopped before the run began ({request}): nothing was saved")

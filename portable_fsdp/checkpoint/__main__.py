@@ -32,6 +32,7 @@ from portable_fsdp.runtime.command import CommandParser, at_least, to_stderr, to
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_INTERRUPTED,
     EXIT_USAGE,
     CheckpointError,
     DataError,
@@ -43,7 +44,6 @@ log = logging.getLogger("portable_fsdp")
 
 # Commands import torch (a second) and transformers (seconds) inside: `--help`, `list` and `show` need neither.
 
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PortableFSDPError as error:
         message, code = str(error), error.exit_code
     except KeyboardInterrupt:
-        message, code = "interrupted", _EXIT_INTERRUPTED
+        message, code = "interrupted", EXIT_INTERRUPTED
     except Exception as error:
         urls, code = [word for word in words if "://" in word], EXIT_USAGE
         if not urls and not isinstance(error, OSError):

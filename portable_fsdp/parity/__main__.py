@@ -83,11 +83,7 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
         to_stdout(text)
         return EXIT_FAILED if certificate.verdict == "differs" else EXIT_FINISHED
 
-    try:
-        return run_command(_parser(), argv, parity)
-    except KeyboardInterrupt:
-        to_stderr("interrupted")
-        return 130  # 128 + SIGINT
+    return run_command(_parser(), argv, parity)
 
 
 def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:

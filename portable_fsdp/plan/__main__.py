@@ -22,15 +22,13 @@ from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, UsageError
+from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, UsageError
 from portable_fsdp.runtime.host import pip_install
 from portable_fsdp.runtime.signals import end_with_parent
 
 DESCRIPTION = """Plan a run on hardware that you don't have: whether it fits, memory by part, step time."""
 EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, every plan of a sweep refused,
 or no micro batch fits; 1 any other error; 130 for Ctrl-C"""
-
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 
 def _parser() -> CommandParser:
@@ -71,11 +69,7 @@ def main(argv: list[str]) -> int:
         with Worker() as worker:
             return _plan(options, worker)
 
-    try:
-        return run_command(_parser(), argv, plan)
-    except KeyboardInterrupt:
-        to_stderr("interrupted")
-        return _EXIT_INTERRUPTED
+    return run_command(_parser(), argv, plan)
 
 
 def _plan(options: argparse.Namespace, worker: Worker) -> int:
@@ -168,7 +162,7 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
         labels = [", ".join(tried.settings.get(key, "-") for key in keys) for tried in planned]
         result.draw([tried.plan for tried in planned if tried.plan is not None], labels, picture)
     if not is_complete:
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     return EXIT_FINISHED if planned else EXIT_USAGE
 
 

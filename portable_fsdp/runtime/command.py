@@ -20,7 +20,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_USAGE, ConfigError, PortableFSDPError, without_passwords
+from portable_fsdp.runtime.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    ConfigError,
+    PortableFSDPError,
+    without_passwords,
+)
 from portable_fsdp.runtime.host import keep_torch_tpu_out, pip_install
 
 _OWN_PACKAGES = dict.fromkeys(("absl", "accelerate", "annotated_types", "numpy", "psutil", "pydantic", "rich"), "")
@@ -200,6 +207,7 @@ def run_command(
     body: Callable[[argparse.Namespace], int],
     *,
     say: Callable[[str], None] = to_stderr,
+    exit_interrupted: int = EXIT_INTERRUPTED,
 ) -> int:
     """Run `body` with the parsed arguments after the program's name; returns the exit code.
 
@@ -217,6 +225,9 @@ def run_command(
         is_early = error.exit_code == EXIT_USAGE and not error.run_has_started
         say(f"{error}\n{NOTHING_STARTED}" if is_early else str(error))
         return error.exit_code
+    except KeyboardInterrupt:
+        say("interrupted")
+        return exit_interrupted
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in _OWN_PACKAGES:

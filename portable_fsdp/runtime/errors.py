@@ -27,6 +27,7 @@ _SECRET_OF_URL = re.compile(r"([?&;][\w.-]*(?:key|token|secret|passw|sig|credent
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C in a command that saves nothing
 EXIT_STOPPED = 143  # 128 + SIGTERM: stopped on request, after a committed save
 
 
