@@ -245,14 +245,18 @@ class Backend(Closing):
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        """Undo loss scaling and clip to the global norm `limit` (None: don't clip).
+        """Finish the sums of gradients over LOSS_AXES, undo loss scaling, clip to the global norm `limit` (None: don't).
 
         Returns the unscaled norm before clipping, 0-dim, on the device. *collective*
         """
 
     @abstractmethod
     def sum(self, tensor: Tensor, axes: Sequence[str] = LOSS_AXES) -> Tensor:
-        """Sum element by element over the mesh `axes`, on the device; keeps shape and dtype. *collective*"""
+        """Sum what the devices along the mesh `axes` computed of the placed batch, element by element, on the device.
+
+        Keeps shape and dtype. On xla, tensors are global already: the result is `tensor`. Numbers that each process
+        has for itself need `place_control` and `sum_control`. *collective*
+        """
 
     def fetch(self, metrics: Metrics) -> Pending:
         """Start the copy to the host. Read the result later, so that the device never waits for the host."""

@@ -253,7 +253,7 @@ class XlaFsdp1Backend(PjrtBackend):
 
     def _total(self, numbers: list[int]) -> list[int]:
         """Sum numbers over all processes; return them on the host."""
-        total = self.sum(self._upload(torch.tensor(numbers, dtype=torch.int32)))
+        total = self.sum(self._upload(torch.tensor(numbers, dtype=torch.int32)), tuple(self.axes))
         self._xla.sync()
         return cast(list[int], total.cpu().tolist())
 
