@@ -271,7 +271,7 @@ def test_each_block_of_yaml_is_taken_by_the_engines_that_it_names(tmp_path: Path
         assert taking == engines.split(", "), text
 
 
-@pytest.mark.parametrize("name", ["any_model.md", "checkpoints.md", "pretrained.md", "watching.md", "packing.md"])
+@pytest.mark.parametrize("name", ["any_model.md", "checkpoints.md", "pretrained.md", "watching.md"])
 def test_each_block_of_yaml_is_part_of_a_config(name: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", text_of(name), re.MULTILINE | re.DOTALL)
     assert blocks
