@@ -245,7 +245,7 @@ class Backend(Closing):
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
-        """Finish the sums of gradients over LOSS_AXES, undo loss scaling, clip to the global norm `limit` (None: don't).
+        """Finish sums of gradients over LOSS_AXES, undo loss scaling, clip to the global norm `limit` (None: don't).
 
         Returns the unscaled norm before clipping, 0-dim, on the device. *collective*
         """
