@@ -12,11 +12,15 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable_fsdp.runtime.command import CommandParser, KeptOutput, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 from portable_fsdp.runtime.launchers import detect_launch
+
+if TYPE_CHECKING:
+    from portable_fsdp.backends.contract import Backend
+    from portable_fsdp.config.schema import Config
 
 EXIT_CODES = "exit code: 0, 2 usage or config error, 130 Ctrl-C, 1 anything else"
 FLAGS = {
@@ -43,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
-    from portable_fsdp.backends.open import local_processes, resolve, spec_of
+    from portable_fsdp.backends.open import local_processes, open_backend, resolve, spec_of
     from portable_fsdp.backends.refusals import Deployment
     from portable_fsdp.train.preflight import check_config
 
@@ -59,18 +63,16 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
         return run_processes(processes, "portable_fsdp.evaluate", argv, meeting)
     os.environ.update(launch.variables)
     output.hold_stdout()  # gloo's lines
-    from portable_fsdp.backends.open import open_backend
-
     with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
         result = _result(config, engine, checkpoint, is_validation)
         if engine.process.index == 0:
-            where = {"backend": engine.name, "device": engine.device, "devices": engine.devices}
+            where = {"backend": engine.name, "device": device, "devices": engine.devices}
             result = {"source": str(checkpoint or options.source), **result, **where}
             to_stdout(json.dumps(result) if options.json else _text(result))
     return EXIT_FINISHED
 
 
-def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Any, bool]":
+def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool]":
     """The checkpoint (None: the source is a model folder), the config, and whether its validation set is evaluated."""
     from portable_fsdp.checkpoint.__main__ import resolve
     from portable_fsdp.checkpoint.format import MANIFEST, best_checkpoint, checkpoints_below, read_manifest
@@ -109,7 +111,7 @@ def _kept(train: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "micro_batch": 1} if kept.get("micro_batch") == "auto" else kept
 
 
-def _result(config: Any, engine: Any, checkpoint: Path | None, is_validation: bool) -> dict[str, Any]:
+def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_validation: bool) -> dict[str, Any]:
     from portable_fsdp.checkpoint.resume import ResumePoint
     from portable_fsdp.runtime.command import configure_log
     from portable_fsdp.train.build import build_training, open_checkpoints

@@ -176,9 +176,9 @@ def flag_hint(name: str, value: str) -> str:
     """What to write here for a flag of the Trainer, accelerate or an option without its section; empty: unknown."""
     row = next((row for place in TOP if (row := find(place, name)) is not None), None)
     overrides: list[str] = []
-    for spelling in (value or "true", value.replace(" ", "_")) if row else ():
+    for spelling in (value or "true", value.replace(" ", "_")):
         with suppress(UnreadableValue):
-            options = outcome_of(row, spelling).options.items()
+            options = outcome_of(row, spelling).options.items() if row else ()
             named = [(_OPTIONS_OF_FACTS.get(key, key), setting) for key, setting in options]
             overrides = [f"{option}={setting}" for option, setting in named if not option.startswith("~")]
     if row is None:

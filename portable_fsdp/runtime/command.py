@@ -30,10 +30,11 @@ from portable_fsdp.runtime.errors import (
 )
 from portable_fsdp.runtime.host import keep_torch_tpu_out, pip_install
 
-_OWN_PACKAGES = dict.fromkeys(("absl", "accelerate", "annotated_types", "numpy", "psutil", "pydantic", "rich"), "")
-_OWN_PACKAGES |= dict.fromkeys(("safetensors", "tokenizers", "torch", "transformers", "xxhash"), "")
-_OWN_PACKAGES |= {"yaml": "PyYAML", "upath": "universal-pathlib"}
-"""What every command may import -> the name of its distribution, where that is another."""
+_OWN_PACKAGES = (
+    *("absl", "accelerate", "annotated_types", "numpy", "psutil", "pydantic", "rich", "safetensors", "tokenizers"),
+    *("torch", "transformers", "upath", "xxhash", "yaml"),
+)
+"""The packages that every command may import."""
 
 NOTHING_STARTED = "Nothing was started."
 
@@ -232,7 +233,7 @@ def run_command(
         name = (error.name or "").partition(".")[0]
         if name not in _OWN_PACKAGES:
             raise
-        say(f"The package {_OWN_PACKAGES[name] or name} is not installed: {pip_install()}\n{NOTHING_STARTED}")
+        say(f"The package {name} is not installed: {pip_install()}\n{NOTHING_STARTED}")
         return EXIT_USAGE
 
 

@@ -164,7 +164,7 @@ EVALUATED = {"data.eval_split": "5%", "train.eval_every": 2, **SAMPLED}
 class Ids(ByteTokenizer):
     """Shows each id of a text, also those that are no bytes."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return " ".join(map(str, ids))
 
 
