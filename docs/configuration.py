@@ -33,24 +33,24 @@ def render() -> str:
     parts = [INTRODUCTION]
     for name, field in schema["properties"].items():
         section = schema["$defs"][_named(field)]
-        rows = "\n".join(_rows(name, section, schema["$defs"]))
+        keys = "\n".join(_keys(name, section, schema["$defs"]))
         about = f"{section['description']}\n\n" if "description" in section else ""
-        parts.append(f"## {name}\n\n{about}| key | value | default | meaning |\n|---|---|---|---|\n{rows}\n")
+        parts.append(f"## {name}\n\n{about}{keys}\n")
     return "\n".join(parts)
 
 
-def _rows(name: str, section: dict[str, Any], named: dict[str, Any]) -> Iterator[str]:
-    """One for each key, followed by those of the mapping that it takes, or of those that a list holds."""
+def _keys(name: str, section: dict[str, Any], named: dict[str, Any]) -> Iterator[str]:
+    """Yield one item for each key, followed by those of the mapping that it takes, or of those that a list holds."""
     for key, field in section["properties"].items():
-        cells = [f"`{name}.{key}`", _values(field), _default(name, key, field), " ".join(field["description"].split())]
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        meaning = " ".join(field["description"].split())
+        yield f"- `{name}.{key}` ({_values(field)}; {_default(name, key, field)}): {meaning}"
         if "$ref" in field.get("items", {}):
             items = named[_named(field["items"])]
             own = {k: v for k, v in items["properties"].items() if v != section["properties"].get(k)}
-            yield from _rows(f"{name}.{key}[]", {**items, "properties": own}, named)
+            yield from _keys(f"{name}.{key}[]", {**items, "properties": own}, named)
         for option in field.get("anyOf", ()):
             if "$ref" in option:
-                yield from _rows(f"{name}.{key}", named[_named(option)], named)
+                yield from _keys(f"{name}.{key}", named[_named(option)], named)
 
 
 def _named(field: dict[str, Any]) -> str:
