@@ -52,7 +52,9 @@ OPTIONAL_COLUMNS: dict[Format, tuple[Column, ...]] = {
 
 
 def _as_share(value: Any) -> Any:
-    """`5%` for 0.05; text stays."""
+    """`5%` for 0.05, also as text; other text stays."""
+    if isinstance(value, str) and re.fullmatch(r"0?\.\d+", value):
+        value = float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 < value < 1:
             raise ValueError(f"expected a share of the documents (5% or 0.05), a file or a split, found {value}")

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.open import Package
 
 OURS = "portable-fsdp"
-INSTALL = pip_install()
 MIN_BYTES = GIB = 2**30  # with docker's default /dev/shm of 64 MiB NCCL fails: "no space left on device"
 MIN_FILES, USUAL_FILES = 256, 1024
 NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs
@@ -56,9 +55,9 @@ def checked(check: Callable[[], Finding]) -> Finding:
         problem, _, mend = str(error).partition("\n")
         return Finding("failed", problem, mend.strip() or "fix the cause named here")
     except metadata.PackageNotFoundError as error:
-        return Finding("warning", f"{error.name} is not installed: can't compare versions", INSTALL)
+        return Finding("warning", f"{error.name} is not installed: can't compare versions", pip_install())
     except ModuleNotFoundError as error:
-        return Finding("failed", f"{error.name} is not installed", INSTALL)
+        return Finding("failed", f"{error.name} is not installed", pip_install())
     except Exception as error:  # a host without /proc
         return Finding("failed", f"couldn't check: {type(error).__name__}: {error}", "fix the cause of this error")
 
@@ -99,7 +98,7 @@ def unmet(required: "Sequence[Requirement]") -> tuple[list[str], list[str]]:
 def check_python(version: tuple[int, ...]) -> Finding:
     here = f"{'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
     if version < (3, 11):
-        return Finding("failed", here, f"python3.11 -m venv .venv, or newer; then {INSTALL} in it")
+        return Finding("failed", here, f"python3.11 -m venv .venv, or newer; then {pip_install()} in it")
     return Finding("ok", here)
 
 
@@ -108,7 +107,7 @@ def check_packages() -> Finding:
     required = requirements(OURS)
     missing, wrong = unmet(required)
     if missing or wrong:
-        return Finding("failed", "; ".join([*(f"{name} missing" for name in missing), *wrong]), INSTALL)
+        return Finding("failed", "; ".join([*(f"{name} missing" for name in missing), *wrong]), pip_install())
     return Finding("ok", ", ".join(f"{requirement.name} {installed(requirement.name)}" for requirement in required))
 
 

@@ -151,7 +151,7 @@ def test_the_same_command_resumes_from_the_runs_own(tmp_path: Path, how: str, pl
 def test_a_named_checkpoint_never_brings_a_second_history_into_the_folder(tmp_path: Path, how: str, step: int) -> None:
     [path] = save(tmp_path / "one", step)
     save(tmp_path / "two", 5, 10)
-    with pytest.raises(CheckpointError, match=r"already\n  holds step-00000010 of another history"):
+    with pytest.raises(CheckpointError, match=r"already\n  has step-00000010 of another history"):
         resume(tmp_path / "two", resume=str(path), load=how)
 
 

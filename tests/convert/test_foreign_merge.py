@@ -64,12 +64,6 @@ DIFFERENCES = {
         "model.architecture={model_type: llama}.\n  Keep one, or override it: model.architecture=...",
         "model.architecture={model_type: gpt2}",
     ),
-    "a share of unknown steps": (
-        "model: {pretrained: folder}\n",
-        "num_train_epochs: 2\nwarmup_ratio: 0.1\n",
-        "theirs.yaml:2: warmup_ratio: a share of the steps needs max_steps.\n  Set it, or optim.warmup_steps.",
-        "optim.warmup_steps=7",
-    ),
 }
 
 

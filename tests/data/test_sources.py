@@ -373,4 +373,4 @@ def test_zstd_without_a_library_says_what_to_install(tmp_path: Path) -> None:
     path.write_bytes(zstd(b"text"))
     done = subprocess.run([sys.executable, "-c", WITHOUT, str(path)], capture_output=True, text=True, check=False)
     assert f"DataError: data.source: {path} (compressed by zstd) needs the package pyarrow, which isn" in done.stderr
-    assert "pip install 'portable-fsdp[data]'" in done.stderr
+    assert "pip install '.[data]'" in done.stderr

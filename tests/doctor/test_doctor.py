@@ -78,8 +78,12 @@ def test_without_packages(site: Path) -> None:
     code, lines = examine(site=site)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert code == 1
-    missing = {"name": "packages", "state": "failed", "found": "packaging is not installed", "mend": "pip install '.'"}
-    assert lines["packages"] == missing
+    assert lines["packages"] == {
+        "name": "packages",
+        "state": "failed",
+        "found": "packaging is not installed",
+        "mend": "pip install 'portable-fsdp'",
+    }
     assert lines["extras"]["state"] == "warning"
     assert lines["engines"]["state"] == "failed"
     assert lines["engines"]["found"].endswith("is not installed")
@@ -135,7 +139,7 @@ def test_versions(site: Path, case: str) -> None:
     is_wrong = case == "wrong"
     assert lines["packages"]["state"] == ("failed" if is_wrong else "ok")
     assert (lines["extras"]["state"], lines["extras"]["mend"]) == (
-        ("warning", "pip install '.[xla]'") if is_wrong else ("ok", "")
+        ("warning", "pip install 'portable-fsdp[xla]'") if is_wrong else ("ok", "")
     )
 
 
@@ -182,7 +186,7 @@ def test_the_report_in_words(site: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].endswith(f"on host {socket.gethostname()}")
     at = next(number for number, line in enumerate(lines) if line.split()[:2] == ["failed", "packages"])
-    assert lines[at + 1].strip() == "-> pip install '.'"
+    assert lines[at + 1].strip() == "-> pip install 'portable-fsdp'"
     assert lines[-1].endswith("3 failed")
     assert all(len(line) <= 120 for line in lines)
 

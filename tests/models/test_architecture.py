@@ -124,13 +124,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beside torch_dtype": (LLAMA | {"torch_dtype": "float32", "num_key_vallue_headss": 2}, r"nearest: num_key_value_"),
     "no sizes": (
         {"model_type": "llama"},
-        rf"found no vocab_size, .*, num_attention_heads of LlamaConfig\.\n.*would take {_OF_SIZES}\.",
+        rf"missing sizes of LlamaConfig: vocab_size, .*, num_attention_heads\.\n.* defaults are {_OF_SIZES}\.",
     ),
-    "no sizes, in a file": (FILE | {"model_type": "llama"}, r"found no vocab_size, hidden_size, intermediate_size"),
-    "one size": (_NO_DEPTH, r"no num_hidden_layers of LlamaConfig\.\n  Add it; .* would take num_hidden_layers=32\."),
+    "no sizes, in a file": (FILE | {"model_type": "llama"}, r"missing sizes of LlamaConfig: vocab_size, hidden_size"),
+    "one size": (_NO_DEPTH, r"LlamaConfig: num_hidden_layers\.\n  Add it; .* num_hidden_layers=32\."),
     "sizes by the class's own names": ({"model_type": "gpt2"}, r"vocab_size=50257, n_embd=768, n_layer=12, n_head=12"),
-    "sizes that contradict a default": ({"model_type": "llama", "hidden_size": 48}, r"found no vocab_size, inter"),
-    "sizes of a part": ({"model_type": "gemma3"}, r"found no text_config of Gemma3Config"),
+    "sizes that contradict a default": (
+        {"model_type": "llama", "hidden_size": 48},
+        r"sizes of LlamaConfig: vocab_size, inter",
+    ),
+    "sizes of a part": ({"model_type": "gemma3"}, r"sizes of Gemma3Config: text_config"),
 }
 
 

@@ -156,7 +156,7 @@ def test_units_outer_before_inner_and_layers(
             ("llama_tied", keys, r"(?s)can't be a unit: .*model\.embed_tokens\.weight.*lm_head\.weight")
             for keys in ({"wrap_classes": ["LlamaDecoderLayer", "Embedding"]}, {"wrap_modules": ["lm_head"]})
         ),
-        ("llama", {"wrap_modules": ["model.layers"]}, r"found model\.layers, a ModuleList.*\n.*model\.layers\.\*"),
+        ("llama", {"wrap_modules": ["model.layers"]}, r"model\.layers, a ModuleList, has no .*\n.*model\.layers\.\*"),
         ("llama", {"wrap_modules": ["*.mpl"]}, r"sharding\.wrap_modules: .*'\*\.mpl' matches nothing"),
     ],
 )
