@@ -1,8 +1,8 @@
 """Evaluate a model: `python -m portable_fsdp.evaluate runs/mine`, or on other data and another engine:
 `torchrun --nproc_per_node=8 -m portable_fsdp.evaluate FOLDER data.source=jsonl data.path=test.jsonl data.format=chat`.
 
-SOURCE is a run (its best checkpoint), a checkpoint, an exported folder or a hub model. Keys of `data` name the data, of
-which every row is evaluated; without them it is the run's validation set. Writes no files.
+SOURCE is a run (its best checkpoint), a checkpoint, an exported folder or a hub model. Every row of the data that
+`data.source`, `data.path` and so on name is evaluated; without these it is the run's validation set. Writes no files.
 """
 
 import argparse
@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable_fsdp.runtime.command import CommandParser, KeptOutput, number_of, run_command, to_stdout
+from portable_fsdp.runtime.command import (
+    CommandParser,
+    KeptOutput,
+    number_of,
+    run_command,
+    say_once_per_host,
+    to_stdout,
+)
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 from portable_fsdp.runtime.launchers import detect_launch
 
@@ -30,6 +37,10 @@ FLAGS = {
 }
 
 
+_READ = ("data.", "model.", "precision.", "sharding.", "memory.", "compile.", "train.task", "train.micro_batch")
+_NAME_DATA = {"data.source", "data.path", "data.split", "data.mixture", "data.factory", "data.eval_split"}
+
+
 def _parser() -> CommandParser:
     parser = CommandParser("evaluate", __doc__ or "", epilog=EXIT_CODES)
     parser.add_argument("source", metavar="SOURCE", help="a run, checkpoint or exported folder, or org/name of the hub")
@@ -43,7 +54,7 @@ def _parser() -> CommandParser:
 def main(argv: list[str]) -> int:
     """Evaluate with the arguments after the program's name; returns the exit code."""
     with KeptOutput() as output:
-        return run_command(_parser(), argv, lambda options: _evaluate(options, argv, output))
+        return run_command(_parser(), argv, lambda options: _evaluate(options, argv, output), say=say_once_per_host)
 
 
 def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
@@ -55,7 +66,7 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
     num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
     device, backend = resolve(options.device, options.backend)
     processes = local_processes(device, backend, num_devices) if launch.is_alone else 1
-    check_config(config, Deployment(backend, device))
+    check_config(config, Deployment(backend, device), writes=False)
     meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
         from portable_fsdp.runtime.rendezvous import run_processes
@@ -73,13 +84,16 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
 
 
 def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool]":
-    """The checkpoint (None: the source is a model folder), the config, and whether its validation set is evaluated."""
+    """Return the checkpoint (None: a model folder), the config, and whether to evaluate its validation set."""
     from portable_fsdp.checkpoint.__main__ import resolve
     from portable_fsdp.checkpoint.format import MANIFEST, best_checkpoint, checkpoints_below, read_manifest
     from portable_fsdp.checkpoint.storage import exists, locate
     from portable_fsdp.config.load import LayeredValues, loaded
 
-    has_data = any(text.partition("=")[0].startswith("data.") for text in overrides)
+    names = [text.partition("=")[0] for text in overrides]
+    if others := [name for name in names if not name.startswith(_READ)]:
+        raise ConfigError(f"{others[0]}: evaluate doesn't read this key.\n  It reads those of {', '.join(_READ)}.")
+    is_named = not _NAME_DATA.isdisjoint(names)
     path, layers, checkpoint = locate(source), LayeredValues(Path(source)), None
     if exists(path / MANIFEST) or checkpoints_below(path):
         newest = resolve(path)
@@ -88,21 +102,39 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
         saved: Mapping[str, Any] = read_manifest(checkpoint).config
         if not saved:
             raise ConfigError(f"{source}: an imported checkpoint has no config.\n  Export it, and evaluate the export.")
-        layers.values = {**saved, "observe": {}, "optim": {"name": "sgd"}}  # sgd has no state
-    elif not has_data:
-        raise ConfigError(f"{source}: no run, so no validation set.\n  Name the data: data.source=text data.path=FILE.")
+        data = saved.get("data", {})
+        if {"data.source", "data.mixture", "data.factory"} & {*names}:  # other data: only how rows are made stays
+            data = {key: data[key] for key in ("tokenizer", "seq_len", "chat_template_kwargs") if key in data}
+        elif is_named:
+            data = {**data, "eval_split": None}
+        layers.values = {**saved, "data": data, "observe": {}, "optim": {"name": "sgd"}}  # sgd has no state
     else:
-        layers.values = {"model": {"pretrained": source}, "train": {"steps": 1}}
+        _require_model_folder(source, path)
+        if not is_named:
+            raise ConfigError(
+                f"{source}: a model has no validation set.\n  Name data: data.source=text data.path=FILE."
+            )
+        layers.values = {"model": {"pretrained": source}}
     layers.values |= {"checkpoint": {}, "train": {"steps": 1, **_kept(layers.values.get("train", {}))}}
-    if has_data and checkpoint is not None:
-        layers.values["data"] = {**layers.values.get("data", {}), "eval_split": None}
     for text in overrides:
         layers.override(text)
     config = loaded(layers).config
-    if checkpoint is not None and not has_data and config.data.eval_split is None:
-        raise ConfigError(f"{source}: the run has no validation set.\n  Name the data: data.path=FILE, ...")
+    if not is_named and config.data.eval_split is None:
+        raise ConfigError(f"{source}: the run has no validation set.\n  Name data: data.path=FILE, ...")
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 0})})
     return checkpoint, config, config.data.eval_split is not None
+
+
+def _require_model_folder(source: str, path: Path) -> None:
+    """Raise ConfigError for a source that is neither a folder nor a hub id."""
+    from portable_fsdp.checkpoint.format import checkpoints_below
+    from portable_fsdp.runtime.hub import is_hub_id
+
+    if not path.is_dir() and not is_hub_id(source):
+        others = checkpoints_below(path.parent)
+        fix = f"The newest checkpoint there is {others[0]}" if others else "Name a run, a checkpoint or a model folder"
+        problem = "a file, not a folder" if path.is_file() else "no such folder"
+        raise ConfigError(f"{source}: {problem}.\n  {fix}.")
 
 
 def _kept(train: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +152,7 @@ def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_val
 
     configure_log(engine.process.index)
     logging.getLogger("portable_fsdp").setLevel(logging.WARNING)
-    check_with_engine(config, engine)
+    check_with_engine(config, engine, writes=False)
     corpus = open_data(config, engine)
     rows = corpus.eval_rows if is_validation and corpus.eval_rows is not None else corpus.rows
     training = build_training(config, engine, corpus.tokenizer, rows=rows)
@@ -131,13 +163,14 @@ def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_val
     evaluation = Evaluator(engine, training.model, rows, config.train, training.task)()
     if evaluation is None or evaluation.tokens == 0:
         raise ConfigError("data: nothing counts in these rows: all labels are -100.")
+    data = config.data.factory or config.data.path or config.data.source
     figures = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, **evaluation.metrics}
-    return {**figures, "counted": evaluation.tokens, "rows": len(rows)}
+    return {**figures, "counted": evaluation.tokens, "rows": len(rows), "data": data}
 
 
 def _text(result: Mapping[str, Any]) -> str:
     figures = "  ".join(f"{name}: {value:.4f}" for name, value in result.items() if isinstance(value, float))
-    over = f"{result['counted']:,} labels of {result['rows']:,} rows"
+    over = f"{result['counted']:,} labels in {result['rows']:,} rows of {result['data']}"
     return f"{figures}  ({over}; {result['source']}; {result['backend']} on {result['devices']} x {result['device']})"
 
 

@@ -29,6 +29,7 @@ from portable_fsdp.config.load import Loaded
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
 from portable_fsdp.convert.read import read_config
+from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.runtime.command import (
     IMPORT_HELP,
@@ -68,6 +69,7 @@ Answers = dict[str, dict[Verdict, list[str]]]
 
 def _parser() -> CommandParser:
     parser = CommandParser("explain", DESCRIPTION, epilog=EXIT_CODES)
+    parser.foreign_hint = flag_hint
     add = parser.add_argument
     words = "a key (optim.lr) or section (optim) to explain, or an override"
     add("words", nargs="*", metavar="KEY|key=value", help=words)
@@ -134,9 +136,9 @@ def _rows(options: argparse.Namespace) -> str:
     from portable_fsdp.data.build import build_data
     from portable_fsdp.data.show import CONTEXT, COUNTS, rows_in_text
 
-    if options.config is None:
-        raise ConfigError("--rows: missing --config.")
-    configure_log(0)  # what of the data is left out
+    if options.config is None or options.json or options.strict or options.write:
+        raise ConfigError("--rows: needs --config, and no --json, --strict or --write.")
+    configure_log(0)  # the log names columns that are left out
     config = read_config(options.config, options.words, options.imports, os.environ).config
     corpus = build_data(config.data, config.model)
     legend = f"Tokens that count in the loss follow `{COUNTS}`, all others `{CONTEXT}`."

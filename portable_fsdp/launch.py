@@ -19,14 +19,16 @@ from portable_fsdp.runtime.command import (
     Once,
     number_of,
     run_command,
+    say_once_per_host,
     to_stderr,
 )
-from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
+from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, PortableFSDPError
 from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate, tpu_workers
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 
 if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded, ProblemsOf
+    from portable_fsdp.config.schema import Config
     from portable_fsdp.runtime.rendezvous import Hosts
 
 DESCRIPTION = """Train any model that the config names. With one process per GPU of this host:
@@ -63,7 +65,11 @@ def main(argv: list[str]) -> int:
     try:
         with early_stop(), KeptOutput() as output:
             return run_command(
-                _parser(), argv, lambda options: _launch(options, argv, output), say=_say, exit_interrupted=EXIT_FAILED
+                _parser(),
+                argv,
+                lambda options: _launch(options, argv, output),
+                say=say_once_per_host,
+                exit_interrupted=EXIT_FAILED,
             )
     except Stopped as request:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -78,14 +84,29 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
 
     end_with_agent(os.environ)
     num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
-    device, backend = resolve(options.device, options.backend)
-    processes = local_processes(device, backend, num_devices) if launch.is_alone and not launch.by_accelerate else 1
-    # Under torchrun one process may drive several devices, which only the engine counts; PJRT counts a slice's hosts.
-    is_counted, deployment = spec_of(backend).launcher_counts_devices, None
-    if launch.is_alone and (device != "tpu" or is_counted):
+
+    def local_count(device: str, backend: str) -> int:
+        alone = launch.is_alone and not launch.by_accelerate
+        return local_processes(device, backend, num_devices) if alone else 1
+
+    def deployment(device: str, backend: str) -> Deployment | None:
+        """None where only the engine counts devices (under torchrun), or hosts (PJRT, of a slice)."""
+        is_counted = spec_of(backend).launcher_counts_devices
+        if not launch.is_alone or (device == "tpu" and not is_counted):
+            return None
         hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
-        deployment = Deployment(backend, device, processes * hosts if is_counted else num_devices, hosts)
-    loaded = _read(options, lambda config: problems_of(config, deployment))
+        devices = local_count(device, backend) * hosts if is_counted else num_devices
+        return Deployment(backend, device, devices, hosts)
+
+    def problems_beside(config: "Config") -> list[str]:
+        try:
+            return problems_of(config, deployment(*resolve(options.device, options.backend)))
+        except PortableFSDPError as error:  # no such device here
+            return [str(error), *problems_of(config, None)]
+
+    loaded = _read(options, problems_beside)
+    device, backend = resolve(options.device, options.backend)
+    processes, is_counted = local_count(device, backend), spec_of(backend).launcher_counts_devices
 
     def check_devices(devices: int | None, counted_by: str = f"backend {backend}") -> None:
         if loaded.imports:
@@ -103,7 +124,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
             )
 
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
-    check_config(loaded.config, deployment)
+    check_config(loaded.config, deployment(device, backend))
     meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
         return _start(processes, argv, Path(loaded.config.run.dir), meeting)
@@ -161,7 +182,7 @@ def _start(processes: int, argv: list[str], run_dir: Path, hosts: "Hosts | None"
     code = run_processes(processes, "portable_fsdp.launch", argv, hosts)
     stopped = run_dir / "STOPPED"
     if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
-        _say(
+        say_once_per_host(
             "killed before the save finished: torch's launcher kills processes 30 s after the stop request.\n"
             "  Rerun the same command to resume from the newest checkpoint, if there is one."
         )
@@ -176,14 +197,6 @@ def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:
         if imported.kind == "environment" and names:
             settings = (f"{name}={imported.settings[name].value} ({imported.settings[name].key})" for name in names)
             yield f"from {imported.path}: {', '.join(settings)}"
-
-
-def _say(message: str) -> None:
-    """Print an error once per host: usually all processes have it, and the launcher ends the others."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(15)  # still alive after that: the first process doesn't have the error
-        message = f"[process {os.environ.get('RANK')}] {message}"
-    to_stderr(message)
 
 
 if __name__ == "__main__":

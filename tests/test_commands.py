@@ -60,12 +60,15 @@ def test_a_command_is_its_module() -> None:
         ("--fsdp=full shard", "unknown flag --fsdp; here an override: sharding.strategy=FULL_SHARD"),
         ("--bf16", "unknown flag --bf16; here an override: precision.compute=bfloat16"),
         ("--seq-len=128", "unknown flag --seq_len; here an override: data.seq_len=128"),
-        ("--deepspeed=ds.json", "a key of accelerate or the Trainer: write it into a file for --import"),
+        ("--learning-rate 0.001", "unknown flag --learning_rate; here an override: optim.lr=0.001"),
+        ("--bf16=false", "unknown flag --bf16; leave it out: off"),
+        ("--deepspeed=ds.json", "unknown flag --deepspeed; DeepSpeed is not an engine here; leave it out"),
+        ("--fsdp_config=x.json", "a file of accelerate or the Trainer: --import=FILE"),
         ("-c", "unknown flag -c; nearest: --config"),
     ],
 )
 def test_a_flag_of_another_tool_gets_our_override(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch.main([word]) == 2
+    assert launch.main(word.split(maxsplit=1) if word.startswith("--learning-rate") else [word]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -89,7 +89,7 @@ def test_rows_as_they_are_trained(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert explain.main([f"--config={config}", "--rows=2"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[1:] == [
-        "row 1 (number 0 of 1): 32 tokens, 10 count, 1 document(s), 5 padding",
+        "row 1 (index 0 of 1): 32 tokens, 10 count, 1 document(s), 5 padding",
         "  What is 2 plus 2?",
         "+  It is 4.<NUL>",
     ]

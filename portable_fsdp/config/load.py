@@ -7,6 +7,7 @@ from the files of other tools (`LayeredValues.add_default`).
 
 import difflib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
     from portable_fsdp.convert.facts import Import
 
 ProblemsOf = Callable[[Config], Iterable[str]]
-"""Further problems of a valid config, as messages."""
+"""Function that returns further problems of a valid config, as messages."""
+
+_STAND_INS = (r"model\.factory", r"stand_in:\w+", "1000000000")
+"""Patterns of what stands for a missing model and a missing number of steps."""
 
 _MAX_BYTES = 1 << 20
 MAX_PROBLEMS = 20
@@ -279,9 +283,13 @@ class LayeredValues:
         messages = [_bounded(text) for text in sorted(self.problems, key=lambda text: self.problems[text][:2])]
         more = len(messages) - MAX_PROBLEMS
         messages[MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
-        if (rest := config or self._without(wrong)) is not None:
-            names = [key_name(key) for key in wrong]  # what follows from a wrong key is no problem of its own
-            messages += [text for text in problems_of(rest) if not any(name in text for name in names)]
+        if more <= 0 and (rest := config or self._without(wrong)) is not None:
+            # What follows from a wrong key, or from a stand-in, is no problem of its own. A line that isn't indented
+            # begins a problem.
+            names = [re.escape(key_name(key)) for key in wrong if len(key) > 1]
+            follows = re.compile(rf"(?<![\w.])({'|'.join([*names, *_STAND_INS])})(?![\w.])")
+            found = (problem for text in problems_of(rest) for problem in re.split(r"\n(?! )", text))
+            messages += [_bounded(problem) for problem in found if not follows.search(problem)]
         raise ConfigError("\n".join(messages))
 
     def _without(self, wrong: set[Key]) -> Config | None:
@@ -293,7 +301,8 @@ class LayeredValues:
         }
         model, train = values.setdefault("model", {}), values.setdefault("train", {})
         if model.keys().isdisjoint(("architecture", "pretrained", "factory")):
-            model["factory"] = "none:none"
+            model["factory"] = "stand_in:model"
+            train["task"] = "stand_in:loss"
         if train.keys().isdisjoint(("steps", "epochs")):
             train["steps"] = 10**9
         try:

@@ -22,7 +22,7 @@ MAX_DEPTH = 40
 MAX_LENGTHS = {"key": 200, "int": 100, "float": 100}
 """In characters; Python takes quadratic time to convert a long number."""
 _IN_OUR_WORDS = {
-    "mapping values are not allowed here": "a second `key:` on one line; write it on the next line, further indented",
+    "mapping values are not allowed here": "unexpected `key:`: one key per line, and quotes around text with `: `",
     "could not find expected ':'": "a key without `:` and a space after it",
     "'\\t' that cannot start": "a tab; YAML indents with spaces",
     "found unexpected end of stream": "a quote that isn't closed",

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from portable_fsdp.config.describe import option_names
+from portable_fsdp.config.describe import option_names, yaml_value
 
 ACCELERATE, TRAINER, FSDP, SCRIPT = "accelerate", "TrainingArguments", "fsdp_config", "script arguments"
 MIXED, DEEPSPEED, MEGATRON = "mixed_precision_policy", "deepspeed_config", "megatron_lm_config"
@@ -173,20 +173,28 @@ _OPTIONS_OF_FACTS = {"~strategy": "sharding.strategy", "~mixed": "precision.comp
 
 
 def flag_hint(name: str, value: str) -> str:
-    """What to write here for a flag of the Trainer, accelerate or an option without its section; empty: unknown."""
+    """Return the override, or the reason, for a flag of the Trainer, accelerate, or an option without its section.
+
+    Empty for an unknown flag. `value`: as given; empty: none.
+    """
     row = next((row for place in TOP if (row := find(place, name)) is not None), None)
-    overrides: list[str] = []
-    for spelling in (value or "true", value.replace(" ", "_")):
-        with suppress(UnreadableValue):
-            options = outcome_of(row, spelling).options.items() if row else ()
-            named = [(_OPTIONS_OF_FACTS.get(key, key), setting) for key, setting in options]
-            overrides = [f"{option}={setting}" for option, setting in named if not option.startswith("~")]
     if row is None:
         ours = [option for option in option_names() if option.partition(".")[2] == plain_name(name)]
-        overrides = [f"{option}={value or 'VALUE'}" for option in ours]
-    if overrides:
-        return f"here an override: {' '.join(overrides)}"
-    return "a key of accelerate or the Trainer: write it into a file for --import" if row else ""
+        if not ours and nested_place("", name):
+            return "a file of accelerate or the Trainer: --import=FILE"
+        return f"here an override: {' or '.join(f'{option}={value or chr(46) * 3}' for option in ours)}" if ours else ""
+    for spelling in (value or "true", value.replace(" ", "_")):
+        with suppress(UnreadableValue):
+            outcome = outcome_of(row, spelling)
+            options = [(_OPTIONS_OF_FACTS.get(key, key), setting) for key, setting in outcome.options.items()]
+            overrides = [f"{key}={yaml_value(setting)}" for key, setting in options if not key.startswith("~")]
+            if overrides:
+                return f"here an override: {' '.join(overrides)}"
+            if outcome.kind == "refuse":
+                return f"{outcome.refuse}; {outcome.fixes}"
+            if outcome.kind in ("ignore", "launcher"):
+                return f"leave it out: {outcome.ignore or outcome.launcher}"
+    return "a key of accelerate or the Trainer: write it into a file for --import"
 
 
 def nested_place(place: str, key: str) -> str | None:

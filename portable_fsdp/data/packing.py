@@ -131,7 +131,9 @@ class PackedRows(Rows):
         """Return `input_ids` and `labels`, int64 `[len(indices), seq_len]`, of the rows with these indices."""
         window = np.arange(self.seq_len + 1)
         tokens = torch.tensor(self.tokens[indices[:, None] * self.seq_len + window].astype(np.int64))
-        return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        # Of one row both are contiguous parts of one tensor; an evaluation writes into the labels.
+        labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
+        return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels}
 
     def fingerprint(self) -> str:
         cut = f"{self.tokens.dtype} {self.seq_len}"

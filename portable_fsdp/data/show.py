@@ -9,9 +9,10 @@ from torch import Tensor
 
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.runtime.errors import printable
 
 COUNTS, CONTEXT = "+ ", "  "
-"""What begins a line whose tokens count in the loss, and one whose tokens don't."""
+"""Prefixes of lines whose tokens count in the loss, and of all others."""
 
 
 def rows_in_text(corpus: Corpus, seed: int, count: int) -> Iterator[str]:
@@ -26,17 +27,19 @@ def rows_in_text(corpus: Corpus, seed: int, count: int) -> Iterator[str]:
         if decode is None:
             yield f"row {place}: " + ", ".join(f"{name} {value.dtype} {[*value.shape]}" for name, value in row.items())
             continue
-        yield from _of_text(f"row {place} (number {number} of {len(corpus.rows)})", row, decode)
+        yield from _of_text(f"row {place} (index {number} of {len(corpus.rows)})", row, decode)
 
 
 def _of_text(title: str, row: dict[str, Tensor], decode: Callable[[list[int]], str]) -> Iterator[str]:
     ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
-    segments = row["segments"].tolist() if "segments" in row else [1] * len(ids)
+    has_documents = "segments" in row
+    segments = row["segments"].tolist() if has_documents else [1] * len(ids)
     counts = [label != IGNORED for label in labels]
-    yield (f"{title}: {len(ids)} tokens, {sum(counts)} count, {max(segments)} document(s), {segments.count(0)} padding")
+    documents = f", {max(segments)} document(s), {segments.count(0)} padding" if has_documents else ""
+    yield f"{title}: {len(ids)} tokens, {sum(counts)} count{documents}"
     # labels[t] is the token after input_ids[t]: a token counts where the label before it does
     tokens = [(segment, place > 0 and counts[place - 1], ids[place]) for place, segment in enumerate(segments)]
     for (segment, does_count), run in groupby(tokens, key=lambda token: token[:2]):
         if segment > 0:
-            text = decode([token for _, _, token in run])
+            text = printable(decode([token for _, _, token in run]))
             yield from ((COUNTS if does_count else CONTEXT) + line for line in text.split("\n"))

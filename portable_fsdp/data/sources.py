@@ -42,9 +42,13 @@ def files_of(documents: Documents, key: str = "data.path") -> list[Path]:
         if os.path.isdir(path):
             problem = "expected a file or a glob, found a folder"
             fix = f"Name its files: {os.path.join(path, EXAMPLES[documents.source])}"
+        elif not matches and path.startswith("~"):
+            fix = f"`~` is not expanded: {os.path.expanduser(path)}"
         if key == _HELD_OUT:
             fix += f" {AS_A_SHARE}"
         raise DataError(f"{key}: {problem}: {path}\n  {fix}")
+    if documents.source == "jsonl" and (tables := [file for file in files if file.suffix in (".csv", ".tsv", ".xlsx")]):
+        raise DataError(f"{key}: {tables[0]}: tables are not read.\n  Convert it to JSON lines or Parquet.")
     return files
 
 

@@ -3,6 +3,7 @@
 Names in a checkpoint are untrusted: each is in a code span or in YAML. Of local paths only the last part is written.
 """
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,20 @@ from typing import Any
 import yaml
 
 from portable_fsdp.checkpoint.format import Manifest, run_name
+from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.runtime.errors import printable
 from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.hub import is_hub_id
 
 _FROM_PRETRAINED = 'from {library} import {name}\n\nmodel = {name}.from_pretrained("FOLDER")'
-_STATE_DICT = 'from safetensors.torch import load_file\n\nmodel.load_state_dict(load_file("FOLDER/model.safetensors"))'
+_STATE_DICT = """from pathlib import Path
+
+from safetensors.torch import load_file
+
+weights = {}
+for path in Path("FOLDER").glob("*.safetensors"):
+    weights |= load_file(path)
+model.load_state_dict(weights)  # the module that the run's model.factory returns"""
 
 
 def write_card(folder: Path, manifest: Manifest, library: str, opened_by: str | None) -> None:
@@ -26,8 +35,8 @@ def write_card(folder: Path, manifest: Manifest, library: str, opened_by: str | 
     front: dict[str, Any] = {"library_name": library, "license": _license(base)}
     if is_hub_id(base):
         front["base_model"] = base.partition("@")[0]
-    if datasets := [path for path, source in zip(paths, sources, strict=True) if source.get("source") == "huggingface"]:
-        front["datasets"] = [path for path in datasets if is_hub_id(path)]
+    on_hub = [path for path, source in zip(paths, sources, strict=True) if source.get("source") == "huggingface"]
+    front["datasets"] = [name for name in map(_repository, on_hub) if is_hub_id(name)]
     facts = {
         "Base model": _public(base) if base else "none: trained from scratch",
         "License": front["license"] or "unknown: see the base model and the data",
@@ -36,7 +45,11 @@ def write_card(folder: Path, manifest: Manifest, library: str, opened_by: str | 
     }
     front = {key: value for key, value in front.items() if value}
     lines = "\n".join(f"- {name}: {_code(str(value))}" for name, value in facts.items())
-    how = _FROM_PRETRAINED.format(library=library, name=opened_by) if opened_by else _STATE_DICT
+    how = (
+        _FROM_PRETRAINED.format(library=library, name=opened_by)
+        if opened_by and opened_by.isidentifier()
+        else _STATE_DICT
+    )
     title, front_matter = _code(run_name(manifest.config) or "model"), yaml.safe_dump(front, sort_keys=False)
     text = f"---\n{front_matter}---\n\n# {title}\n\n{lines}\n\n```python\n{how}\n```\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -44,14 +57,20 @@ def write_card(folder: Path, manifest: Manifest, library: str, opened_by: str | 
 
 def _license(base: str) -> str:
     """Return the license that a local base's README.md states; empty if unknown."""
-    with suppress(OSError, ValueError, yaml.YAMLError, AttributeError):
-        text = read_regular(Path(base) / "README.md", Path(base), max_bytes=1 << 20).decode()
-        return str(yaml.safe_load(text.split("---")[1]).get("license") or "") if text.startswith("---") else ""
+    with suppress(OSError, ValueError, yaml.YAMLError, AttributeError, IndexError):
+        text = read_regular(Path(base) / "README.md", Path(base)).decode()
+        license = parse(text.split("---")[1])[1].get("license") if text.startswith("---") else ""
+        return license if isinstance(license, str) else ""
     return ""
 
 
+def _repository(name: str) -> str:
+    """Return `org/name` of `org/name[:subset][@revision]`."""
+    return re.split("[:@]", name)[0]
+
+
 def _public(name: str) -> str:
-    return name if is_hub_id(name) else Path(name).name
+    return name if is_hub_id(_repository(name)) else Path(name).absolute().name
 
 
 def _code(text: str) -> str:

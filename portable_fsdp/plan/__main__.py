@@ -14,6 +14,7 @@ from portable_fsdp.backends.open import engine_made_for
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
+from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.plan import planner, result
 from portable_fsdp.plan.planner import PlanOf
@@ -33,6 +34,7 @@ or no micro batch fits; 1 any other error; 130 for Ctrl-C"""
 
 def _parser() -> CommandParser:
     parser = CommandParser("plan", DESCRIPTION, epilog=EXIT_CODES)
+    parser.foreign_hint = flag_hint
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a key of the config")
     parser.add_argument("--config", action=Once, metavar="FILE", help="YAML file, as for portable_fsdp.launch")
     parser.add_argument("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)

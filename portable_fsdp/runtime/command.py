@@ -6,6 +6,7 @@ dashes are dropped, as in Hydra and torchtitan); no abbreviations.
 
 import argparse
 import difflib
+import importlib.util
 import io
 import logging
 import math
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,7 +34,7 @@ from portable_fsdp.runtime.host import keep_torch_tpu_out, pip_install
 
 _OWN_PACKAGES = (
     *("absl", "accelerate", "annotated_types", "numpy", "psutil", "pydantic", "rich", "safetensors", "tokenizers"),
-    *("torch", "transformers", "upath", "xxhash", "yaml"),
+    *("torch", "transformers", "upath", "xxhash", "yaml", "gguf", "huggingface_hub", "packaging", "tqdm"),
 )
 """The packages that every command may import."""
 
@@ -47,6 +49,14 @@ def to_stderr(message: str) -> None:
     """Print without passwords; ignores a terminal that can't be written to, so that the run continues."""
     with suppress(OSError):
         print(without_passwords(message), file=sys.stderr, flush=True)
+
+
+def say_once_per_host(message: str) -> None:
+    """Print an error once per host: usually all processes have it, and the launcher ends the others."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(15)  # still alive after that: the first process doesn't have the error
+        message = f"[process {os.environ.get('RANK')}] {message}"
+    to_stderr(message)
 
 
 class LogLines(logging.Formatter):
@@ -128,12 +138,16 @@ class CommandParser(argparse.ArgumentParser):
 
     def _prepared(self, args: Sequence[str] | None) -> list[str]:
         words = self._with_flagfiles(list(sys.argv[1:] if args is None else args))
-        return [*_overrides_without_dashes(map(_with_underscores, words))]
+        self._words = [*_overrides_without_dashes(map(_with_underscores, words))]
+        return self._words
 
     def _without_unknown(self, parsed: tuple[Any, list[str]]) -> tuple[Any, list[str]]:
         for word in parsed[1]:
             if word.startswith("-"):
-                flag, _, value = word.partition("=")
+                flag, equals, value = word.partition("=")
+                following = self._words[self._words.index(word) + 1 :][:1]
+                if not equals and following and not following[0].startswith("-"):
+                    [value] = following
                 known = list(self._option_string_actions)
                 near = [name for name in known if len(flag) == 2 and name.startswith(f"-{flag}")]  # -c: --config
                 near = near or difflib.get_close_matches(flag, known, n=1)
@@ -195,10 +209,12 @@ def _with_underscores(word: str) -> str:
 
 def _overrides_without_dashes(words: Iterable[str]) -> Iterator[str]:
     """`--optim.lr=1e-3` and `--optim.lr 1e-3` as `optim.lr=1e-3`."""
-    words = iter(words)
-    for word in words:
+    queue = deque(words)
+    while queue:
+        word = queue.popleft()
         if re.match(r"--[a-z_0-9]+\.[a-z_0-9.]+(=|$)", word):
-            word = word[2:] if "=" in word else f"{word[2:]}={next(words, '')}"
+            has_value = bool(queue) and not queue[0].startswith("--")
+            word = word[2:] if "=" in word else f"{word[2:]}={queue.popleft() if has_value else 'true'}"
         yield word
 
 
@@ -231,7 +247,7 @@ def run_command(
         return exit_interrupted
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        if name not in _OWN_PACKAGES:
+        if name not in _OWN_PACKAGES or importlib.util.find_spec(name) is not None:  # a part of it is missing
             raise
         say(f"The package {name} is not installed: {pip_install()}\n{NOTHING_STARTED}")
         return EXIT_USAGE

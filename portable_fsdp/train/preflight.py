@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +32,27 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------------------------------- without torch
 
 
-def check_config(config: Config, deployment: Deployment | None) -> None:
+def check_config(config: Config, deployment: Deployment | None, *, writes: bool = True) -> None:
     """Check a config for a deployment, and the files that it names on this host; contacts no hub and no object store.
 
-    None: where it runs is not known yet; only the config's own values are checked. Raises one error with all problems.
+    None: where it runs is not known yet; only the config's own values are checked. `writes`: it will write into the
+    run's folders. Raises one error with all problems.
     """
-    _together(*_checks(config, deployment))
+    _together(*_checks(config, deployment, writes=writes))
 
 
 def problems_of(config: Config, deployment: Deployment | None) -> list[str]:
-    """The messages of what `check_config` would raise, one for each problem."""
+    """Return the messages of what `check_config` would raise, one for each check."""
     return [str(error) for error in _errors(_checks(config, deployment))]
 
 
-def _checks(config: Config, deployment: Deployment | None) -> list[Callable[[], None]]:
+def _checks(config: Config, deployment: Deployment | None, *, writes: bool = True) -> list[Callable[[], None]]:
     if deployment is None:
         return _values(config)
     return [
         lambda: require_supported(config, deployment),
         *_values(config),
-        *_folders(config),
+        *(_folders(config) if writes else ()),
         lambda: _require_model(config),
         lambda: _require_data(config),
     ]
@@ -154,13 +154,14 @@ def checkpoint_folder(config: Config) -> Path:
 # ---------------------------------------------------------------------------------------------------- with the engine
 
 
-def check_with_engine(config: Config, backend: "Backend") -> None:
+def check_with_engine(config: Config, backend: "Backend", *, writes: bool = True) -> None:
     """Raise on all processes for folders that aren't writable and for a wrong architecture, before minutes of
     tokenizing. *collective*"""
     from portable_fsdp.models.architecture import read_architecture
     from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 
-    on_process_0(backend, lambda: _together(*_folders(config)))
+    if writes:
+        on_process_0(backend, lambda: _together(*_folders(config)))
     if (architecture := config.model.architecture) is not None:
         before_transformers()
         on_each_process(backend, lambda: read_architecture(architecture, config.train.task, logs=False))
@@ -179,7 +180,8 @@ def open_data(config: Config, backend: "Backend") -> "Corpus":
         try:
             return build_data(config.data, config.model)
         except PortableFSDPError as error:
-            _together(partial(_raise, error), lambda: _try_model(config))
+            if problem := _problem_of_model(config):
+                error.args = (f"{error}\n{problem}",)
             raise
 
     corpus = on_each_process(backend, build)
@@ -189,19 +191,21 @@ def open_data(config: Config, backend: "Backend") -> "Corpus":
     return corpus
 
 
-def _raise(error: PortableFSDPError) -> None:
-    raise error
-
-
-def _try_model(config: Config) -> None:
-    """Build the model on the meta device. Raises ConfigError for what doesn't fit together."""
+def _problem_of_model(config: Config) -> str:
+    """Build the model on the meta device; return what doesn't fit together, or an empty string."""
     from portable_fsdp.models.build import build_model
     from portable_fsdp.models.tasks import find_task
     from portable_fsdp.models.wrap import find_units
 
-    task, seq_len = find_task(config.train.task, eager=True), config.data.seq_len
-    built = build_model(config.model, config.precision, seed=0, seq_len=seq_len, vocabulary=0, task=task)
-    find_units(built.model, config.sharding)
+    try:
+        task, seq_len = find_task(config.train.task, eager=True), config.data.seq_len
+        built = build_model(config.model, config.precision, seed=0, seq_len=seq_len, vocabulary=0, task=task)
+        find_units(built.model, config.sharding)
+    except PortableFSDPError as error:
+        return str(error)
+    except Exception:  # the model's own: the error of the data goes first
+        return ""
+    return ""
 
 
 # ----------------------------------------------------------------------------------------------------- with the model

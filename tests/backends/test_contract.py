@@ -365,7 +365,7 @@ def test_each_document_has_its_own_loss_and_the_run_its_curve(group: Group, name
 
 
 def test_a_model_that_lets_documents_see_each_other_is_refused(group: Group, workers: GetWorkers) -> None:
-    with pytest.raises(JobFailed, match="Mamba2ForCausalLM doesn.t keep the documents of a row apart: ") as failure:
+    with pytest.raises(JobFailed, match=r"Mamba2ForCausalLM doesn.t keep the documents of a row apart: ") as failure:
         workers(group).run(train_documents, case=packed("mamba2"))
     assert failure.value.kind == "ConfigError"
 

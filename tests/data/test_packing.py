@@ -60,6 +60,13 @@ def documents(*lengths: int, seq_len: int, counted: NDArray[np.bool_] | None = N
     return DocumentRows(tokens, counted, pieces, seq_len=seq_len, padding=7, **given)
 
 
+def test_labels_of_one_row_have_memory_of_their_own() -> None:
+    """An evaluation writes into the labels of rows that only fill its last batch."""
+    batch = PackedRows(np.arange(20, dtype=np.uint8), 4).rows(np.array([1]))
+    batch["labels"].fill_(-100)
+    assert batch["input_ids"].tolist() == [[4, 5, 6, 7]]
+
+
 def test_documents_share_a_row_each_with_positions_and_a_segment_of_its_own() -> None:
     rows = documents(3, 4, 2, seq_len=6)
     assert len(rows) == 2

@@ -81,7 +81,7 @@ def test_targets_in_words() -> None:
         (["v5p:32", "v5p-2x2x4", "v5p:4x2x2"], "v5p:2x2x4 (16 chips, Google's v5p-32)"),
         (["v5p:3x3x3"], "v5p:2x4x4 (32 chips, Google's v5p-64)"),
         (["v5p", "v5p-0"], "v5p:2x2x1 (4 chips, Google's v5p-8)"),
-        (["v5p-12"], "Google's v5p-N (N counts 2 a chip)"),
+        (["v5p-12"], "Google's v5p-N (N counts 2 per chip)"),
         (["v6e-17"], "v6e:4x4 (16 chips, Google's v6e-16)"),
         (["v6e:4x4x4"], "v6e:8x8"),
         (["v5e:32x32"], "v5e:16x16 (256 chips, Google's v5litepod-256)"),  # libtpu takes it, but nobody sells it
