@@ -91,7 +91,7 @@ def engine_made_for(device: str) -> str:
 def require_names(device: str, backend: str) -> None:
     """Raise BackendError for an unknown device or engine."""
     if device not in ("auto", *DEVICES):
-        cuda = " A GPU of NVIDIA's is cuda." if device.lower() == "gpu" else ""
+        cuda = " For NVIDIA GPUs use cuda." if device.lower() == "gpu" else ""
         raise BackendError(f"--device={device}: expected one of auto, {', '.join(DEVICES)}.{cuda}")
     if backend not in ("auto", *ENGINES):
         raise BackendError(f"--backend={backend}: expected one of auto, {', '.join(ENGINES)}.")

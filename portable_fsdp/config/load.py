@@ -132,8 +132,9 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
         node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
     except (FileNotFoundError, IsADirectoryError) as error:
         actual = "this is a folder" if isinstance(error, IsADirectoryError) else "no such file"
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.y*ml")], n=1)
-        fix = f"nearest: {path.parent / near[0]}" if near else "name a YAML config file"
+        files = {each.stem: each for each in path.parent.glob("*.y*ml")}
+        near = difflib.get_close_matches(path.stem, files, n=1)
+        fix = f"nearest: {files[near[0]]}" if near else "name a YAML config file"
         raise ConfigError(f"{path}: {actual}; {fix}.") from None
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}.") from None

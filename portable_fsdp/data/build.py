@@ -263,7 +263,7 @@ def _log_rows(purpose: str, part: _SourceRows, seq_len: int) -> None:
     if count := len(part.rows):
         tried = part.rows.rows(np.arange(count if count <= _FEW else _FEW // 16, dtype=np.int64))["labels"]
         share = 100 * count_labels({"labels": tried}) / tried.numel()
-        about = "" if len(tried) == count else "about "
+        about = "" if len(tried) == count or share == 100 else "about "
         documents = f"{_documents(len(part.documents))} of {part.source}"
         log.info(
             f"data: {purpose}: {documents} in {count:,} rows of {seq_len:,} tokens; {about}{share:.0f}% of tokens count"
