@@ -169,7 +169,7 @@ BAD_STARTS = {
         "found 2 process(es), 2 chip(s) on this host and 0 address(es)",
     ),
     "several slices": (2, {"MEGASCALE_NUM_SLICES": "2"}, "expected one slice"),
-    "a host that has no number": (2, {"TPU_WORKER_HOSTNAMES": "a,b"}, "no TPU_WORKER_ID"),
+    "a host that has no number": (2, {"TPU_WORKER_HOSTNAMES": "a,b"}, "but TPU_WORKER_ID is not set"),
 }
 
 
