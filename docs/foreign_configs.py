@@ -13,7 +13,7 @@ from portable_fsdp.convert.table import ENVIRONMENT, KeyOutcome, KeyRow, key_tab
 INTRODUCTION = """# Configs of other tools
 
 `--config` and `--import` take a file of `accelerate config` (0.20 to 1.15), a Trainer's `fsdp_config`, and
-TrainingArguments, as YAML or JSON. Set the model and the data by overrides, or in a config of ours with the file as
+TrainingArguments, as YAML or JSON. Set the model and the data by overrides, or in our own config with the file as
 `--import`:
 
 ```bash
@@ -58,7 +58,7 @@ accelerate launch --config_file tests/convert/samples/accelerate_1_15_fsdp2.yaml
 (The file says 8 processes, which can't share quickstart's batch of 24 rows.)
 
 accelerate passes its file and flags in environment variables. A process that `accelerate launch` started reads them as
-strictly as a file: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, a file of ours and a Trainer's
+strictly as a file: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, our own file and a Trainer's
 arguments take precedence; an imported accelerate file must agree. The second line of a run lists these options.
 accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under version 1 the first counts, unless
 it has the launcher's default and the second names a strategy; under version 2 only the second.

@@ -24,6 +24,7 @@ from portable_fsdp.runtime.command import (
 )
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 from portable_fsdp.runtime.launchers import detect_launch
+from portable_fsdp.runtime.signals import end_with_agent
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.contract import Backend
@@ -62,6 +63,7 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
     from portable_fsdp.backends.refusals import Deployment
     from portable_fsdp.train.preflight import check_config
 
+    end_with_agent(os.environ)
     checkpoint, config, is_validation = _read(options.source, options.overrides)
     num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
     device, backend = resolve(options.device, options.backend)

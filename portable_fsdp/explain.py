@@ -2,6 +2,7 @@
 
 Without a config it prints the whole table: each option, and when it is honoured, delegated or refused. It reads
 config/schema.py, backends/refusals.py and backends/<engine>/options.py, without importing torch or opening a device.
+Only `--rows` imports torch and reads the data.
 """
 
 import argparse

@@ -23,10 +23,11 @@ from portable_fsdp.runtime.command import (
     to_stderr,
 )
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, PortableFSDPError
-from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate, tpu_workers
+from portable_fsdp.runtime.launchers import Launch, detect_launch, is_by_accelerate, tpu_workers
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 
 if TYPE_CHECKING:
+    from portable_fsdp.backends.refusals import Deployment
     from portable_fsdp.config.load import Loaded, ProblemsOf
     from portable_fsdp.config.schema import Config
     from portable_fsdp.runtime.rendezvous import Hosts
@@ -78,35 +79,22 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
-    from portable_fsdp.backends.open import local_processes, resolve, spec_of
-    from portable_fsdp.backends.refusals import Deployment
+    from portable_fsdp.backends.open import resolve, spec_of
     from portable_fsdp.train.preflight import check_config, problems_of
 
     end_with_agent(os.environ)
     num_devices, launch = number_of("num_devices", options.num_devices), detect_launch(os.environ)
 
-    def local_count(device: str, backend: str) -> int:
-        alone = launch.is_alone and not launch.by_accelerate
-        return local_processes(device, backend, num_devices) if alone else 1
-
-    def deployment(device: str, backend: str) -> Deployment | None:
-        """None where only the engine counts devices (under torchrun), or hosts (PJRT, of a slice)."""
-        is_counted = spec_of(backend).launcher_counts_devices
-        if not launch.is_alone or (device == "tpu" and not is_counted):
-            return None
-        hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
-        devices = local_count(device, backend) * hosts if is_counted else num_devices
-        return Deployment(backend, device, devices, hosts)
-
     def problems_beside(config: "Config") -> list[str]:
         try:
-            return problems_of(config, deployment(*resolve(options.device, options.backend)))
+            return problems_of(config, _deployment(launch, *resolve(options.device, options.backend), num_devices))
         except PortableFSDPError as error:  # no such device here
             return [str(error), *problems_of(config, None)]
 
     loaded = _read(options, problems_beside)
     device, backend = resolve(options.device, options.backend)
-    processes, is_counted = local_count(device, backend), spec_of(backend).launcher_counts_devices
+    processes = _processes(launch, device, backend, num_devices)
+    is_counted = spec_of(backend).launcher_counts_devices
 
     def check_devices(devices: int | None, counted_by: str = f"backend {backend}") -> None:
         if loaded.imports:
@@ -124,7 +112,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
             )
 
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
-    check_config(loaded.config, deployment(device, backend))
+    check_config(loaded.config, _deployment(launch, device, backend, num_devices))
     meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
     if processes > 1 or meeting:
         return _start(processes, argv, Path(loaded.config.run.dir), meeting)
@@ -148,6 +136,26 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         keep_output=output.begin,
         exporter=exporter,
     )
+
+
+def _processes(launch: Launch, device: str, backend: str, num_devices: int | None) -> int:
+    """Return the number of processes to start on this host; 1 if a launcher started this one."""
+    from portable_fsdp.backends.open import local_processes
+
+    return local_processes(device, backend, num_devices) if launch.is_alone and not launch.by_accelerate else 1
+
+
+def _deployment(launch: Launch, device: str, backend: str, num_devices: int | None) -> "Deployment | None":
+    """Return where the run will be; None if only the engine knows: under a launcher, or on a slice under PJRT."""
+    from portable_fsdp.backends.open import spec_of
+    from portable_fsdp.backends.refusals import Deployment
+
+    is_counted = spec_of(backend).launcher_counts_devices
+    if not launch.is_alone or (device == "tpu" and not is_counted):
+        return None
+    hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
+    devices = _processes(launch, device, backend, num_devices) * hosts if is_counted else num_devices
+    return Deployment(backend, device, devices, hosts)
 
 
 def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":

@@ -285,8 +285,7 @@ class LayeredValues:
         more = len(messages) - MAX_PROBLEMS
         messages[MAX_PROBLEMS:] = [f"... and {more} more problems."] if more > 0 else []
         if more <= 0 and (rest := config or self._without(wrong)) is not None:
-            # What follows from a wrong key, or from a stand-in, is no problem of its own. A line that isn't indented
-            # begins a problem.
+            # Drop errors that a wrong key or a stand-in causes. Each line without indentation begins an error.
             names = [re.escape(key_name(key)) for key in wrong if len(key) > 1]
             follows = re.compile(rf"(?<![\w.])({'|'.join([*names, *_STAND_INS])})(?![\w.])")
             found = (problem for text in problems_of(rest) for problem in re.split(r"\n(?! )", text))

@@ -33,7 +33,7 @@ class KeyEntry(NamedTuple):
     raw: Raw
     line: int  # 0: an environment variable
     where: str  # file:line, or the launcher
-    option: str = ""  # the option of ours, or the fact (`~name`), that it sets
+    option: str = ""  # our option, or the fact (`~name`), that it sets
     value: object = None  # the value of that option
     remark: str = ""  # about the option, or why the key sets nothing
     fact: str = ""  # the launcher's fact: num_processes, num_machines, use_cpu, device

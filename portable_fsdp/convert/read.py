@@ -125,7 +125,7 @@ def _is_ours(node: MappingNode) -> bool:
 
 
 def _is_foreign(node: MappingNode) -> bool:
-    """Return whether the table has a key of this file, which has no section of ours."""
+    """Return whether the table has a key of this file. Call it for files without our sections."""
     keys = [str(key.value) for key, _ in _pairs(node) if isinstance(key, ScalarNode)]
     return any(nested_place("", key) or any(find(place, key) for place in TOP) for key in keys)
 

@@ -1,6 +1,6 @@
 """Rules over several keys: the strategy, dtypes, the batch, evaluations and other options that no key sets alone.
 
-A row of the table sets an option of ours if its key decides alone, else a fact (`~name`) for a rule. For example,
+A row of the table sets our option if its key decides alone, else a fact (`~name`) for a rule. For example,
 `fsdp_sharding_strategy: HYBRID_SHARD` sets `~strategy`, and with `num_machines: 1` the rule makes it FULL_SHARD. A rule
 is a function of `ForeignFacts`: it reads `facts.keys` (unchanged) and writes `facts.options`, each with the key that
 decided. No rule reads the output of another, so their order doesn't matter.

@@ -44,7 +44,7 @@ class KeyOutcome(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     settings: Mapping[str, Any] | str | None = Field(default=None, alias="set")
-    """Options of ours, or facts (`~name`) for the rules; in a row `it` stands for the value, as a bare name does."""
+    """Our options, or facts (`~name`) for the rules; in a row `it` stands for the value, as a bare name does."""
     remark: str = ""
     ignore: str | None = None  # why the key has no effect
     launcher: str | None = None  # what the launcher decides here
@@ -182,7 +182,8 @@ def flag_hint(name: str, value: str) -> str:
         ours = [option for option in option_names() if option.partition(".")[2] == plain_name(name)]
         if not ours and nested_place("", name):
             return "a file of accelerate or the Trainer: --import=FILE"
-        return f"here an override: {' or '.join(f'{option}={value or chr(46) * 3}' for option in ours)}" if ours else ""
+        overrides = [f"{option}={value or '...'}" for option in ours]
+        return f"here an override: {' or '.join(overrides)}" if ours else ""
     for spelling in (value or "true", value.replace(" ", "_")):
         with suppress(UnreadableValue):
             outcome = outcome_of(row, spelling)

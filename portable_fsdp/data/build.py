@@ -260,7 +260,7 @@ class _Builder:
 
 def _log_rows(purpose: str, part: _SourceRows, seq_len: int) -> None:
     """Log what a part trains or evaluates; the share of tokens that count is that of a few rows, if there are many."""
-    if count := len(part.rows):
+    if (count := len(part.rows)) and log.isEnabledFor(logging.INFO):  # process 0
         tried = part.rows.rows(np.arange(count if count <= _FEW else _FEW // 16, dtype=np.int64))["labels"]
         share = 100 * count_labels({"labels": tried}) / tried.numel()
         about = "" if len(tried) == count or share == 100 else "about "

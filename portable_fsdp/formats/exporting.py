@@ -51,7 +51,7 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
 
 
 def require_replaceable(folder: Path) -> None:
-    """Refuse a link, the working directory, and a folder with more than an export of ours. Raises `CheckpointError`."""
+    """Refuse a link, the working directory, and a folder with other files than our export. Raises `CheckpointError`."""
 
     def problems() -> Iterator[str]:
         if folder.is_symlink():

@@ -154,7 +154,7 @@ def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Gen
 
 
 def _compiled(optimizer: torch.optim.Optimizer) -> CountingOptimizer | None:
-    """Return the optimizer if it is one of ours in a compiled step."""
+    """Return the optimizer if it is our own class in a compiled step."""
     is_compiled = any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
     return optimizer if is_compiled and isinstance(optimizer, CountingOptimizer) else None
 

@@ -92,7 +92,7 @@ def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
             if export.is_dir()
             else f"Export it: python -m portable_fsdp.checkpoint export {name} FOLDER"
         )
-        raise ConfigError(f"{key}: {name} is a run or a checkpoint of ours, not a model folder.\n  {fix}.")
+        raise ConfigError(f"{key}: {name} is the folder of a run or checkpoint, not of a model.\n  {fix}.")
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None:
         raise ConfigError(

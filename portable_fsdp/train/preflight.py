@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 def check_config(config: Config, deployment: Deployment | None, *, writes: bool = True) -> None:
     """Check a config for a deployment, and the files that it names on this host; contacts no hub and no object store.
 
-    None: where it runs is not known yet; only the config's own values are checked. `writes`: it will write into the
-    run's folders. Raises one error with all problems.
+    `deployment`: None if it is not known yet; then only the config's own values are checked. `writes`: whether the
+    command writes into the run's folders. Raises one error with all problems.
     """
     _together(*_checks(config, deployment, writes=writes))
 
@@ -180,7 +180,8 @@ def open_data(config: Config, backend: "Backend") -> "Corpus":
         try:
             return build_data(config.data, config.model)
         except PortableFSDPError as error:
-            if problem := _problem_of_model(config):
+            # Not of a hub model: its weights would be downloaded first.
+            if not is_hub_id(config.model.pretrained or "") and (problem := _problem_of_model(config)):
                 error.args = (f"{error}\n{problem}",)
             raise
 
@@ -201,10 +202,8 @@ def _problem_of_model(config: Config) -> str:
         task, seq_len = find_task(config.train.task, eager=True), config.data.seq_len
         built = build_model(config.model, config.precision, seed=0, seq_len=seq_len, vocabulary=0, task=task)
         find_units(built.model, config.sharding)
-    except PortableFSDPError as error:
-        return str(error)
-    except Exception:  # the model's own: the error of the data goes first
-        return ""
+    except Exception as error:  # an error of the model's own code: that of the data goes first
+        return str(error) if isinstance(error, PortableFSDPError) else ""
     return ""
 
 

@@ -7,8 +7,7 @@ searches only lists, tuples and dicts.
 """
 
 import traceback
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -36,26 +35,20 @@ _CAUSES = {
 }
 
 
-@contextmanager
-def explained_errors(models: Iterable[nn.Module]) -> Generator[None]:
-    """Context of forward and backward: turn torch's error about a unit that FSDP2 can't track into a BackendError that
-    names the module."""
-    try:
-        yield
-    except RuntimeError as error:
-        for words, (problem, fix) in _CAUSES.items():
-            if words in str(error):
-                names = {module: name for model in models for name, module in model.named_modules()}
-                # In backward no module runs: name the last unit that backward hasn't reached.
-                places: list[Any] = [*[*names][:1], *(m for m in names if "storage" in words and _is_idle(m))]
-                places += [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-                place = next(m for m in reversed(places) if isinstance(m, nn.Module) and m in names)
-                kind = type(place).__name__.removeprefix("FSDP" if isinstance(place, FSDPModule) else "")
-                raise BackendError(
-                    f"backend native: {names[place] or 'the model'} ({kind}) {problem}.\n"
-                    f"  {fix}, or set sharding.wrap=NO_WRAP, or sharding.strategy=NO_SHARD."
-                ) from error
-        raise
+def explain(error: RuntimeError, models: Iterable[nn.Module]) -> None:
+    """Raise BackendError, which names the module, if torch's error is about a unit that FSDP2 can't track."""
+    for words, (problem, fix) in _CAUSES.items():
+        if words in str(error):
+            names = {module: name for model in models for name, module in model.named_modules()}
+            # In backward no module runs: name the last unit that backward hasn't reached.
+            places: list[Any] = [*[*names][:1], *(m for m in names if "storage" in words and _is_idle(m))]
+            places += [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+            place = next(m for m in reversed(places) if isinstance(m, nn.Module) and m in names)
+            kind = type(place).__name__.removeprefix("FSDP" if isinstance(place, FSDPModule) else "")
+            raise BackendError(
+                f"backend native: {names[place] or 'the model'} ({kind}) {problem}.\n"
+                f"  {fix}, or set sharding.wrap=NO_WRAP, or sharding.strategy=NO_SHARD."
+            ) from error
 
 
 def _is_idle(module: nn.Module) -> bool:
@@ -89,7 +82,7 @@ class Boundary:
         return self._arguments
 
     def _leave(self, output: Any) -> Any:
-        """Hook the outputs. FSDP2 calls this after the unit's forward, in place of its own search of `output`."""
+        """Hook the outputs. FSDP2 calls this after the unit's forward, instead of searching `output` itself."""
         self._replaced.write_back()
         if torch.is_grad_enabled():
             self._modules = self._modules or [*self._own_modules()]

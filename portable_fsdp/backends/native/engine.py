@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import contract
-from portable_fsdp.backends.native.boundary import explained_errors
 from portable_fsdp.backends.native.units import (
     ComputeTime,
     local_part,
@@ -262,7 +261,7 @@ class NativeBackend(contract.Backend):
                     root.set_requires_gradient_sync(last)
         self._gather_first(models)
         sums = self._gradient_sums(models) if last and self.process.count > 1 else None
-        with sums.summing() if sums else nullcontext(), explained_errors(models):
+        with sums.summing() if sums else nullcontext(), _explained_errors(models):
             yield
 
     def _gradient_sums(self, models: list[nn.Module]) -> GradientSums | None:
@@ -296,7 +295,7 @@ class NativeBackend(contract.Backend):
         if self._programs:
             self._programs.expect_others()
         try:
-            with torch.no_grad(), explained_errors(self._models):
+            with torch.no_grad(), _explained_errors(self._models):
                 yield
         finally:
             for model in self._models:
@@ -527,6 +526,18 @@ def _check_launch(device: str, num_devices: int | None, world_size: int, local_r
             f"{torch.cuda.device_count()}.\n  Start at most that many processes: torchrun --nproc_per_node=gpu. "
             "Under srun each task must see all GPUs of its host: --gpus-per-node, without --gpus-per-task."
         )
+
+
+@contextmanager
+def _explained_errors(models: Iterable[nn.Module]) -> Generator[None]:
+    """Context of forward and backward: an error about a unit that FSDP2 can't track names the module."""
+    try:
+        yield
+    except RuntimeError as error:
+        from portable_fsdp.backends.native.boundary import explain
+
+        explain(error, models)
+        raise
 
 
 def _scale(tensors: list[Tensor], factor: Tensor) -> None:

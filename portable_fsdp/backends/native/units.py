@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from portable_fsdp.backends.contract import ShardPolicy, dropouts, output_head, parameter_slots
-from portable_fsdp.backends.native.boundary import Boundary
 from portable_fsdp.backends.nested import Replacement, flatten, floats_in
 from portable_fsdp.backends.weight_uses import dtype_of, in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
@@ -238,6 +237,8 @@ def _fully_shard(
     group = cast(FSDPModule, modules[0])
     group.set_gradient_divide_factor(1.0)
     group.set_force_sum_reduction_for_comms(True)
+    from portable_fsdp.backends.native.boundary import Boundary  # a run without shards needs none
+
     Boundary(group)
 
 

@@ -322,7 +322,7 @@ COMPILER_OPTIONS_OF = {
 
 
 def libtpu_arguments(environ: Mapping[str, str], generation: str = "") -> str:
-    """Return LIBTPU_INIT_ARGS for a run and a plan: the user's arguments, then those of ours that the user didn't set.
+    """Return LIBTPU_INIT_ARGS for a run and a plan: the user's arguments, then our defaults for the rest.
 
     Args:
         environ: the environment with the user's arguments.

@@ -50,7 +50,7 @@ class LayerLoop:
         self._products, self._offload = "matmul" in policy.save_ops, offload
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
-        # By whether autograd records: how the layers were called, and the body for that call. scan keeps the first
+        # Keyed by whether autograd records: the call of the layers, and the body for it. scan keeps the first
         # program that it traces of a body, and one traced in an evaluation has no gradients of the weights.
         self._traced: dict[bool, tuple[Any, Any]] = {}
         self._inputs: list[Any] = []
