@@ -69,6 +69,7 @@ def accuracies(out: str) -> list[float]:
     return [float(number) for number in re.findall(r": accuracy (\S+)$", out, re.MULTILINE)]
 
 
+@pytest.mark.proof
 @pytest.mark.xla
 def test_a_loop_of_accelerate_and_the_ported_one_learn_the_same(tmp_path: Path) -> None:
     """Their order of rows differs, so the accuracies on the test set are compared. The ported loop also resumes."""
