@@ -70,6 +70,7 @@ def main(argv: list[str]) -> int:
                 argv,
                 lambda options: _launch(options, argv, output),
                 say=say_once_per_host,
+                starts_a_run=True,
                 exit_interrupted=EXIT_FAILED,
             )
     except Stopped as request:

@@ -15,6 +15,7 @@ from portable_fsdp import explain, launch
 from portable_fsdp.backends.open import DEVICES, ENGINES, engines_on
 from portable_fsdp.config.describe import option_names
 from portable_fsdp.config.yaml_text import parse
+from portable_fsdp.runtime.command import NOTHING_STARTED
 
 ROOT = Path(__file__).parents[1]
 CONFIG = f"--config={ROOT / 'configs/llama_1b.yaml'}"
@@ -172,7 +173,7 @@ WRONG = [
 def test_strict_refuses_what_launch_refuses_in_its_words(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
     assert launch.main([*QUICKSTART, *wrong.split()]) == 2
     message = capsys.readouterr().err
-    assert refused(capsys, *QUICKSTART, "--strict", *wrong.split()) == message
+    assert f"{refused(capsys, *QUICKSTART, '--strict', *wrong.split())}{NOTHING_STARTED}\n" == message
 
 
 def test_strict_judges_the_usual_engine_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,17 +134,26 @@ def expected_key(schema: FieldInfo) -> str:
     return _type_words(get_args(schema.annotation)[0]) if is_mapping else "text"
 
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_STRATEGIES = {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "ddp": "NO_SHARD", "hsdp": "HYBRID_SHARD"}
+_OTHER_WORDS = _DTYPES | _STRATEGIES
+
+
 def typing_hint(schema: FieldInfo, value: object) -> str:
-    """Return a hint if YAML reads a word as a boolean or number, or if a list is needed; else an empty string."""
+    """Return a hint if YAML reads a word as a boolean or number, if a list is needed, or if a word is near; else ""."""
     if _item(schema.annotation) and not _listed_section(schema.annotation) and isinstance(value, str):
         return f"; a list of one is [{value}]"
     is_union = get_origin(schema.annotation) in (Union, UnionType)
     takes_text = schema.annotation is str or (is_union and str in get_args(schema.annotation))
-    if dtype := {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value)):
-        return f"; write {dtype}" if dtype in expected(schema) else ""
+    if (word := _OTHER_WORDS.get(str(value).lower(), "-")) in expected(schema):
+        return f"; write {word}"
     takes_words = takes_text or get_origin(schema.annotation) is Literal
     if takes_words and isinstance(value, bool):
         return f", which YAML reads as the boolean {str(value).lower()}; in quotes it is text"
+    if get_origin(schema.annotation) is Literal and isinstance(value, str):
+        words = {str(word).lower(): word for word in get_args(schema.annotation)}
+        near = difflib.get_close_matches(value.lower(), words, n=1)
+        return f"; write {words[near[0]]}" if near else ""
     return ", a number; in quotes it is text" if takes_text and isinstance(value, int | float) else ""
 
 

@@ -247,9 +247,11 @@ class LayeredValues:
             return Origin(False, 0, str(self.path), None)
         return self.origins.get(key) or self._override_inside(key) or self.origin(key[:-1])
 
-    def _override_inside(self, key: Key) -> Origin | None:
-        inside = [origin for k, origin in self.origins.items() if k[: len(key)] == key and origin.is_override]
-        return inside[-1] if inside else None
+    def _override_inside(self, key: Key, named_in: str = "") -> Origin | None:
+        """The last override inside `key`; with `named_in`, of a key that this text names."""
+        inside = [(k, origin) for k, origin in self.origins.items() if k[: len(key)] == key and origin.is_override]
+        found = [origin for k, origin in inside if not named_in or key_name(k) in named_in]
+        return found[-1] if found else None
 
     def value_text(self, key: Key, value: object) -> str:
         """Format a value for a message; numbers as written by the user."""
@@ -330,8 +332,8 @@ class LayeredValues:
             origin = self.origin((*key, str(location[-2])))
             text = f"expected {expected_key(schema)} as each key, found the key {shortened(repr(location[-2]))}."
         elif detail["type"] == "value_error":
-            # A rule about several keys: an override in the section is the likely cause.
-            origin = self._override_inside(key)
+            # A rule about several keys: an override of a key that it names is the likely cause.
+            origin = self._override_inside(key, detail["msg"]) or self.origins.get(key)
             text = f"{detail['msg'].removeprefix('Value error, ')}."
         else:
             value = _value_at(self.values, key)

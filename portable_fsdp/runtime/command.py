@@ -224,12 +224,13 @@ def run_command(
     body: Callable[[argparse.Namespace], int],
     *,
     say: Callable[[str], None] = to_stderr,
+    starts_a_run: bool = False,
     exit_interrupted: int = EXIT_INTERRUPTED,
 ) -> int:
     """Run `body` with the parsed arguments after the program's name; returns the exit code.
 
-    `say` prints the message of a PortableFSDPError, and `Nothing was started.` below a usage error, unless training has
-    begun: an engine refuses some models only when it compiles the step.
+    `say` prints the message of a PortableFSDPError. A command that starts a run says `Nothing was started.` below a
+    usage error, unless training has begun: an engine refuses some models only when it compiles the step.
     """
     keep_torch_tpu_out()
     try:
@@ -239,7 +240,7 @@ def run_command(
     try:
         return body(options)
     except PortableFSDPError as error:
-        is_early = error.exit_code == EXIT_USAGE and not error.run_has_started
+        is_early = starts_a_run and error.exit_code == EXIT_USAGE and not error.run_has_started
         say(f"{error}\n{NOTHING_STARTED}" if is_early else str(error))
         return error.exit_code
     except KeyboardInterrupt:
@@ -249,7 +250,7 @@ def run_command(
         name = (error.name or "").partition(".")[0]
         if name not in _OWN_PACKAGES or importlib.util.find_spec(name) is not None:  # a part of it is missing
             raise
-        say(f"The package {name} is not installed: {pip_install()}\n{NOTHING_STARTED}")
+        say(f"The package {name} is not installed: {pip_install()}" + f"\n{NOTHING_STARTED}" * starts_a_run)
         return EXIT_USAGE
 
 

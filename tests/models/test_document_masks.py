@@ -136,7 +136,9 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused_by_name(name: str) 
 
 def test_an_attention_without_a_window_is_refused_for_a_model_that_has_one() -> None:
     """transformers' own puts the window into the mask that it makes, and makes none where it is given one."""
-    with pytest.raises(ConfigError, match="MistralForCausalLM doesn't keep the documents of a row apart: logits differ"):
+    with pytest.raises(
+        ConfigError, match="MistralForCausalLM doesn't keep the documents of a row apart: logits differ"
+    ):
         built("mistral_window", attention="sdpa")
     built("llama", attention="sdpa")
 
