@@ -16,9 +16,8 @@ space needs YAML's quotes inside the shell's (`"run.dir='runs/a #1'"`). Where th
 `--num_devices`) is a flag, never a key. [sharding.md](sharding.md) helps to choose;
 `python -m portable_fsdp.explain` says what each engine does with each key.
 
-`make docs` makes this page from `portable_fsdp/config/schema.py`. Default *required*: the key has none; *one of*: the
-section takes exactly one of them. `optim.groups[].lr` is a key of each item; an item of `data.mixture` also takes
-`source` to `chat_template_kwargs`, as the section does.
+Default *required*: the key has none; *one of*: the section takes exactly one of them. `optim.groups[].lr` is a key of
+each item; an item of `data.mixture` also takes `source` to `chat_template_kwargs`, as the section does.
 """
 
 ONE_OF = {("model", "architecture"), ("model", "pretrained"), ("train", "steps"), ("train", "epochs")}

@@ -33,12 +33,9 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
   `//` or `#` set nothing.
 - The launcher decides the number of processes and hosts, and the device. A file's `num_processes`, and `num_machines`
   under torchrun and by hand, must equal those of the start.
-- A key that its own tool doesn't read sets nothing; `explain` says to whom it applies. Trainer reads `cpu_offload`,
-  accelerate `fsdp_offload_params`; version 2 of FSDP reads `reshard_after_forward` and no `sharding_strategy`.
+- A key that its own tool doesn't read sets nothing; `explain` says to whom it applies.
 - The file's other keys show its tool: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by
   itself are Trainer's; elsewhere (axolotl) every name counts.
-- Also read: names that only accelerate's manual has (`fsdp_backward_prefetch_policy`, a strategy's name under
-  `fsdp_reshard_after_forward` with version 1), transformers' `xla` keys, and keys outside their section, with a remark.
 
 Some options follow from several keys, marked `~name` below:
 
@@ -60,8 +57,6 @@ accelerate launch --config_file tests/convert/samples/accelerate_1_15_fsdp2.yaml
 accelerate passes its file and flags in environment variables. A process that `accelerate launch` started reads them as
 strictly as a file: an unknown `ACCELERATE_` or `FSDP_` variable is an error. Overrides, our own file and a Trainer's
 arguments take precedence; an imported accelerate file must agree. The second line of a run lists these options.
-accelerate always sets FSDP_SHARDING_STRATEGY and FSDP_RESHARD_AFTER_FORWARD: under version 1 the first counts, unless
-it has the launcher's default and the second names a strategy; under version 2 only the second.
 
 accelerate 1.15's FSDP2 and ours ran one file on two CPU processes for 6 steps
 (tests/launch/test_accelerate_launch.py). Units, dtypes and reshard_after_forward are the same; losses agree to 1e-5 in
@@ -70,15 +65,13 @@ float32 and 2e-3 in bfloat16. What differs in accelerate:
 - it gathers the final norm with the head, we gather it with the root;
 - `mixed_precision: bf16` adds autocast to FSDP's dtypes;
 - it averages gradients over processes, which needs as many tokens in each; we divide the loss by all tokens;
-- on hosts without accelerators it does no FSDP: each process trains by itself, or as DDP with `--cpu`. The test adds
-  its plugin by hand.
+- on hosts without accelerators it does no FSDP: each process trains by itself, or as DDP with `--cpu`.
 
 ## The keys
 
 Keys that are [refused](#refused), [left to the launcher](#left-to-the-launcher) or [without effect](#without-effect)
 are below the sections. `a` = `b`: two names of one key. An option without a value takes the key's. Brackets behind a
-key name the tools that read it, and the values that other keys must have. `make docs` writes this from
-`portable_fsdp/convert/keys.yaml`.
+key name the tools that read it, and the values that other keys must have.
 """
 
 HEADINGS = {
