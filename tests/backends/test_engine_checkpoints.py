@@ -216,6 +216,7 @@ def load_in_little_memory(case: Case, folder: str, saves: bool) -> None:
         assert loading.grown <= largest + SLACK < shards
 
 
+@pytest.mark.proof
 @pytest.mark.xla
 def test_a_load_holds_one_tensor_beside_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a constant: never the whole state."""

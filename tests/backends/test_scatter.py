@@ -44,7 +44,7 @@ CASES = [
     pytest.param((1, 2, 2), case(LLAMA | SCAN, compute="bfloat16", checkpointing="full"), id="bfloat16, scan"),
     pytest.param((2, 2, 2), case(LLAMA, strategy="SHARD_GRAD_OP"), id="two slices, grad_op"),
     # What a module takes and gives is cast around the layer whose gradient is summed here.
-    pytest.param((1, 2, 2), case(LLAMA | HEAD, compute="bfloat16"), id="head in float32"),
+    proof("head in float32", (1, 2, 2), case(LLAMA | HEAD, compute="bfloat16")),
     proof("gpt2, replicas, micro batches", (1, 2, 2), case(GPT2, "gpt2", "HYBRID_SHARD", micro_batch=1)),
     proof("float32 sums", (1, 2, 2), case(LLAMA | FLOAT32_SUMS, compute="bfloat16", checkpointing="full")),
     proof("frozen", (1, 2, 2), case(LLAMA | FROZEN, checkpointing="full")),

@@ -129,7 +129,10 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetAnswer]:
     workers.close()
 
 
-@pytest.mark.parametrize("name", CASES)
+OF_PROOF = ("grad_op, recompute", "scan, recompute", "full, every second")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.proof] * (name in OF_PROOF)) for name in CASES])
 def test_the_curve_is_that_of_a_plain_loop_in_known_programs(answer: GetAnswer, name: str) -> None:
     """And the state tiles once (C4): the first replica alone writes copies."""
     assert_equal_curves([answer(name)], CASES[name], BF16_20_STEPS if CASES[name].compute == "bfloat16" else None)

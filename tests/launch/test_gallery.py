@@ -78,7 +78,7 @@ OTHERWISE_ON_XLA = {
     "qwen3_30b_a3b": ["model.experts=auto"],  # grouped products are GPUs' alone
     "t5_large": ["data.factory=t5_summaries:random", "model.pretrained=null", f"model.architecture={json.dumps(T5)}"],
 }
-EVERY_DAY = "vit_large"
+EVERY_DAY = "lora_llama_8b"
 
 
 @pytest.mark.xla

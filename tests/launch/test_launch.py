@@ -208,7 +208,8 @@ def stop_after(step: int, command: list[str], folder: Path, *, by: str, **variab
     return code
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("several", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["plain", "several"])
 def test_stop_twice_and_go_on(kind: str, folder: Path, uninterrupted: list[float]) -> None:
     arguments = ["--config=tiny.yaml", *SLOW]
     command = [*STARTS[kind], *arguments]

@@ -65,6 +65,7 @@ def test_faults_are_named_by_what_they_change(tmp_path: Path) -> None:
         assert FAULTS[name].is_named(culprit), culprit
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.xla
 def test_a_wrong_gradient_on_xla_is_named(tmp_path: Path) -> None:
