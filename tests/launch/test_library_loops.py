@@ -55,7 +55,10 @@ def plain_losses(example: dict[str, Any]) -> list[float]:
     return losses[49::50]
 
 
-@pytest.mark.parametrize(("engine", "devices"), [pytest.param("native", "", marks=pytest.mark.proof), pytest.param("xla", "3", marks=pytest.mark.xla)])
+@pytest.mark.parametrize(
+    ("engine", "devices"),
+    [pytest.param("native", "", marks=pytest.mark.proof), pytest.param("xla", "3", marks=pytest.mark.xla)],
+)
 def test_rows_of_ones_own_train_as_in_plain_pytorch(engine: str, devices: str, tmp_path: Path) -> None:
     """The config has no batch, dataset or loss."""
     script = ROOT / "examples/own_rows.py"
