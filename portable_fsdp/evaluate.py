@@ -46,8 +46,7 @@ def _parser() -> CommandParser:
     parser = CommandParser("evaluate", __doc__ or "", epilog=EXIT_CODES)
     parser.add_argument("source", metavar="SOURCE", help="a run, checkpoint or exported folder, or org/name of the hub")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="data.path=test.jsonl, train.micro_batch=4")
-    for name, description in FLAGS.items():
-        parser.add_argument(f"--{name}", default="auto", help=description)
+    parser.auto_flags(FLAGS)
     parser.switch("--json", "one JSON object")
     return parser
 
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
-    from portable_fsdp.backends.open import local_processes, open_backend, resolve, spec_of
+    from portable_fsdp.backends.open import local_processes, open_backend, resolve, run_in_processes
     from portable_fsdp.backends.refusals import Deployment
     from portable_fsdp.train.preflight import check_config
 
@@ -69,11 +68,9 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
     device, backend = resolve(options.device, options.backend)
     processes = local_processes(device, backend, num_devices) if launch.is_alone else 1
     check_config(config, Deployment(backend, device), writes=False)
-    meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
-    if processes > 1 or meeting:
-        from portable_fsdp.runtime.rendezvous import run_processes
-
-        return run_processes(processes, "portable_fsdp.evaluate", argv, meeting)
+    code = run_in_processes(processes, launch, device, backend, "portable_fsdp.evaluate", argv)
+    if code is not None:
+        return code
     os.environ.update(launch.variables)
     output.hold_stdout()  # gloo's lines
     with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:

@@ -32,16 +32,7 @@ from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.optim.optimizer import check_schedule
-from portable_fsdp.runtime.command import (
-    IMPORT_HELP,
-    CommandParser,
-    Once,
-    at_least,
-    configure_log,
-    number_of,
-    run_command,
-    to_stdout,
-)
+from portable_fsdp.runtime.command import CommandParser, at_least, configure_log, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
 
 DESCRIPTION = """Show what each engine does with each option of a config: honoured; delegated (it affects only speed,
@@ -74,12 +65,10 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     words = "a key (optim.lr) or section (optim) to explain, or an override"
     add("words", nargs="*", metavar="KEY|key=value", help=words)
-    add("--config", action=Once, metavar="FILE", help="YAML file, as for launch; an accelerate or Trainer config too")
-    add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
+    parser.config_flags("YAML file, as for launch; an accelerate or Trainer config too")
     add("--write", metavar="FILE", help="save the result as our YAML, with the source of each key")
     add("--rows", type=at_least(1, int), metavar="N", help="print the first N rows as they are trained; reads the data")
-    for name, description in FLAGS.items():
-        add(f"--{name}", default="auto", help=description)
+    parser.auto_flags(FLAGS)
     for name, description in SWITCHES.items():
         parser.switch(f"--{name}", description)
     return parser

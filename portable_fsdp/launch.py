@@ -9,14 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable_fsdp.runtime.command import (
-    IMPORT_HELP,
     CommandParser,
     KeptOutput,
-    Once,
     number_of,
     run_command,
     say_once_per_host,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.refusals import Deployment
     from portable_fsdp.config.load import Loaded, ProblemsOf
     from portable_fsdp.config.schema import Config
-    from portable_fsdp.runtime.rendezvous import Hosts
 
 DESCRIPTION = """Train any model that the config names. With one process per GPU of this host:
 
@@ -46,12 +44,10 @@ FLAGS = {
 def _parser() -> CommandParser:
     parser = CommandParser("launch", DESCRIPTION, epilog=EXIT_CODES)
     parser.foreign_hint = _foreign_hint
-    add = parser.add_argument
-    add("overrides", nargs="*", metavar="key=value", help="override a key of the config: optim.lr=3e-4")
-    add("--config", action=Once, metavar="FILE", help="YAML file; examples are in configs/")
-    add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
-    for name, description in FLAGS.items():
-        add(f"--{name}", default="auto", help=description)
+    overrides_help = "override a key of the config: optim.lr=3e-4"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides_help)
+    parser.config_flags("YAML file; examples are in configs/")
+    parser.auto_flags(FLAGS)
     return parser
 
 
@@ -80,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) -> int:
-    from portable_fsdp.backends.open import resolve, spec_of
+    from portable_fsdp.backends.open import resolve, run_in_processes, spec_of
     from portable_fsdp.train.preflight import check_config, problems_of
 
     end_with_agent(os.environ)
@@ -114,9 +110,10 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
 
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
     check_config(loaded.config, _deployment(launch, device, backend, num_devices))
-    meeting = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
-    if processes > 1 or meeting:
-        return _start(processes, argv, Path(loaded.config.run.dir), meeting)
+    since = time.time()
+    code = run_in_processes(processes, launch, device, backend, "portable_fsdp.launch", argv)
+    if code is not None:
+        return _checked(code, Path(loaded.config.run.dir), since)
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
@@ -163,32 +160,18 @@ def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
     """Read the config that the flags name; an error about its keys also has the problems of the rest."""
     if options.config is None:
         raise ConfigError("--config: missing; name a YAML file, such as --config=configs/quickstart.yaml.")
-    loaded = _ours(options)
-    if loaded is None:
-        from portable_fsdp.convert.read import read_config
+    if not (options.imports or is_by_accelerate(os.environ)):  # no other tool takes part
+        from portable_fsdp.config.load import read_file
 
-        loaded = read_config(options.config, options.overrides, options.imports, os.environ, problems_of)
-    return loaded
+        with suppress(ConfigError):  # `convert` may explain it better
+            return read_file(options.config, options.overrides)
+    from portable_fsdp.convert.read import read_config
 
-
-def _ours(options: argparse.Namespace) -> "Loaded | None":
-    """Read a config without imports. None if other tools take part, or if `convert` may explain an error better."""
-    from portable_fsdp.config.load import read_file
-
-    if options.imports or is_by_accelerate(os.environ):
-        return None
-    try:
-        return read_file(options.config, options.overrides)
-    except ConfigError:
-        return None
+    return read_config(options.config, options.overrides, options.imports, os.environ, problems_of)
 
 
-def _start(processes: int, argv: list[str], run_dir: Path, hosts: "Hosts | None") -> int:
-    """Run the same command in `processes` processes on this host; returns their exit code."""
-    from portable_fsdp.runtime.rendezvous import run_processes
-
-    since = time.time()
-    code = run_processes(processes, "portable_fsdp.launch", argv, hosts)
+def _checked(code: int, run_dir: Path, since: float) -> int:
+    """Return the exit code of processes that began at `since`: not that of a stop that was killed before its save."""
     stopped = run_dir / "STOPPED"
     if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
         say_once_per_host(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, state_spec
-from portable_fsdp.optim.counting import CountingOptimizer
+from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer
 from portable_fsdp.runtime.errors import BackendError, Closing
 from portable_fsdp.runtime.host import host_memory_bytes
 
@@ -55,9 +55,6 @@ dataset defines the tensors."""
 
 Metrics = dict[str, Tensor]
 """Named float32 device tensors, 0-D or 1-D, equal on all processes."""
-
-MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
-"""`make(groups, compiled)`: groups hold parameters under `params`; compiled: lr is a tensor, for a compiled step."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import keep_torch_tpu_out, tpu_chips
+from portable_fsdp.runtime.launchers import Launch
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.contract import Backend
@@ -149,6 +151,19 @@ def open_backend(
 def local_processes(device: str, backend: str, num_devices: int | None) -> int:
     """Number of processes to start on this host without a launcher."""
     return spec_of(backend).processes(device, num_devices, count_devices)
+
+
+def run_in_processes(
+    processes: int, launch: Launch, device: str, backend: str, module: str, argv: Sequence[str]
+) -> int | None:
+    """Run `python -m module argv` in `processes` processes of this host, and return their exit code. None if this
+    process is the only one, or a launcher started it."""
+    hosts = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
+    if processes == 1 and hosts is None:
+        return None
+    from portable_fsdp.runtime.rendezvous import run_processes
+
+    return run_processes(processes, module, argv, hosts)
 
 
 def _is_installed(package: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.snapshot import digest_of
 from portable_fsdp.checkpoint.storage import FOLDERS, FileReader, is_link, require_regular, store_of
 from portable_fsdp.layout import Region, full_region
-from portable_fsdp.runtime.errors import CheckpointError
+from portable_fsdp.runtime.errors import CheckpointError, Closing
 from portable_fsdp.version import __version__
 
 Advance = Callable[[int], object]
@@ -116,7 +116,7 @@ def remove_files(folder: Path, process: int) -> None:
                     store.remove(path / name)
 
 
-class Reader:
+class Reader(Closing):
     """A committed checkpoint, open for reading. A context manager: it keeps files open.
 
     Opening reads and checks the manifest only. All methods raise `CheckpointError`; none is collective.
@@ -138,10 +138,7 @@ class Reader:
         self._headers: dict[int, dict[str, Stored]] = {}
         self._open: dict[int, FileReader] = {}  # the least recently used first
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for source in self._open.values():
             source.close()
         self._open.clear()

@@ -4,7 +4,7 @@ Also matches name patterns of modules and parameters; one without a match raises
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from types import NoneType, UnionType
@@ -159,13 +159,16 @@ def typing_hint(schema: FieldInfo, value: object) -> str:
 
 def plain_values(value: object) -> object:
     """Convert tuples to lists and sections to mappings, as in YAML."""
-    if isinstance(value, BaseModel):
-        return plain_values(value.model_dump())
-    if isinstance(value, dict):
-        return {key: plain_values(item) for key, item in cast(dict[object, object], value).items()}
+    return each_value(value, lambda inner: plain_values(inner.model_dump()) if isinstance(inner, BaseModel) else inner)
+
+
+def each_value(value: object, change: Callable[[object], object]) -> Any:
+    """Copy nested mappings and lists; `change` replaces each value in them. Tuples become lists."""
+    if isinstance(value, Mapping):
+        return {key: each_value(inner, change) for key, inner in cast(Mapping[object, object], value).items()}
     if isinstance(value, list | tuple):
-        return [plain_values(item) for item in cast(Sequence[object], value)]
-    return value
+        return [each_value(inner, change) for inner in cast(Sequence[object], value)]
+    return change(value)
 
 
 def changed(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -21,6 +22,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from portable_fsdp.config.describe import (
     Key,
     deepest_field,
+    each_value,
     expected,
     expected_key,
     key_name,
@@ -42,8 +44,9 @@ if TYPE_CHECKING:
 ProblemsOf = Callable[[Config], Iterable[str]]
 """Function that returns further problems of a valid config, as messages."""
 
-_STAND_INS = (r"model\.factory", r"stand_in:\w+", "1000000000")
-"""Patterns of what stands for a missing model and a missing number of steps."""
+_STAND_INS: dict[str, Any] = {"model": {"factory": "stand_in:model"}, "train": {"steps": 10**9}}
+"""What stands for a missing model and a missing number of steps."""
+_OF_STAND_INS = (r"model\.factory", r"stand_in:\w+", "1000000000")  # patterns
 
 _MAX_BYTES = 1 << 20
 MAX_PROBLEMS = 20
@@ -87,21 +90,17 @@ def make_config(**sections: Mapping[str, Any]) -> Config:
             )
         for key, value in values.items():
             name = f"{section}.{key}"
-            text = yaml.dump(_named(name, value), Dumper=Dumper, default_flow_style=True, width=10**6)
+            named = each_value(value, partial(_named, name))
+            text = yaml.dump(named, Dumper=Dumper, default_flow_style=True, width=10**6)
             layers.override(f"{name}={text.removesuffix('...' + chr(10)).strip()}")
-    stand_ins: dict[str, Any] = {"model": {"factory": "none:none"}, "train": {"steps": 1}}
-    layers.values = stand_ins | layers.values
+    layers.values = _STAND_INS | layers.values
     config = layers.validated()
     absent: dict[str, Any] = {"model": Model.model_construct(), "train": Train.model_construct(global_batch=0)}
     return config.model_copy(update={name: section for name, section in absent.items() if name not in sections})
 
 
 def _named(option: str, value: object) -> object:
-    """Replace each class and function in the value by its name, `module:function`."""
-    if isinstance(value, Mapping):
-        return {key: _named(option, inner) for key, inner in cast(Mapping[str, object], value).items()}
-    if isinstance(value, list | tuple):
-        return [_named(option, inner) for inner in cast(Sequence[object], value)]
+    """Return the name of a class or function, `module:function`; another value as it is."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Path):
@@ -289,7 +288,7 @@ class LayeredValues:
         if more <= 0 and (rest := config or self._without(wrong)) is not None:
             # Drop errors that a wrong key or a stand-in causes. Each line without indentation begins an error.
             names = [re.escape(key_name(key)) for key in wrong if len(key) > 1]
-            follows = re.compile(rf"(?<![\w.])({'|'.join([*names, *_STAND_INS])})(?![\w.])")
+            follows = re.compile(rf"(?<![\w.])({'|'.join([*names, *_OF_STAND_INS])})(?![\w.])")
             found = (problem for text in problems_of(rest) for problem in re.split(r"\n(?! )", text))
             messages += [_bounded(problem) for problem in found if not follows.search(problem)]
         raise ConfigError("\n".join(messages))
@@ -303,10 +302,10 @@ class LayeredValues:
         }
         model, train = values.setdefault("model", {}), values.setdefault("train", {})
         if model.keys().isdisjoint(("architecture", "pretrained", "factory")):
-            model["factory"] = "stand_in:model"
+            model |= _STAND_INS["model"]
             train["task"] = "stand_in:loss"
         if train.keys().isdisjoint(("steps", "epochs")):
-            train["steps"] = 10**9
+            train |= _STAND_INS["train"]
         try:
             return Config.model_validate(values)
         except ValidationError:

@@ -247,15 +247,11 @@ def _warmup(facts: ForeignFacts) -> None:
     if facts.value("~constant") and "optim.schedule" not in facts.overridden:
         return
     if warmup is not None and 0 < steps < 1:
-        _warmup_share(facts, steps, warmup)
+        facts.set("optim.warmup_steps", f"{100 * steps:g}%", warmup)
     elif warmup is not None and (steps or ratio is None):
         facts.set("optim.warmup_steps", int(steps), warmup)
     elif ratio is not None:
-        _warmup_share(facts, facts.value("~warmup_ratio") or 0, ratio)
-
-
-def _warmup_share(facts: ForeignFacts, share: float, source: KeyEntry) -> None:
-    facts.set("optim.warmup_steps", f"{100 * share:g}%", source)
+        facts.set("optim.warmup_steps", f"{100 * (facts.value('~warmup_ratio') or 0):g}%", ratio)
 
 
 def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: KeyEntry) -> None:

@@ -224,7 +224,7 @@ class _Builder:
         else:
             self._check_lengths(source, documents, too_long)
             keep &= ~too_long
-        rows = DocumentRows(
+        return DocumentRows(
             documents.tokens,
             documents.counted,
             cut(starts[:-1][keep], lengths[keep], seq_len),
@@ -233,7 +233,6 @@ class _Builder:
             several=self._packing == "documents",
             remember=self._remember(documents),
         )
-        return rows
 
     def _remember(self, documents: TokenizedDocuments) -> Remember:
         # An entry never changes, so nothing has to settle.

@@ -113,11 +113,6 @@ def _resized(value: Tensor, size: int, key: str) -> Tensor:
     return full
 
 
-def _narrow(value: Tensor) -> Tensor:
-    """Convert float64, the default of NumPy and Python, to float32: TPUs lack float64."""
-    return value.float() if value.dtype == torch.float64 else value
-
-
 @contextmanager
 def _seeded(seed: int) -> Generator[None]:
     """Seed the generators of torch (on the host), NumPy and Python while a row is read; then restore them.
@@ -146,6 +141,16 @@ class _OwnRows(Rows):
     @abstractmethod
     def _read(self, indices: NDArray[np.int64]) -> list[Any]:
         """Return the items of these rows."""
+
+    @contextmanager
+    def _errors(self, number: int) -> Generator[None]:
+        """Context of the dataset's code that reads a row: its errors name the row."""
+        name = f"data.factory: {self._name}: {self.place(number)}"
+        with user_code(name):
+            try:
+                yield
+            except Exception as error:
+                raise DataError(f"{name} can't be read: {described(error)}") from error
 
     def _opened(self, indices: NDArray[np.int64]) -> list[Any]:
         """Return the items of these rows; with buckets, the padded keys are tensors."""
@@ -206,7 +211,9 @@ class _OwnRows(Rows):
                     f"data.factory: {self._name}: expected tensors whose first dimension has the {len(items)} rows of "
                     f"a batch, found {key}: {actual}."
                 )
-        return {key: _narrow(cast(Tensor, value)) for key, value in tensors.items()}
+        # float64 is the default of NumPy and Python, but TPUs lack it.
+        checked = cast("dict[str, Tensor]", tensors)
+        return {key: value.float() if value.dtype == torch.float64 else value for key, value in checked.items()}
 
     def _hash(self, kind: str, numbers: Iterable[int]) -> str:
         """Hash these rows one by one without padding: bucket sizes don't change the data."""
@@ -249,12 +256,8 @@ class DatasetRows(_OwnRows):
 
     def _item(self, number: int) -> Any:
         index = self._index(number)
-        with user_code(f"data.factory: {self._name}: row {index}"):
-            try:
-                with _seeded(seed_of(number // len(self), index)):
-                    return self._dataset[index]
-            except Exception as error:
-                raise DataError(f"data.factory: {self._name}: row {index} can't be read: {described(error)}") from error
+        with self._errors(number), _seeded(seed_of(number // len(self), index)):
+            return self._dataset[index]
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return sample_indices(seed, positions, len(self)) + positions // len(self) * len(self)
@@ -318,15 +321,6 @@ class StreamRows(_OwnRows):
             raise DataError(f"data.factory: {self._name}: the stream has no items.")
         self._next += 1
         return self._next - 1, item
-
-    @contextmanager
-    def _errors(self, number: int) -> Generator[None]:
-        name = f"data.factory: {self._name}: item {number}"
-        with user_code(name):
-            try:
-                yield
-            except Exception as error:
-                raise DataError(f"{name} can't be read: {described(error)}") from error
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return positions

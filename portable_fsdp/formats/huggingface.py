@@ -300,10 +300,7 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedW
         raise CheckpointError(f"{problem}  found: {error}{hint}") from None
 
 
-def _is_folder(path: Path) -> bool:
-    """Whether a folder has an index, or the single file."""
-    return (path / INDEX).is_file() or (path / SINGLE).is_file()
-
-
-HUGGINGFACE = ForeignFormat(_is_folder, open_checkpoint, export_model)
+HUGGINGFACE = ForeignFormat(
+    lambda path: (path / INDEX).is_file() or (path / SINGLE).is_file(), open_checkpoint, export_model
+)
 PEFT = ForeignFormat(export=export_adapters)

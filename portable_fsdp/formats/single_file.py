@@ -155,10 +155,6 @@ def entry_of(where: str, tensor: Tensor) -> TensorEntry:
 # --------------------------------------------------------------------------------------------------- safetensors, GGUF
 
 
-def _is_safetensors(path: Path) -> bool:
-    return path.is_file() and path.suffix == ".safetensors"
-
-
 def _open_safetensors(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     require_regular(path, path.name)
     stored = header_of(path)
@@ -195,5 +191,7 @@ def _open_gguf(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     return ForeignCheckpoint(entries, read, 0, config_to_json(file.config))
 
 
-SAFETENSORS = ForeignFormat(_is_safetensors, _open_safetensors, _export_safetensors)
+SAFETENSORS = ForeignFormat(
+    lambda path: path.is_file() and path.suffix == ".safetensors", _open_safetensors, _export_safetensors
+)
 GGUF = ForeignFormat(is_gguf, _open_gguf)

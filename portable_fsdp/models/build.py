@@ -30,7 +30,7 @@ from portable_fsdp.models.attention import (
     register_static_attention,
     takes_implementation,
 )
-from portable_fsdp.models.loss import DocumentArguments, LogitSteps, Loss, attach_loss, trace_logits
+from portable_fsdp.models.loss import LogitSteps, Loss, attach_loss, trace_logits
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
@@ -118,7 +118,13 @@ def build_model(
     master, compute = DTYPES[precision.master], DTYPES[precision.compute]
     documents = None
     if packs_documents or model.attention == "flex":
-        documents = _documents(bare, twin, make, seq_len, compute, eager=eager, packs=packs_documents)
+        from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
+
+        attention = bare.config._attn_implementation
+        windows = windows_of(twin, seq_len) if attention == FLEX else ()
+        if packs_documents:
+            require_documents_apart(bare, make, eager=eager)
+        documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
     choose_experts(bare, model.experts, compute.itemsize)
@@ -347,26 +353,6 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
                     "transformers (mixtral, qwen3_moe, deepseek_v3, gpt_oss, ...)."
                 ) from error
         return None
-
-
-def _documents(
-    model: Any,
-    twin: nn.Module,
-    make: Callable[[Any], Any],
-    seq_len: int,
-    compute: torch.dtype,
-    *,
-    eager: bool,
-    packs: bool,
-) -> DocumentArguments | None:
-    """Return the function that makes the arguments of packed rows; imports modules that other runs don't need."""
-    from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
-
-    attention = model.config._attn_implementation
-    windows = windows_of(twin, seq_len) if attention == FLEX else ()
-    if packs:
-        require_documents_apart(model, make, eager=eager)
-    return document_arguments(attention, compute, eager=eager, packs=packs, windows=windows)
 
 
 def _check_causal(model: nn.Module) -> None:

@@ -205,12 +205,9 @@ def _step(func: Any, args: tuple[Any, ...]) -> Callable[[Tensor], Tensor] | None
     scales = [argument for argument in args if isinstance(argument, int | float)]
     if func not in _SCALES or len(args) != 2 or len(scales) != 1:
         return None
-    is_division = func in (torch.div, Tensor.div, Tensor.__truediv__)
-    return partial(_divided if is_division else operator.mul, scales[0])
-
-
-def _divided(by: float, logits: Tensor) -> Tensor:
-    return logits / by
+    if func in (torch.div, Tensor.div, Tensor.__truediv__):
+        return lambda logits: logits / scales[0]
+    return partial(operator.mul, scales[0])
 
 
 def trace_logits(model: Any, input_ids: Tensor) -> LogitSteps | None:
@@ -246,11 +243,6 @@ def _takes_chunks(head: nn.Module | None) -> bool:
         return False
     inner = [vars(module) for module in head.modules() if module is not head]
     return not any(module["_forward_hooks"] or module["_forward_pre_hooks"] for module in inner)
-
-
-def _is_autocast(device: str) -> bool:
-    """Whether autocast is on: it would keep its copy of a weight, and with it the graph of the first chunk."""
-    return is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 # ------------------------------------------------------------------------------------------------- the head's loss
@@ -339,7 +331,10 @@ def _loss_in_head(
     def by_chunks(hidden: Tensor) -> Tensor:
         # Gradients of float16 logits need a scale that would overflow their sums for a weight.
         is_float16 = torch.float16 in (hidden.dtype, head.weight.dtype, output)
-        if is_float16 or hidden.shape[:-1].numel() != labels.numel() or _is_autocast(hidden.device.type):
+        # Autocast would keep its copy of a weight, and with it the graph of the first chunk.
+        device = hidden.device.type
+        is_autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if is_float16 or is_autocast or hidden.shape[:-1].numel() != labels.numel():
             return plain(hidden)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad, cast(Any, loss))

@@ -2,6 +2,7 @@
 (`formats` writes them, every reader of the folder checks them), and GGUF files (llama.cpp).
 """
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -120,8 +121,6 @@ def open_safetensors(key: str, path: Path) -> Any:
 MARK = "portable_fsdp.json"
 """File in every exported folder: its source, its files, and their hashes. A folder without it isn't ours."""
 
-_BLOCK = 1 << 20
-
 
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Name -> length and 128-bit XXH3 of each file except README.md, which people edit. Raises OSError."""
@@ -168,10 +167,8 @@ def require_intact(config: Config, processes: Processes) -> None:
 
 def _summary(folder: Path, name: str) -> str:
     """Return the length of a file and its hash, as text."""
-    digest = xxhash.xxh3_128()
     with open_regular(folder / name, folder) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
+        digest = hashlib.file_digest(cast(Any, file), xxhash.xxh3_128)
         return f"{file.tell()} bytes, xxh3_128 {digest.hexdigest()}"
 
 

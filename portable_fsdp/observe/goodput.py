@@ -94,7 +94,7 @@ def goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any
     if not starts:
         return None
     parts = dict.fromkeys(PARTS, 0.0)
-    usual = _usual_step(rows)
+    usual = statistics.median([row["seconds"] - _waited(row) for row in rows] or [0.0])
     for attempt, following in zip(starts, [*starts[1:], None], strict=True):
         spent = _parts_of(attempt, usual)
         lost = (following.start.get("lost") or {}) if following else {}
@@ -123,10 +123,6 @@ def _parts_of(attempt: Attempt, usual_step: float) -> dict[str, float]:
         "save": _sum_of(attempt.events, "save", "blocked_seconds"),
         "profile": _sum_of(attempt.events, "profile", "seconds"),
     }
-
-
-def _usual_step(rows: Sequence[Mapping[str, Any]]) -> float:
-    return statistics.median([row["seconds"] - _waited(row) for row in rows] or [0.0])
 
 
 def _waited(row: Mapping[str, Any]) -> float:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import psutil
 
 from portable_fsdp.checkpoint.format import NamedSave
+from portable_fsdp.config.describe import each_value
 from portable_fsdp.config.load import config_text
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.observe.goodput import imbalance
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from portable_fsdp.checkpoint.manager import Saved
 
 _TAIL_BYTES = 64 << 20
+
+_START_KEYS = ("step", "device", "devices", "processes", "hosts", "steps", "parameters")
 
 _KEYS = (
     "step",
@@ -193,17 +196,8 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _line(row: Mapping[str, object]) -> str:
-    return json.dumps(_without_nan(row), default=str, allow_nan=False) + "\n"
-
-
-def _without_nan(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _without_nan(inner) for key, inner in cast(Mapping[str, object], value).items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in cast(Sequence[object], value)]
-    return value
+    finite = each_value(row, lambda value: None if isinstance(value, float) and not math.isfinite(value) else value)
+    return json.dumps(finite, default=str, allow_nan=False) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------ the callback
@@ -227,14 +221,8 @@ class RunFiles(Callback):
         self._events.write(
             "start",
             name=start.config.run.name,
-            step=start.step,
             backend=start.engine,
-            device=start.device,
-            devices=start.devices,
-            processes=start.processes,
-            hosts=start.hosts,
-            steps=start.steps,
-            parameters=start.parameters,
+            **{name: getattr(start, name) for name in _START_KEYS},
             began=utc_text(_process_start()),
             environment=environment(),
             **({"lost": lost._asdict()} if lost else {}),

@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.host import installed
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 
 log = logging.getLogger("portable_fsdp")
@@ -39,18 +39,10 @@ END_S = 20.0
 
 def require_installed(names: Iterable[str], key: str, way_out: str) -> None:
     """Raise ConfigError for trackers that aren't installed. `key`: where they are set; `way_out`: another fix."""
-    missing = [name for name in names if not any(map(_is_installed, PACKAGES[name]))]
+    missing = [name for name in names if not any(map(installed, PACKAGES[name]))]
     if missing:
         packages = " ".join(PACKAGES[name][0] for name in missing)
         raise ConfigError(f"{key}: {', '.join(missing)}: not installed: pip install {packages}\n  or {way_out}.")
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        distribution(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 class _Running(NamedTuple):

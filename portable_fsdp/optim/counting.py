@@ -15,8 +15,8 @@ from portable_fsdp.runtime.errors import ConfigError
 Number = float | Tensor
 """A step's number: Python's own, or a compiled step's input."""
 
-Make = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
-"""(groups, whether a compiled step runs it) -> an optimizer."""
+MakeOptimizer = Callable[[list[dict[str, Any]], bool], torch.optim.Optimizer]
+"""`make(groups, compiled)`: groups hold parameters under `params`; compiled: lr is a tensor, for a compiled step."""
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,7 +15,7 @@ from portable_fsdp.runtime.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from portable_fsdp.optim.counting import Make
+    from portable_fsdp.optim.counting import MakeOptimizer
 
 
 def parameter_groups(
@@ -72,7 +72,7 @@ def _own_group(first: Mapping[str, str], trained: Collection[str], optim: Optim)
     return own
 
 
-def make_optimizer(optim: Optim, compute: "torch.dtype | None" = None) -> "Make":
+def make_optimizer(optim: Optim, compute: "torch.dtype | None" = None) -> "MakeOptimizer":
     """Return `make(groups, compiled)`, which builds the config's optimizer from parameter groups.
 
     A compiled step may hold no number that changes with the step: lr is then a float32 tensor, and AdamW that of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config.schema import Optim
-from portable_fsdp.optim.counting import CountingOptimizer, Make, Number
+from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer, Number
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 from portable_fsdp.runtime.factory import call_user, described, load_factory
 
@@ -303,7 +303,7 @@ def _local(tensor: Tensor) -> Tensor:
 # ------------------------------------------------ the user's own optimizers, tried on the host before they train
 
 
-def from_factory(optim: Optim, name: str) -> Make:
+def from_factory(optim: Optim, name: str) -> MakeOptimizer:
     """Implement `make_optimizer` for a `function(groups, lr)`; lr is a number, or in compiled steps a float32 tensor.
 
     Raises ConfigError for a function that can't be used, and for an optimizer with state that a checkpoint can't hold
@@ -352,7 +352,7 @@ def _problem(run: Callable[..., Trial], *, decays: bool) -> str:
 
 
 def _trial(
-    make: Make,
+    make: MakeOptimizer,
     name: str,
     *,
     steps: int = 2,

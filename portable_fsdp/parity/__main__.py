@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from portable_fsdp.backends.open import count_devices, local_processes, resolve, spec_of
+from portable_fsdp.backends.open import count_devices, local_processes, resolve, run_in_processes
 from portable_fsdp.backends.refusals import Deployment
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
@@ -27,7 +27,7 @@ from portable_fsdp.parity.record import (
     find_culprit,
 )
 from portable_fsdp.runtime.child import Child
-from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
+from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -38,7 +38,6 @@ from portable_fsdp.runtime.errors import (
 )
 from portable_fsdp.runtime.files import read_regular, write_text_atomically
 from portable_fsdp.runtime.launchers import detect_launch
-from portable_fsdp.runtime.rendezvous import run_processes
 from portable_fsdp.runtime.signals import end_with_agent, end_with_parent
 from portable_fsdp.train.preflight import check_config
 
@@ -61,8 +60,7 @@ def _parser() -> CommandParser:
     parser = CommandParser("parity", DESCRIPTION, epilog=EXIT_CODES)
     add = parser.add_argument
     add("words", nargs="*", metavar="CONFIG key=value", help="the config, like --config, and overrides of its keys")
-    add("--config", action=Once, metavar="FILE", help="YAML file, as for portable_fsdp.launch")
-    add("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
+    parser.config_flags("YAML file, as for portable_fsdp.launch")
     add("--on", metavar="PLACES", help="ENGINE:DEVICES,... as in native:2,xla:4; each is compared with the first")
     add("--device", default="auto", help="auto | cpu | cuda | tpu, for all places (default auto, as for launch)")
     add("--steps", type=at_least(1, int), default=20, metavar="N", help="number of steps (default 20)")
@@ -192,9 +190,9 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
     if launch.is_alone:
         end_with_parent(int(parent))
         processes = local_processes(place.device, place.engine, place.devices)
-        hosts = spec_of(place.engine).prepare_start(place.device, processes, os.environ)
-        if processes > 1 or hosts:
-            return run_processes(processes, task.module, argv, hosts)
+        code = run_in_processes(processes, launch, place.device, place.engine, task.module, argv)
+        if code is not None:
+            return code
     end_with_agent(os.environ)
     from portable_fsdp.parity.recorder import run
 

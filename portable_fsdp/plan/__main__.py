@@ -22,7 +22,7 @@ from portable_fsdp.plan.result import Plan, Settings, Tried
 from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
-from portable_fsdp.runtime.command import IMPORT_HELP, CommandParser, Once, at_least, run_command, to_stderr, to_stdout
+from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, UsageError
 from portable_fsdp.runtime.host import pip_install
 from portable_fsdp.runtime.signals import end_with_parent
@@ -36,8 +36,7 @@ def _parser() -> CommandParser:
     parser = CommandParser("plan", DESCRIPTION, epilog=EXIT_CODES)
     parser.foreign_hint = flag_hint
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a key of the config")
-    parser.add_argument("--config", action=Once, metavar="FILE", help="YAML file, as for portable_fsdp.launch")
-    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="FILE", help=IMPORT_HELP)
+    parser.config_flags("YAML file, as for portable_fsdp.launch")
     parser.add_argument(
         "--on",
         metavar="WHERE",

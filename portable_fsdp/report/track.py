@@ -109,7 +109,8 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
             if rows:
                 _write_state(state, sent)
             if time.monotonic() - began > _SYSTEM_EVERY_S:
-                tracker.log(_system(), step=sent.step)
+                load = {"cpu_percent": psutil.cpu_percent(), "memory_percent": psutil.virtual_memory().percent}
+                tracker.log({f"system/{name}": value for name, value in load.items()}, step=sent.step)
                 began = time.monotonic()
         tracker.finish()
     except (Exception, SystemExit) as error:
@@ -162,11 +163,6 @@ def _texts(samples: Sequence[JsonObject], step: int) -> dict[str, str]:
     """Return `samples/1`, ... -> text."""
     texts = [str(sample.get("text")) for sample in samples if sample["step"] == step]
     return {f"samples/{number}": text for number, text in enumerate(texts, start=1)}
-
-
-def _system() -> dict[str, float]:
-    memory = psutil.virtual_memory()
-    return {"system/cpu_percent": psutil.cpu_percent(), "system/memory_percent": memory.percent}
 
 
 def _plain(value: object) -> str | int | float | bool:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self, cast
+from typing import IO, Any, Literal, cast
 
-from portable_fsdp.runtime.errors import PortableFSDPError
+from portable_fsdp.runtime.errors import Closing, PortableFSDPError
 from portable_fsdp.runtime.signals import end_with_parent
 
 
@@ -40,7 +40,7 @@ class Ended:
         return "\n".join(f"    {line[:300]}" for line in lines[-12:]) or "    (it printed nothing)"
 
 
-class Child:
+class Child(Closing):
     """`python -m MODULE PARENT ARGUMENTS`, started immediately, in its own process group.
 
     MODULE calls `runtime.signals.end_with_parent(PARENT)` first, so that it dies if this process is killed. `close`, or
@@ -67,12 +67,6 @@ class Child:
             start_new_session=True,
         )
         self._cpu_s = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def code(self) -> int | None:
@@ -139,7 +133,7 @@ class WorkerFailedError(Exception):
         self.ended = ended
 
 
-class Worker:
+class Worker(Closing):
     """Calls functions in one child process, one after the other. It starts at the first call, and stays for the next.
 
     For functions that import torch, which takes seconds, or replace parts of it. Leaving the `with` block kills the
@@ -151,10 +145,7 @@ class Worker:
         self._folder = tempfile.TemporaryDirectory(prefix="portable_fsdp_worker")
         self._child: Child | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._child is not None:
             self._child.close()
         self._folder.cleanup()

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
@@ -40,7 +40,7 @@ _OWN_PACKAGES = (
 
 NOTHING_STARTED = "Nothing was started."
 
-IMPORT_HELP = "an accelerate or Trainer config; supplies defaults beneath --config; may be given several times"
+_IMPORT_HELP = "an accelerate or Trainer config; supplies defaults beneath --config; may be given several times"
 
 EXIT_NO_READER = 141  # 128 + SIGPIPE
 
@@ -128,6 +128,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def switch(self, name: str, help: str) -> None:
         self.add_argument(name, action="store_true", help=help)
+
+    def config_flags(self, help: str) -> None:
+        self.add_argument("--config", action=Once, metavar="FILE", help=help)
+        self.add_argument("--import", action="append", default=[], dest="imports", metavar="FILE", help=_IMPORT_HELP)
+
+    def auto_flags(self, helps: Mapping[str, str]) -> None:
+        for name, help in helps.items():
+            self.add_argument(f"--{name}", default="auto", help=help)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._without_unknown(super().parse_known_args(self._prepared(args), namespace))

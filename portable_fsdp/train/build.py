@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy, dropouts
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
+from portable_fsdp.config.describe import each_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
@@ -292,16 +293,12 @@ def saved_config(config: Config) -> dict[str, Any]:
     change before the run is resumed, and without passwords, since checkpoints are copied."""
     values = config.model_dump(mode="json")
     if config.model.architecture is not None:
-        values["model"]["architecture"] = _as_json(architecture_mapping(config.model.architecture))
+        values["model"]["architecture"] = each_value(architecture_mapping(config.model.architecture), _as_json)
     return json.loads(without_passwords(json.dumps(values)))
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     """Encode infinities as transformers does: JSON has none."""
-    if isinstance(value, dict):
-        return {key: _as_json(inside) for key, inside in cast(dict[str, Any], value).items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(inside) for inside in cast(list[Any], value)]
     if isinstance(value, float) and math.isinf(value):
         return {"__float__": "Infinity" if value > 0 else "-Infinity"}
     return value

@@ -104,7 +104,10 @@ class NativeBackend(contract.Backend):
         self._peers: Peers | None = None
         if self._owns_group:
             rank = contract.Partition(launch.rank, launch.world_size)
-            self._peers = None if launch.is_alone else _watch_peers(rank, config.run.peer_timeout_s)
+            if not launch.is_alone:
+                from portable_fsdp.backends.native import peers
+
+                self._peers = peers.Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
             _init_process_group(device, self.device, rank, self._peers)
         self.process = self.data_shard = contract.Partition(dist.get_rank(), dist.get_world_size())
         self.devices = self.process.count
@@ -429,12 +432,6 @@ class NativeBackend(contract.Backend):
         number = copy if is_compared and copies > 1 else None
         pieces = [contract.Piece(tuple(cut.start for cut in part), local_part(tensor), number)] if holds else []
         return contract.TensorState(tuple(tensor.shape), tensor.dtype, lambda: pieces)
-
-
-def _watch_peers(process: contract.Partition, timeout_s: float) -> "Peers":
-    from portable_fsdp.backends.native.peers import Peers
-
-    return Peers(process, timeout_s, COLLECTIVE_TIMEOUT)
 
 
 def _init_process_group(device: str, where: torch.device, process: contract.Partition, peers: "Peers | None") -> None:

@@ -43,10 +43,6 @@ def _reshard_that_fits(config: Config, place: Deployment) -> tuple[str, ...]:
     return tuple(f"sharding.reshard_after_forward={count}" for count in (*nearest[:1], "null"))
 
 
-def _on_tpu(config: Config, place: Deployment) -> bool:
-    return place.device == "tpu"
-
-
 _HOST_MEMORY = "it needs pinned host memory and copies that overlap compute; TorchTPU 0.2.0 guarantees neither"
 _NO_FLOAT16 = "TPUs multiply in bfloat16, which needs no loss scaling"
 
@@ -61,7 +57,7 @@ RULES = (
             "precision.products=float8|float8_rowwise": "torchao's kernels run on GPUs",
             "observe.profile": "torch.profiler records no operation that TorchTPU 0.2.0 runs on a chip",
         },
-        when=_on_tpu,
+        when=lambda c, p: p.device == "tpu",
     ),
     Rule(
         "precision.compute on tpu",

@@ -157,7 +157,9 @@ class Peers:
 
         Raises TrainingError, which names the lost process, in place of a network error.
         """
-        message = self._explain(error) if isinstance(error, RuntimeError) and _is_network_error(error) else None
+        # NCCL's errors and the store's have classes; gloo's messages name it.
+        is_of_network = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+        message = self._explain(error) if isinstance(error, RuntimeError) and is_of_network else None
         self._over.set()
         for thread in self._threads:
             thread.join(STORE_ANSWER_S)
@@ -365,8 +367,3 @@ def _key(index: int) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _is_network_error(error: RuntimeError) -> bool:
-    """Whether it is an error of NCCL or of the store, which have classes, or of gloo, whose messages name it."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()

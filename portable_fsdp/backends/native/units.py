@@ -58,7 +58,8 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh, device:
     weights belong to no unit.
     """
     shared = _shared_weights(model)
-    units = [name for name in policy.units if _has_weights(model, name, shared)]
+    parameters = {name: {*model.get_submodule(name).parameters()} for name in policy.units}
+    units = [name for name in policy.units if parameters[name] - _owned_further_out(shared, [name])]
     groups = _groups(policy, units)
     cast_modules(model, policy)
     cast_scalars(model, policy, device)
@@ -131,9 +132,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     return forward.__func__ if isinstance(forward, MethodType) else lambda _, *args, **named: forward(*args, **named)
 
 
-@cache
-def _in_own_dtype(forward: Callable[..., Any], dtype: torch.dtype, back: torch.dtype | None) -> Callable[..., Any]:
-    return in_own_dtype(forward, dtype, back)
+_in_own_dtype = cache(in_own_dtype)  # equal layers get the same function
 
 
 # -------------------------------------------------------------------------------------- recomputation, compilation
@@ -204,10 +203,6 @@ def _owned_further_out(shared: Mapping[nn.Parameter, list[str]], names: list[str
         for weight, owners in shared.items()
         if weight.dim() == 0 or not all(any(owner == name or _is_in(owner, name) for name in names) for owner in owners)
     }
-
-
-def _has_weights(model: nn.Module, name: str, shared: Mapping[nn.Parameter, list[str]]) -> bool:
-    return bool(set(model.get_submodule(name).parameters()) - _owned_further_out(shared, [name]))
 
 
 def _fully_shard(

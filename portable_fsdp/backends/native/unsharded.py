@@ -66,7 +66,7 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         known |= {(use.module, use.leaf) for use in uses}
         inside = name in policy.recompute and name not in compiled and bool(uses)
         if name in policy.recompute:
-            forward = casts.inside(uses, forward_of(block)) if inside else None
+            forward = casts.in_place(uses)(forward_of(block)) if inside else None
             recompute(block, policy, whole=False, forward=forward)
         if name in compiled and policy.compile_backend is not None:
             compile_layer(block, policy.compile_backend, breaks=False)
@@ -117,8 +117,8 @@ class _Casts:
         self._entered: list[tuple[nn.Module, AbstractContextManager[None]]] = []  # blocks whose forward runs
 
     @contextmanager
-    def _in_place(self, uses: list[Use]) -> Generator[None]:
-        """Context in which modules use copies in place of the weights of `uses`."""
+    def in_place(self, uses: list[Use]) -> Generator[None]:
+        """Context in which modules use copies in place of the weights of `uses`; also decorates a forward."""
         masters = {use.key: use.weight for use in uses}
         with record_function(CASTS):
             copies = {use.key: cast_weight(use) for use in distinct(uses)}
@@ -131,20 +131,11 @@ class _Casts:
             for key in running:
                 del self._running[key]
 
-    def inside(self, uses: list[Use], forward: Forward) -> Forward:
-        """Wrap a `forward` that backward recomputes, with the copies in place in each run."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._in_place(uses):
-                return forward(*args, **kwargs)
-
-        return run
-
     def around(self, block: nn.Module, uses: list[Use]) -> None:
         """Put the copies in place around a block's forward, even if that is replaced later."""
 
         def begin(*_: Any) -> None:
-            self._entered.append((block, self._in_place(uses)))
+            self._entered.append((block, self.in_place(uses)))
             self._entered[-1][1].__enter__()
 
         def end(*_: Any) -> None:

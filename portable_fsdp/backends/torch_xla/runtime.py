@@ -290,15 +290,11 @@ class Keep(Protocol):
     def __call__(self, kept: list[Tensor], *, again: bool) -> AbstractContextManager[None]: ...
 
 
-def _keep_nothing(kept: list[Tensor], *, again: bool) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def recomputed(
     forward: Forward,
     trains: bool,
     again: Callable[[list[Tensor]], AbstractContextManager[None]] | None = None,
-    keep: Keep = _keep_nothing,
+    keep: Keep = lambda kept, again: nullcontext(),
     block: nn.Module | None = None,
 ) -> Forward:
     """Put `forward` under torch_xla's gradient checkpointing; with torch's, XLA would merge both runs.

@@ -81,7 +81,7 @@ class LayerAttention:
         scale: float | None,
     ) -> Tensor:
         """Compute causal attention; arguments as of `models.attention.attend`."""
-        options = _Options(self._mesh, self._rows, window, softcap, self._interpret)
+        options = _Options(self._mesh, self._rows, Kernel(window, softcap, self._interpret))
         query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
         documents = None if documents is None else documents[:, 0, 0].to(torch.int32)
         sinks = None if sinks is None else sinks.float() * 1  # an argument of the program can't be split by hand
@@ -169,13 +169,7 @@ def _note_blocks(length: int) -> None:
 class _Options:
     mesh: str
     rows: tuple[str, ...]
-    window: int | None
-    softcap: float | None
-    interpret: bool
-
-    @property
-    def kernel(self) -> Kernel:
-        return Kernel(self.window, self.softcap, self.interpret)
+    kernel: Kernel
 
 
 class _Attention(torch.autograd.Function):
@@ -266,8 +260,7 @@ def _on_each_device(method: str, words: str, *tensors: Tensor | None) -> list[Te
 
     shards: Any = spmd
     values: dict[str, Any] = json.loads(words)
-    values["rows"] = tuple(values["rows"])
-    options = _Options(**values)
+    options = _Options(values["mesh"], tuple(values["rows"]), Kernel(**values["kernel"]))
     mesh = shards.Mesh.from_str(options.mesh)
     devices = math.prod(mesh.shape()[axis] for axis in options.rows)
 

@@ -58,8 +58,8 @@ class XlaBackend(PjrtBackend):
         """Open the engine. `tensors`: replaces the tensors on devices, for a plan."""
         _check_launch(device)
         set_environment(device)
-        if device == "cpu":
-            _set_cpu_devices(num_devices)
+        if device == "cpu":  # before torch_xla is imported: the flag, else the environment's number, else 1
+            os.environ["CPU_NUM_DEVICES"] = str(num_devices or os.environ.get("CPU_NUM_DEVICES", "1"))
         import torch_xla.distributed.spmd as spmd
         import torch_xla.runtime as runtime
 
@@ -143,7 +143,8 @@ class XlaBackend(PjrtBackend):
         blocks = {name for name in (*policy.units, *policy.recompute) if not is_inside(name, scanned)}
         for name, owned in uses_by_block(outside, blocks).items():
             block = model.get_submodule(name)
-            block.forward = copies.run_with(owned, block.forward)
+            # As a decorator it keeps the signature: that of a head may have `loss_input`.
+            block.forward = copies.in_place(owned)(block.forward)
             if policy.cast_inputs and name in ("", *policy.units):  # as FSDP2 does: it may get pixels
                 block.forward = in_own_dtype(block.forward, policy.compute, None)
             if name in policy.recompute:
@@ -255,10 +256,3 @@ def _check_launch(device: str) -> None:
             f"{launch.world_size}.\n  Start it without a launcher: "
             "python -m portable_fsdp.launch --device=cpu --backend=xla --num_devices=N."
         )
-
-
-def _set_cpu_devices(num_devices: int | None) -> None:
-    """Set the number of virtual CPU devices, before torch_xla is imported: the flag, else the environment's, else 1."""
-    if num_devices is not None:
-        os.environ["CPU_NUM_DEVICES"] = str(num_devices)
-    os.environ.setdefault("CPU_NUM_DEVICES", "1")

@@ -6,7 +6,6 @@ module decides what XLA may keep: `Copies` of one step (SHARD_GRAD_OP), or barri
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -67,7 +66,8 @@ class Copies:
             self._runs_again_on = None
 
     @contextmanager
-    def _in_place(self, uses: list[Use]) -> Generator[None]:
+    def in_place(self, uses: list[Use]) -> Generator[None]:
+        """Context in which a block runs with the compute copies of `uses`; also decorates its forward."""
         copies = self._kept or {use.key: cast_weight(use) for use in distinct(uses)}
         if self._runs_again_on is not None and not self._kept:
             # Without a barrier XLA would merge the gathers of both runs, and keep the weights in between.
@@ -85,16 +85,6 @@ class Copies:
     def of(self, use: Use) -> Tensor:
         """Return the copy of a weight for a use in a running block that `splits_gradient`."""
         return self._here[use.key]
-
-    def run_with(self, uses: list[Use], forward: Forward) -> Forward:
-        """Wrap a block's `forward`, with the compute copies of `uses` in place."""
-
-        @wraps(forward)  # with its signature: that of a head may have `loss_input`
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._in_place(uses):
-                return forward(*args, **kwargs)
-
-        return run
 
     def gathered_for(self, uses: list[Use], forward: Forward) -> Forward:
         """Wrap the model's `forward`: gathered copies live until after backward, or without gradients until its end."""

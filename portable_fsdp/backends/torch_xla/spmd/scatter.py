@@ -102,10 +102,9 @@ def _operator() -> Any:
     ) -> Tensor:
         return _scattered_sum(left, right, dtype, words, padding, Scatter(replicas, slices, tuple(along)))
 
-    def shape_of(left: Tensor, right: Tensor, dtype: torch.dtype, words: int, *_: Any) -> Tensor:
-        return right.new_empty((words or left.shape[-1], right.shape[-1]), dtype=dtype)
-
-    scattered_sum.register_fake(shape_of)
+    scattered_sum.register_fake(
+        lambda left, right, dtype, words, *_: right.new_empty((words or left.shape[-1], right.shape[-1]), dtype=dtype)
+    )
     return scattered_sum
 
 

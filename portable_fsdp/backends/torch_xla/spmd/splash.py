@@ -52,19 +52,12 @@ class Kernel:
         out, lse = self._run(splash_forward, query, key, value, documents, sinks)
         return out, lse
 
-    def backward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Tensor | None,
-        sinks: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        gradient: Tensor,
-    ) -> list[Tensor]:
-        """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`."""
-        return self._run(splash_backward, query, key, value, documents, sinks, out, lse, gradient)
+    def backward(self, *tensors: Tensor | None) -> list[Tensor]:
+        """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`.
+
+        `tensors`: those of `forward`, its results, and the gradient of the output.
+        """
+        return self._run(splash_backward, *tensors)
 
     def visible(self, length: int) -> int:
         """Return the number of visible pairs of positions; the diagonal counts half."""
@@ -134,15 +127,7 @@ def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: 
 
 
 def splash_backward(
-    kernel: Kernel,
-    query: Any,
-    key: Any,
-    value: Any,
-    documents: Any,
-    sinks: Any,
-    out: Any,
-    lse: Any,
-    gradient: Any,
+    kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any, *of_output: Any
 ) -> Any:
     """Implement `Kernel.backward` on jax arrays."""
     import jax
@@ -157,7 +142,7 @@ def splash_backward(
         *_, d_query, d_key, d_value, _, d_sinks = splash._splash_attention_bwd(**options, res=kept, do=gradient)
         return d_query, d_key, d_value, d_sinks
 
-    gradients = jax.vmap(row)(query, key, value, documents, out, lse, gradient)
+    gradients = jax.vmap(row)(query, key, value, documents, *of_output)
     return gradients[:3] if sinks is None else gradients
 
 
