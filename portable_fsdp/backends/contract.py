@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, state_spec
+from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, TensorPlan, state_spec
 from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer
 from portable_fsdp.runtime.errors import BackendError, Closing
 from portable_fsdp.runtime.host import host_memory_bytes
@@ -124,6 +124,7 @@ class ShardPolicy:
     scan_layers: bool = False
     attention: Callable[..., Tensor] | None = None  # called by models; an engine may run its own kernel instead
     layouts: Mapping[str, Spec] = field(default_factory=lambda: {})
+    tensor: TensorPlan | None = None  # None: no axis `tensor`
 
 
 class Traffic(NamedTuple):
@@ -377,6 +378,7 @@ class CheckpointTensor(NamedTuple):
 
     tensor: Tensor
     spec: Spec
+    fqn: str  # of the parameter, also for its optimizer state
 
 
 def checkpoint_tensors(
@@ -391,12 +393,14 @@ def checkpoint_tensors(
     out: dict[str, CheckpointTensor] = {}
     states: dict[str, CheckpointTensor] = {}
     for fqn, parameter in model.named_parameters():
-        out[fqn] = CheckpointTensor(parameter, layouts[fqn])
+        out[fqn] = CheckpointTensor(parameter, layouts[fqn], fqn)
         for name, state in tensors_of(optimizer.state.get(parameter, {})).items():
             states[state_key(name, fqn)] = CheckpointTensor(
-                state, state_spec(layouts[fqn], parameter.shape, state.shape)
+                state, state_spec(layouts[fqn], parameter.shape, state.shape), fqn
             )
-    buffers = {fqn: CheckpointTensor(buffer, ((),) * buffer.dim()) for fqn, buffer in persistent_buffers(model).items()}
+    buffers = {
+        fqn: CheckpointTensor(buffer, ((),) * buffer.dim(), fqn) for fqn, buffer in persistent_buffers(model).items()
+    }
     return {**out, **buffers, **states}
 
 

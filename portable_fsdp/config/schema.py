@@ -191,6 +191,13 @@ class Sharding(Section):
     reshard_after_forward: int | None = Field(default=None, ge=2)
     """after forward, reshard parameters over this many devices only (between FULL_SHARD and SHARD_GRAD_OP); null: as
     the strategy"""
+    tensor: int = Field(default=1, ge=1)
+    """tensor parallelism: this many neighbouring devices get the same rows and split attention heads, MLPs and the
+    vocabulary"""
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    """with tensor: between attention and MLPs each device holds a part of each row's tokens; auto: if they divide"""
+    plan: dict[str, str] = Field(default={})
+    """with tensor: name pattern of modules -> word of a tensor-parallel plan, before transformers' own plan"""
     wrap: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
     """FSDP units, whose parameters are gathered and freed together: the model's layers, modules of at least
     min_num_params, or the whole model"""

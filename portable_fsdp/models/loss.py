@@ -264,6 +264,12 @@ class LossInput(NamedTuple):
         """Return the summed loss of a part of the head's logits, and its gradient for them."""
         return with_gradient(logits, labels, self.change)
 
+    def by_chunks(
+        self, head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, loss: "GradientLoss"
+    ) -> Tensor | None:
+        """See `loss_by_chunks`; `loss` takes the logits after `change`."""
+        return loss_by_chunks(head, forward, hidden, self.labels, (self.change,), None, loss)
+
 
 class _Chunk(NamedTuple):
     """The computation of the logits and the loss of some positions."""
@@ -310,6 +316,32 @@ class _HeadLoss(torch.autograd.Function):
         return (None, None, None, *(scaled(grad, outputs[0], out=torch.empty_like(grad)) for grad in gradients))
 
 
+def loss_by_chunks(
+    head: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    steps: LogitSteps,
+    output: torch.dtype | None,
+    loss: GradientLoss,
+) -> Tensor | None:
+    """Return the summed `loss` of a linear head's `forward(hidden)` after `steps`, a chunk of positions at a time.
+
+    None where only all logits will do: in float16, whose gradients need a scale that would overflow their sums for a
+    weight, under autocast, and if the model dropped positions.
+    """
+    weight = getattr(head, "base_layer", head).weight
+    is_float16 = torch.float16 in (hidden.dtype, weight.dtype, output)
+    # Autocast would keep its copy of a weight, and with it the graph of the first chunk.
+    device = hidden.device.type
+    is_autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if is_float16 or is_autocast or hidden.shape[:-1].numel() != labels.numel():
+        return None
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    chunk = _Chunk(forward, steps, output, trained, _is_linear(head) and cast(Any, head).weight.requires_grad, loss)
+    return cast(Tensor, _HeadLoss.apply(chunk, weight.shape[0], labels, hidden, *trained))
+
+
 @contextmanager
 def _loss_in_head(
     model: nn.Module,
@@ -329,17 +361,8 @@ def _loss_in_head(
     plain, has_own = head.forward, "forward" in vars(head)
 
     def by_chunks(hidden: Tensor) -> Tensor:
-        # Gradients of float16 logits need a scale that would overflow their sums for a weight.
-        is_float16 = torch.float16 in (hidden.dtype, head.weight.dtype, output)
-        # Autocast would keep its copy of a weight, and with it the graph of the first chunk.
-        device = hidden.device.type
-        is_autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if is_float16 or is_autocast or hidden.shape[:-1].numel() != labels.numel():
-            return plain(hidden)
-        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        chunk = _Chunk(plain, steps, output, trained, _is_linear(head) and head.weight.requires_grad, cast(Any, loss))
-        vocabulary = getattr(head, "base_layer", head).weight.shape[0]
-        return cast(Tensor, _HeadLoss.apply(chunk, vocabulary, labels, hidden, *trained))
+        summed = loss_by_chunks(head, plain, hidden, labels, steps, output, cast(Any, loss))
+        return plain(hidden) if summed is None else summed
 
     if loss is not None and _takes_chunks(head):
         head.forward = by_chunks

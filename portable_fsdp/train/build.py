@@ -186,9 +186,18 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
     """Convert the config to plain values for this model. Raises ConfigError for a name that the model doesn't have."""
     sharding, precision, memory = config.sharding, config.precision, config.memory
     layers = find_layers(model, sharding)
+    tensor = None
+    if sharding.tensor > 1:
+        from portable_fsdp.models.parallel import tensor_plan
+
+        tensor = tensor_plan(model, config, layers)
     return ShardPolicy(
         units=find_units(model, sharding),
-        layouts={fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()},
+        layouts={
+            fqn: tensor.layout(fqn, weight.dim()) if tensor else weight_spec(weight.dim())
+            for fqn, weight in model.named_parameters()
+        },
+        tensor=tensor,
         layers=layers,
         compute=DTYPES[precision.compute],
         cast_inputs=precision.cast_inputs,

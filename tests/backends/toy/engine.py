@@ -152,10 +152,10 @@ class ToyBackend(contract.Backend):
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
         held = contract.checkpoint_tensors(model, optimizer, self._layouts)
-        return {key: self._state(self._shape(key, tensor), tensor, spec) for key, (tensor, spec) in held.items()}
+        return {key: self._state(self._shape(key, tensor), tensor, spec) for key, (tensor, spec, _) in held.items()}
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
-        for key, (tensor, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts).items():
+        for key, (tensor, spec, _) in contract.checkpoint_tensors(model, optimizer, self._layouts).items():
             read(key, region(self._shape(key, tensor), spec, self.axes, self._place), tensor.detach())
 
     def _shape(self, key: str, tensor: Tensor) -> torch.Size:

@@ -211,7 +211,7 @@ class XlaBackend(PjrtBackend):
         self._tensors.wait()
         return {
             key: contract.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor, spec))
-            for key, (tensor, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
+            for key, (tensor, spec, _) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
         }
 
     def _pieces(self, tensor: Tensor, spec: Spec) -> list[contract.Piece]:
@@ -231,7 +231,7 @@ class XlaBackend(PjrtBackend):
         return pieces
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
-        for key, (old, spec) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
+        for key, (old, spec, _) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
             if old.device.type == "cpu":
                 old.copy_(read(key, full_region(old.shape)))
                 continue

@@ -1,0 +1,343 @@
+"""Tensor parallelism on local tensors: each process holds plain parameters, its parts of the weights, and its modules
+run Megatron-LM's f and g (arXiv 1909.08053, section 3), autograd functions over the processes of the axis `tensor`.
+
+FSDP2 shards the parts over `shard` as it shards whole weights. No DTensor holds activations: torch 2.9 computes them
+slower, and wrongly where weights are tied.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from types import MethodType
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from portable_fsdp.backends.contract import parameter_slots
+from portable_fsdp.backends.native.units import forward_of, local_part
+from portable_fsdp.layout import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, rows_of_shard
+
+
+class Group(Protocol):
+    """The processes along the axis `tensor`, and their collectives. Results are new tensors, or in place where said."""
+
+    index: int
+    count: int
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum in place; returns the argument, contiguous."""
+        ...
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Take the largest in place."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate along dimension 0."""
+        ...
+
+    def scatter_sum(self, tensor: Tensor) -> Tensor:
+        """Sum, and return the own part of dimension 0."""
+        ...
+
+
+class Processes:
+    """A `Group` of torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.index, self.count, self._group = group.rank(), group.size(), group
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        whole = tensor.new_empty((self.count * tensor.shape[0], *tensor.shape[1:]))
+        dist.all_gather_into_tensor(whole, tensor, group=self._group)
+        return whole
+
+    def scatter_sum(self, tensor: Tensor) -> Tensor:
+        part = tensor.new_empty((tensor.shape[0] // self.count, *tensor.shape[1:]))
+        dist.reduce_scatter_tensor(part, tensor, group=self._group)
+        return part
+
+
+# ------------------------------------------------------------------------------------------------- autograd functions
+
+
+def _same(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    return group.sum(tensor.clone(memory_format=torch.contiguous_format))
+
+
+def _gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    return group.gather(tensor.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()
+
+
+def _scatter_sum(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    return group.scatter_sum(tensor.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()
+
+
+def _split(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    return tensor.chunk(group.count, dim)[group.index].contiguous()
+
+
+class _Crossing(torch.autograd.Function):
+    """One collective in forward, another in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, there: Any, back: Any) -> Tensor:
+        ctx.group, ctx.dim, ctx.back = group, dim, back
+        return there(tensor, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.back(gradients[0], ctx.group, ctx.dim), None, None, None, None
+
+
+def _crossing(tensor: Tensor, group: Group, dim: int, there: Any, back: Any) -> Tensor:
+    return cast(Tensor, _Crossing.apply(tensor, group, dim, there, back))
+
+
+def enter(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
+    """Megatron's f: the input of split weights; `dim`: the dimension of which each process holds a part, if any."""
+    return (
+        _crossing(tensor, group, 0, _same, _sum)
+        if dim is None
+        else _crossing(tensor, group, dim, _gather, _scatter_sum)
+    )
+
+
+def leave(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
+    """Megatron's g: the sum of what split weights gave; `dim`: keep a part of that dimension only."""
+    return (
+        _crossing(tensor, group, 0, _sum, _same)
+        if dim is None
+        else _crossing(tensor, group, dim, _scatter_sum, _gather)
+    )
+
+
+def gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """Make parts whole, for what each process computes alike."""
+    return _crossing(tensor, group, dim, _gather, _split)
+
+
+def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """Take the own part of what each process has."""
+    return _crossing(tensor, group, dim, _split, _gather)
+
+
+# ------------------------------------------------------------------------------------------------------------ modules
+
+
+def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
+    """Replace weights on meta by this process's parts, and forwards by those that cross the group where `plan` says."""
+    replace = _replacing()
+    if plan.embedding:
+        _split_vocabulary(model, plan, group, replace)
+    for fqn, slots in parameter_slots(model).items():
+        if (part := plan.parts.get(fqn)) is not None:
+            weight = model.get_parameter(fqn)
+            shape = [*weight.shape]
+            shape[part.dim] = sum(own.stop - own.start for own in part.ranges(group.index, group.count))
+            own = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
+            for slot in slots:
+                cast(Any, slot.module)._parameters[slot.leaf] = own
+    for name, values in plan.attributes.items():
+        vars(model.get_submodule(name)).update(values)
+    for name, word in plan.words.items():
+        module = model.get_submodule(name)
+        layer = getattr(module, "base_layer", module)
+        if name in plan.whole_heads:
+            replace(module, _own_head, group, *plan.whole_heads[name])
+        elif word == GATHERED:
+            replace(module, _gathered, group)
+        elif word in (ROWWISE, SPLIT_INPUT):
+            if layer._parameters.get("bias") is not None:
+                replace(layer, _without_bias)
+            replace(module, _summed, group, plan.splits_rows, word == SPLIT_INPUT)
+        if isinstance(getattr(layer, "nf", None), int):  # transformers' Conv1D: its outputs
+            layer.nf = layer.weight.shape[1]
+    for name in plan.blocks:
+        is_experts = plan.words.get(name) == EXPERTS
+        replace(model.get_submodule(name), _experts if is_experts else _block, group, plan.splits_rows)
+    if plan.splits_rows:
+        for name in plan.whole_blocks:
+            replace(model.get_submodule(name), _whole_block, group)
+        first, last = (model.get_submodule(plan.layers[at]) for at in (0, -1))
+        first.register_forward_pre_hook(
+            lambda _, args, kwargs: _with_hidden(args, kwargs, lambda hidden: split(hidden, group, 1)), with_kwargs=True
+        )
+        last.register_forward_hook(lambda _, __, out: _on_hidden(out, lambda hidden: gather(hidden, group, 1)))
+
+
+def _split_vocabulary(model: Any, plan: TensorPlan, group: Group, replace: Callable[..., None]) -> None:
+    embedding, head = model.get_submodule(plan.embedding), model.get_submodule(plan.head)
+    vocabulary = embedding.weight.shape[0]
+    words = rows_of_shard(vocabulary, group.index, group.count)
+    padding = embedding.padding_idx
+    embedding.padding_idx = padding - words.start if padding in range(words.start, words.stop) else None
+    replace(embedding, _look_up, group, words.start)
+    replace(head, _head, group, words.start, vocabulary)
+
+
+def _replacing() -> Callable[..., None]:
+    """Return a function that replaces the forward of a module by `make(forward, ...)`; equal modules get the same, so
+    that torch.compile makes one program for them."""
+    made = cache(lambda make, *settings: make(*settings))
+
+    def replace(module: Any, make: Callable[..., Callable[..., Any]], *settings: Any) -> None:
+        module.forward = MethodType(made(make, forward_of(module), *settings), module)
+
+    return replace
+
+
+def _own_head(forward: Callable[..., Tensor], group: Group, heads: int, width: int) -> Callable[..., Tensor]:
+    start = group.index * heads // group.count * width
+
+    def run(self: nn.Module, hidden: Tensor) -> Tensor:
+        return forward(self, hidden)[..., start : start + width]
+
+    return run
+
+
+def _gathered(forward: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
+    def run(self: nn.Module, hidden: Tensor) -> Tensor:
+        return gather(forward(self, hidden), group, -1)
+
+    return run
+
+
+def _without_bias(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(self: Any, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight if hasattr(self, "nf") else F.linear(hidden, self.weight)
+
+    return run
+
+
+def _summed(
+    forward: Callable[..., Tensor], group: Group, splits_rows: bool, splits_input: bool
+) -> Callable[..., Tensor]:
+    def run(self: Any, hidden: Tensor) -> Tensor:
+        part = forward(self, split(hidden, group, -1) if splits_input else hidden)
+        out = leave(part, group, part.dim() - 2 if splits_rows else None)
+        bias = getattr(self, "base_layer", self)._parameters.get("bias")
+        return out if bias is None else out + bias
+
+    return run
+
+
+def _block(forward: Callable[..., Any], group: Group, splits_rows: bool) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_hidden(
+            args, kwargs, lambda hidden: enter(hidden, group, hidden.dim() - 2 if splits_rows else None)
+        )
+        return forward(self, *args, **kwargs)
+
+    return run
+
+
+def _experts(forward: Callable[..., Tensor], group: Group, splits_rows: bool) -> Callable[..., Tensor]:
+    """`forward(hidden [tokens, width], chosen experts [tokens, k], their weights [tokens, k])`."""
+    dim = 0 if splits_rows else None
+
+    def run(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        chosen = _gather(chosen, group, 0) if splits_rows else chosen
+        return leave(forward(self, enter(hidden, group, dim), chosen, enter(weights, group, dim)), group, dim)
+
+    return run
+
+
+def _whole_block(forward: Callable[..., Any], group: Group) -> Callable[..., Any]:
+    """Attention that the plan leaves whole: each process computes it for whole rows."""
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_hidden(args, kwargs, lambda hidden: gather(hidden, group, 1))
+        return _on_hidden(forward(self, *args, **kwargs), lambda hidden: split(hidden, group, 1))
+
+    return run
+
+
+def _with_hidden(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    """Change the hidden states among a module's arguments: the first one."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def _on_hidden(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+
+# --------------------------------------------------------------------------------------------------------- vocabulary
+
+
+def _look_up(forward: Callable[..., Tensor], group: Group, first: int) -> Callable[..., Tensor]:
+    """The embedding's own forward (Gemma's scales) on the words of this process; others give 0."""
+
+    def run(self: Any, input: Tensor) -> Tensor:
+        own, count = input - first, self.weight.shape[0]
+        is_own = (own >= 0) & (own < count)
+        found = forward(self, own.clamp(0, count - 1))
+        return leave(torch.where(is_own[..., None], found, 0.0), group, None)
+
+    return run
+
+
+def _head(forward: Callable[..., Tensor], group: Group, first: int, vocabulary: int) -> Callable[..., Tensor]:
+    """The loss of the logits of this process's words, in chunks; without `loss_input` the logits of all words."""
+
+    def run(self: Any, hidden: Tensor, loss_input: Any = None) -> Tensor:
+        hidden, plain = enter(hidden, group, None), MethodType(forward, self)
+        if loss_input is not None:
+            loss = loss_input.by_chunks(self, plain, hidden, partial(vocabulary_loss, group, first))
+            if loss is not None:
+                return loss
+        logits = plain(hidden)
+        padding = -(-vocabulary // group.count) - logits.shape[-1]  # where the processes don't divide the vocabulary
+        return gather(F.pad(logits, (0, padding)) if padding else logits, group, -1)[..., :vocabulary]
+
+    return run
+
+
+def vocabulary_loss(group: Group, first: int, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy of logits `[positions, words of this process]`, and its gradient.
+
+    As `cross_entropy_with_gradient`, with three numbers a position summed over the group. `first`: the id of the first
+    word.
+    """
+    exact = logits.float()
+    largest = group.max(exact.amax(dim=-1))
+    powers = (exact - largest[:, None]).exp()
+    own, counted = labels - first, (labels >= 0)[:, None]
+    is_own = (own >= 0) & (own < logits.shape[1])
+    at = own.clamp(0, logits.shape[1] - 1)[:, None]
+    of_label = torch.where(is_own, exact.gather(1, at)[:, 0], 0.0)
+    total, of_label = group.sum(torch.stack([powers.sum(dim=-1), of_label])).unbind()
+    loss = torch.where(counted[:, 0], total.log() + largest - of_label, 0.0).sum()
+    gradient = powers.div_(total[:, None]).scatter_add_(1, at, -is_own.float()[:, None])
+    return loss, gradient.mul_(counted).to(logits.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+def sum_gradients(model: nn.Module, plan: TensorPlan, group: Group) -> None:
+    """Sum the gradients of `plan.summed`, in one collective for each dtype: each process has a part of them."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for fqn, weight in model.named_parameters():
+        if fqn in plan.summed and weight.grad is not None and (own := local_part(weight.grad)).numel():
+            kinds.setdefault(own.dtype, []).append(own)
+    for gradients in kinds.values():
+        flat = group.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))

@@ -1,0 +1,319 @@
+"""The tensor-parallel plan of a model: the weights that the mesh axis `tensor` splits, and what its modules do for it.
+
+Devices along the axis get the same rows. Each holds a part of the heads of attention, of the width of MLPs and of the
+vocabulary, as Megatron-LM does (arXiv 1909.08053, section 3). transformers names the words by module in
+`base_model_tp_plan`; `sharding.plan` adds to them. Engines, planners and explain read the plan made here, which needs
+no process group.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import nn
+
+from portable_fsdp.config.describe import matching
+from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import (
+    COLWISE,
+    EXPERTS,
+    GATHERED,
+    PACKED,
+    ROWWISE,
+    SPLIT_INPUT,
+    SUMMED,
+    WHOLE,
+    WORDS,
+    Part,
+    TensorPlan,
+)
+from portable_fsdp.models.lora import holds_inputs_first, is_adapter
+from portable_fsdp.runtime.errors import ConfigError
+
+_VOCABULARY = ("embedding_rowwise",)  # the embedding is split over the vocabulary anyway
+_HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size")
+"""Attributes by which an attention module counts heads, or the width of all of them."""
+
+
+def tensor_plan(model: Any, config: Config, layers: tuple[str, ...]) -> TensorPlan:
+    """Make the plan of a model on meta for an axis of `sharding.tensor` devices.
+
+    `sharding.plan` comes before the model's own words. Raises ConfigError for a model without a plan, an unknown word,
+    a pattern without a module, and for sizes that the devices don't divide.
+    """
+    size, own = config.sharding.tensor, config.sharding.plan
+    splits_rows = config.sharding.sequence_parallel
+    if splits_rows == "auto":
+        splits_rows = config.data.seq_len % size == 0
+    splits_vocabulary = config.train.task == "causal_lm" and hasattr(model, "get_output_embeddings")
+    words = _words(model, own)
+    parts: dict[str, Part] = {}
+    summed: set[str] = set()
+    whole_heads: dict[str, tuple[int, int]] = {}
+    for name, word in words.items():
+        module = model.get_submodule(name)
+        weights = {f"{name}.{leaf}": weight for leaf, weight in module.named_parameters()}
+        if word == SUMMED:
+            summed |= set(weights)
+        elif word == EXPERTS:
+            parts |= _parts_of_experts(name, module, size)
+        elif word in (COLWISE, PACKED, GATHERED):
+            heads = _key_value_heads(model, name, size)
+            if heads is not None:
+                whole_heads[name] = heads
+                summed |= set(weights)
+                continue
+            sizes = _packed_sizes(model, name, module) if word == PACKED else None
+            for fqn, weight in weights.items():
+                inputs_first = _holds_inputs_first(module, fqn)
+                if ".lora_A." in fqn:
+                    summed.add(fqn)
+                else:
+                    dim = 1 if inputs_first and weight.dim() > 1 else 0
+                    parts[fqn] = _part(fqn, weight.shape, dim, size, sizes)
+        elif word in (ROWWISE, SPLIT_INPUT):
+            for fqn, weight in weights.items():
+                if ".lora_B." in fqn:
+                    summed.add(fqn)
+                elif weight.dim() > 1:  # a bias is added to the sum
+                    parts[fqn] = _part(fqn, weight.shape, 0 if _holds_inputs_first(module, fqn) else 1, size)
+    blocks = _blocks(words)
+    _check_heads(model, words, size)
+    embedding, head = _vocabulary(model) if splits_vocabulary else ("", "")
+    for name in filter(None, (embedding, head)):
+        for leaf, weight in model.get_submodule(name).named_parameters():
+            fqn = next(fqn for fqn, known in model.named_parameters() if known is weight)  # a tied one has two
+            if is_adapter(leaf) or leaf not in ("weight", "bias"):
+                raise ConfigError(f"sharding.tensor: {name}.{leaf}: adapters of the embedding or head can't be split.")
+            parts[fqn] = Part(0, (weight.shape[0],))
+    whole_blocks: tuple[str, ...] = ()
+    if splits_rows:
+        whole_blocks = _whole_blocks(model, layers, blocks)
+        # What works on a part of the rows: all in the layers but blocks, and the biases that are added to their sums.
+        inside = tuple(f"{name}." for name in (*blocks, *whole_blocks))
+        of_layers = tuple(f"{name}." for name in layers)
+        biases = {
+            f"{name}.{leaf}"
+            for name in words
+            for leaf in ("bias", "base_layer.bias")
+            if words[name] in (ROWWISE, SPLIT_INPUT)
+        }
+        summed |= {
+            fqn
+            for fqn, _ in model.named_parameters()
+            if fqn not in parts and (fqn in biases or (fqn.startswith(of_layers) and not fqn.startswith(inside)))
+        }
+    return TensorPlan(
+        size=size,
+        words=words,
+        parts=parts,
+        summed=frozenset(summed),
+        blocks=blocks,
+        attributes=_attributes(model, size, words, blocks, whole_heads),
+        whole_heads=whole_heads,
+        embedding=embedding,
+        head=head,
+        layers=layers,
+        whole_blocks=whole_blocks,
+        splits_rows=splits_rows,
+    )
+
+
+def _words(model: Any, own: Mapping[str, str]) -> dict[str, str]:
+    """Return module FQN -> word, in the model's order: those of `own`, else those of the model's plan."""
+    names = [name for name, _ in model.named_modules() if name]
+    given: dict[str, str] = {}
+    for pattern, word in own.items():
+        if word not in WORDS:
+            raise ConfigError(f"sharding.plan: {pattern}: expected {' | '.join(WORDS)}, found {word!r}.")
+        for name in matching("sharding.plan", pattern, names):
+            if fnmatchcase(name, pattern):
+                given.setdefault(name, word)
+    base = getattr(model, "base_model_prefix", "")
+    theirs: Mapping[str, str] = getattr(getattr(model, base, model), "_tp_plan", None) or {}
+    theirs = theirs or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    if not theirs and not own:
+        raise ConfigError(
+            f"sharding.tensor: {type(model).__name__} has no tensor-parallel plan in transformers.\n  Name its modules in "
+            "sharding.plan (docs/tensor_parallelism.md), or set sharding.tensor=1."
+        )
+    found: dict[str, str] = {}
+    modules = dict(model.named_modules())
+    for name in names:
+        short = name.removeprefix(f"{base}.")
+        word = given.get(name) or next((word for key, word in theirs.items() if _matches(key, short)), None)
+        if (
+            word is None
+            or word in _VOCABULARY
+            or (name.rpartition(".")[0] in found and found[name.rpartition(".")[0]] == EXPERTS)
+        ):
+            continue
+        if word not in WORDS:
+            raise ConfigError(
+                f"sharding.tensor: {name}: the plan of {type(model).__name__} in transformers has the word {word!r}, "
+                f"which isn't supported.\n  Set sharding.plan={{{name.rpartition('.')[2]}: replicated}} to leave such "
+                "modules whole, or sharding.tensor=1."
+            )
+        found[name] = word
+    _use_packed(model, modules, found)
+    return {name: word for name, word in found.items() if word != WHOLE}
+
+
+def _matches(key: str, name: str) -> bool:
+    return re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name) is not None
+
+
+def _use_packed(model: Any, modules: Mapping[str, nn.Module], words: dict[str, str]) -> None:
+    """Split weights of several matrices (Phi-3's) matrix by matrix: their own words would gather and split again."""
+    for name, word in [*words.items()]:
+        owner = name.rpartition(".")[0]
+        after = [other for other, w in words.items() if other.rpartition(".")[0] == owner and w == SPLIT_INPUT]
+        if word == GATHERED and len(after) == 1 and _sizes_or_none(model, name, modules[name]):
+            words[name], words[after[0]] = PACKED, ROWWISE
+
+
+def _parts_of_experts(name: str, module: nn.Module, size: int) -> dict[str, Part]:
+    """`gate_up_proj` `[experts, 2 * width, hidden]`, split half by half, and `down_proj` `[experts, hidden, width]`."""
+    weights = dict(module.named_parameters())
+    wrong = weights.keys() - {"gate_up_proj", "down_proj"}
+    up, down = weights.get("gate_up_proj"), weights.get("down_proj")
+    if wrong or up is None or down is None or up.shape[1] != 2 * down.shape[2]:
+        raise ConfigError(f"sharding.tensor: {name}: experts of this form ({', '.join(weights)}) can't be split yet.")
+    half = up.shape[1] // 2
+    return {
+        f"{name}.gate_up_proj": _part(f"{name}.gate_up_proj", up.shape, 1, size, (half, half)),
+        f"{name}.down_proj": _part(f"{name}.down_proj", down.shape, 2, size),
+    }
+
+
+def _part(fqn: str, shape: Iterable[int], dim: int, size: int, sizes: tuple[int, ...] | None = None) -> Part:
+    part = Part(dim, sizes or ([*shape][dim],))
+    if odd := [length for length in part.sizes if length % size]:
+        raise ConfigError(
+            f"sharding.tensor: {fqn}: {size} devices don't divide its {odd[0]:,} "
+            f"{'outputs' if dim == 0 else 'columns'}.\n  {_fitting(part.sizes)}"
+        )
+    return part
+
+
+def _fitting(sizes: Iterable[int]) -> str:
+    whole = math.gcd(*sizes)
+    fitting = [size for size in range(1, min(whole, 64) + 1) if whole % size == 0]
+    return f"Set sharding.tensor={' or '.join(map(str, fitting))}."
+
+
+def _holds_inputs_first(module: nn.Module, fqn: str) -> bool:
+    return ".lora_" not in fqn and holds_inputs_first(getattr(module, "base_layer", module))
+
+
+def _packed_sizes(model: Any, name: str, module: nn.Module) -> tuple[int, ...]:
+    sizes = _sizes_or_none(model, name, module)
+    if sizes is None:
+        raise ConfigError(
+            f"sharding.plan: {name}: packed_colwise: can't tell which matrices its weight packs: neither q, k and v of "
+            "the config's heads, nor three or two of equal size."
+        )
+    return sizes
+
+
+def _sizes_or_none(model: Any, name: str, module: nn.Module) -> tuple[int, ...] | None:
+    """Return the outputs of the matrices in one weight: q, k and v by the config's heads, or gate and up."""
+    config, layer = model.config, cast(Any, getattr(module, "base_layer", module))
+    outputs = layer.weight.shape[1 if holds_inputs_first(layer) else 0]
+    heads, kv_heads, width = _heads(config)
+    if outputs == (heads + 2 * kv_heads) * width:
+        return (heads * width, kv_heads * width, kv_heads * width)
+    inner = getattr(config, "intermediate_size", None) or 0
+    return (inner, inner) if outputs == 2 * inner else None
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Return (attention heads, key-value heads, width of a head) of a transformers config."""
+    heads = int(getattr(config, "num_attention_heads", 1) or 1)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", heads)) // heads
+    return heads, kv_heads, int(width)
+
+
+def _key_value_heads(model: Any, name: str, size: int) -> tuple[int, int] | None:
+    """Return (heads, width of a head) of a projection with fewer key-value heads than devices, which stays whole."""
+    if not name.endswith(("k_proj", "v_proj")):
+        return None
+    _, kv_heads, width = _heads(model.config)
+    layer = model.get_submodule(name)
+    outputs = getattr(layer, "base_layer", layer).weight.shape[0]
+    return (kv_heads, width) if outputs == kv_heads * width and kv_heads < size and size % kv_heads == 0 else None
+
+
+def _check_heads(model: Any, words: Mapping[str, str], size: int) -> None:
+    """Raise ConfigError if the heads can't be split evenly: a part of a head has no attention of its own."""
+    heads, kv_heads, _ = _heads(model.config)
+    if not any((word in (COLWISE, PACKED) and "attn" in name) or "attention" in name for name, word in words.items()):
+        return
+    if heads % size or (kv_heads % size and size % kv_heads) or (kv_heads % size and PACKED in words.values()):
+        raise ConfigError(
+            f"sharding.tensor: {size} devices can't share {heads} attention heads and {kv_heads} key-value heads "
+            f"evenly.\n  {_fitting([heads] if kv_heads < size and PACKED not in words.values() else [heads, kv_heads])}"
+        )
+
+
+def _blocks(words: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the modules that hold an outermost pair of colwise and rowwise, and experts."""
+    owners: dict[str, set[str]] = {}
+    for name, word in words.items():
+        if word == EXPERTS:
+            owners[name] = {COLWISE, ROWWISE}
+        else:
+            owners.setdefault(name.rpartition(".")[0], set()).add(word)
+    return tuple(
+        name for name, found in owners.items() if found & {COLWISE, PACKED, GATHERED} and found & {ROWWISE, SPLIT_INPUT}
+    )
+
+
+def _whole_blocks(model: Any, layers: tuple[str, ...], blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the attention modules in layers that the plan leaves whole: they need whole rows."""
+    found: list[str] = []
+    for layer in layers:
+        for child, module in model.get_submodule(layer).named_children():
+            name = f"{layer}.{child}"
+            if name not in blocks and "attn" in child.lower() + type(module).__name__.lower() and [*module.children()]:
+                found.append(name)
+    return tuple(found)
+
+
+def _vocabulary(model: Any) -> tuple[str, str]:
+    """Return the FQNs of the embedding and of the head of a causal model."""
+    names = {module: name for name, module in model.named_modules()}
+    return names[model.get_input_embeddings()], names[model.get_output_embeddings()]
+
+
+def _attributes(
+    model: Any,
+    size: int,
+    words: Mapping[str, str],
+    blocks: tuple[str, ...],
+    whole_heads: Mapping[str, tuple[int, int]],
+) -> dict[str, dict[str, Any]]:
+    """Return block -> attribute -> its value on each device: counts of heads, also in the config that a block reads."""
+    configs: dict[int, Any] = {}
+    changes: dict[str, dict[str, Any]] = {}
+    for name in blocks:
+        own, inside = vars(model.get_submodule(name)), {child for child in words if child.rpartition(".")[0] == name}
+        if not own.keys() & {*_HEADS, "head_dim", "head_size"} or any(words[child] == GATHERED for child in inside):
+            continue
+        new: dict[str, Any] = {key: own[key] // size for key in _HEADS if isinstance(own.get(key), int)}
+        if whole := [whole_heads[child] for child in inside if child in whole_heads]:
+            new |= {key: 1 for key in ("num_key_value_heads",) if key in own}
+            new["num_key_value_groups"] = own["num_key_value_groups"] * whole[0][0] // size
+        if (config := own.get("config")) is not None:
+            if id(config) not in configs:
+                configs[id(config)] = copy.copy(config)
+                for key in ("num_attention_heads", "num_key_value_heads"):
+                    if isinstance(count := getattr(config, key, None), int):
+                        setattr(configs[id(config)], key, max(1, count // size))
+            new["config"] = configs[id(config)]
+        changes[name] = new
+    return changes
