@@ -2,8 +2,8 @@
 
 The numbers of devices, processes and row shards (groups of devices that get the same rows) may differ. A new axis is
 declared here: its size (`mesh_axes`), whether its devices get different rows (`ROW_AXES`), whether losses and gradients
-are summed over it (`LOSS_AXES`), and how it shards weights (`weight_spec`, `TensorPlan`). A mesh may lack axes of size 1.
-All axes that a mesh may have, outermost first: replicate, shard, expert, context, tensor.
+are summed over it (`LOSS_AXES`), and how it shards weights (`weight_spec`, `TensorPlan`). A mesh may lack axes of
+size 1. All axes that a mesh may have, outermost first: replicate, shard, expert, context, tensor.
 """
 
 import itertools

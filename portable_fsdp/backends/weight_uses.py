@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Forward, ShardPolicy, dtype_name, parameter_slots
 from portable_fsdp.backends.nested import floats_in
+from portable_fsdp.layout import Spec
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
 class Use(NamedTuple):
-    """A use of a weight, `module._parameters[leaf]`, and its compute dtype there.
+    """A use of a weight, `module._parameters[leaf]`, its compute dtype there, and the weight's layout.
 
     `splits_gradient`: the module's forward makes the copy, and sets the master's gradient itself (XLA's sums.py).
     """
@@ -28,6 +29,7 @@ class Use(NamedTuple):
     module: nn.Module
     leaf: str
     dtype: torch.dtype
+    spec: Spec
     splits_gradient: bool = False
 
     @property
@@ -43,9 +45,10 @@ class Use(NamedTuple):
 def weight_uses(model: nn.Module, policy: ShardPolicy) -> dict[str, Use]:
     """FQN -> use, tied weights under each of their FQNs."""
     uses: dict[str, Use] = {}
-    for fqn, _ in model.named_parameters(remove_duplicate=False):
+    specs = {weight: policy.layouts[fqn] for fqn, weight in model.named_parameters()}
+    for fqn, weight in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = fqn.rpartition(".")
-        uses[fqn] = Use(model.get_submodule(owner), leaf, dtype_of(owner, policy))
+        uses[fqn] = Use(model.get_submodule(owner), leaf, dtype_of(owner, policy), specs[weight])
     return uses
 
 

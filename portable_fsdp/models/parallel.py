@@ -137,8 +137,8 @@ def _words(model: Any, own: Mapping[str, str]) -> dict[str, str]:
     theirs = theirs or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     if not theirs and not own:
         raise ConfigError(
-            f"sharding.tensor: {type(model).__name__} has no tensor-parallel plan in transformers.\n  Name its modules in "
-            "sharding.plan (docs/tensor_parallelism.md), or set sharding.tensor=1."
+            f"sharding.tensor: {type(model).__name__} has no tensor-parallel plan in transformers.\n"
+            "  Name its modules in sharding.plan (docs/tensor_parallelism.md), or set sharding.tensor=1."
         )
     found: dict[str, str] = {}
     modules = dict(model.named_modules())

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import jobs
 import pytest
 import torch
 from cases import ARCHITECTURES, SEQ_LEN, VOCABULARY, Case
+from test_curves import assert_equal_curves
 from torch import Tensor, nn
+from workers import GetWorkers, Group, marked
 
 from portable_fsdp.backends.native.tensor import split_model, sum_gradients
 from portable_fsdp.layout import TensorPlan
@@ -155,3 +158,22 @@ def test_losses_and_gradients_are_those_of_the_whole_model(
             of_all = part_of(fqn, expected[fqn], plan, index)
             atol = 2e-5 * float(expected[fqn].abs().max())
             torch.testing.assert_close(gradient, of_all, rtol=1e-4, atol=atol, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+
+
+TWO = {"sharding.tensor": 2}
+CURVES = {
+    "llama, split rows": Case("llama", settings=TWO),
+    "llama_tied, whole rows": Case("llama_tied", settings=TWO | {"sharding.sequence_parallel": False}),
+    "replicas": Case("qwen3", strategy="NO_SHARD", settings=TWO),
+    "adapters": Case("llama", settings=TWO | {"model.lora": {"r": 4}}, optim={"name": "adamw", "lr": 1e-2}),
+    "grad_op, recompute": Case("gemma2", strategy="SHARD_GRAD_OP", checkpointing="full", settings=TWO),
+    "packed, fused": Case("gpt2", settings=TWO | {"sharding.plan": GPT2, "data.packing": "documents"}),
+    "phi3": Case("phi3", settings=TWO),
+    "experts": Case("mixtral", settings=TWO),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("group", [marked(Group(engine, 4), in_suite=True) for engine in ("native", "xla")])
+def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
+    assert_equal_curves(workers(group).run(jobs.train, case=CURVES[name]), CURVES[name])

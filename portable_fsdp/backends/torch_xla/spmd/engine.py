@@ -32,7 +32,7 @@ from portable_fsdp.backends.torch_xla.spmd.forward import Copies, finish_backwar
 from portable_fsdp.backends.torch_xla.spmd.scan import LayerLoop
 from portable_fsdp.backends.torch_xla.spmd.scatter import scatter_over, torus_of_run
 from portable_fsdp.backends.torch_xla.spmd.sums import replace_forwards, summed_in_float32
-from portable_fsdp.backends.torch_xla.spmd.tensors import DeviceTensors, Layouts, Tensors
+from portable_fsdp.backends.torch_xla.spmd.tensors import DeviceTensors, Layouts, Tensors, rows_between
 from portable_fsdp.backends.weight_uses import (
     check_statistics,
     eight_bit_layers,
@@ -151,9 +151,10 @@ class XlaBackend(PjrtBackend):
                 trains = any(weight.requires_grad for weight in block.parameters())
                 block.forward = recomputed(block.forward, trains, copies.again, keep, block)
             if name in policy.units and block is not head:
-                keep_rows_split(block, layouts.split_rows)
-        if head is not None:  # unit or not: else the logits would be sharded by words
-            keep_rows_split(head, layouts.split_rows)
+                keep_rows_split(block, lambda out: layouts.split_rows(out, *rows_between(policy)))
+        if head is not None:  # unit or not: else the logits would be sharded by words over the axes of the rows
+            words = ((), ("tensor",)) if policy.tensor else ()
+            keep_rows_split(head, lambda logits: layouts.split_rows(logits, *words))
         for name in () if scanned else policy.layers:
             finish_backward(model.get_submodule(name), barrier)
         model.forward = copies.gathered_for(list(outside.values()), model.forward)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from portable_fsdp.backends.contract import Forward
 from portable_fsdp.backends.torch_xla.runtime import Keep, is_float, wants_gradient
 from portable_fsdp.backends.weight_uses import Use, cast_weight, distinct, swapped
+from portable_fsdp.layout import Spec
 
 Mark = Callable[[Tensor], None]
 """Annotates a tensor with its sharding over the mesh, in place."""
@@ -33,7 +34,7 @@ class Copies:
     number of autograd's operations in its threads. XLA would compile again for each order of results.
     """
 
-    def __init__(self, gather: Callable[[Tensor], Tensor], barrier: Barrier, keep: bool) -> None:
+    def __init__(self, gather: Callable[[Tensor, Spec], Tensor], barrier: Barrier, keep: bool) -> None:
         self._gather, self._barrier, self._keep = gather, barrier, keep
         self._gathered: list[Tensor] = []
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}  # the same, as leaves
@@ -44,7 +45,7 @@ class Copies:
         """Gather all copies, at the start of a forward, while autograd records."""
         if self._keep:
             kept = list(distinct(uses))
-            self._gathered = [self._gather(cast_weight(use)) for use in kept]
+            self._gathered = [self._gather(cast_weight(use), use.spec) for use in kept]
             leaves = [copy.detach().requires_grad_(copy.requires_grad) for copy in self._gathered]
             self._kept = {use.key: leaf for use, leaf in zip(kept, leaves, strict=True)}
 
@@ -73,7 +74,7 @@ class Copies:
             # Without a barrier XLA would merge the gathers of both runs, and keep the weights in between.
             copies = {key: copy * 1 for key, copy in copies.items()}
             self._barrier([*copies.values(), *self._runs_again_on])
-            copies = {key: self._gather(copy) for key, copy in copies.items()}
+            copies = {use.key: self._gather(copies[use.key], use.spec) for use in distinct(uses)}
         replaced = [use for use in uses if not use.splits_gradient]
         around, self._here = self._here, {**self._here, **copies}
         try:

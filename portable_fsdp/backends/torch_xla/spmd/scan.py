@@ -20,7 +20,7 @@ from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.torch_xla.runtime import is_float
 from portable_fsdp.backends.torch_xla.spmd.attention import is_kept
 from portable_fsdp.backends.torch_xla.spmd.forward import is_product
-from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts
+from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, rows_between
 from portable_fsdp.backends.weight_uses import Use, cast_weight, swapped
 from portable_fsdp.runtime.errors import BackendError
 
@@ -48,6 +48,7 @@ class LayerLoop:
         self._weights = [list(of_layer.values()) for of_layer in by_layer.values()]  # in one order
         self._layouts, self._gather, self._recompute = layouts, gather, bool(policy.recompute)
         self._products, self._offload = "matmul" in policy.save_ops, offload
+        self._between = rows_between(policy)
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
         # Keyed by whether autograd records: the call of the layers, and the body for it. scan keeps the first
@@ -68,7 +69,8 @@ class LayerLoop:
         carried = [leaf for leaf in leaves if is_float(leaf)]
         others = [leaf.expand(len(self._names), *leaf.shape) for leaf in leaves if _is_other(leaf)]
         copies = [[cast_weight(use) for use in uses] for uses in zip(*self._weights, strict=True)]
-        weights = [self._layouts.stacked(of_all_layers, self._gather) for of_all_layers in copies]
+        specs = [use.spec for use in self._weights[0]]
+        weights = [self._layouts.stacked(c, spec, self._gather) for c, spec in zip(copies, specs, strict=True)]
         call = (structure, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         known, body = self._traced.get(torch.is_grad_enabled(), (None, None))
         if known != call:
@@ -98,7 +100,7 @@ class LayerLoop:
                 output = self._body(*args, **kwargs)
             self._returns_tuple = isinstance(output, tuple)
             hidden = cast(Tensor, output[0] if self._returns_tuple else output)
-            return (self._layouts.split_rows_in_loop(hidden), *carry[1:]), None
+            return (self._layouts.split_rows_in_loop(hidden, *self._between), *carry[1:]), None
 
         return body
 

@@ -11,7 +11,7 @@ of both operands anew.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,6 +24,7 @@ from portable_fsdp.backends.torch_xla.spmd.head import ChunkedHead, chunk_length
 from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, product_in
 from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
 from portable_fsdp.backends.weight_uses import Use
+from portable_fsdp.layout import Spec
 from portable_fsdp.runtime.errors import BackendError
 
 
@@ -38,7 +39,11 @@ def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
 
 
 def replace_forwards(
-    uses: Mapping[str, Use], copies: Copies, shard: Mark, scatter: Scatter | None, in_int8: Collection[nn.Module]
+    uses: Mapping[str, Use],
+    copies: Copies,
+    shard: Callable[[Tensor, Spec], None],
+    scatter: Scatter | None,
+    in_int8: Collection[nn.Module],
 ) -> None:
     """Replace forwards of modules that have a use that `splits_gradient` or a gradient for `scatter`, or `in_int8`."""
     ours = {
@@ -54,7 +59,8 @@ def replace_forwards(
             by_module.setdefault(use.module, {})[use.leaf] = use
     for module, own in by_module.items():
         if make := _maker(module):
-            module.forward = make(module, own, copies, SummedGradients(shard, scatter, module in in_int8))
+            mark = partial(shard, spec=own["weight"].spec)
+            module.forward = make(module, own, copies, SummedGradients(mark, scatter, module in in_int8))
 
 
 class SummedGradients(NamedTuple):

@@ -14,8 +14,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.torch_xla.runtime import Compiler, Programs
-from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region, weight_spec
+from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region
 
 Initializer = Callable[[Region], Tensor]
 """Returns a piece of a global tensor, on the host."""
@@ -100,30 +101,36 @@ class Layouts:
         self.mesh, self._axes = mesh, axes
         self._spmd: Any = spmd
 
-    def split_rows(self, tensor: Tensor) -> None:
-        self._spmd.mark_sharding(tensor, self.mesh, _partition(batch_spec(tensor.dim()), self._axes))
+    def split_rows(self, tensor: Tensor, *rest: tuple[str, ...]) -> None:
+        """Split dimension 0 by rows; `rest`: the axes that split the dimensions after it."""
+        self._spmd.mark_sharding(tensor, self.mesh, _partition(_split(tensor, rest), self._axes))
 
-    def split_rows_in_loop(self, tensor: Tensor) -> Tensor:
+    def split_rows_in_loop(self, tensor: Tensor, *rest: tuple[str, ...]) -> Tensor:
         """Return a new tensor, split by rows: tensors traced for a loop can't be annotated in place."""
-        partition = _partition(batch_spec(tensor.dim()), self._axes)
+        partition = _partition(_split(tensor, rest), self._axes)
         return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self.mesh, partition)
 
-    def shard(self, tensor: Tensor, dim: int = 0) -> None:
-        """Shard like an FSDP weight, from dimension `dim` on."""
-        spec = (*((),) * dim, *weight_spec(tensor.dim() - dim))
+    def shard(self, tensor: Tensor, spec: Spec) -> None:
         self._spmd.mark_sharding(tensor, self.mesh, _partition(spec, self._axes))
 
-    def replicate(self, tensor: Tensor) -> None:
-        self._spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
+    def gathered(self, weight: Tensor, spec: Spec) -> Tensor:
+        """Return the weight gathered over the axes of FSDP; its gradient is sharded by `spec`."""
+        return cast(Tensor, _LaidOut.apply(weight, partial(self.shard, spec=spec), self._gather(spec)))
 
-    def gathered(self, weight: Tensor) -> Tensor:
-        """Return the whole weight on each device; its gradient is sharded."""
-        return cast(Tensor, _LaidOut.apply(weight, self.shard, self.replicate))
+    def stacked(self, weights: list[Tensor], spec: Spec, gather: bool) -> Tensor:
+        """Return `[len(weights), ...]`, each weight sharded by `spec`, or gathered with `gather`; gradients are
+        sharded."""
+        spec = ((), *spec)
+        layout = partial(self.shard, spec=spec)
+        return cast(Tensor, _LaidOut.apply(torch.stack(weights), layout, self._gather(spec) if gather else None))
 
-    def stacked(self, weights: list[Tensor], gather: bool) -> Tensor:
-        """Return `[len(weights), ...]`, each weight sharded, or whole with `gather`; gradients are sharded."""
-        layout = partial(self.shard, dim=1)
-        return cast(Tensor, _LaidOut.apply(torch.stack(weights), layout, self.replicate if gather else None))
+    def _gather(self, spec: Spec) -> Callable[[Tensor], None]:
+        return partial(self.shard, spec=tuple(tuple(axis for axis in cuts if axis == "tensor") for cuts in spec))
+
+
+def _split(tensor: Tensor, rest: Sequence[tuple[str, ...]]) -> Spec:
+    rows = batch_spec(tensor.dim())
+    return (*rows[:1], *rest, *((),) * tensor.dim())[: tensor.dim()]
 
 
 def laid_out(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:
@@ -145,3 +152,8 @@ class _LaidOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         return laid_out(cast(Tensor, outputs[0]), ctx.shard), None, None
+
+
+def rows_between(policy: ShardPolicy) -> tuple[tuple[str, ...], ...]:
+    """The axes that split the tokens of a row in what a layer returns, `[rows, tokens, width]`: its dimension 1."""
+    return (("tensor",),) if policy.tensor and policy.tensor.splits_rows else ()
