@@ -161,9 +161,10 @@ def test_losses_and_gradients_are_those_of_the_whole_model(
 
 
 TWO = {"sharding.tensor": 2}
+TIED = {"model.architecture": ARCHITECTURES["llama_tied"] | {"num_key_value_heads": 2}}
 CURVES = {
     "llama, split rows": Case("llama", settings=TWO),
-    "llama_tied, whole rows": Case("llama_tied", settings=TWO | {"sharding.sequence_parallel": False}),
+    "tied, whole rows": Case("llama_tied", settings=TWO | TIED | {"sharding.sequence_parallel": False}),
     "replicas": Case("qwen3", strategy="NO_SHARD", settings=TWO),
     "adapters": Case("llama", settings=TWO | {"model.lora": {"r": 4}}, optim={"name": "adamw", "lr": 1e-2}),
     "grad_op, recompute": Case("gemma2", strategy="SHARD_GRAD_OP", checkpointing="full", settings=TWO),

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from portable_fsdp.backends.torch_xla.spmd.forward import Copies, finish_backwar
 from portable_fsdp.backends.torch_xla.spmd.scan import LayerLoop
 from portable_fsdp.backends.torch_xla.spmd.scatter import scatter_over, torus_of_run
 from portable_fsdp.backends.torch_xla.spmd.sums import replace_forwards, summed_in_float32
-from portable_fsdp.backends.torch_xla.spmd.tensors import DeviceTensors, Layouts, Tensors, rows_between
+from portable_fsdp.backends.torch_xla.spmd.tensors import DeviceTensors, Layouts, Tensors, axes_apart, rows_between
 from portable_fsdp.backends.weight_uses import (
     check_statistics,
     eight_bit_layers,
@@ -95,6 +96,8 @@ class XlaBackend(PjrtBackend):
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         check_statistics(model, policy)
         require_no_dropout(model, policy.recompute)
+        if policy.tensor is not None:
+            policy = replace(policy, layouts={fqn: axes_apart(spec) for fqn, spec in policy.layouts.items()})
         self._wrap_forwards(model, policy)
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])

@@ -157,3 +157,13 @@ class _LaidOut(torch.autograd.Function):
 def rows_between(policy: ShardPolicy) -> tuple[tuple[str, ...], ...]:
     """The axes that split the tokens of a row in what a layer returns, `[rows, tokens, width]`: its dimension 1."""
     return (("tensor",),) if policy.tensor and policy.tensor.splits_rows else ()
+
+
+def axes_apart(spec: Spec) -> Spec:
+    """Move `shard` to dimension 1 where `tensor` splits dimension 0; a vector is split by `tensor` alone.
+
+    XLA splits a dimension over two axes in equal tiles, while `layout.region` splits axis by axis.
+    """
+    if not spec or "tensor" not in spec[0]:
+        return spec
+    return (("tensor",), ("shard",), *spec[2:])[: len(spec)]
