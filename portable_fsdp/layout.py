@@ -178,8 +178,9 @@ def check_batch(config: Config, row_shards: int) -> int:
     divisors = micro_batches(train.global_batch, row_shards)
     if near := [d for d in divisors if d < micro_batch][-1:] + [d for d in divisors if d > micro_batch][:1]:
         fits += f", or train.micro_batch={' or '.join(map(str, near))}"
+    devices = "devices / sharding.tensor" if config.sharding.tensor > 1 else "devices"
     raise ConfigError(
-        f"train.global_batch: expected a multiple of train.micro_batch * devices = {micro_batch} * "
+        f"train.global_batch: expected a multiple of train.micro_batch * {devices} = {micro_batch} * "
         f"{row_shards} = {rows} sequences, found {train.global_batch}.\n  Set {fits}."
     )
 

@@ -130,8 +130,9 @@ def _replicas(config: Config, place: Deployment) -> int | None:
     return config.sharding.replicas or place.hosts
 
 
-def _replicas_that_fit(_: Config, place: Deployment) -> tuple[str, ...]:
-    fitting = [2] if place.devices is None else divisors(place.devices)
+def _replicas_that_fit(config: Config, place: Deployment) -> tuple[str, ...]:
+    shards = _row_shards(config, place.devices)
+    fitting = [2] if shards is None else divisors(shards)
     best = [place.hosts] if place.hosts in fitting else fitting[:1]
     return tuple(f"sharding.replicas={count}" for count in best)
 
@@ -171,11 +172,16 @@ def recomputes_modules(config: Config) -> bool:
 
 
 def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
-    """Devices per copy of the model; None if unknown, or if replicas don't divide the devices."""
-    if place.devices is None or not config.sharding.is_hybrid:
-        return place.devices
+    """Devices on the axis `shard` of a copy of the model; None if unknown, or if replicas don't divide the devices."""
+    devices = _row_shards(config, place.devices)
+    if devices is None or not config.sharding.is_hybrid:
+        return devices
     replicas = _replicas(config, place)
-    return None if replicas is None or place.devices % replicas else place.devices // replicas
+    return None if replicas is None or devices % replicas else devices // replicas
+
+
+def _row_shards(config: Config, devices: int | None) -> int | None:
+    return None if devices is None else devices // config.sharding.tensor
 
 
 def divisors(whole: int | None) -> list[int]:
@@ -227,7 +233,7 @@ RULES = (
     Rule(
         "sharding.strategy on one device",
         "sharded replicas need four devices or more",
-        lambda c, p: c.sharding.is_hybrid and p.devices == 1,
+        lambda c, p: c.sharding.is_hybrid and _row_shards(c, p.devices) == 1,
         lambda c, p: (_strategy(c, _within(c)),),
     ),
     *refused(
@@ -245,13 +251,17 @@ RULES = (
     Rule(
         "sharding.replicas with a hybrid strategy and one replica per device",
         "a replica on one device is not sharded: that is NO_SHARD",
-        lambda c, p: c.sharding.is_hybrid and p.devices is not None and 1 < p.devices == _replicas(c, p),
+        lambda c, p: c.sharding.is_hybrid and 1 < (_row_shards(c, p.devices) or 0) == _replicas(c, p),
         lambda c, p: (*_replicas_that_fit(c, p), _strategy(c, "NO_SHARD")),
     ),
     Rule(
         "sharding.replicas that do not divide the devices",
         "all replicas (null: one per host) have the same number of devices",
-        lambda c, p: c.sharding.is_hybrid and (p.devices or 0) > 1 and (p.devices or 0) % (_replicas(c, p) or 1) > 0,
+        lambda c, p: (
+            c.sharding.is_hybrid
+            and (shards := _row_shards(c, p.devices) or 0) > 1
+            and shards % (_replicas(c, p) or 1) > 0
+        ),
         _instead_of_hybrid,
     ),
     Rule(
@@ -259,6 +269,47 @@ RULES = (
         "SIZE_BASED_WRAP needs the smallest size of a unit; torch's policy uses 100000000",
         lambda c, p: c.sharding.min_num_params is None and c.sharding.wrap == "SIZE_BASED_WRAP",
         ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
+    ),
+    # --- tensor parallelism
+    *refused(
+        "sharding.sequence_parallel sharding.plan without sharding.tensor",
+        "they say how the devices of the axis tensor split a model",
+        "sharding.tensor=2",
+        when=lambda c, p: c.sharding.tensor == 1,
+    ),
+    Rule(
+        "sharding.tensor that does not divide the devices",
+        "each copy of the rows has the same number of devices",
+        lambda c, p: p.devices is not None and p.devices % c.sharding.tensor > 0,
+        lambda c, p: tuple(f"sharding.tensor={count}" for count in (1, *divisors(p.devices), p.devices)),
+    ),
+    *refused(
+        "sharding.tensor with model.factory",
+        "the plan comes from a transformers model",
+        when=lambda c, p: c.model.factory is not None,
+    ),
+    *refused(
+        "optim.name=adafactor|muon|adamw8bit with sharding.tensor",
+        "it reads whole matrices or blocks of them, and a device holds a part",
+        "sharding.tensor=1",
+        when=lambda c, p: c.sharding.tensor > 1,
+    ),
+    *refused(
+        "optim.factory with sharding.tensor",
+        "your optimizer may read whole matrices, and a device holds a part",
+        "sharding.tensor=1",
+        when=lambda c, p: c.sharding.tensor > 1,
+    ),
+    *refused(
+        "precision.products=float8|float8_rowwise with sharding.tensor",
+        "their scales would be those of a part of a weight",
+        "sharding.tensor=1",
+        when=lambda c, p: c.sharding.tensor > 1,
+    ),
+    Rule(
+        "sharding.tensor for a model without a tensor-parallel plan, whose plan has an unknown word, or whose sizes it "
+        "doesn't divide",
+        "the error names the module and the sizes that fit; sharding.plan changes a plan",
     ),
     # --- optimizer
     *refused(
@@ -479,7 +530,8 @@ def _batch_problem(config: Config, devices: int | None) -> str | None:
     try:
         if devices is not None:
             is_auto = config.train.micro_batch == "auto"  # it picks a divisor, and every number of devices has one
-            check_batch(with_value(config, "train.micro_batch", 1) if is_auto else config, devices)
+            row_shards = max(1, devices // config.sharding.tensor)
+            check_batch(with_value(config, "train.micro_batch", 1) if is_auto else config, row_shards)
     except ConfigError as error:
         return str(error)
     return None

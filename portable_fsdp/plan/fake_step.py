@@ -100,7 +100,11 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     """
     recorder, training, activations = _record(config, target)
     is_compiled, rates = config.compile.enabled, rates_of(target)
-    first, rest, left_out = recorder.calls[:2], recorder.calls[2:], check_batch(config, target.devices) - MICRO_BATCHES
+    first, rest, left_out = (
+        recorder.calls[:2],
+        recorder.calls[2:],
+        left_out_of(config, target),
+    )
     programs = [*first, *first[1:] * left_out, *rest]  # the micro batches left out equal the second
     runs = [entry for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)]
     sent = {run.collective: _sent_by(run.collective, target) for run in runs}
@@ -151,9 +155,13 @@ def _memory(
     )
 
 
+def _micro_batches(config: Config, devices: int) -> int:
+    return check_batch(config, devices // config.sharding.tensor)
+
+
 def _planned(config: Config, devices: int) -> Config:
     """Return the config for the plan: eager, products in the compute dtype, and only the micro batches that differ."""
-    accumulation = check_batch(config, devices)
+    accumulation = _micro_batches(config, devices)
     rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
     return with_value(with_value(config.without_compiler(), "train.global_batch", rows), "precision.products", "auto")
 

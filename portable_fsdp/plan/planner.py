@@ -231,6 +231,7 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: P
     Raises ConfigError if the devices don't divide the global batch, BackendError for a plan without a verdict, and what
     planning the result raises.
     """
+    devices //= config.sharding.tensor
     check_batch(with_value(config, "train.micro_batch", 1), devices)
     *smaller, largest = sizes = micro_batches(config.train.global_batch, devices)
     tried: dict[int, Tried] = {}

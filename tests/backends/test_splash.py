@@ -132,6 +132,7 @@ def case(
     architecture |= {"sliding_window": 50} if "sliding_window" in architecture else {}
     settings: dict[str, Any] = {"data.seq_len": 128, "data.packing": packing, "model.architecture": architecture}
     settings |= {"compile.scan_layers": more.pop("scan", False), "memory.save_ops": save_ops}
+    settings |= {"sharding.tensor": more.pop("tensor", 1)}
     return Case(model, steps=3, optim=SGD, max_grad_norm=None, checkpointing=checkpointing, settings=settings, **more)
 
 
@@ -147,8 +148,9 @@ RUNS = {
     "kept gathered, recomputed": case(strategy="SHARD_GRAD_OP"),
     "windows and softcaps, recomputed": case("gemma2"),
     "windows and sinks, recomputed, documents": case("gpt_oss", packing="documents"),
+    "heads split": case(tensor=2, micro_batch=6),  # 2 heads, 1 key-value head
 }
-RUNS_IN_SUITE = ("windows and sinks, recomputed, documents",)
+RUNS_IN_SUITE = ("windows and sinks, recomputed, documents", "heads split")
 
 
 def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:

@@ -35,14 +35,21 @@ class LayerAttention:
     """
 
     def __init__(
-        self, mesh: Any, rows: tuple[str, ...], models: Callable[..., Tensor] | None, *, interpret: bool = False
+        self,
+        mesh: Any,
+        rows: tuple[str, ...],
+        models: Callable[..., Tensor] | None,
+        *,
+        tensor: int = 1,
+        interpret: bool = False,
     ) -> None:
         """
         Args:
             mesh: torch_xla's; its axes `rows` split the batch, and the kernel runs on each device's rows.
+            tensor: devices along the axis `tensor`, which splits the heads.
             models: the attention function that models call (`models.attention.attend`), in addition to torch's.
         """
-        self._mesh, self._rows, self._interpret = str(mesh), rows, interpret
+        self._mesh, self._rows, self._tensor, self._interpret = str(mesh), rows, tensor, interpret
         self._models = models
         self._kept: list[Tensor] | None = None
         self._runs_again = False
@@ -81,7 +88,10 @@ class LayerAttention:
         scale: float | None,
     ) -> Tensor:
         """Compute causal attention; arguments as of `models.attention.attend`."""
-        options = _Options(self._mesh, self._rows, Kernel(window, softcap, self._interpret))
+        splits_heads = self._tensor > 1 and query.shape[1] % self._tensor == 0
+        if splits_heads and (times := self._tensor // math.gcd(self._tensor, key.shape[1])) > 1:
+            key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))  # fewer than devices
+        options = _Options(self._mesh, self._rows, splits_heads, Kernel(window, softcap, self._interpret))
         query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
         documents = None if documents is None else documents[:, 0, 0].to(torch.int32)
         sinks = None if sinks is None else sinks.float() * 1  # an argument of the program can't be split by hand
@@ -169,6 +179,7 @@ def _note_blocks(length: int) -> None:
 class _Options:
     mesh: str
     rows: tuple[str, ...]
+    splits_heads: bool
     kernel: Kernel
 
 
@@ -255,21 +266,25 @@ def is_kept(node: fx.Node) -> bool:
 
 
 def _on_each_device(method: str, words: str, *tensors: Tensor | None) -> list[Tensor]:
-    """Run a kernel's method on each device's rows of global tensors; XLA's partitioner can't split kernels."""
+    """Run a kernel's method on each device's rows and heads of global tensors; XLA's partitioner can't split kernels."""
     import torch_xla.distributed.spmd as spmd
 
     shards: Any = spmd
     values: dict[str, Any] = json.loads(words)
-    options = _Options(values["mesh"], tuple(values["rows"]), Kernel(**values["kernel"]))
+    options = _Options(**values | {"rows": tuple(values["rows"]), "kernel": Kernel(**values["kernel"])})
     mesh = shards.Mesh.from_str(options.mesh)
+    heads = "tensor" if options.splits_heads else None
     devices = math.prod(mesh.shape()[axis] for axis in options.rows)
+    parts = mesh.shape()[heads] if heads else 1
 
     def spec(tensor: Tensor) -> tuple[Any, ...]:
-        return (options.rows if tensor.dim() > 1 else None, *(None for _ in tensor.shape[1:]))  # sinks are replicated
+        if tensor.dim() == 1:  # sinks
+            return (heads,)
+        return (options.rows, heads if tensor.is_floating_point() else None, *(None for _ in tensor.shape[2:]))
 
     own = [t if t is None else shards.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]
     results = [cast(Tensor, result) for result in getattr(options.kernel, method)(*own)]
-    sizes = [(devices * result.shape[0], *result.shape[1:]) for result in results]
+    sizes = [(devices * result.shape[0], parts * result.shape[1], *result.shape[2:]) for result in results]
     return [
         shards.disable_manual_sharding(result, spec(result), size, mesh=mesh).global_tensor
         for result, size in zip(results, sizes, strict=True)

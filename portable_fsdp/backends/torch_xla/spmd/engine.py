@@ -123,7 +123,8 @@ class XlaBackend(PjrtBackend):
         layouts, barrier = Layouts(self.mesh, self.axes), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = contract.output_head(model)
-        attention = LayerAttention(self.mesh, tuple(axis for axis in ROW_AXES if axis in self.axes), policy.attention)
+        rows, tensor = tuple(axis for axis in ROW_AXES if axis in self.axes), self.axes.get("tensor", 1)
+        attention = LayerAttention(self.mesh, rows, policy.attention, tensor=tensor)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
