@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, TensorPlan, state_spec
+from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, state_spec
 from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer
 from portable_fsdp.runtime.errors import BackendError, Closing
 from portable_fsdp.runtime.host import host_memory_bytes
 
 if TYPE_CHECKING:
     from portable_fsdp.optim.counting import LossScaler
+    from portable_fsdp.tensor_plan import TensorPlan
 
 T = TypeVar("T")
 
@@ -124,7 +125,7 @@ class ShardPolicy:
     scan_layers: bool = False
     attention: Callable[..., Tensor] | None = None  # called by models; an engine may run its own kernel instead
     layouts: Mapping[str, Spec] = field(default_factory=lambda: {})
-    tensor: TensorPlan | None = None  # None: no axis `tensor`
+    tensor: "TensorPlan | None" = None  # None: no axis `tensor`
 
 
 class Traffic(NamedTuple):

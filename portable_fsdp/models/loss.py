@@ -330,7 +330,7 @@ def loss_by_chunks(
     None where only all logits will do: in float16, whose gradients need a scale that would overflow their sums for a
     weight, under autocast, and if the model dropped positions.
     """
-    weight = getattr(head, "base_layer", head).weight
+    weight: Tensor = cast(Any, getattr(head, "base_layer", head)).weight
     is_float16 = torch.float16 in (hidden.dtype, weight.dtype, output)
     # Autocast would keep its copy of a weight, and with it the graph of the first chunk.
     device = hidden.device.type

@@ -17,7 +17,9 @@ from torch import nn
 
 from portable_fsdp.config.describe import matching
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import (
+from portable_fsdp.models.lora import holds_inputs_first, is_adapter
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.tensor_plan import (
     COLWISE,
     EXPERTS,
     GATHERED,
@@ -30,8 +32,6 @@ from portable_fsdp.layout import (
     Part,
     TensorPlan,
 )
-from portable_fsdp.models.lora import holds_inputs_first, is_adapter
-from portable_fsdp.runtime.errors import ConfigError
 
 _VOCABULARY = ("embedding_rowwise",)  # the embedding is split over the vocabulary anyway
 _HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size")

@@ -100,11 +100,8 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     """
     recorder, training, activations = _record(config, target)
     is_compiled, rates = config.compile.enabled, rates_of(target)
-    first, rest, left_out = (
-        recorder.calls[:2],
-        recorder.calls[2:],
-        left_out_of(config, target),
-    )
+    first, rest = recorder.calls[:2], recorder.calls[2:]
+    left_out = _micro_batches(config, target.devices) - MICRO_BATCHES
     programs = [*first, *first[1:] * left_out, *rest]  # the micro batches left out equal the second
     runs = [entry for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)]
     sent = {run.collective: _sent_by(run.collective, target) for run in runs}

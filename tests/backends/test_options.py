@@ -15,7 +15,7 @@ from typing import Any
 import jobs
 import pytest
 import workers
-from cases import Case, assemble
+from cases import ARCHITECTURES, Case, assemble
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import GetWorkers, Group, JobFailed, marked
 
@@ -26,6 +26,8 @@ from portable_fsdp.runtime.errors import BackendError
 Settings = dict[str, Any]
 
 SYNCED_ONCE: Settings = {"train.micro_batch": 1, "sharding.sync_each_micro_batch": False}
+WHOLE_ROWS: Settings = {"sharding.sequence_parallel": False}
+TIED = ARCHITECTURES["llama_tied"] | {"num_key_value_heads": 2}  # not 3, which tensor parallelism would refuse
 OPTIONS: dict[str, dict[str, Settings]] = {
     "strategy": {
         "FULL_SHARD": {},
@@ -80,7 +82,8 @@ OPTIONS: dict[str, dict[str, Settings]] = {
         "layers": {"compile.enabled": True, "compile.backend": "aot_eager"},
         "scan": {"compile.scan_layers": True},
     },
-    "model": {"llama": {}, "llama_tied": {}},
+    "tensor": {"one": {}, "two": {"sharding.tensor": 2}, "whole_rows": {"sharding.tensor": 2} | WHOLE_ROWS},
+    "model": {"llama": {}, "llama_tied": {"model.architecture": TIED}},
 }
 DEVICES = 4
 Row = Mapping[str, str]  # option -> the name of its value

@@ -1,23 +1,28 @@
 """Tensor parallelism: the plan of a model, its parts, and the native engine's forwards, with threads as processes."""
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jobs
 import pytest
 import torch
-from cases import ARCHITECTURES, SEQ_LEN, VOCABULARY, Case
+from cases import ARCHITECTURES, SEQ_LEN, VOCABULARY, Case, assemble, assert_equal_states
 from test_curves import assert_equal_curves
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from workers import GetWorkers, Group, marked
 
-from portable_fsdp.backends.native.tensor import split_model, sum_gradients
-from portable_fsdp.layout import TensorPlan
+from portable_fsdp.backends.native.tensor import SplitModel
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.parallel import tensor_plan
 from portable_fsdp.models.wrap import find_layers
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.tensor_plan import WORDS, TensorPlan
 
 T = TypeVar("T")
 GPT2 = {"*.attn.c_attn": "packed_colwise", "*.c_proj": "rowwise", "*.mlp.c_fc": "colwise"}
@@ -145,10 +150,10 @@ def test_losses_and_gradients_are_those_of_the_whole_model(
     def run(group: Threads) -> tuple[float, dict[str, Tensor], TensorPlan]:
         made, config = models[group.index]
         plan = tensor_plan(made.model, config, find_layers(made.model, config.sharding))
-        split_model(made.model, plan, group)
+        split = SplitModel(made.model, plan, group)
         parts = materialise(made.model, {fqn: part_of(fqn, v, plan, group.index) for fqn, v in values.items()})
         own, gradients = gradients_of(parts, ids)
-        sum_gradients(parts, plan, group)
+        split.sum_gradients()
         return own, gradients, plan
 
     for index, (own_loss, gradients, plan) in enumerate(in_threads(size, run)):
@@ -178,3 +183,72 @@ CURVES = {
 @pytest.mark.parametrize("group", [marked(Group(engine, 4), in_suite=True) for engine in ("native", "xla")])
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
     assert_equal_curves(workers(group).run(jobs.train, case=CURVES[name]), CURVES[name])
+
+
+def settings_of(size: int, rows: bool | str = "auto") -> dict[str, Any]:
+    return {"sharding.tensor": size, **({"sharding.sequence_parallel": rows} if size > 1 else {})}
+
+
+NATIVE, XLA = Group("native", 4), Group("xla", 4)
+LAYOUTS = {
+    "native, shard 4": (NATIVE, settings_of(1)),
+    "native, shard 2 x tensor 2": (NATIVE, settings_of(2)),
+    "xla, shard 4": (XLA, settings_of(1)),
+    "xla, shard 2 x tensor 2": (XLA, settings_of(2, rows=False)),
+}
+IN_SUITE = [
+    ("native, shard 2 x tensor 2", "native, shard 4"),
+    ("native, shard 4", "xla, shard 2 x tensor 2"),
+    ("xla, shard 2 x tensor 2", "native, shard 2 x tensor 2"),
+]
+PAIRS = [
+    pytest.param(writer, reader, marks=[] if (writer, reader) in IN_SUITE else [pytest.mark.proof])
+    for writer in LAYOUTS
+    for reader in LAYOUTS
+]
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("model", ["phi3", pytest.param("llama", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_a_checkpoint_opens_at_any_layout_bit_for_bit(
+    writer: str, reader: str, model: str, workers: GetWorkers, tmp_path: Path
+) -> None:
+    """Phi-3's fused weights are pieces in several places."""
+    (group, settings), (other, its) = LAYOUTS[writer], LAYOUTS[reader]
+    case = Case(model, steps=8, settings=settings, micro_batch=3)
+    saved_by = workers(group).run(jobs.write, case=case, folder=str(tmp_path), at=6)
+    answers = workers(other).run(jobs.read, case=replace(case, settings=its), folders={"w": str(tmp_path)}, at=6)
+    saved = assemble([answer["state"] for answer in saved_by])
+    assert_equal_states(assemble([answer["w"]["state"] for answer in answers]), saved)
+    losses = [metrics["loss"] for metrics in answers[0]["w"]["metrics"]]
+    assert losses == pytest.approx([metrics["loss"] for metrics in saved_by[0]["metrics"]], rel=1e-5)
+
+
+MISTAKES = {
+    "opt": ({}, "OPTForCausalLM has no tensor-parallel plan"),
+    "gpt_oss": ({"sharding.plan": {"*.mlp.experts": "moe_tp_experts"}}, "experts of this form"),
+    "falcon": ({"sharding.plan": {"*.dense": "column"}}, "expected colwise |"),
+    "gpt2": ({"sharding.plan": {"*.c_atn": "packed_colwise"}}, "matches nothing"),
+    "llama_tied": ({}, "2 devices can't share 6 attention heads and 3 key-value heads"),
+    "llama": ({"model.architecture": ARCHITECTURES["llama"] | {"intermediate_size": 151}}, "don't divide its 151"),
+}
+
+
+@pytest.mark.parametrize("model", MISTAKES)
+def test_what_cannot_be_split_is_refused_by_name(model: str) -> None:
+    settings, message = MISTAKES[model]
+    made, config = built(model, **{"sharding.tensor": 2, **settings})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tensor_plan(made.model, config, find_layers(made.model, config.sharding))
+
+
+def test_the_words_of_transformers_are_known() -> None:
+    """A word that a newer transformers adds must be looked at: it would be refused by name."""
+    words: set[str] = set()
+    for config in CONFIG_MAPPING.values():
+        words |= set((getattr(config, "base_model_tp_plan", None) or {}).values())
+    assert words - set(WORDS) == {
+        *("embedding_rowwise", "embedding_colwise", "mla_kv_a_proj", "local_params", "packed_rowwise", "replicate"),
+        *("all_reduce", "moe_identity_expert"),
+    }

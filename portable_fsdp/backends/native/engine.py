@@ -44,13 +44,11 @@ from portable_fsdp.layout import (
     ROW_AXES,
     Region,
     Spec,
-    TensorPlan,
     coordinates,
     count_row_shards,
     cutting_axes,
     full_region,
     mesh_axes,
-    packed_regions,
     region,
     replica,
     state_spec,
@@ -64,7 +62,7 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.peers import Peers
     from portable_fsdp.backends.native.prefetch import Prefetch
-    from portable_fsdp.backends.native.tensor import Processes
+    from portable_fsdp.backends.native.tensor import SplitModel
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
 
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
@@ -130,8 +128,7 @@ class NativeBackend(contract.Backend):
         self._compute_time: ComputeTime | None = None
         self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
-        self._tensor: dict[nn.Module, tuple[TensorPlan, Processes]] = {}
-        self._whole_shapes: dict[str, torch.Size] = {}  # of the weights that `tensor` splits, in the last model
+        self._split: dict[nn.Module, SplitModel] = {}  # over the axis `tensor`
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the ids of the models
         self.offload: ActivationOffload | None = None
         self._update_scales: list[Callable[[], None]] = []  # of weights that are gathered in float8
@@ -178,12 +175,10 @@ class NativeBackend(contract.Backend):
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
         if policy.tensor is not None:
-            from portable_fsdp.backends.native.tensor import Processes, split_model
+            from portable_fsdp.backends.native.tensor import Processes, SplitModel
 
             group = Processes(cast(dist.ProcessGroup, self._group(("tensor",))))
-            self._whole_shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
-            split_model(model, policy.tensor, group)
-            self._tensor[model] = policy.tensor, group
+            self._split[model] = SplitModel(model, policy.tensor, group)
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
 
@@ -208,7 +203,7 @@ class NativeBackend(contract.Backend):
         materialise(model, policy, self.device)
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
-                for part, own in self._regions(fqn, parameter, policy.layouts[fqn]):
+                for part, own in self._regions(model, fqn, parameter, policy.layouts[fqn]):
                     local_part(parameter)[own].copy_(fill(fqn, part))
         return model
 
@@ -281,10 +276,8 @@ class NativeBackend(contract.Backend):
         with sums.summing() if sums else nullcontext(), _explained_errors(models):
             yield
         for model in models if last else ():
-            if model in self._tensor:
-                from portable_fsdp.backends.native.tensor import sum_gradients
-
-                sum_gradients(model, *self._tensor[model])
+            if model in self._split:
+                self._split[model].sum_gradients()
 
     def _gradient_sums(self, models: list[nn.Module]) -> GradientSums | None:
         """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
@@ -394,14 +387,14 @@ class NativeBackend(contract.Backend):
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
         buffers = contract.persistent_buffers(model)  # not compared: statistics of each process's rows may differ
         return {
-            key: self._tensor_state(fqn, tensor, spec, is_compared=key not in buffers)
+            key: self._tensor_state(model, fqn, tensor, spec, is_compared=key not in buffers)
             for key, (tensor, spec, fqn) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
         }
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
         with torch.no_grad():
             for key, (tensor, spec, fqn) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
-                for part, own in self._regions(fqn, tensor, spec):
+                for part, own in self._regions(model, fqn, tensor, spec):
                     local = local_part(tensor)[own]
                     if local.device.type == "cpu" and local.is_contiguous():
                         read(key, part, local)
@@ -438,29 +431,24 @@ class NativeBackend(contract.Backend):
             raise BackendError("torch.profiler records no operation that TorchTPU runs on a chip")
         return start_trace(folder, COLLECTIVES)
 
-    def _shape(self, fqn: str, tensor: Tensor, spec: Spec) -> tuple[int, ...]:
-        """The shape of a whole tensor: a weight, or state of the weight `fqn`."""
-        whole = self._whole_shapes.get(fqn, tensor.shape)
-        of_all = zip(tensor.shape, (*whole, *tensor.shape), spec, strict=False)
-        return tuple(weight if "tensor" in cuts else size for size, weight, cuts in of_all)
-
-    def _regions(self, fqn: str, tensor: Tensor, spec: Spec) -> list[tuple[Region, Region]]:
+    def _regions(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> list[tuple[Region, Region]]:
         """The regions of a whole tensor that this process holds, each with its region in the local tensor."""
-        shape = self._shape(fqn, tensor, spec)
         if "tensor" in cutting_axes(spec):
-            sizes = self._tensor[self._root][0].parts[fqn].sizes
-            return packed_regions(shape, spec, self.axes, self._place, sizes)
-        part = region(shape, spec, self.axes, self._place)
+            return self._split[model].regions(fqn, tensor, spec, self.axes, self._place)
+        part = region(tensor.shape, spec, self.axes, self._place)
         return [] if _is_empty(part) else [(part, full_region([cut.stop - cut.start for cut in part]))]
 
-    def _tensor_state(self, fqn: str, tensor: Tensor, spec: Spec, *, is_compared: bool) -> contract.TensorState:
+    def _tensor_state(
+        self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec, *, is_compared: bool
+    ) -> contract.TensorState:
         """Describe this process's part of a tensor. Of equal copies the first is written."""
         copy, copies = replica(spec, self.axes, self._place)
-        held = self._regions(fqn, tensor, spec) if is_compared or copy == 0 else []
+        held = self._regions(model, fqn, tensor, spec) if is_compared or copy == 0 else []
         number = copy if is_compared and copies > 1 else None
         local = local_part(tensor)
         pieces = [contract.Piece(tuple(cut.start for cut in part), local[own], number) for part, own in held]
-        return contract.TensorState(self._shape(fqn, tensor, spec), tensor.dtype, lambda: pieces)
+        shape = self._split[model].shape(fqn, tensor, spec) if model in self._split else tuple(tensor.shape)
+        return contract.TensorState(shape, tensor.dtype, lambda: pieces)
 
 
 def _init_process_group(device: str, where: torch.device, process: contract.Partition, peers: "Peers | None") -> None:

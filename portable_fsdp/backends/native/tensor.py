@@ -5,7 +5,7 @@ FSDP2 shards the parts over `shard` as it shards whole weights. No DTensor holds
 slower, and wrongly where weights are tied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MethodType
 from typing import Any, Protocol, cast
@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.backends.native.units import forward_of, local_part
-from portable_fsdp.layout import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, rows_of_shard
+from portable_fsdp.layout import Region, Spec, rows_of_shard
+from portable_fsdp.tensor_plan import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, packed_regions
 
 
 class Group(Protocol):
@@ -328,16 +329,36 @@ def vocabulary_loss(group: Group, first: int, logits: Tensor, labels: Tensor) ->
     return loss, gradient.mul_(counted).to(logits.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------- gradients
+# ----------------------------------------------------------------------------------------------------- the whole model
 
 
-def sum_gradients(model: nn.Module, plan: TensorPlan, group: Group) -> None:
-    """Sum the gradients of `plan.summed`, in one collective for each dtype: each process has a part of them."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for fqn, weight in model.named_parameters():
-        if fqn in plan.summed and weight.grad is not None and (own := local_part(weight.grad)).numel():
-            kinds.setdefault(own.dtype, []).append(own)
-    for gradients in kinds.values():
-        flat = group.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+class SplitModel:
+    """A model whose modules hold this process's parts: their places in the whole, and the sums of partial gradients."""
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
+        """Split a model on meta, see `split_model`."""
+        self._model, self._plan, self._group = model, plan, group
+        self._shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
+        split_model(model, plan, group)
+
+    def shape(self, fqn: str, tensor: Tensor, spec: Spec) -> tuple[int, ...]:
+        """Return the shape of a whole tensor: the weight `fqn`, or a part of its optimizer state."""
+        sizes = zip(tensor.shape, self._shapes.get(fqn, tensor.shape), spec, strict=False)
+        return tuple(whole if "tensor" in cuts else size for size, whole, cuts in sizes)
+
+    def regions(
+        self, fqn: str, tensor: Tensor, spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]
+    ) -> list[tuple[Region, Region]]:
+        """See `packed_regions`, for a tensor that `tensor` splits."""
+        return packed_regions(self.shape(fqn, tensor, spec), spec, axes, place, self._plan.parts[fqn].sizes)
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of `plan.summed`, in one collective for each dtype: each process has a part of them."""
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for fqn, weight in self._model.named_parameters():
+            if fqn in self._plan.summed and weight.grad is not None and (own := local_part(weight.grad)).numel():
+                kinds.setdefault(own.dtype, []).append(own)
+        for gradients in kinds.values():
+            flat = self._group.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))

@@ -266,12 +266,12 @@ def is_kept(node: fx.Node) -> bool:
 
 
 def _on_each_device(method: str, words: str, *tensors: Tensor | None) -> list[Tensor]:
-    """Run a kernel's method on each device's rows and heads of global tensors; XLA's partitioner can't split kernels."""
+    """Run a kernel's method on each device's rows and heads; XLA's partitioner can't split kernels."""
     import torch_xla.distributed.spmd as spmd
 
     shards: Any = spmd
     values: dict[str, Any] = json.loads(words)
-    options = _Options(**values | {"rows": tuple(values["rows"]), "kernel": Kernel(**values["kernel"])})
+    options = _Options(values["mesh"], tuple(values["rows"]), values["splits_heads"], Kernel(**values["kernel"]))
     mesh = shards.Mesh.from_str(options.mesh)
     heads = "tensor" if options.splits_heads else None
     devices = math.prod(mesh.shape()[axis] for axis in options.rows)

@@ -24,7 +24,6 @@ from portable_fsdp.backends.torch_xla.spmd.head import ChunkedHead, chunk_length
 from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, product_in
 from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
 from portable_fsdp.backends.weight_uses import Use
-from portable_fsdp.layout import Spec
 from portable_fsdp.runtime.errors import BackendError
 
 
@@ -41,7 +40,7 @@ def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
 def replace_forwards(
     uses: Mapping[str, Use],
     copies: Copies,
-    shard: Callable[[Tensor, Spec], None],
+    shard: Callable[..., None],
     scatter: Scatter | None,
     in_int8: Collection[nn.Module],
 ) -> None:
@@ -59,8 +58,8 @@ def replace_forwards(
             by_module.setdefault(use.module, {})[use.leaf] = use
     for module, own in by_module.items():
         if make := _maker(module):
-            mark = partial(shard, spec=own["weight"].spec)
-            module.forward = make(module, own, copies, SummedGradients(mark, scatter, module in in_int8))
+            sums = SummedGradients(partial(shard, spec=own["weight"].spec), scatter, module in in_int8)
+            module.forward = make(module, own, copies, sums)
 
 
 class SummedGradients(NamedTuple):
