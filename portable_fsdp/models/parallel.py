@@ -16,8 +16,9 @@ from typing import Any, cast
 from torch import nn
 
 from portable_fsdp.config.describe import matching
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Sharding
 from portable_fsdp.models.lora import holds_inputs_first, is_adapter
+from portable_fsdp.models.wrap import find_layers
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.tensor_plan import (
     COLWISE,
@@ -38,13 +39,14 @@ _HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size
 """Attributes by which an attention module counts heads, or the width of all of them."""
 
 
-def tensor_plan(model: Any, config: Config, layers: tuple[str, ...]) -> TensorPlan:
+def tensor_plan(model: Any, config: Config) -> TensorPlan:
     """Make the plan of a model on meta for an axis of `sharding.tensor` devices.
 
     `sharding.plan` comes before the model's own words. Raises ConfigError for a model without a plan, an unknown word,
     a pattern without a module, and for sizes that the devices don't divide.
     """
     size, own = config.sharding.tensor, config.sharding.plan
+    layers = find_layers(model, Sharding())  # not those of wrap_classes, which may be parts of layers
     splits_rows = config.sharding.sequence_parallel
     if splits_rows == "auto":
         splits_rows = config.data.seq_len % size == 0
@@ -138,7 +140,7 @@ def _words(model: Any, own: Mapping[str, str]) -> dict[str, str]:
     if not theirs and not own:
         raise ConfigError(
             f"sharding.tensor: {type(model).__name__} has no tensor-parallel plan in transformers.\n"
-            "  Name its modules in sharding.plan (docs/tensor_parallelism.md), or set sharding.tensor=1."
+            "  Name its modules in sharding.plan (docs/sharding.md), or set sharding.tensor=1."
         )
     found: dict[str, str] = {}
     modules = dict(model.named_modules())

@@ -190,7 +190,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
     if sharding.tensor > 1:
         from portable_fsdp.models.parallel import tensor_plan
 
-        tensor = tensor_plan(model, config, layers)
+        tensor = tensor_plan(model, config)
     return ShardPolicy(
         units=find_units(model, sharding),
         layouts={

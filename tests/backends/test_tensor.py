@@ -20,7 +20,6 @@ from workers import GetWorkers, Group, marked
 from portable_fsdp.backends.native.tensor import SplitModel
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.parallel import tensor_plan
-from portable_fsdp.models.wrap import find_layers
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.tensor_plan import WORDS, TensorPlan
 
@@ -149,7 +148,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(
 
     def run(group: Threads) -> tuple[float, dict[str, Tensor], TensorPlan]:
         made, config = models[group.index]
-        plan = tensor_plan(made.model, config, find_layers(made.model, config.sharding))
+        plan = tensor_plan(made.model, config)
         split = SplitModel(made.model, plan, group)
         parts = materialise(made.model, {fqn: part_of(fqn, v, plan, group.index) for fqn, v in values.items()})
         own, gradients = gradients_of(parts, ids)
@@ -240,7 +239,7 @@ def test_what_cannot_be_split_is_refused_by_name(model: str) -> None:
     settings, message = MISTAKES[model]
     made, config = built(model, **{"sharding.tensor": 2, **settings})
     with pytest.raises(ConfigError, match=re.escape(message)):
-        tensor_plan(made.model, config, find_layers(made.model, config.sharding))
+        tensor_plan(made.model, config)
 
 
 def test_the_words_of_transformers_are_known() -> None:

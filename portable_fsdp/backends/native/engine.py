@@ -175,9 +175,9 @@ class NativeBackend(contract.Backend):
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
         if policy.tensor is not None:
-            from portable_fsdp.backends.native.tensor import Processes, SplitModel
+            from portable_fsdp.backends.native.tensor import SplitModel, TensorGroup
 
-            group = Processes(cast(dist.ProcessGroup, self._group(("tensor",))))
+            group = TensorGroup(cast(dist.ProcessGroup, self._group(("tensor",))))
             self._split[model] = SplitModel(model, policy.tensor, group)
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8

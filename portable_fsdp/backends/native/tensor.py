@@ -44,7 +44,7 @@ class Group(Protocol):
         ...
 
 
-class Processes:
+class TensorGroup:
     """A `Group` of torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
