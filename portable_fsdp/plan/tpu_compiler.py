@@ -85,7 +85,8 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
             compiled = {name: future.result() for name, future in pending.items()}
         finally:
             stop.set()  # Ctrl-C reaches this thread alone
-    accumulation = config.train.global_batch // (config.train.resolved_micro_batch * target.devices)
+    row_shards = target.devices // config.sharding.tensor
+    accumulation = config.train.global_batch // (config.train.resolved_micro_batch * row_shards)
     work = work_of(compiled, accumulation)
     notes = notes_of(compiled)
     if config.precision.products != "auto":

@@ -29,7 +29,13 @@ from portable_fsdp.backends.torch_xla.runtime import (
     set_environment,
 )
 from portable_fsdp.backends.torch_xla.spmd.attention import LayerAttention
-from portable_fsdp.backends.torch_xla.spmd.forward import Copies, finish_backward, keep_products, keep_rows_split
+from portable_fsdp.backends.torch_xla.spmd.forward import (
+    Copies,
+    finish_backward,
+    keep_products,
+    keep_rows_split,
+    take_whole_rows,
+)
 from portable_fsdp.backends.torch_xla.spmd.scan import LayerLoop
 from portable_fsdp.backends.torch_xla.spmd.scatter import scatter_over, torus_of_run
 from portable_fsdp.backends.torch_xla.spmd.sums import replace_forwards, summed_in_float32
@@ -97,7 +103,9 @@ class XlaBackend(PjrtBackend):
         check_statistics(model, policy)
         require_no_dropout(model, policy.recompute)
         if policy.tensor is not None:
-            policy = replace(policy, layouts={fqn: axes_apart(spec) for fqn, spec in policy.layouts.items()})
+            shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
+            layouts = {fqn: axes_apart(spec, shapes[fqn], self.axes) for fqn, spec in policy.layouts.items()}
+            policy = replace(policy, layouts=layouts)
         self._wrap_forwards(model, policy)
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
@@ -132,6 +140,9 @@ class XlaBackend(PjrtBackend):
         uses = weight_uses(model, policy)
         if self._sum_in_float32:
             uses = summed_in_float32(uses)
+        if policy.tensor and policy.tensor.splits_rows:
+            for name in (*policy.tensor.blocks, policy.tensor.head):
+                take_whole_rows(model.get_submodule(name), layouts.split_rows_in_loop)
         scanned = policy.layers if policy.scan_layers else ()
         in_loop = {fqn: use for fqn, use in uses.items() if is_inside(fqn, scanned)}
         outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}

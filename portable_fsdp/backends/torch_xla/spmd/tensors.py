@@ -159,11 +159,11 @@ def rows_between(policy: ShardPolicy) -> tuple[tuple[str, ...], ...]:
     return (("tensor",),) if policy.tensor and policy.tensor.splits_rows else ()
 
 
-def axes_apart(spec: Spec) -> Spec:
-    """Move `shard` to dimension 1 where `tensor` splits dimension 0; a vector is split by `tensor` alone.
+def axes_apart(spec: Spec, shape: Sequence[int], axes: Mapping[str, int]) -> Spec:
+    """Move `shard` to dimension 1 where `tensor` and it would split dimension 0 unevenly; from a vector it goes.
 
     XLA splits a dimension over two axes in equal tiles, while `layout.region` splits axis by axis.
     """
-    if not spec or "tensor" not in spec[0]:
+    if not spec or "tensor" not in spec[0] or shape[0] % (axes["tensor"] * axes["shard"]) == 0:
         return spec
     return (("tensor",), ("shard",), *spec[2:])[: len(spec)]
