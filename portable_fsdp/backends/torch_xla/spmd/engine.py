@@ -34,7 +34,6 @@ from portable_fsdp.backends.torch_xla.spmd.forward import (
     finish_backward,
     keep_products,
     keep_rows_split,
-    take_whole_rows,
 )
 from portable_fsdp.backends.torch_xla.spmd.scan import LayerLoop
 from portable_fsdp.backends.torch_xla.spmd.scatter import scatter_over, torus_of_run
@@ -140,9 +139,6 @@ class XlaBackend(PjrtBackend):
         uses = weight_uses(model, policy)
         if self._sum_in_float32:
             uses = summed_in_float32(uses)
-        if policy.tensor and policy.tensor.splits_rows:
-            for name in (*policy.tensor.blocks, policy.tensor.head):
-                take_whole_rows(model.get_submodule(name), layouts.split_rows_in_loop)
         scanned = policy.layers if policy.scan_layers else ()
         in_loop = {fqn: use for fqn, use in uses.items() if is_inside(fqn, scanned)}
         outside = {fqn: use for fqn, use in uses.items() if fqn not in in_loop}
@@ -169,6 +165,8 @@ class XlaBackend(PjrtBackend):
                 keep_rows_split(block, lambda out: layouts.split_rows(out, *rows_between(policy)))
         if head is not None:  # unit or not: else the logits would be sharded by words over the axes of the rows
             words = ((), ("tensor",)) if policy.tensor else ()
+            if rows_between(policy):  # the head takes all tokens of its rows: else the logits of all words are gathered
+                head.register_forward_pre_hook(lambda _, args: (layouts.split_rows_in_loop(args[0]), *args[1:]))
             keep_rows_split(head, lambda logits: layouts.split_rows(logits, *words))
         for name in () if scanned else policy.layers:
             finish_backward(model.get_submodule(name), barrier)

@@ -151,19 +151,6 @@ def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:
     unit.register_forward_hook(hook)
 
 
-def take_whole_rows(module: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
-    """Gather the tokens of each row where a module takes hidden states `[rows, tokens, width]`: between modules each
-    device has a part of them. Else XLA would gather weights that `tensor` splits."""
-
-    def hook(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if args:
-            return (whole(args[0]), *args[1:]) if args[0].dim() == 3 else args, kwargs
-        hidden = kwargs["hidden_states"]
-        return args, {**kwargs, "hidden_states": whole(hidden) if hidden.dim() == 3 else hidden}
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
 def finish_backward(layer: nn.Module, barrier: Barrier) -> None:
     """Let backward leave the layer only when its gradients are done, else gathered weights of all layers stay alive.
 
