@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Forward, ShardPolicy, dtype_name, parameter_slots
 from portable_fsdp.backends.nested import floats_in
-from portable_fsdp.layout import Spec
+from portable_fsdp.layout import Spec, weight_spec
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
@@ -45,7 +45,7 @@ class Use(NamedTuple):
 def weight_uses(model: nn.Module, policy: ShardPolicy) -> dict[str, Use]:
     """FQN -> use, tied weights under each of their FQNs."""
     uses: dict[str, Use] = {}
-    specs = {weight: policy.layouts[fqn] for fqn, weight in model.named_parameters()}
+    specs = {w: policy.layouts.get(fqn, weight_spec(w.dim())) for fqn, w in model.named_parameters()}
     for fqn, weight in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = fqn.rpartition(".")
         uses[fqn] = Use(model.get_submodule(owner), leaf, dtype_of(owner, policy), specs[weight])

@@ -43,7 +43,9 @@ FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8,
 # Options that bear on each other stand in one group, which is walked in its whole product. Words and switches have all
 # their values, other options those of VALUES.
 OPTION_GROUPS = [
-    "sharding.strategy sharding.replicas sharding.reshard_after_forward",
+    "sharding.strategy sharding.replicas sharding.reshard_after_forward sharding.tensor",
+    "sharding.tensor sharding.sequence_parallel sharding.plan optim.name optim.factory",
+    "sharding.tensor precision.products precision.compute",
     "sharding.wrap sharding.wrap_classes sharding.wrap_modules sharding.min_num_params",
     "sharding.forward_prefetch sharding.backward_prefetch sharding.backward_prefetch_units "
     "sharding.sync_each_micro_batch",
@@ -79,6 +81,9 @@ OTHER = """
 """Options that are tried with their default and this value."""
 VALUES: dict[str, list[Any]] = {
     "sharding.replicas": [None, 1, 2, 3, 4, 8],
+    "sharding.tensor": [1, 2, 3],
+    "sharding.sequence_parallel": ["auto", False],
+    "sharding.plan": [{}, {"*mlp": "replicated"}],
     "sharding.reshard_after_forward": [None, 2, 3, 4, 8],
     "precision.modules": [{}, {"*norm*": "float32"}, {"*norm*": "bfloat16"}, {"a": "float16", "b": "float32"}],
     "memory.every": [None, 1, 2],
@@ -97,6 +102,7 @@ OF_FACTORIES: list[dict[str, Any]] = [
     {"train.task": "masked_lm"},
     {**_OWN, "train.task": "module:function", "model.attention": "sdpa", "model.experts": "batched_mm"},
     {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
+    {**_OWN, "train.task": "module:function", "sharding.tensor": 2},
     {"train.task": "module:function", "precision.compute": "bfloat16", "precision.output": "float32"},
     {"precision.compute": "float16", "precision.loss_scale": 1024.0, "optim.name": "adafactor"},
     {"data.factory": "module:function", "train.sample_every": 2, "train.sample_prompts": ["a"]},
