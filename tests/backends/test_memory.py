@@ -366,7 +366,7 @@ def test_a_scanned_layer_gets_its_input_back_from_the_host() -> None:
 @pytest.mark.xla
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_second_run_of_a_scanned_layer_calls_no_attention(offload: bool) -> None:
-    options = _Options(mesh="", rows=(), kernel=Kernel())
+    options = _Options(mesh="", rows=(), splits_heads=False, kernel=Kernel())
 
     def layer(hidden: Tensor, weight: Tensor) -> Tensor:
         query = (hidden @ weight)[:, None]
