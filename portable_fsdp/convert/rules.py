@@ -119,7 +119,7 @@ def _implied_strategy(facts: ForeignFacts) -> KeyEntry | None:
 
 
 def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
-    """Check that replicas * devices of a shard are all devices, as in accelerate; an unset size is 1."""
+    """Check that the product of replicas, devices of a shard and `tensor` is all devices; an unset size is 1."""
     shards = facts.keys.get("~shard_size")
     if facts.failed or shards is None:  # one of the sizes may be among those that failed
         return
@@ -127,11 +127,13 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
         return
     if strategy == "NO_SHARD" and shards.value != 1:
         return facts.contradiction("sharding.strategy", word, shards)
-    replicas = facts.keys.get("~replicas")
-    product = (facts.value("~replicas") or 1) * (facts.value("~shard_size") or 1)
+    tensor = facts.keys.get("sharding.tensor")
+    found = (facts.keys.get("~replicas"), shards, None if tensor is None or tensor.value == 1 else tensor)
+    sizes = [size for size in found if size is not None]
+    product = math.prod(int(size.value or 1) for size in sizes)
     processes = facts.numbers.get("num_processes")
-    factors = f"{replicas.key} * {shards.key}" if replicas else shards.key
-    text = f"{replicas.text} * {shards.text} = {product}" if replicas else shards.text
+    factors, text = (" * ".join(words) for words in zip(*((size.key, size.text) for size in sizes), strict=True))
+    text = f"{text} = {product}" if len(sizes) > 1 else text
     if processes is not None and product != processes:
         facts.result.add_problem(shards, f"expected {factors} = num_processes = {processes}, found {text}.")
     facts.result.total = (shards._replace(key=factors, raw=text), product)
