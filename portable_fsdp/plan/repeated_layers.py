@@ -9,7 +9,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -92,7 +93,7 @@ def find_pattern(model: nn.Module, policy: ShardPolicy) -> Pattern | None:
     if None in kinds:
         return None
     best: Pattern | None = None
-    for period in range(1, min(LONGEST_PERIOD, count // 3) + 1):
+    for period in range((edge + 1) // 2, min(LONGEST_PERIOD, count // 3) + 1):
         equal = [kinds[at] == kinds[at + period] for at in range(count - period)]
         middle = count // 2
         if not equal[middle - period : middle] or not all(equal[middle - period : middle]):
@@ -125,7 +126,7 @@ def _kind(layer: nn.Module, name: str, policy: ShardPolicy, uses: Counter[int]) 
     for inner, module in layer.named_modules():
         fqn = f"{name}.{inner}" if inner else name
         options = {
-            key: repr(value) if _is_plain(value) else id(value)
+            key: _value(value)
             for key, value in vars(module).items()
             if key not in _UNCOMPARED and not key.endswith("_hooks")
         }
@@ -134,6 +135,15 @@ def _kind(layer: nn.Module, name: str, policy: ShardPolicy, uses: Counter[int]) 
         roles = (fqn in policy.units, fqn in policy.recompute, policy.modules.get(fqn))
         modules.append((inner, type(module), sorted(options.items(), key=str), weights, buffers, roles))
     return modules
+
+
+def _value(value: object) -> Any:
+    """Return what equal options of equal modules have in common."""
+    if isinstance(value, partial):
+        return value.func, value.args, tuple(value.keywords.items())
+    if isinstance(value, MethodType):
+        return value.__func__
+    return repr(value) if _is_plain(value) else id(value)
 
 
 def _is_plain(value: object) -> bool:
@@ -226,12 +236,12 @@ class _Extension:
 
     def _places(self, labels: Iterator[tuple[int | None, str]]) -> list[tuple[int, int, bool]]:
         """Return each entry's pass over the layers, its layer there (-1: none yet), and whether it belongs to that."""
-        last, number, layer, direction, running = self._pattern.kept - 1, 0, -1, 1, ""
+        pattern, number, layer, direction, running = self._pattern, 0, -1, 1, ""
         places: list[tuple[int, int, bool]] = []
         for label, phase in labels:
             if label is not None and (phase != running or label != layer):
-                ends = layer == (last if direction > 0 else 0)
-                if phase != running or (ends and label == 0):
+                ends = layer >= pattern.end - 1 if direction > 0 else layer <= pattern.begin
+                if phase != running or (phase == "other" and ends and direction * (label - layer) < -1):
                     number, direction, layer, running = number + 1, -1 if phase == "backward" else 1, label, phase
                     self._directions[number] = direction
                 elif label == layer + direction:
@@ -241,7 +251,7 @@ class _Extension:
                     self._directions[number] = direction
                 elif label != layer - direction:
                     raise IrregularError(f"layer {label} after {layer} in {phase}")
-            is_middle = self._pattern.begin <= layer < self._pattern.end
+            is_middle = pattern.begin <= layer < pattern.end
             places.append((number, layer, label is not None or is_middle))
         return places
 
