@@ -60,6 +60,7 @@ from portable_fsdp.plan.time import (
     over_links,
     rates_of,
 )
+from portable_fsdp.runtime.child import without_garbage_collection
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.measures import control_numbers, tokens_and_flops
@@ -87,6 +88,7 @@ BIGGEST = 10
 SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 
 
+@without_garbage_collection()
 def plan_memory(config: Config, target: Target) -> EnginePlan:
     """Plan the memory of the fullest device of `target` in a step of `config`, and the work of each device.
 
@@ -182,16 +184,16 @@ class _Recorded(NamedTuple):
 
 def _record(config: Config, target: Target) -> _Recorded:
     """Record the planned steps, of few of the layers if they repeat."""
-    recorded, pattern = _record_layers(config, target, whole=target.hardware.kind != "cuda")
+    recorded, pattern = record_layers(config, target, whole=target.hardware.kind != "cuda")
     if pattern is None:
         return recorded
     try:
         return recorded._replace(log=extend(recorded.log, pattern))
     except IrregularError:
-        return _record_layers(config, target, whole=True)[0]
+        return record_layers(config, target, whole=True)[0]
 
 
-def _record_layers(config: Config, target: Target, *, whole: bool) -> tuple[_Recorded, Pattern | None]:
+def record_layers(config: Config, target: Target, *, whole: bool) -> tuple[_Recorded, Pattern | None]:
     """Record the planned steps: the whole model's, or of the layers that `find_pattern` keeps."""
     config = _planned(config, target.devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)

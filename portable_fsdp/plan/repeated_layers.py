@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import compress
 from types import MethodType
 from typing import Any
 
@@ -21,8 +22,8 @@ from portable_fsdp.plan.memory_trace import Block, CollectiveRun, Entry, KernelR
 LONGEST_PERIOD = 12
 _UNCOMPARED = {"layer_idx", "layer_id", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 
-Home = tuple[int, int, Any]
-"""Pass, layer, and key within that layer of a block that a layer allocates."""
+Home = tuple[int, int, int]
+"""Pass, layer, and number within that layer of a block that a layer allocates."""
 
 
 class IrregularError(Exception):
@@ -190,7 +191,13 @@ class _Extension:
         self._directions: dict[int, int] = {}
         self._chunks: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)  # (pass, layer) -> entries
         self.entries: list[Entry] = []
+        self._keys: dict[Any, int] = {}
+        self._names: dict[tuple[str, int], str] = {}
         places = self._places(self._labels())
+        # Only the last step's work counts, of the others the memory that they leave.
+        last = max((at for at, entry in enumerate(log) if entry.change == "step"), default=0)
+        counted = [at > last or entry.change != "runs" for at, entry in enumerate(log)]
+        self._log, places = list(compress(log, counted)), list(compress(places, counted))
         self._settle(places)
         self._compare()
         self._emit(places)
@@ -265,7 +272,8 @@ class _Extension:
             if entry.change == "made" and isinstance(block := entry.what, Block):
                 key = (block.bytes, block.stream, block.part, self._anonymous(block.name), self._anonymous(block.where))
                 counts[number, layer, key] += 1
-                home = number, layer, (key, counts[number, layer, key])
+                same = key, counts[number, layer, key]
+                home = number, layer, self._keys.setdefault(same, len(self._keys))
                 self._homes[id(block)], self._blocks[home] = home, block
 
     def _anonymous(self, name: str) -> str:
@@ -334,15 +342,13 @@ class _Extension:
 
     def _add(self, entry: Entry, twin: Entry, turn: int) -> None:
         """Add an entry of a repeated layer, its `turn`th copy; `twin` shows which blocks belong to all layers."""
-        if entry.change == "made" and turn and isinstance(block := entry.what, Block):
-            later = turn * self._pattern.period
-            name, where = (self._pattern.renamed(text, lambda n: n + later) for text in (block.name, block.where))
-            copy = replace(block, name=name, where=where)
-            self._copies[self._homes[id(block)], turn] = copy
-            self.entries.append(replace(entry, what=copy))
-            return
-        if entry.change == "made":
-            self.entries.append(entry)
+        block = entry.what
+        if entry.change == "made" and isinstance(block, Block):
+            if turn:
+                name, where = self._later(block.name, turn), self._later(block.where, turn)
+                block = Block(block.bytes, block.stream, block.part, name, where)
+                self._copies[self._homes[id(entry.what)], turn] = block
+            self.entries.append(Entry("made", block))
             return
         twins = iter(_blocks_of(twin))
 
@@ -352,9 +358,14 @@ class _Extension:
             number, layer, key = self._homes[id(block)]
             return self._at(number, layer + turn * self._pattern.period, key)
 
-        self.entries.append(replace(entry, what=_mapped(entry.what, counterpart)))
+        self.entries.append(Entry(entry.change, _mapped(entry.what, counterpart)))
 
-    def _at(self, number: int, layer: int, key: Any) -> Block:
+    def _later(self, name: str, turn: int) -> str:
+        if (name, turn) not in self._names:
+            self._names[name, turn] = self._pattern.renamed(name, lambda n: n + turn * self._pattern.period)
+        return self._names[name, turn]
+
+    def _at(self, number: int, layer: int, key: int) -> Block:
         """Return a block of a layer by its number in the whole model."""
         pattern = self._pattern
         if layer < pattern.end:
@@ -458,7 +469,8 @@ def _mapped(what: Any, counterpart: Callable[[Block], Block]) -> Any:
             return counterpart(what)
         case KernelRun():
             reads = [(counterpart(block), size) for block, size in what.reads]
-            return replace(what, reads=reads, writes=[(counterpart(block), size) for block, size in what.writes])
+            writes = [(counterpart(block), size) for block, size in what.writes]
+            return KernelRun(what.part, what.dtype, what.flops, reads, writes)
         case CollectiveRun() if what.result:
             return replace(what, result=counterpart(what.result))
         case _:
