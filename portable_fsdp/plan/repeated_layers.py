@@ -7,7 +7,7 @@ does is what the other does, for its own layers, `extend` raises IrregularError 
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import compress
@@ -57,6 +57,10 @@ class Pattern:
         match = self._number.search(name)
         return int(match[1]) if match else None
 
+    def in_model(self, name: str) -> str:
+        """Rename a layer of the traced model to the layer of the whole model that it is."""
+        return self.renamed(name, lambda n: n if n < self.end else n + self.left_out)
+
     def renamed(self, name: str, number: Callable[[int], Any]) -> str:
         return self._number.sub(lambda match: f"{self.layers}.{number(int(match[1]))}", name)
 
@@ -97,7 +101,7 @@ def find_pattern(model: nn.Module, policy: ShardPolicy) -> Pattern | None:
     for period in range((edge + 1) // 2, min(LONGEST_PERIOD, count // 3) + 1):
         equal = [kinds[at] == kinds[at + period] for at in range(count - period)]
         middle = count // 2
-        if not equal[middle - period : middle] or not all(equal[middle - period : middle]):
+        if not all(equal[middle - period : middle]):
             continue
         first, last = middle - period, middle - 1  # the equal pairs around the middle
         while first and equal[first - 1]:
@@ -108,13 +112,8 @@ def find_pattern(model: nn.Module, policy: ShardPolicy) -> Pattern | None:
         kept = least + (count - least) % period
         if kept < count and (best is None or kept < best.kept):
             best = Pattern(container, first + edge, period, kept, count - kept)
-    types = getattr(getattr(model, "config", None), "layer_types", None)  # models may look them up by position
-    if (
-        best
-        and types
-        and len(types) == count
-        and [*types[: best.end], *types[best.end + best.left_out :]] != types[: best.kept]
-    ):
+    types = getattr(getattr(model, "config", None), "layer_types", None) or []  # models may look them up by position
+    if best and [*types[: best.end], *types[best.end + best.left_out :]][: best.kept] != [*types[: best.kept]]:
         return None
     return best
 
@@ -190,9 +189,9 @@ class _Extension:
         self._copies: dict[tuple[Home, int], Block] = {}
         self._directions: dict[int, int] = {}
         self._chunks: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)  # (pass, layer) -> entries
-        self.entries: list[Entry] = []
         self._keys: dict[Any, int] = {}
         self._names: dict[tuple[str, int], str] = {}
+        self.entries: list[Entry] = []
         places = self._places(self._labels())
         # Only the last step's work counts, of the others the memory that they leave.
         last = max((at for at, entry in enumerate(log) if entry.change == "step"), default=0)
@@ -302,43 +301,29 @@ class _Extension:
     # -------------------------------------------------------------------------------------------- the longer log
 
     def _emit(self, places: Sequence[tuple[int, int, bool]]) -> None:
-        pattern = self._pattern
+        """Add the entries in order, and the layers left out after the template going up, before it going down."""
+        pattern, before = self._pattern, (0, -1)
         template = range(pattern.begin + pattern.period, pattern.end)
-        times = pattern.left_out // pattern.period
-        before: tuple[int, int] = (0, -1)
+        turns = range(1, pattern.left_out // pattern.period + 1)
         for entry, (number, layer, _) in zip(self._log, places, strict=True):
             if (number, layer) != before:
-                self._emit_copies(before, number, layer, template, times)
+                if before[1] == template[-1] and self._directions[before[0]] > 0:
+                    self._add_layers(before[0], [(inner, turn) for turn in turns for inner in template])
+                if layer == template[-1] and self._directions[number] < 0:
+                    self._add_layers(number, [(inner, turn) for turn in turns[::-1] for inner in template[::-1]])
+                if pattern.begin <= layer < pattern.end:
+                    self._add_layers(number, [(layer, 0)])
                 before = number, layer
-            if pattern.begin <= layer < pattern.end:
-                other = layer + (pattern.period if layer < template.start else -pattern.period)
-                twins = self._chunks[number, other]
-                at = self._position[id(entry)]
-                self._add(entry, twins[at], 0)
-            else:
-                self._add_outside(entry, times if layer >= pattern.end else 0)
-        if before[1] >= 0:
-            self._emit_copies(before, 0, -1, template, times)
+            if not pattern.begin <= layer < pattern.end:
+                self._add_outside(entry, len(turns) if layer >= pattern.end else 0)
 
-    @cached_property
-    def _position(self) -> dict[int, int]:
-        return {id(entry): at for chunk in self._chunks.values() for at, entry in enumerate(chunk)}
-
-    def _emit_copies(self, before: tuple[int, int], number: int, layer: int, template: range, times: int) -> None:
-        """Add the left out layers after the template going up, and before it going down."""
-        if self._directions.get(before[0], 0) > 0 and before[1] == template[-1]:
-            for turn in range(1, times + 1):
-                for inner in template:
-                    self._add_layer(before[0], inner, turn)
-        if self._directions.get(number, 0) < 0 and layer == template[-1]:
-            for turn in range(times, 0, -1):
-                for inner in reversed(template):
-                    self._add_layer(number, inner, turn)
-
-    def _add_layer(self, number: int, layer: int, turn: int) -> None:
-        twins = self._chunks[number, layer - self._pattern.period]
-        for entry, twin in zip(self._chunks[number, layer], twins, strict=True):
-            self._add(entry, twin, turn)
+    def _add_layers(self, number: int, layers: Iterable[tuple[int, int]]) -> None:
+        """Add the entries that layers have in a pass; `layers`: of the traced model, and which copy."""
+        for layer, turn in layers:
+            is_first = layer < self._pattern.begin + self._pattern.period
+            twins = self._chunks[number, layer + self._pattern.period * (1 if is_first else -1)]
+            for entry, twin in zip(self._chunks[number, layer], twins, strict=True):
+                self._add(entry, twin, turn)
 
     def _add(self, entry: Entry, twin: Entry, turn: int) -> None:
         """Add an entry of a repeated layer, its `turn`th copy; `twin` shows which blocks belong to all layers."""
@@ -388,13 +373,9 @@ class _Extension:
             turns = range(1, pattern.left_out // pattern.period + 1)
 
             def with_copies(blocks: list[tuple[Block, int]]) -> list[tuple[Block, int]]:
-                more = [
-                    (self._copies[home, turn], size)
-                    for block, size in blocks
-                    if (home := self._homes.get(id(block))) in both and home is not None
-                    for turn in turns
-                ]
-                return blocks + more
+                homes = [(self._homes.get(id(block)), size) for block, size in blocks]
+                repeated = [(home, size) for home, size in homes if home and home in both]
+                return blocks + [(self._copies[home, turn], size) for home, size in repeated for turn in turns]
 
             if what.flops:
                 raise IrregularError(f"products of several layers at once: {what.part}")
@@ -404,7 +385,7 @@ class _Extension:
 
         def counterpart(block: Block) -> Block:
             home = self._homes.get(id(block))
-            if home not in middle or home is None:
+            if not home or home not in middle:
                 return block
             return self._at(home[0], home[1] + times * pattern.period, home[2])
 
@@ -414,27 +395,19 @@ class _Extension:
         """Raise IrregularError unless each copy is freed like its original, and only what lives is freed."""
         live: set[int] = set()
         for entry in self.entries:
-            if entry.change == "made":
-                live.add(id(entry.what))
-            elif entry.change == "freed":
-                if id(entry.what) not in live:
-                    raise IrregularError(f"freed again: {entry}")
-                live.remove(id(entry.what))
+            if entry.change == "freed" and id(entry.what) not in live:
+                raise IrregularError(f"freed again: {entry}")
+            if isinstance(entry.what, Block):
+                (live.add if entry.change == "made" else live.remove)(id(entry.what))
         for (home, _), copy in self._copies.items():
             if (id(copy) in live) != (id(self._blocks[home]) in live):
                 raise IrregularError(f"freed unlike its original: {copy}")
 
     def _rename(self) -> None:
         """Give the layers after the pattern their numbers in the whole model."""
-        pattern = self._pattern
-        copies = {id(copy) for copy in self._copies.values()}
-        for entry in self.entries:
-            if entry.change == "made" and isinstance(block := entry.what, Block) and id(block) not in copies:
-                for field in ("name", "where"):
-                    text = pattern.renamed(
-                        getattr(block, field), lambda n: n if n < pattern.end else n + pattern.left_out
-                    )
-                    setattr(block, field, text)
+        for entry in self._log:
+            if entry.change == "made" and isinstance(block := entry.what, Block):
+                block.name, block.where = map(self._pattern.in_model, (block.name, block.where))
 
 
 def _blocks_of(entry: Entry) -> list[Block]:

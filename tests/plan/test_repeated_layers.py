@@ -17,13 +17,15 @@ DEVICES = 8
 DEEP: dict[str, Any] = {**LLAMA, "num_hidden_layers": 8}
 EIGHT: dict[str, Any] = {"devices": DEVICES, "model": DEEP, "precision__compute": "bfloat16"}
 TIED: dict[str, Any] = EIGHT | {"model": {**DEEP, "tie_word_embeddings": True}}
-ALTERNATING: dict[str, Any] = {**DEEP, "model_type": "gemma2", "head_dim": 64, "sliding_window": 128}
-DENSE_FIRST: dict[str, Any] = {
+GEMMA: dict[str, Any] = {**DEEP, "model_type": "gemma2", "head_dim": 64, "sliding_window": 128}
+ALTERNATING: dict[str, Any] = EIGHT | {"model": GEMMA}
+DEEPSEEK: dict[str, Any] = {
     **{**DEEP, "model_type": "deepseek_v3", "num_key_value_heads": 8, "first_k_dense_replace": 1, "n_group": 1},
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1, "moe_intermediate_size": 256},
     **{"n_shared_experts": 1, "kv_lora_rank": 64, "q_lora_rank": 128, "qk_rope_head_dim": 32},
     **{"qk_nope_head_dim": 64, "v_head_dim": 64},
 }
+DENSE_FIRST: dict[str, Any] = EIGHT | {"model": DEEPSEEK}
 FULL: dict[str, Any] = {"memory__gradient_checkpointing": "full"}
 SOME = {"recomputed, three micro batches": (4, step(**EIGHT, **FULL, accumulation=3))}
 MORE = {
@@ -32,8 +34,8 @@ MORE = {
     "zero2": (4, step(**EIGHT, sharding__strategy="SHARD_GRAD_OP")),
     "hybrid": (4, step(**EIGHT, **FULL, sharding__strategy="HYBRID_SHARD")),
     "tied, offloaded": (4, step(**TIED, memory__cpu_offload=True)),
-    "alternating": (6, step(**EIGHT | {"model": ALTERNATING})),
-    "dense first": (5, step(**EIGHT | {"model": DENSE_FIRST})),
+    "alternating": (6, step(**ALTERNATING)),
+    "dense first": (5, step(**DENSE_FIRST)),
     "frozen first": (6, step(**EIGHT, model__freeze=("model.layers.0", "model.layers.1"))),
     "compiled": (4, step(**EIGHT, **FULL, compile__enabled=True)),
     "buckets of gradients": (8, step(**EIGHT, sharding__strategy="NO_SHARD")),  # they end within layers
