@@ -47,7 +47,7 @@ from portable_fsdp.plan.memory_trace import (
     peak,
     replay,
 )
-from portable_fsdp.plan.repeated_layers import IrregularError, Pattern, extend, find_pattern, keep
+from portable_fsdp.plan.repeated_layers import Pattern, extend, find_pattern, keep
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, ModelFacts, Moved, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import (
@@ -61,6 +61,7 @@ from portable_fsdp.plan.time import (
     rates_of,
 )
 from portable_fsdp.runtime.child import without_garbage_collection
+from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.measures import control_numbers, tokens_and_flops
@@ -92,7 +93,8 @@ SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 def plan_memory(config: Config, target: Target) -> EnginePlan:
     """Plan the memory of the fullest device of `target` in a step of `config`, and the work of each device.
 
-    Nothing runs and no weight is allocated. It takes seconds, which grow with the layers and hardly with the devices.
+    Nothing runs and no weight is allocated. It takes seconds, which hardly grow with the devices. On GPUs they
+    hardly grow with the layers that are equal (`repeated_layers`); elsewhere the trace has all layers.
     Memory has the parts that live at the peak (rank 0 holds the largest shards), and on cuda two more:
     - `allocator`: memory that torch's caching allocator reserves on top (`CachingAllocator`). It stays within the
       device's limit, because torch returns unused memory there.
@@ -183,13 +185,15 @@ class _Recorded(NamedTuple):
 
 
 def _record(config: Config, target: Target) -> _Recorded:
-    """Record the planned steps, of few of the layers if they repeat."""
-    recorded, pattern = record_layers(config, target, whole=target.hardware.kind != "cuda")
-    if pattern is None:
-        return recorded
+    """Record the planned steps; on GPUs trace few of the layers if they repeat."""
+    if target.hardware.kind != "cuda":
+        return record_layers(config, target, whole=True)[0]
     try:
-        return recorded._replace(log=extend(recorded.log, pattern))
-    except IrregularError:
+        recorded, pattern = record_layers(config, target, whole=False)
+        return recorded._replace(log=extend(recorded.log, pattern)) if pattern else recorded
+    except PortableFSDPError:
+        raise
+    except Exception:  # IrregularError, or the error of a forward that needs all layers
         return record_layers(config, target, whole=True)[0]
 
 

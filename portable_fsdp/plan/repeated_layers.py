@@ -1,8 +1,8 @@
-"""Identical layers are planned once: a step is traced with few of them, and its log is extended to all.
+"""Equal layers are traced once or twice: the step runs with few of them, and its log is extended to all.
 
-`find_pattern` compares the layers of the model, `keep` removes most of those that repeat, and `extend` inserts their
-entries into the log of the step. Nothing is guessed: two periods of the pattern are traced, and unless all that one
-does is what the other does, for its own layers, `extend` raises IrregularError and the step is traced whole.
+`find_pattern` compares the layers of a model, `keep` removes most of those that repeat, and `extend` inserts their
+entries into the log of the step. The trace has two periods of the pattern. Unless the second does in each pass over
+the layers what the first does, for its own blocks, `extend` raises IrregularError: the caller traces all layers.
 """
 
 import re
@@ -91,7 +91,10 @@ def find_pattern(model: nn.Module, policy: ShardPolicy) -> Pattern | None:
     container = policy.layers[0].rpartition(".")[0] if policy.layers else ""
     count = len(policy.layers)
     is_list = policy.layers == tuple(f"{container}.{number}" for number in range(count))
-    if not is_list or policy.offload_activations or not isinstance(model.get_submodule(container), nn.ModuleList):
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    # Another list as long may have a module for each layer.
+    others = [name for name in lists if len(lists[name]) == count and not name.startswith(container)]
+    if not is_list or container not in lists or others or policy.offload_activations:
         return None
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     kinds = [_kind(model.get_submodule(name), name, policy, uses) for name in policy.layers]
@@ -125,11 +128,7 @@ def _kind(layer: nn.Module, name: str, policy: ShardPolicy, uses: Counter[int]) 
     modules: list[Any] = []
     for inner, module in layer.named_modules():
         fqn = f"{name}.{inner}" if inner else name
-        options = {
-            key: _value(value)
-            for key, value in vars(module).items()
-            if key not in _UNCOMPARED and not key.endswith("_hooks")
-        }
+        options = {key: _value(value) for key, value in vars(module).items() if key not in _UNCOMPARED}
         weights = [(leaf, w.shape, w.dtype, w.requires_grad) for leaf, w in module.named_parameters(recurse=False)]
         buffers = [(leaf, b.shape, b.dtype) for leaf, b in module.named_buffers(recurse=False)]
         roles = (fqn in policy.units, fqn in policy.recompute, policy.modules.get(fqn))
