@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 from unittest.mock import patch
 
 import torch
@@ -37,13 +37,17 @@ from portable_fsdp.plan.memory_trace import (
     Block,
     Collective,
     CollectiveRun,
+    Entry,
+    Events,
     KernelRun,
     MemoryPart,
     Recorder,
     Timeline,
     fused,
     peak,
+    replay,
 )
+from portable_fsdp.plan.repeated_layers import Pattern, extend, find_pattern, keep
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, ModelFacts, Moved, Work
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import (
@@ -56,6 +60,8 @@ from portable_fsdp.plan.time import (
     over_links,
     rates_of,
 )
+from portable_fsdp.runtime.child import without_garbage_collection
+from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.measures import control_numbers, tokens_and_flops
@@ -83,10 +89,12 @@ BIGGEST = 10
 SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 
 
+@without_garbage_collection()
 def plan_memory(config: Config, target: Target) -> EnginePlan:
     """Plan the memory of the fullest device of `target` in a step of `config`, and the work of each device.
 
-    Nothing runs and no weight is allocated. It takes seconds, which grow with the layers and hardly with the devices.
+    Nothing runs and no weight is allocated. It takes seconds, which hardly grow with the devices. On GPUs they
+    hardly grow with the layers that are equal (`repeated_layers`); elsewhere the trace has all layers.
     Memory has the parts that live at the peak (rank 0 holds the largest shards), and on cuda two more:
     - `allocator`: memory that torch's caching allocator reserves on top (`CachingAllocator`). It stays within the
       device's limit, because torch returns unused memory there.
@@ -98,18 +106,17 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     `tf32` if precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
     group, best in a process of its own: FSDP2 and DTensor keep caches.
     """
-    recorder, training, activations = _record(config, target)
+    recorder, training, log, host_bytes, frozen = _record(config, target)
+    events, calls = replay(log)
     is_compiled, rates = config.compile.enabled, rates_of(target)
-    first, rest = recorder.calls[:2], recorder.calls[2:]
-    left_out = _micro_batches(config, target.devices) - MICRO_BATCHES
+    first, rest, left_out = calls[:2], calls[2:], _micro_batches(config, target.devices) - MICRO_BATCHES
     programs = [*first, *first[1:] * left_out, *rest]  # the micro batches left out equal the second
-    runs = [entry for program in recorder.calls for entry in program if isinstance(entry, CollectiveRun)]
+    runs = [entry for program in calls for entry in program if isinstance(entry, CollectiveRun)]
     sent = {run.collective: _sent_by(run.collective, target) for run in runs}
-    blocks = peak(recorder.events)
-    memory = _memory(recorder, blocks, sent, target, _host_bytes(training) + activations)
+    blocks = peak(events)
+    memory = _memory(recorder, events, blocks, sent, target, host_bytes)
     on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
     operations = operations_of(programs, sent, is_compiled=is_compiled)
-    frozen = {fqn for fqn, weight in training.model.named_parameters() if not weight.requires_grad}
     traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
     notes = ("planned as an eager step: a compiled one needs less memory.",) * is_compiled
     if config.precision.products != "auto":
@@ -125,7 +132,12 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
 
 
 def _memory(
-    recorder: Recorder, blocks: list[Block], sent: Collection[Collective], target: Target, host_bytes: int
+    recorder: Recorder,
+    events: Events,
+    blocks: list[Block],
+    sent: Collection[Collective],
+    target: Target,
+    host_bytes: int,
 ) -> DeviceMemory:
     """Sum up a device's memory while `blocks`, those of the peak, live."""
     parts: dict[str, int] = dict.fromkeys(get_args(MemoryPart), 0)
@@ -135,7 +147,7 @@ def _memory(
         live_bytes = sum(parts.values())
         buffers = len({collective.communicator for collective in sent}) * COMMUNICATOR_BYTES
         allocator = CachingAllocator(None if target.limit_bytes is None else target.limit_bytes - buffers)
-        for block, is_made in recorder.events:
+        for block, is_made in events:
             if is_made:
                 allocator.malloc(block, block.bytes, block.stream)
             else:
@@ -166,8 +178,31 @@ def _planned(config: Config, devices: int) -> Config:
 # ---------------------------------------------------------------------------------------------------------- the step
 
 
-def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
-    """Record the planned steps; `Recorder.calls` has the last one. The int is the bytes of activations on the host."""
+class _Recorded(NamedTuple):
+    """The planned steps of the whole model."""
+
+    recorder: Recorder
+    training: Training  # its model may have fewer of the layers that are equal
+    log: list[Entry]
+    host_bytes: int  # of weights, gradients, optimizer state and activations that are offloaded
+    frozen: set[str]
+
+
+def _record(config: Config, target: Target) -> _Recorded:
+    """Record the planned steps; on GPUs trace few of the layers if they repeat."""
+    if target.hardware.kind != "cuda":
+        return record_layers(config, target, whole=True)[0]
+    try:
+        recorded, pattern = record_layers(config, target, whole=False)
+        return recorded._replace(log=extend(recorded.log, pattern)) if pattern else recorded
+    except PortableFSDPError:
+        raise
+    except Exception:  # IrregularError, or the error of a forward that needs all layers
+        return record_layers(config, target, whole=True)[0]
+
+
+def record_layers(config: Config, target: Target, *, whole: bool) -> tuple[_Recorded, Pattern | None]:
+    """Record the planned steps: the whole model's, or of the layers that `find_pattern` keeps."""
     config = _planned(config, target.devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind = target.hardware.kind
@@ -176,7 +211,7 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
     recorder = Recorder(fake, device, kind, has_tf32=has_tf32)
     with ExitStack() as held:
         held.enter_context(_ranks(target.devices, target.devices_per_host))
-        backend = held.enter_context(planned_backend(config, fake, recorder))
+        backend = held.enter_context(planned_backend(config, fake, recorder, whole))
         held.enter_context(_seen_by(recorder))
         # Newer DTensors propagate shapes on tensors of the active mode, which the recorder would count as memory.
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
@@ -193,27 +228,31 @@ def _record(config: Config, target: Target) -> tuple[Recorder, Training, int]:
         limit, task = config.train.max_grad_norm, training.task
         first = train_step(backend, training.model, training.optimizer, accumulation=1, max_grad_norm=limit, task=task)
         for step, micro_batches in ((first, 1), (training.step, training.accumulation)):
-            recorder.calls.clear()
+            recorder.begin("step")
             rows = config.train.resolved_micro_batch
             placed = [backend.place(empty_batch(config, training, rows, "cpu")) for _ in range(micro_batches)]
             backend.fetch(step(placed, config.optim.lr, control_numbers(target.devices)))
             del placed
-    return recorder, training, backend.offload.host_bytes if backend.offload else 0
+    planned = cast(_Planned, backend)
+    host_bytes = _host_bytes(training, planned.pattern) + (backend.offload.host_bytes if backend.offload else 0)
+    return _Recorded(recorder, training, recorder.log, host_bytes, planned.frozen), planned.pattern
 
 
 @contextmanager
-def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder) -> Generator[NativeBackend]:
+def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> Generator[NativeBackend]:
     """Open the native backend of rank 0 for fake tensors."""
     # The stand-in device is the CPU, for which the backend refuses flex; the model is built with its own attention.
     with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as opened:
-        yield cast(NativeBackend, _Planned(opened, fake, recorder))
+        yield cast(NativeBackend, _Planned(opened, fake, recorder, whole))
 
 
 class _Planned:
     """The native backend on fake tensors and a stand-in device; overrides the methods that need the real device."""
 
-    def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder) -> None:
-        self._backend, self._fake, self._recorder = backend, fake, recorder
+    def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> None:
+        self._backend, self._fake, self._recorder, self._whole = backend, fake, recorder, whole
+        self.pattern: Pattern | None = None
+        self.frozen = set[str]()  # weights of the whole model
         backend.device = recorder.device
 
     def __getattr__(self, name: str) -> Any:
@@ -221,6 +260,9 @@ class _Planned:
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         device = self._backend.device
+        self.frozen = {fqn for fqn, weight in model.named_parameters() if not weight.requires_grad}
+        if not self._whole and (pattern := find_pattern(model, policy)):
+            policy, self.pattern = keep(model, policy, pattern), pattern
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -240,6 +282,8 @@ class _Planned:
                     group |= {"foreach": False, "fused": True}
             return optimizer
 
+        if pattern := self.pattern:
+            groups = [group | {"params": [*pattern.as_kept(group["params"])]} for group in groups]
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
             return self._backend.build_optimizer(as_on_device, groups)
 
@@ -257,7 +301,7 @@ class _Planned:
         run = self._backend.compile(fn, name)
 
         def counted(*args: Any) -> Any:
-            self._recorder.calls.append([])
+            self._recorder.begin("program")
             return run(*args)
 
         return counted
@@ -277,14 +321,17 @@ def _name(recorder: Recorder, training: Training) -> None:
                 recorder.name(local_part(value), state_key(key, fqn))
 
 
-def _host_bytes(training: Training) -> int:
+def _host_bytes(training: Training, pattern: Pattern | None) -> int:
     """Return the bytes of this rank's weights, gradients and optimizer state that are offloaded to the host."""
-    weights = list(training.model.parameters())
-    gradients = [parameter for parameter in weights if parameter.requires_grad]
-    state = [value for states in training.optimizer.state.values() for value in states.values()]
-    tensors = [local_part(tensor) for tensor in (*weights, *gradients, *state)]
-    # Step counts (dim 0) are on the host anyway.
-    return sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)
+    total = 0
+    for fqn, weight in training.model.named_parameters():
+        gradients = [weight] * weight.requires_grad
+        state: Iterable[Any] = training.optimizer.state.get(weight, {}).values()
+        tensors = [local_part(tensor) for tensor in (weight, *gradients, *state)]
+        # Step counts (dim 0) are on the host anyway.
+        bytes_ = sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)
+        total += bytes_ * (pattern.times(fqn) if pattern else 1)
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------- stand-ins

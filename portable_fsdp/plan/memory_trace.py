@@ -10,7 +10,7 @@ When a storage is allocated, it records its operator, moment, module, stream and
 import math
 import weakref
 from bisect import bisect_right
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -85,6 +85,16 @@ class CollectiveRun:
 
 Timeline = list[KernelRun | CollectiveRun]
 """Work of one call of one of the step's programs, in order."""
+
+
+@dataclass
+class Entry:
+    """An entry in the log of all steps: a change of memory, an operator, or the begin of a program or of a step."""
+
+    change: Literal["made", "freed", "runs", "program", "step"]
+    what: Block | KernelRun | CollectiveRun | None = None
+    moment: str = ""
+    module: str = ""
 
 
 # ---------------------------------------------------------------------------------------------------------- moments
@@ -177,8 +187,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode, device: torch.device, kind: str, *, has_tf32: bool = False) -> None:
         super().__init__()
         self.moments = Moments()
-        self.events: Events = []
-        self.calls: list[Timeline] = []
+        self.log: list[Entry] = []
         self.streams: list[Any] = []  # in the order of their first use; references keep their ids unique
         self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, kind == "cuda", kind == "tpu"
         self._has_tf32 = has_tf32
@@ -186,6 +195,14 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[Any, Block]] = {}  # keyed by the storage's address
         self._weights: Mapping[str, set[torch.Size]] = {}  # module -> shapes of its parameters
         self._has_workspace: set[bool] = set()
+        self._runs_program = False
+
+    def begin(self, change: Literal["program", "step"]) -> None:
+        self._runs_program = self._runs_program or change == "program"
+        self.log.append(Entry(change))
+
+    def _note(self, change: Literal["made", "freed", "runs"], what: Block | KernelRun | CollectiveRun) -> None:
+        self.log.append(Entry(change, what, *self.moments.now()))
 
     @contextmanager
     def making(self, part: MemoryPart, where: str) -> Generator[None]:
@@ -217,12 +234,10 @@ class Recorder(TorchDispatchMode):
         reference, block = entry
         if block.bytes:
             block.part = "gathered weights"
-            self.events.append((block, False))
-        where = _words(*self.moments.now())
-        again = Block(bytes_, self._stream(), "gathered weights", block.name, where, program=len(self.calls))
+        self._note("freed", block)
+        again = Block(bytes_, self._stream(), "gathered weights", block.name, _words(*self.moments.now()))
         self._live[storage._cdata] = (reference, again)
-        if again.bytes:
-            self.events.append((again, True))
+        self._note("made", again)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -243,7 +258,7 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf, name)
-        if self.calls:
+        if self._runs_program:
             if name in COLLECTIVES:
                 self._note_collective(func, args)
             else:
@@ -262,20 +277,15 @@ class Recorder(TorchDispatchMode):
         part, where = self._known or (self._part(tensor, moment, module), _words(moment, module))
         is_whole = self.is_tpu and tensor.nbytes == storage.nbytes()
         bytes_ = tiled_bytes(tensor.shape, tensor.element_size()) if is_whole else self._flat_bytes(storage)
-        block = Block(bytes_, self._stream(), part, op, where, program=len(self.calls))
+        block = Block(bytes_, self._stream(), part, op, where)
         self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), block)
-        if block.bytes:
-            self.events.append((block, True))
+        self._note("made", block)
 
     def _flat_bytes(self, storage: Any) -> int:
         return tiled_bytes((storage.nbytes(),), 1) if self.is_tpu else storage.nbytes()
 
     def _freed(self, key: int) -> None:
-        _, block = self._live.pop(key)
-        if block.program == len(self.calls):
-            block.freed = len(self.calls[-1]) if self.calls else 0.0
-        if block.bytes:
-            self.events.append((block, False))
+        self._note("freed", self._live.pop(key)[1])
 
     def _part(self, tensor: Tensor, moment: str, module: str) -> MemoryPart:
         section = self.moments.section
@@ -314,7 +324,7 @@ class Recorder(TorchDispatchMode):
         if products is not None:
             part = "attention" if "attention" in func.name() else "products"
         name = "tf32" if self._has_tf32 and dtype == torch.float32 else dtype_name(dtype)
-        self.calls[-1].append(KernelRun(part, name, flops, reads, writes))
+        self._note("runs", KernelRun(part, name, flops, reads, writes))
 
     def _traffic(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -352,17 +362,18 @@ class Recorder(TorchDispatchMode):
         is_backward = _running_node() is not None
         if is_backward not in self._has_workspace:
             self._has_workspace.add(is_backward)
-            self.events.append((workspace(CUBLAS_WORKSPACE_BYTES, "cuBLAS"), True))
+            self._note("made", workspace(CUBLAS_WORKSPACE_BYTES, "cuBLAS"))
         if taken := workspace_bytes(func, args):
             block = workspace(taken, func.name())
-            self.events += [(block, True), (block, False)]
+            self._note("made", block)
+            self._note("freed", block)
 
     def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         if (running := collective_of(func, args)) is not None:
             kind, full, group = running
             ranks = tuple(dist.get_process_group_ranks(group))
             collective = Collective(kind, dtype_name(full.dtype), full.nbytes, ranks, group.group_name)
-            self.calls[-1].append(CollectiveRun(collective, self._block_of(full) if kind == "all_gather" else None))
+            self._note("runs", CollectiveRun(collective, self._block_of(full) if kind == "all_gather" else None))
 
 
 def _running_node() -> Any:
@@ -373,6 +384,26 @@ def _running_node() -> Any:
 def _words(moment: str, module: str) -> str:
     """Format `backward of model.layers.7.mlp`."""
     return f"{moment} of {module}" if module else moment
+
+
+def replay(log: Iterable[Entry]) -> tuple[Events, list[Timeline]]:
+    """Return the changes of memory in all steps, and the programs of the last one; note in each block when it lived."""
+    events: Events = []
+    programs: list[Timeline] = []
+    for entry in log:
+        match entry.what:
+            case Block() as block:
+                if entry.change == "made":
+                    block.program = len(programs)
+                elif block.program == len(programs):
+                    block.freed = len(programs[-1]) if programs else 0.0
+                if block.bytes:
+                    events.append((block, entry.change == "made"))
+            case None:
+                programs = [] if entry.change == "step" else [*programs, []]
+            case run:
+                programs[-1].append(run)
+    return events, programs
 
 
 def peak(events: Events) -> list[Block]:
