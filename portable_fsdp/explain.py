@@ -7,6 +7,7 @@ Only `--rows` imports torch and reads the data.
 
 import argparse
 import json
+import math
 import os
 import sys
 import textwrap
@@ -31,6 +32,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.convert.table import flag_hint
+from portable_fsdp.layout import describe_mesh, mesh_axes
 from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.runtime.command import CommandParser, at_least, configure_log, number_of, run_command, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
@@ -113,7 +115,7 @@ def _explain(options: argparse.Namespace) -> str:
         return json.dumps(_json(answers, deployments, loaded), indent=2)
     if loaded is None:
         return "\n".join(_text(answers, deployments, bool(requested), None))
-    where = ", ".join(f"{d.engine} on {d.device}" for d in deployments) + _counts(deployments[0])
+    where = ", ".join(f"{d.engine} on {d.device}" for d in deployments) + _counts(deployments[0], loaded)
     shown = answers if requested or options.all else _set_or_refused(answers, loaded)
     lines = _text(shown, deployments, bool(requested), loaded)
     summary = [] if requested else [_summary(answers, shown, loaded)]
@@ -261,10 +263,13 @@ def _value_and_origin(option: str, loaded: Loaded) -> list[str]:
     return [line, textwrap.fill(where, WIDTH, initial_indent="  # ", subsequent_indent="  #   ")]
 
 
-def _counts(deployment: Deployment) -> str:
+def _counts(deployment: Deployment, loaded: Loaded) -> str:
     if deployment.devices is None:
         return "; rules about the number of devices don't apply without --num_devices"
-    return f"; {deployment.devices} device(s) of {deployment.hosts} host(s)"
+    hosts = deployment.hosts or 1
+    axes = mesh_axes(loaded.config, deployment.devices, hosts)
+    mesh = f": {describe_mesh(axes, hosts)}" if math.prod(axes.values()) == deployment.devices else ""  # else refused
+    return f"; {deployment.devices} device(s) of {hosts} host(s){mesh}"
 
 
 def _json(answers: Answers, deployments: list[Deployment], loaded: Loaded | None) -> dict[str, object]:

@@ -43,6 +43,16 @@ def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
     return axes | {"tensor": tensor} if tensor > 1 else axes
 
 
+def describe_mesh(axes: Mapping[str, int], hosts: int) -> str:
+    """Say which axes a mesh has, and whether each lies inside a host: `shard 4 (across hosts) x tensor 2`."""
+    per_host, inside, words = math.prod(axes.values()) // hosts, 1, list[str]()
+    for axis, size in reversed([*axes.items()]):
+        inside *= size
+        if size > 1:
+            words.insert(0, f"{axis} {size}" + (" (across hosts)" if inside > per_host else ""))
+    return " x ".join(words) or "one device"
+
+
 def count_row_shards(axes: Mapping[str, int]) -> int:
     """Number of parts into which the rows of a batch are split."""
     return math.prod(size for axis, size in axes.items() if axis in ROW_AXES)

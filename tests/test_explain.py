@@ -99,7 +99,7 @@ def test_rows_as_they_are_trained(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_flags_narrow_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, CONFIG, "--device=tpu", "--backend=xla", "--num_devices=4")
-    assert text.startswith("xla on tpu; 4 device(s) of 1 host(s)\n")
+    assert text.startswith("xla on tpu; 4 device(s) of 1 host(s): shard 4\n")
     assert "\n  all engines " not in text
     for device in DEVICES:
         places = explained_json(capsys, CONFIG, f"--device={device}")["places"]

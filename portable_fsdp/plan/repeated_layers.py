@@ -7,17 +7,19 @@ the layers what the first does, for its own blocks, `extend` raises IrregularErr
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import compress
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.plan.memory_trace import Block, CollectiveRun, Entry, KernelRun
+
+T = TypeVar("T")
 
 LONGEST_PERIOD = 12
 _UNCOMPARED = {"layer_idx", "layer_id", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
@@ -157,15 +159,32 @@ def keep(model: nn.Module, policy: ShardPolicy, pattern: Pattern) -> ShardPolicy
     left = [*layers[: pattern.end], *layers[pattern.end + pattern.left_out :]]
     layers._modules.clear()
     layers.extend(left)
-    here = [fqn for fqn in policy.layouts if not pattern.is_left_out(fqn)]
-    dtypes = [name for name in policy.modules if not pattern.is_left_out(name)]
+
+    def kept(by_name: Mapping[str, T]) -> dict[str, T]:
+        here = [name for name in by_name if not pattern.is_left_out(name)]
+        return dict(zip(pattern.as_kept(here), map(by_name.__getitem__, here), strict=True))
+
+    tensor = policy.tensor
+    if tensor is not None:
+        tensor = replace(
+            tensor,
+            words=kept(tensor.words),
+            parts=kept(tensor.parts),
+            summed=frozenset(pattern.as_kept([*tensor.summed])),
+            blocks=pattern.as_kept(tensor.blocks),
+            attributes=kept(tensor.attributes),
+            whole_heads=kept(tensor.whole_heads),
+            layers=pattern.as_kept(tensor.layers),
+            whole_blocks=pattern.as_kept(tensor.whole_blocks),
+        )
     return replace(
         policy,
         units=pattern.as_kept(policy.units),
         layers=pattern.as_kept(policy.layers),
         recompute=pattern.as_kept(policy.recompute),
-        layouts=dict(zip(pattern.as_kept(here), map(policy.layouts.__getitem__, here), strict=True)),
-        modules=dict(zip(pattern.as_kept(dtypes), map(policy.modules.__getitem__, dtypes), strict=True)),
+        layouts=kept(policy.layouts),
+        modules=kept(policy.modules),
+        tensor=tensor,
     )
 
 
