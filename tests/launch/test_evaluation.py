@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli import committed, events, launch, losses
+from cli import PYTHON, committed, events, finish, launch, losses
 from safetensors.torch import load_file
 
 from portable_fsdp.backends.contract import Batch
@@ -55,6 +55,17 @@ def test_rows_events_and_console_tell(
         assert event["seconds"] >= 3
         assert f"step: {row['step']}  eval_loss: {row['eval_loss']:.4f}  perplexity: " in message
     assert max(row["seconds"] for row in rows[3:]) < 3
+
+
+def test_parts_of_a_model_evaluate_and_sample_as_the_whole(folder: Path) -> None:
+    samples = ("train.sample_every=2", 'train.sample_prompts=["aa"]', "train.sample_tokens=4", "train.steps=2")
+    runs = {"whole": [], "parts": ["--num_devices=2", "sharding.tensor=2"]}
+    for name, more in runs.items():
+        finish([*PYTHON, *FLAGS, *samples, *more, f"run.dir={name}"], folder)
+    whole, parts = (read_jsonl(folder / name / "metrics.jsonl") for name in runs)
+    assert [row["eval_loss"] for row in parts] == pytest.approx([row["eval_loss"] for row in whole], rel=1e-5)
+    texts = [[row["text"] for row in read_jsonl(folder / name / "samples.jsonl")] for name in runs]
+    assert texts[0] == texts[1]
 
 
 def test_before_the_first_step(folder: Path) -> None:

@@ -236,7 +236,7 @@ def test_native_to_xla_and_back(folder: Path, uninterrupted: list[float]) -> Non
     arguments = ["--config=tiny.yaml", *SLOW]
     native = ["--device=cpu", *arguments]
     assert launch(*native, "train.stop_at=2") == 0
-    xla = [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2", *arguments]
+    xla = [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=4", "sharding.tensor=2", *arguments]
     assert stop_after(4, xla, folder, by="SIGTERM") == 143
     assert launch(*native) == 0
     assert losses(folder / "run") == pytest.approx(uninterrupted, rel=1e-5)
