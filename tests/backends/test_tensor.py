@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jobs
 import pytest
 import torch
-from cases import ARCHITECTURES, SEQ_LEN, VOCABULARY, Case, assemble, assert_equal_states
+from cases import ARCHITECTURES, GLOBAL_BATCH, SEQ_LEN, VOCABULARY, Case, assemble, assert_equal_states
 from test_curves import assert_equal_curves
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -251,3 +251,27 @@ def test_the_words_of_transformers_are_known() -> None:
         *("embedding_rowwise", "embedding_colwise", "mla_kv_a_proj", "local_params", "packed_rowwise", "replicate"),
         *("all_reduce", "moe_identity_expert"),
     }
+
+
+def collectives_of_a_layer(workers: GetWorkers, rows: bool, **more: Any) -> dict[str, tuple[int, int]]:
+    """Kind -> calls and bytes of full tensors of one layer in a step: what three layers have more than two."""
+    found: list[dict[str, Any]] = []
+    for layers in (2, 3):
+        architecture = ARCHITECTURES["llama"] | {"num_hidden_layers": layers}
+        case = Case("llama", steps=2, settings={"model.architecture": architecture, **settings_of(2, rows), **more})
+        found.append(workers(Group("native", 2)).run(jobs.collectives, case=case)[0]["backend"])
+    two, three = found
+    return {
+        kind: (three[kind].calls - two[kind].calls, three[kind].bytes - two[kind].bytes)
+        for kind in three
+        if three[kind].calls != two[kind].calls
+    }
+
+
+def test_collectives_are_the_textbooks(workers: GetWorkers) -> None:
+    """Megatron-LM's: 4 all-reduces of the hidden states a layer, or 4 gathers and 4 reduce-scatters."""
+    hidden = GLOBAL_BATCH // 2 * SEQ_LEN * ARCHITECTURES["llama"]["hidden_size"] * 4  # a micro batch of half the rows
+    times = 2  # micro batches
+    assert collectives_of_a_layer(workers, rows=False) == {"all_reduce": (4 * times, 4 * times * hidden)}
+    both = (4 * times, 4 * times * hidden)
+    assert collectives_of_a_layer(workers, rows=True) == {"all_gather": both, "reduce_scatter": both}
