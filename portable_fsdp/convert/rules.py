@@ -7,6 +7,7 @@ decided. No rule reads the output of another, so their order doesn't matter.
 """
 
 import math
+from typing import cast
 
 from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER, ForeignFacts, KeyEntry
 from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON
@@ -130,7 +131,7 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
     tensor = facts.keys.get("sharding.tensor")
     found = (facts.keys.get("~replicas"), shards, None if tensor is None or tensor.value == 1 else tensor)
     sizes = [size for size in found if size is not None]
-    product = math.prod(int(size.value or 1) for size in sizes)
+    product = math.prod(cast(int, size.value or 1) for size in sizes)
     processes = facts.numbers.get("num_processes")
     factors, text = (" * ".join(words) for words in zip(*((size.key, size.text) for size in sizes), strict=True))
     text = f"{text} = {product}" if len(sizes) > 1 else text
