@@ -89,7 +89,6 @@ BIGGEST = 10
 SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 
 
-@without_garbage_collection()
 def plan_memory(config: Config, target: Target) -> EnginePlan:
     """Plan the memory of the fullest device of `target` in a step of `config`, and the work of each device.
 
@@ -106,7 +105,8 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     `tf32` if precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
     group, best in a process of its own: FSDP2 and DTensor keep caches.
     """
-    recorder, training, log, host_bytes, frozen = _record(config, target)
+    with without_garbage_collection():
+        recorder, training, log, host_bytes, frozen = _record(config, target)
     events, calls = replay(log)
     is_compiled, rates = config.compile.enabled, rates_of(target)
     first, rest, left_out = calls[:2], calls[2:], _micro_batches(config, target.devices) - MICRO_BATCHES
