@@ -113,7 +113,9 @@ def gradients_of(model: nn.Module, ids: Tensor) -> tuple[float, dict[str, Tensor
     return float((total / count).detach()), {fqn: w.grad for fqn, w in model.named_parameters() if w.grad is not None}
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["whole rows", "split rows"])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(False, id="whole rows", marks=pytest.mark.proof), pytest.param(True, id="split rows")]
+)
 @pytest.mark.parametrize(
     ("model", "size", "settings"),
     [
@@ -178,8 +180,13 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize("name", CURVES)
-@pytest.mark.parametrize("group", [marked(Group(engine, 4), in_suite=True) for engine in ("native", "xla")])
+OF_SUITE = {"native": ["llama, split rows", "replicas", "experts"], "xla": ["llama, split rows", "adapters", "phi3"]}
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [marked(Group(e, 4), name, in_suite=name in OF_SUITE[e]) for e in ("native", "xla") for name in CURVES],
+)
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
     assert_equal_curves(workers(group).run(jobs.train, case=CURVES[name]), CURVES[name])
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 AUTO = "train.micro_batch=auto"
 
 
+@pytest.mark.proof
 def test_processes_agree_on_the_largest_that_fits_and_a_resumed_run_keeps_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
