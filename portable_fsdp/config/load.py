@@ -249,8 +249,8 @@ class LayeredValues:
     def _override_inside(self, key: Key, named_in: str = "") -> Origin | None:
         """The last override inside `key`; with `named_in`, of a key that this text names."""
         inside = [(k, origin) for k, origin in self.origins.items() if k[: len(key)] == key and origin.is_override]
-        found = [origin for k, origin in inside if not named_in or key_name(k) in named_in]
-        return found[-1] if found else None
+        overrides = [origin for k, origin in inside if not named_in or key_name(k) in named_in]
+        return overrides[-1] if overrides else None
 
     def value_text(self, key: Key, value: object) -> str:
         """Format a value for a message; numbers as written by the user."""

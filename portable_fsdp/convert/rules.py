@@ -129,8 +129,8 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
     if strategy == "NO_SHARD" and shards.value != 1:
         return facts.contradiction("sharding.strategy", word, shards)
     tensor = facts.keys.get("sharding.tensor")
-    found = (facts.keys.get("~replicas"), shards, None if tensor is None or tensor.value == 1 else tensor)
-    sizes = [size for size in found if size is not None]
+    given = (facts.keys.get("~replicas"), shards, None if tensor is None or tensor.value == 1 else tensor)
+    sizes = [size for size in given if size is not None]
     product = math.prod(cast(int, size.value or 1) for size in sizes)
     processes = facts.numbers.get("num_processes")
     factors, text = (" * ".join(words) for words in zip(*((size.key, size.text) for size in sizes), strict=True))

@@ -56,32 +56,17 @@ def tensor_plan(model: Any, config: Config) -> TensorPlan:
     summed: set[str] = set()
     whole_heads: dict[str, tuple[int, int]] = {}
     for name, word in words.items():
-        module = model.get_submodule(name)
-        weights = {f"{name}.{leaf}": weight for leaf, weight in module.named_parameters()}
-        if word == SUMMED:
-            summed |= set(weights)
+        splits_outputs = word in (COLWISE, PACKED, GATHERED)
+        if splits_outputs and (heads := _key_value_heads(model, name, size)) is not None:
+            whole_heads[name] = heads
+        if word == SUMMED or name in whole_heads:
+            summed |= {f"{name}.{leaf}" for leaf, _ in model.get_submodule(name).named_parameters()}
         elif word == EXPERTS:
-            parts |= _parts_of_experts(name, module, size)
-        elif word in (COLWISE, PACKED, GATHERED):
-            heads = _key_value_heads(model, name, size)
-            if heads is not None:
-                whole_heads[name] = heads
-                summed |= set(weights)
-                continue
-            sizes = _packed_sizes(model, name, module) if word == PACKED else None
-            for fqn, weight in weights.items():
-                inputs_first = _holds_inputs_first(module, fqn)
-                if ".lora_A." in fqn:
-                    summed.add(fqn)
-                else:
-                    dim = 1 if inputs_first and weight.dim() > 1 else 0
-                    parts[fqn] = _part(fqn, weight.shape, dim, size, sizes)
-        elif word in (ROWWISE, SPLIT_INPUT):
-            for fqn, weight in weights.items():
-                if ".lora_B." in fqn:
-                    summed.add(fqn)
-                elif weight.dim() > 1:  # a bias is added to the sum
-                    parts[fqn] = _part(fqn, weight.shape, 0 if _holds_inputs_first(module, fqn) else 1, size)
+            parts |= _parts_of_experts(name, model.get_submodule(name), size)
+        else:
+            of_module, whole = _parts_of_linear(model, name, word, size)
+            parts |= of_module
+            summed |= whole
     blocks = _blocks(words)
     _check_heads(model, words, size)
     embedding, head = _vocabulary(model) if splits_vocabulary else ("", "")
@@ -145,13 +130,9 @@ def _words(model: Any, own: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     modules = dict(model.named_modules())
     for name in names:
-        short = name.removeprefix(f"{base}.")
+        short, owner = name.removeprefix(f"{base}."), name.rpartition(".")[0]
         word = given.get(name) or next((word for key, word in theirs.items() if _matches(key, short)), None)
-        if (
-            word is None
-            or word in _VOCABULARY
-            or (name.rpartition(".")[0] in found and found[name.rpartition(".")[0]] == EXPERTS)
-        ):
+        if word is None or word in _VOCABULARY or found.get(owner) == EXPERTS:
             continue
         if word not in WORDS:
             raise ConfigError(
@@ -175,6 +156,23 @@ def _use_packed(model: Any, modules: Mapping[str, nn.Module], words: dict[str, s
         after = [other for other, w in words.items() if other.rpartition(".")[0] == owner and w == SPLIT_INPUT]
         if word == GATHERED and len(after) == 1 and _sizes_or_none(model, name, modules[name]):
             words[name], words[after[0]] = PACKED, ROWWISE
+
+
+def _parts_of_linear(model: Any, name: str, word: str, size: int) -> tuple[dict[str, Part], set[str]]:
+    """Return the parts of a linear layer's weights, and the adapters that stay whole: A of split outputs, B of split
+    inputs. A bias of split inputs is added to the sum, and has neither."""
+    module, parts, whole = model.get_submodule(name), dict[str, Part](), set[str]()
+    splits_inputs = word in (ROWWISE, SPLIT_INPUT)
+    sizes = _packed_sizes(model, name, module) if word == PACKED else None
+    for leaf, weight in module.named_parameters():
+        fqn = f"{name}.{leaf}"
+        if (".lora_B." if splits_inputs else ".lora_A.") in fqn:
+            whole.add(fqn)
+        elif weight.dim() > 1:
+            parts[fqn] = _part(fqn, weight.shape, int(splits_inputs != _holds_inputs_first(module, fqn)), size, sizes)
+        elif not splits_inputs:
+            parts[fqn] = _part(fqn, weight.shape, 0, size, sizes)
+    return parts, whole
 
 
 def _parts_of_experts(name: str, module: nn.Module, size: int) -> dict[str, Part]:
@@ -216,7 +214,7 @@ def _packed_sizes(model: Any, name: str, module: nn.Module) -> tuple[int, ...]:
     if sizes is None:
         raise ConfigError(
             f"sharding.plan: {name}: packed_colwise: can't tell which matrices its weight packs: neither q, k and v of "
-            "the config's heads, nor three or two of equal size."
+            "the config's heads, nor gate and up of its intermediate_size."
         )
     return sizes
 
@@ -251,7 +249,7 @@ def _key_value_heads(model: Any, name: str, size: int) -> tuple[int, int] | None
 
 
 def _check_heads(model: Any, words: Mapping[str, str], size: int) -> None:
-    """Raise ConfigError if the heads can't be split evenly: a part of a head has no attention of its own."""
+    """Raise ConfigError unless each device gets the same number of whole attention heads."""
     heads, kv_heads, _ = _heads(model.config)
     if not any((word in (COLWISE, PACKED) and "attn" in name) or "attention" in name for name, word in words.items()):
         return

@@ -232,8 +232,8 @@ class _Extension:
         layers: dict[int, int | None] = {}  # of blocks
 
         def of_blocks(blocks: Sequence[Block]) -> int | None:
-            found = {layers.get(id(block)) for block in blocks} - {None}
-            return found.pop() if len(found) == 1 else None
+            numbers = {layers.get(id(block)) for block in blocks} - {None}
+            return numbers.pop() if len(numbers) == 1 else None
 
         for entry in self._log:
             what, layer = entry.what, self._pattern.layer_of(entry.module)

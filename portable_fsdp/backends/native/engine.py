@@ -332,7 +332,8 @@ class NativeBackend(contract.Backend):
         cut_by: dict[tuple[str, ...], list[Tensor]] = {}
         for fqn, parameter in model.named_parameters():
             if parameter.grad is not None:
-                cut_by.setdefault(cutting_axes(self._layouts[model][fqn]), []).append(local_part(parameter.grad))
+                axes = tuple(sorted(cutting_axes(self._layouts[model][fqn])))  # one sum, whichever dimension is split
+                cut_by.setdefault(axes, []).append(local_part(parameter.grad))
         gradients = [gradient for part in cut_by.values() for gradient in part]
         squares = [self._sum_of_shards(self._squared_norm(part), axes) for axes, part in cut_by.items()]
         norm = torch.stack(squares).sum().sqrt()

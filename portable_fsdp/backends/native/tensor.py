@@ -288,8 +288,8 @@ def _look_up(forward: Callable[..., Tensor], group: Group, first: int) -> Callab
     def run(self: Any, input: Tensor) -> Tensor:
         own, count = input - first, self.weight.shape[0]
         is_own = (own >= 0) & (own < count)
-        found = forward(self, own.clamp(0, count - 1))
-        return leave(torch.where(is_own[..., None], found, 0.0), group, None)
+        embedded = forward(self, own.clamp(0, count - 1))
+        return leave(torch.where(is_own[..., None], embedded, 0.0), group, None)
 
     return run
 

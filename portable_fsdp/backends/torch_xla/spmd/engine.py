@@ -154,7 +154,7 @@ class XlaBackend(PjrtBackend):
         blocks = {name for name in (*policy.units, *policy.recompute) if not is_inside(name, scanned)}
         for name, owned in uses_by_block(outside, blocks).items():
             block = model.get_submodule(name)
-            # As a decorator it keeps the signature: that of a head may have `loss_input`.
+            # The decorator keeps the signature: a head's forward may take `loss_input`.
             block.forward = copies.in_place(owned)(block.forward)
             if policy.cast_inputs and name in ("", *policy.units):  # as FSDP2 does: it may get pixels
                 block.forward = in_own_dtype(block.forward, policy.compute, None)
