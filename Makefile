@@ -1,5 +1,7 @@
 # One command for each thing that people and CI do. Every target makes the environment it needs first.
 PYTHON ?= python3.11
+# Each test starts processes, which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 TORCH_LATEST := 2.13.0
 # 0.18 needs a newer torch than torch_xla's.
 TORCHAO := torchao<0.18
@@ -18,7 +20,9 @@ TORCHTPU := .venv-torchtpu/bin/python
 TPU_STAND_IN := lammps-jax-pjrt-cpu==0.11.2
 PYTEST_ON_TORCHTPU := TEST_TORCHTPU=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHON_WITH_XLA=$(abspath $(RUN)) $(TORCHTPU) -m pytest
 ON_TORCHTPU := $(addprefix tests/backends/test_,torchtpu.py torchtpu_start.py contract.py)
-ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_fake_step.py tests/train tests/launch/test_launch.py
+# What torch itself does differently from version to version: FSDP2, its collectives, compile, dispatch.
+ON_TORCH := $(addprefix tests/backends/test_,contract.py native.py options.py tensor.py memory.py float16.py products.py one_device.py) tests/optim tests/plan/test_fake_step.py
+MORE_ON_TORCH := tests/backends tests/checkpoint tests/models tests/optim tests/plan/test_fake_step.py tests/train tests/launch/test_launch.py
 
 # The same of configs/finetune_smollm2.yaml. The package holds the model's GGUF file; nothing of it is run or installed.
 FINETUNE_HALF := 15
@@ -27,7 +31,7 @@ LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/
 SAMPLE := $(RUN) -m portable_fsdp.sample
 PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
 
-.PHONY: help env check types quick test proof demo demo-finetune docs site env-latest test-latest env-torchtpu test-torchtpu proof-torchtpu clean
+.PHONY: help env check types quick test proof demo demo-finetune docs site env-latest test-latest proof-latest env-torchtpu test-torchtpu proof-torchtpu clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -81,8 +85,11 @@ site: env  ## builds the documentation site in site/, offline; a warning is an e
 
 env-latest: .venv-latest/.installed  ## the environment .venv-latest: the newest torch, no torch_xla
 
-test-latest: env-latest  ## what rests on torch, with the newest one
+test-latest: env-latest  ## what rests most on torch, with the newest one
 	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(ON_TORCH)
+
+proof-latest: env-latest  ## all that rests on torch, with the newest one
+	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(MORE_ON_TORCH)
 
 env-torchtpu: .venv-torchtpu/.installed  ## the environment .venv-torchtpu: TorchTPU, and XLA's CPU plugin as its chip
 

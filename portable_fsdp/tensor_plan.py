@@ -33,10 +33,6 @@ class Part:
     dim: int
     sizes: tuple[int, ...]
 
-    def ranges(self, index: int, count: int) -> list[slice]:
-        """Return what device `index` of `count` holds of the dimension."""
-        return split_ranges(self.sizes, index, count)
-
 
 @dataclass(frozen=True)
 class TensorPlan:

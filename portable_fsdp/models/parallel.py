@@ -251,7 +251,8 @@ def _key_value_heads(model: Any, name: str, size: int) -> tuple[int, int] | None
 def _check_heads(model: Any, words: Mapping[str, str], size: int) -> None:
     """Raise ConfigError unless each device gets the same number of whole attention heads."""
     heads, kv_heads, _ = _heads(model.config)
-    if not any((word in (COLWISE, PACKED) and "attn" in name) or "attention" in name for name, word in words.items()):
+    split = [name for name, word in words.items() if word in (COLWISE, PACKED)]
+    if not any("attn" in name or "attention" in name for name in split):
         return
     if heads % size or (kv_heads % size and size % kv_heads) or (kv_heads % size and PACKED in words.values()):
         raise ConfigError(

@@ -80,7 +80,12 @@ class CollectiveRun:
     """A collective at the point where the step starts it."""
 
     collective: Collective
-    result: Block | None  # the block that a gather fills
+    block: Block | None  # of the full tensor
+
+    @property
+    def result(self) -> Block | None:
+        """The block that a gather fills."""
+        return self.block if self.collective.kind == "all_gather" else None
 
 
 Timeline = list[KernelRun | CollectiveRun]
@@ -373,7 +378,7 @@ class Recorder(TorchDispatchMode):
             kind, full, group = running
             ranks = tuple(dist.get_process_group_ranks(group))
             collective = Collective(kind, dtype_name(full.dtype), full.nbytes, ranks, group.group_name)
-            self._note("runs", CollectiveRun(collective, self._block_of(full) if kind == "all_gather" else None))
+            self._note("runs", CollectiveRun(collective, self._block_of(full)))
 
 
 def _running_node() -> Any:

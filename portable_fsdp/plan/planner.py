@@ -4,11 +4,17 @@
 nearest or largest setting that fits.
 """
 
+import hashlib
+import importlib.metadata
 import itertools
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 from portable_fsdp.backends.refusals import Deployment, require_supported
@@ -18,9 +24,10 @@ from portable_fsdp.layout import check_batch, micro_batches
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Settings, Time, Tried
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
-from portable_fsdp.plan.tpu_compiler import failure_message, plan_compiled
+from portable_fsdp.plan.tpu_compiler import failure_message, load_entry, plan_compiled, save_entry
 from portable_fsdp.runtime.child import Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
+from portable_fsdp.runtime.files import cache_folder
 
 SETTINGS = (
     *("train.micro_batch", "train.global_batch", "data.seq_len", "sharding.strategy", "memory.gradient_checkpointing"),
@@ -30,6 +37,8 @@ SETTINGS = (
 
 SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
 """A plan also shows each key of these sections that isn't at its default."""
+
+_ENGINE_PLAN = TypeAdapter(EnginePlan)
 
 SHARED_LINKS = "two devices share a chip's links: ici traffic isn't bounded."  # it is counted by device, not by chip
 
@@ -110,12 +119,29 @@ def _fake_step(config: Config, target: Target, worker: Worker, progress: Progres
             f"plan on {target.text}: compile.enabled=true: TorchTPU compiles programs on a chip only, and they need "
             f"less memory than the eager step.\n  Plan with compile.enabled=false, or {other}."
         )
+    cache, key = cache_folder(os.environ) / "plans", _key(config, target)
+    if key and (entry := load_entry(cache, key)):
+        return _ENGINE_PLAN.validate_json(entry["plan"])
     progress("running a step on fake tensors")
     try:
-        return worker("portable_fsdp.plan.fake_step:plan_memory", config, target)
+        plan: EnginePlan = worker("portable_fsdp.plan.fake_step:plan_memory", config, target)
     except WorkerFailedError as failed:
         problem = "the step could not be planned (planning needs up to 3 GiB of memory)"
         raise BackendError(failure_message(problem, failed.ended)) from None
+    if key:
+        save_entry(cache, key, {"plan": _ENGINE_PLAN.dump_json(plan, exclude_computed_fields=True).decode()})
+    return plan
+
+
+def _key(config: Config, target: Target) -> str:
+    """Return the cache's key for a plan; empty if the plan depends on files: a pretrained model, or the user's code."""
+    if config.model.architecture is None or config.data.factory or config.optim.factory:
+        return ""
+    package = Path(__file__).parents[1]
+    sources = [path.read_bytes() for path in sorted(package.rglob("*")) if path.suffix in (".py", ".yaml")]
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    parts = [config.model_dump_json(), repr(target), *versions, hashlib.sha256(b"".join(sources)).hexdigest()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _notes(target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:

@@ -90,6 +90,7 @@ def find_pattern(model: nn.Module, policy: ShardPolicy) -> Pattern | None:
     layers gather and free for their neighbours.
     """
     edge = 1 + max(policy.forward_prefetch, policy.backward_prefetch_units - 1)
+    edge += policy.tensor is not None  # the first layer splits rows, and the last gathers them before its neighbour
     container = policy.layers[0].rpartition(".")[0] if policy.layers else ""
     count = len(policy.layers)
     is_list = policy.layers == tuple(f"{container}.{number}" for number in range(count))
@@ -216,6 +217,7 @@ class _Extension:
         counted = [at > last or entry.change != "runs" for at, entry in enumerate(log)]
         self._log, places = list(compress(log, counted)), list(compress(places, counted))
         self._settle(places)
+        self._grown = self._joined(places)
         self._compare()
         self._emit(places)
         self._check()
@@ -292,6 +294,26 @@ class _Extension:
                 same = key, counts[number, layer, key]
                 home = number, layer, self._keys.setdefault(same, len(self._keys))
                 self._homes[id(block)], self._blocks[home] = home, block
+
+    def _joined(self, places: Sequence[tuple[int, int, bool]]) -> dict[int, int]:
+        """Return what blocks grow by, by their ids: those that join a block of each layer to one."""
+        turns, grown = self._pattern.left_out // self._pattern.period, dict[int, int]()
+        for entry, (_, _, is_inside) in zip(self._log, places, strict=True):
+            what = entry.what
+            if not is_inside and isinstance(what, KernelRun) and len(what.writes) == 1:
+                block, size = what.writes[0]
+                repeated = self._repeated({home for read, _ in what.reads if (home := self._homes.get(id(read)))})
+                more = sum(read for source, read in what.reads if self._homes.get(id(source)) in repeated) * turns
+                if more and size == sum(read for _, read in what.reads):
+                    grown[id(block)] = more
+        return grown
+
+    def _repeated(self, homes: set[Home]) -> set[Home]:
+        """Return those of the second period of which the first has a counterpart."""
+        period, begin, end = self._pattern.period, self._pattern.begin, self._pattern.end
+        return {
+            home for home in homes if begin + period <= home[1] < end and (home[0], home[1] - period, home[2]) in homes
+        }
 
     def _anonymous(self, name: str) -> str:
         return self._pattern.renamed(name, lambda _: "")
@@ -383,17 +405,21 @@ class _Extension:
         pattern, what = self._pattern, entry.what
         homes = {home for block in _blocks_of(entry) if (home := self._homes.get(id(block)))}
         middle = {home for home in homes if pattern.begin <= home[1] < pattern.end}
+        if isinstance(what, CollectiveRun) and what.block and (more := self._grown.get(id(what.block))):
+            collective = replace(what.collective, bytes=what.collective.bytes + more)
+            entry = replace(entry, what=replace(what, collective=collective))
         if not middle or entry.change == "made":
             self.entries.append(entry)
             return
-        both = {home for home in middle if (home[0], home[1] - pattern.period, home[2]) in middle}
+        both = self._repeated(middle)
         if both and isinstance(what, KernelRun):
             turns = range(1, pattern.left_out // pattern.period + 1)
 
             def with_copies(blocks: list[tuple[Block, int]]) -> list[tuple[Block, int]]:
                 homes = [(self._homes.get(id(block)), size) for block, size in blocks]
                 repeated = [(home, size) for home, size in homes if home and home in both]
-                return blocks + [(self._copies[home, turn], size) for home, size in repeated for turn in turns]
+                grown = [(block, size + self._grown.get(id(block), 0)) for block, size in blocks]
+                return grown + [(self._copies[home, turn], size) for home, size in repeated for turn in turns]
 
             if what.flops:
                 raise IrregularError(f"products of several layers at once: {what.part}")
@@ -422,9 +448,10 @@ class _Extension:
                 raise IrregularError(f"freed unlike its original: {copy}")
 
     def _rename(self) -> None:
-        """Give the layers after the pattern their numbers in the whole model."""
+        """Give blocks their size in the whole model, and the layers after the pattern their numbers."""
         for entry in self._log:
             if entry.change == "made" and isinstance(block := entry.what, Block):
+                block.bytes += self._grown.get(id(block), 0)
                 block.name, block.where = map(self._pattern.in_model, (block.name, block.where))
 
 
@@ -435,7 +462,7 @@ def _blocks_of(entry: Entry) -> list[Block]:
         case KernelRun():
             return [block for block, _ in (*what.reads, *what.writes)]
         case CollectiveRun():
-            return [what.result] if what.result else []
+            return [what.block] if what.block else []
         case None:
             return []
 
@@ -447,7 +474,7 @@ def _facts(what: Any) -> Any:
             sizes = [size for _, size in what.reads], [size for _, size in what.writes]
             return what.part, what.dtype, what.flops, sizes
         case CollectiveRun():
-            return what.collective, what.result is None
+            return what.collective, what.block is None
         case Block():
             return what.bytes, what.stream, what.part
         case _:
@@ -462,7 +489,7 @@ def _mapped(what: Any, counterpart: Callable[[Block], Block]) -> Any:
             reads = [(counterpart(block), size) for block, size in what.reads]
             writes = [(counterpart(block), size) for block, size in what.writes]
             return KernelRun(what.part, what.dtype, what.flops, reads, writes)
-        case CollectiveRun() if what.result:
-            return replace(what, result=counterpart(what.result))
+        case CollectiveRun() if what.block:
+            return replace(what, block=counterpart(what.block))
         case _:
             return what

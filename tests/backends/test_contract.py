@@ -205,7 +205,7 @@ def _five_steps(run: jobs.Run, after_two_and_five: Callable[[], dict[str, Any]])
     "settings",
     [
         # The root holds nothing then: the unit that ran last in a forward is not the one that backward begins with.
-        pytest.param({"sharding.wrap_modules": ["model.norm"]}, id="FULL_SHARD"),
+        pytest.param({"sharding.wrap_modules": ["model.norm"]}, id="FULL_SHARD", marks=pytest.mark.proof),
         pytest.param(
             {"sharding.strategy": "SHARD_GRAD_OP", "train.micro_batch": 1}, id="SHARD_GRAD_OP in micro batches"
         ),

@@ -58,7 +58,7 @@ def greatest_difference(ours: list[float], theirs: list[float]) -> float:
     [
         marked(TWO, "float8", {}, in_suite=True),
         marked(TWO, "float8_rowwise", {}, in_suite=True),
-        marked(TWO, "float8", {"compile.enabled": True, "compile.backend": "aot_eager"}, in_suite=True),
+        marked(TWO, "float8", {"compile.enabled": True, "compile.backend": "aot_eager"}),
         marked(XLA, "int8", {}, in_suite=True),
         marked(Group("native", 1), "float8", {}),
         marked(TWO, "float8", {"sharding.strategy": "NO_SHARD", **RECOMPUTED}),

@@ -165,7 +165,7 @@ def plain_run(example: Example) -> tuple[list[float], float | None, float | None
 
 
 NATIVE, XLA = Group("native", 2), Group("xla", 3)
-IN_SUITE = ("classifier", "own_count", "dpo", "t5")
+IN_SUITE = ("own_count", "dpo", "t5")
 
 
 def train_task(path: str, overrides: Sequence[str], last: int, folder: str) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_a_task_has_the_losses_of_a_plain_loop(workers: GetWorkers, group: Group
 @pytest.mark.parametrize(
     ("group", "settings", "programs"),
     [
-        marked(Group("xla", 2), ONE_MICRO_BATCH, 2, in_suite=True),
+        marked(Group("xla", 2), ONE_MICRO_BATCH, 2),
         marked(Group("xla", 2), (), 2 + 1 + 2, in_suite=True),  # micro batches, the update, evaluations
         marked(NATIVE, (), 0, in_suite=True),
     ],

@@ -1,5 +1,7 @@
 """Tensor parallelism: the plan of a model, its parts, and the native engine's forwards, with threads as processes."""
 
+import logging
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -7,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import jobs
 import pytest
@@ -21,7 +24,7 @@ from portable_fsdp.backends.native.tensor import SplitModel
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.parallel import tensor_plan
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.tensor_plan import WORDS, TensorPlan
+from portable_fsdp.tensor_plan import WORDS, TensorPlan, split_ranges
 
 T = TypeVar("T")
 GPT2 = {"*.attn.c_attn": "packed_colwise", "*.c_proj": "rowwise", "*.mlp.c_fc": "colwise"}
@@ -90,7 +93,7 @@ def values_of(made: BuiltModel) -> dict[str, Tensor]:
 def part_of(fqn: str, value: Tensor, plan: TensorPlan, index: int) -> Tensor:
     if (part := plan.parts.get(fqn)) is None:
         return value
-    ranges = part.ranges(index, plan.size)
+    ranges = split_ranges(part.sizes, index, plan.size)
     return torch.cat([value.narrow(part.dim, at.start, at.stop - at.start) for at in ranges], part.dim)
 
 
@@ -282,3 +285,26 @@ def test_collectives_are_the_textbooks(workers: GetWorkers) -> None:
     assert collectives_of_a_layer(workers, rows=False) == {"all_reduce": (4 * times, 4 * times * hidden)}
     both = (4 * times, 4 * times * hidden)
     assert collectives_of_a_layer(workers, rows=True) == {"all_gather": both, "reduce_scatter": both}
+
+
+def warnings_of_opening(case: Case, devices_per_host: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("portable_fsdp")
+    log.addHandler(handler)
+    launched = {"LOCAL_WORLD_SIZE": devices_per_host, "LOCAL_RANK": int(os.environ["RANK"]) % devices_per_host}
+    try:
+        with patch.dict(os.environ, {name: str(value) for name, value in launched.items()}), jobs.open_case(case)[0]:
+            return lines
+    finally:
+        log.removeHandler(handler)
+
+
+def test_an_axis_across_hosts_is_said_once(workers: GetWorkers) -> None:
+    case = Case(settings=settings_of(4))
+    inside, across = (workers(NATIVE).run(warnings_of_opening, case=case, devices_per_host=n) for n in (4, 2))
+    assert inside == [[]] * 4
+    assert across[1:] == [[]] * 3
+    assert across[0][0].startswith("sharding.tensor: its 4 devices lie on several hosts.")
+    assert across[0][0].endswith("set sharding.tensor=2")

@@ -32,12 +32,12 @@ REPLICAS = {"sharding.replicas": 2}
 IN_SUITE: dict[str, tuple[Group, Case]] = {
     "four devices": (FOUR, Case("llama_tied")),
     "replicas": (FOUR, Case(strategy="HYBRID_SHARD", settings=REPLICAS)),
-    "accumulated": (TWO, Case(micro_batch=2)),
     "cut flat": (TWO, Case(settings={"xla_fsdp1.shard_param_on_dim_0": False}, strategy="SHARD_GRAD_OP")),
     "frozen, recomputed": (TWO, Case(settings=FROZEN, checkpointing="full", micro_batch=3)),
-    "bfloat16": (TWO, Case(compute="bfloat16", reduce="float32", checkpointing="full")),
 }
 PROOFS: dict[str, tuple[Group, Case]] = {
+    "accumulated": (TWO, Case(micro_batch=2)),
+    "bfloat16": (TWO, Case(compute="bfloat16", reduce="float32", checkpointing="full")),
     "one device": (ONE, Case("llama_tied")),
     "replicas, kept gathered": (FOUR, Case(strategy="HYBRID_SHARD_ZERO2", settings=REPLICAS)),
     "joined": (TWO, Case("llama_tied", optim=NO_DECAY, settings=FLAT)),

@@ -121,7 +121,7 @@ ENGINES = {
     "native": Engine((1, 2, 3), (3,), "cpu", _begin_native, _on_loopback, process_a_device=True),
     "xla": Engine((1, 3, 4), (3,), environment=_on_pjrt, compiles=True, needs_xla=True),
     "xla_fsdp1": Engine((2,), (), environment=_in_order, compiles=True, needs_xla=True, threads=True),
-    "toy": Engine((4,), (4,), begin=_begin_toy, environment=_on_loopback, process_a_device=True),
+    "toy": Engine((4,), (), begin=_begin_toy, environment=_on_loopback, process_a_device=True),
     "torchtpu": Engine((1,), (1,), "tpu", _begin_torchtpu, _on_chips, process_a_device=True),
 }
 """3 is a number that divides no size of the models."""

@@ -1,6 +1,7 @@
 """Plans that trace few of the layers that are equal, against plans that trace all."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ from steps import LLAMA, gpus, step
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import fake_step
 from portable_fsdp.plan.fake_step import plan_memory
+from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import EnginePlan
 from portable_fsdp.runtime.child import Worker
 
@@ -30,6 +32,8 @@ FULL: dict[str, Any] = {"memory__gradient_checkpointing": "full"}
 SOME = {"recomputed, three micro batches": (4, step(**EIGHT, **FULL, accumulation=3))}
 MORE = {
     "plain": (4, step(**EIGHT)),
+    "split over tensor": (6, step(**EIGHT, **FULL, sharding__tensor=2)),
+    "whole rows": (6, step(**EIGHT, sharding__tensor=2, sharding__sequence_parallel=False)),
     "every second": (6, step(**EIGHT, memory__gradient_checkpointing="selective", memory__every=2)),
     "zero2": (4, step(**EIGHT, sharding__strategy="SHARD_GRAD_OP")),
     "hybrid": (4, step(**EIGHT, **FULL, sharding__strategy="HYBRID_SHARD")),
@@ -73,3 +77,25 @@ def test_a_plan_of_few_layers_is_that_of_all(cases: dict[str, tuple[int, Config]
             plan, whole, counts = worker(_both, config)
             assert plan == whole, name
             assert counts[-1] == layers, name
+
+
+def test_an_equal_plan_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same config and target; a damaged entry is planned anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls: list[str] = []
+    with Worker() as worker:
+
+        def counted(function: str, *arguments: Any) -> Any:
+            calls.append(function)
+            return worker(function, *arguments)
+
+        def planned(config: Config) -> dict[str, Any]:
+            return make_plan(config, gpus(DEVICES), cast(Worker, counted)).model_dump(exclude={"planned_in_s"})
+
+        first = planned(step(DEVICES))
+        assert (planned(step(DEVICES)), len(calls)) == (first, 1)
+        assert planned(step(DEVICES, accumulation=2)) != first
+        assert len(calls) == 2
+        for entry in tmp_path.rglob("*.gz"):
+            entry.write_bytes(entry.read_bytes()[:100])
+        assert (planned(step(DEVICES)), len(calls)) == (first, 3)

@@ -6,6 +6,7 @@ state are on the host: FSDP2 copies shards to the device to gather them, and red
 runs on the host.
 """
 
+import logging
 import math
 import os
 import tempfile
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.native.tensor import SplitModel
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
 
+log = logging.getLogger("portable_fsdp")
+
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # torch's names
@@ -115,6 +118,14 @@ class NativeBackend(contract.Backend):
         self.devices = self.process.count
         self.expected_compilations = 0
         self.axes = mesh_axes(config, count, hosts)
+        if (tensor := self.axes.get("tensor", 1)) > count // hosts and self.process.index == 0:
+            log.warning(
+                "sharding.tensor: its %d devices lie on several hosts. Each layer waits for the network between them, "
+                "which is 9 times slower than the links inside a host with H100s (50 and 450 GB/s): set "
+                "sharding.tensor=%d",
+                tensor,
+                math.gcd(tensor, count // hosts),
+            )
         self.row_shards = count_row_shards(self.axes)
         self._place = coordinates(self.axes, self.process.index)
         # Rows lie over the outer axes: processes along `tensor` feed the same.

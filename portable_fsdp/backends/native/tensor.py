@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.backends.native.units import forward_of, local_part
 from portable_fsdp.layout import Region, Spec, rows_of_shard
-from portable_fsdp.tensor_plan import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, packed_regions
+from portable_fsdp.tensor_plan import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, packed_regions, split_ranges
 
 
 class Group(Protocol):
@@ -149,7 +149,7 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
         if (part := plan.parts.get(fqn)) is not None:
             weight = model.get_parameter(fqn)
             shape = [*weight.shape]
-            shape[part.dim] = sum(own.stop - own.start for own in part.ranges(group.index, group.count))
+            shape[part.dim] = sum(own.stop - own.start for own in split_ranges(part.sizes, group.index, group.count))
             own = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
             for slot in slots:
                 cast(Any, slot.module)._parameters[slot.leaf] = own
