@@ -67,7 +67,10 @@ def serve(rank: int, devices: int, splits_rows: bool, pairs: int, folder: str) -
 
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices}
     os.environ.update({name: str(value) for name, value in launched.items()})
-    os.environ.update({"USE_TORCH_XLA": "0", "GLOO_SOCKET_IFNAME": "lo"})
+    # The rendezvous is a file of this benchmark; address and port are for our own check of the launch.
+    os.environ.update(
+        {"USE_TORCH_XLA": "0", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=devices)
     rows = torch.randint(VOCABULARY, (ROWS * TENSOR // devices, SEQ_LEN))
@@ -94,7 +97,7 @@ class _ours:
         values: dict[str, dict[str, Any]] = {
             "model": {"architecture": ARCHITECTURE},
             "data": {"source": "text", "path": str(ROOT / "README.md"), "seq_len": SEQ_LEN},
-            "train": {"steps": 2000, "global_batch": ROWS, "max_grad_norm": None},
+            "train": {"steps": 2000, "global_batch": ROWS, "micro_batch": len(rows), "max_grad_norm": None},
             "optim": {"lr": 1e-4, "schedule": "constant", "warmup_steps": 0},
             "sharding": {"tensor": TENSOR, "sequence_parallel": splits_rows},
         }
@@ -111,7 +114,7 @@ class _ours:
         batch = {"input_ids": self._rows, "labels": self._rows}
 
         def step() -> float:
-            metrics = training.step([backend.place(batch)], 1e-4, [ROWS * (SEQ_LEN - 1)])
+            metrics = training.step([backend.place(batch)], 1e-4, [self._rows.numel() - len(self._rows)])
             return float(backend.fetch(metrics).result()["loss"])
 
         return step
@@ -158,7 +161,7 @@ def _dtensors(devices: int, rows: Any) -> Callable[[], float]:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
