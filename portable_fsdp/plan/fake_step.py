@@ -428,11 +428,16 @@ def operations_of(
 
     FSDP2 starts the next gather when compute takes over the last one's weights. Compute waits where it reads weights
     that aren't gathered yet. Gradient reductions overlap with compute and alternate with gathers; a program ends when
-    they have ended. `is_compiled`: layers and the loss are compiled, which fuses the kernels between their products.
+    they have ended. Collectives of the compute stream (activations of the axis `tensor`, clipping) run beside FSDP2's.
+    `is_compiled`: layers and the loss are compiled, which fuses the kernels between their products.
     """
     gathered: set[Block] = set()  # not read yet
     for program in programs:
         for entry in fused(program) if is_compiled else program:
+            if isinstance(entry, CollectiveRun) and entry.is_waited_for:
+                yield Send(id(entry), "links of the compute stream", sent[entry.collective])
+                yield Wait(id(entry))
+                continue
             if isinstance(entry, CollectiveRun):
                 gathered |= {entry.result} if entry.result else set()
                 is_ahead = entry.result is not None

@@ -81,6 +81,7 @@ class CollectiveRun:
 
     collective: Collective
     block: Block | None  # of the full tensor
+    is_waited_for: bool = False  # the compute stream waits for its end
 
     @property
     def result(self) -> Block | None:
@@ -378,7 +379,8 @@ class Recorder(TorchDispatchMode):
             kind, full, group = running
             ranks = tuple(dist.get_process_group_ranks(group))
             collective = Collective(kind, dtype_name(full.dtype), full.nbytes, ranks, group.group_name)
-            self._note("runs", CollectiveRun(collective, self._block_of(full)))
+            is_async = not any(argument is False for argument in args)  # async_op; left out where it is True
+            self._note("runs", CollectiveRun(collective, self._block_of(full), self._stream() == 0 and not is_async))
 
 
 def _running_node() -> Any:

@@ -474,7 +474,7 @@ def _facts(what: Any) -> Any:
             sizes = [size for _, size in what.reads], [size for _, size in what.writes]
             return what.part, what.dtype, what.flops, sizes
         case CollectiveRun():
-            return what.collective, what.block is None
+            return what.collective, what.block is None, what.is_waited_for
         case Block():
             return what.bytes, what.stream, what.part
         case _:
