@@ -52,6 +52,17 @@ def tensor_plan(model: Any, config: Config) -> TensorPlan:
         splits_rows = config.data.seq_len % size == 0
     splits_vocabulary = config.train.task == "causal_lm" and hasattr(model, "get_output_embeddings")
     words = _words(model, own)
+    embedding, head = _vocabulary(model) if splits_vocabulary else ("", "")
+    for name in {embedding, head} & words.keys():
+        word = words.pop(name)
+        if any(fnmatchcase(name, pattern) for pattern in own):
+            raise ConfigError(
+                f"sharding.plan: {name}: {word}: embedding and head are split over the vocabulary anyway.\n"
+                "  Leave them out of sharding.plan."
+            )
+    blocks = _blocks(words)
+    _check_blocks(model, words, blocks)
+    _check_heads(model, words, size)
     parts: dict[str, Part] = {}
     summed: set[str] = set()
     whole_heads: dict[str, tuple[int, int]] = {}
@@ -67,9 +78,6 @@ def tensor_plan(model: Any, config: Config) -> TensorPlan:
             of_module, whole = _parts_of_linear(model, name, word, size)
             parts |= of_module
             summed |= whole
-    blocks = _blocks(words)
-    _check_heads(model, words, size)
-    embedding, head = _vocabulary(model) if splits_vocabulary else ("", "")
     for name in filter(None, (embedding, head)):
         for leaf, weight in model.get_submodule(name).named_parameters():
             fqn = next(fqn for fqn, known in model.named_parameters() if known is weight)  # a tied one has two
@@ -251,13 +259,19 @@ def _key_value_heads(model: Any, name: str, size: int) -> tuple[int, int] | None
 def _check_heads(model: Any, words: Mapping[str, str], size: int) -> None:
     """Raise ConfigError unless each device gets the same number of whole attention heads."""
     heads, kv_heads, _ = _heads(model.config)
+    is_packed = PACKED in words.values()
+
+    def fits(size: int) -> bool:
+        return heads % size == 0 and (kv_heads % size == 0 or (size % kv_heads == 0 and not is_packed))
+
     split = [name for name, word in words.items() if word in (COLWISE, PACKED)]
     if not any("attn" in name or "attention" in name for name in split):
         return
-    if heads % size or (kv_heads % size and size % kv_heads) or (kv_heads % size and PACKED in words.values()):
+    if not fits(size):
+        fitting = " or ".join(str(other) for other in range(1, heads + 1) if fits(other))
         raise ConfigError(
             f"sharding.tensor: {size} devices can't share {heads} attention heads and {kv_heads} key-value heads "
-            f"evenly.\n  {_fitting([heads] if kv_heads < size and PACKED not in words.values() else [heads, kv_heads])}"
+            f"evenly.\n  Set sharding.tensor={fitting}."
         )
 
 
@@ -272,6 +286,53 @@ def _blocks(words: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         name for name, found in owners.items() if found & {COLWISE, PACKED, GATHERED} and found & {ROWWISE, SPLIT_INPUT}
     )
+
+
+def _check_blocks(model: Any, words: Mapping[str, str], blocks: tuple[str, ...]) -> None:
+    """Raise ConfigError for words that would leave results or gradients in parts, or parts that don't fit together."""
+    found: dict[str, set[str]] = {block: set() for block in blocks}
+    for name, word in words.items():
+        owner = name.rpartition(".")[0]
+        if owner in found:
+            found[owner].add(word)
+    # With whole outputs, what lies between is computed alike on each device.
+    split = [block for block in blocks if GATHERED not in found[block]]
+    for name, word in words.items():
+        owner, module = name.rpartition(".")[0], model.get_submodule(name)
+        splits_inputs = word in (ROWWISE, SPLIT_INPUT)
+        if word == SUMMED and not any(name.startswith(f"{block}.") for block in split):
+            raise ConfigError(
+                f"sharding.plan: {name}: {word}: not inside attention or an MLP that is split, where each device has a "
+                "part of its gradient.\n  Leave it out of sharding.plan."
+            )
+        if word not in (SUMMED, EXPERTS) and owner not in blocks:
+            missing, partner = ("outputs before", COLWISE) if splits_inputs else ("inputs after", ROWWISE)
+            raise ConfigError(
+                f"sharding.plan: {name}: {word}: {owner} has no layer that is split by its {missing} it.\n"
+                f'  Add a pattern for one with {partner}, or set "{_pattern_of(owner)}": {WHOLE}.'
+            )
+        holds_packed = word == COLWISE and holds_inputs_first(getattr(module, "base_layer", module))
+        if holds_packed and _sizes_or_none(model, name, module):
+            raise ConfigError(f"sharding.plan: {name}: {word}: its weight packs several matrices.\n  Use {PACKED}.")
+    for block in blocks:
+        if {GATHERED, ROWWISE} <= found[block] or (SPLIT_INPUT in found[block] and found[block] & {COLWISE, PACKED}):
+            raise ConfigError(
+                f"sharding.plan: {block}: {', '.join(sorted(found[block]))} don't fit together.\n  {ROWWISE} takes the "
+                f"outputs of {COLWISE} or {PACKED}, {SPLIT_INPUT} those of {GATHERED}."
+            )
+    for block in split:
+        for inner, module in model.get_submodule(block).named_modules():
+            name = f"{block}.{inner}" if inner else block
+            has_weights = any(True for _ in module.parameters(recurse=False))
+            if has_weights and not any(name == known or name.startswith(f"{known}.") for known in words):
+                raise ConfigError(
+                    f"sharding.plan: {name}: whole inside {block}, whose other weights are split.\n  Give it a word "
+                    f'({SUMMED} for norms of heads), or set "{_pattern_of(block)}": {WHOLE}.'
+                )
+
+
+def _pattern_of(owner: str) -> str:
+    return f"*.{owner.rpartition('.')[2]}.*"
 
 
 def _whole_blocks(model: Any, layers: tuple[str, ...], blocks: tuple[str, ...]) -> tuple[str, ...]:

@@ -134,13 +134,19 @@ def _fake_step(config: Config, target: Target, worker: Worker, progress: Progres
 
 
 def _key(config: Config, target: Target) -> str:
-    """Return the cache's key for a plan; empty if the plan depends on files: a pretrained model, or the user's code."""
-    if config.model.architecture is None or config.data.factory or config.optim.factory:
+    """Return the cache's key for a plan; empty if the plan depends on files: a model's, or the user's code."""
+    is_here = isinstance(config.model.architecture, dict) and not (config.model.lora and config.model.lora.start_from)
+    if not is_here or config.data.factory or config.optim.factory or ":" in config.train.task:
         return ""
     package = Path(__file__).parents[1]
     sources = [path.read_bytes() for path in sorted(package.rglob("*")) if path.suffix in (".py", ".yaml")]
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
-    parts = [config.model_dump_json(), repr(target), *versions, hashlib.sha256(b"".join(sources)).hexdigest()]
+    parts = [
+        config.model_dump_json(exclude={"run", "observe", "checkpoint"}),
+        repr(target),
+        *versions,
+        hashlib.sha256(b"".join(sources)).hexdigest(),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

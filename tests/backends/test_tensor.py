@@ -234,21 +234,43 @@ def test_a_checkpoint_opens_at_any_layout_bit_for_bit(
     assert losses == pytest.approx([metrics["loss"] for metrics in saved_by[0]["metrics"]], rel=1e-5)
 
 
-MISTAKES = {
-    "opt": ({}, "OPTForCausalLM has no tensor-parallel plan"),
-    "gpt_oss": ({"sharding.plan": {"*.mlp.experts": "moe_tp_experts"}}, "experts of this form"),
-    "falcon": ({"sharding.plan": {"*.dense": "column"}}, "expected colwise |"),
-    "gpt2": ({"sharding.plan": {"*.c_atn": "packed_colwise"}}, "matches nothing"),
-    "llama_tied": ({}, "2 devices can't share 6 attention heads and 3 key-value heads"),
-    "llama": ({"model.architecture": ARCHITECTURES["llama"] | {"intermediate_size": 151}}, "don't divide its 151"),
+P = "sharding.plan"
+GATHERED = {"*.gate_proj": "colwise_gather_output", "*.up_proj": "colwise_gather_output"}
+MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no plan": ("opt", {}, "OPTForCausalLM has no tensor-parallel plan"),
+    "experts": ("gpt_oss", {P: {"*.mlp.experts": "moe_tp_experts"}}, "experts of this form"),
+    "word": ("falcon", {P: {"*.dense": "column"}}, "expected colwise |"),
+    "pattern": ("gpt2", {P: {"*.c_atn": "packed_colwise"}}, "matches nothing"),
+    "heads": ("llama_tied", {}, "2 devices can't share 6 attention heads and 3 key-value heads"),
+    "sizes": ("llama", {"model.architecture": ARCHITECTURES["llama"] | {"intermediate_size": 151}}, "divide its 151"),
+    "head": ("llama", {P: {"lm_head": "colwise_gather_output"}}, "split over the vocabulary anyway"),
+    "embedding": ("llama", {P: {"*embed_tokens": "rowwise"}}, "split over the vocabulary anyway"),
+    "packed": ("gpt2", {P: GPT2 | {"*.attn.c_attn": "colwise"}}, "packs several matrices.\n  Use packed_colwise"),
+    "no rowwise": ("llama", {P: {"*.down_proj": "replicated"}}, "no layer that is split by its inputs after it"),
+    "no colwise": ("llama", {P: {"*.[gu]*_proj": "replicated"}}, "no layer that is split by its outputs before it"),
+    "gathered alone": ("llama", {P: GATHERED | {"*.down_proj": "replicated"}}, 'set "*.mlp.*": replicated'),
+    "gathered, rowwise": ("llama", {P: GATHERED}, "colwise_gather_output, rowwise don't fit together"),
+    "whole inside": ("llama", {P: {"*.up_proj": "replicated"}}, "mlp.up_proj: whole inside model.layers.0.mlp"),
+    "norm of heads": ("qwen3", {P: {"*.q_norm": "replicated"}}, "q_norm: whole inside model.layers.0.self_attn"),
+    "norm of layers": (
+        "llama",
+        {P: {"*layernorm": "replicated_with_grad_allreduce"}},
+        "not inside attention or an MLP",
+    ),
 }
 
 
-@pytest.mark.parametrize("model", MISTAKES)
-def test_what_cannot_be_split_is_refused_by_name(model: str) -> None:
-    settings, message = MISTAKES[model]
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
+    model, settings, message = MISTAKES[name]
     made, config = built(model, **{"sharding.tensor": 2, **settings})
     with pytest.raises(ConfigError, match=re.escape(message)):
+        tensor_plan(made.model, config)
+
+
+def test_a_refusal_of_heads_names_sizes_that_work() -> None:
+    made, config = built("llama_tied", **{"sharding.tensor": 4})  # 6 heads, 3 key-value heads
+    with pytest.raises(ConfigError, match=r"Set sharding.tensor=1 or 3 or 6\."):
         tensor_plan(made.model, config)
 
 

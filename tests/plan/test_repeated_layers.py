@@ -1,5 +1,6 @@
 """Plans that trace few of the layers that are equal, against plans that trace all."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -8,6 +9,7 @@ import pytest
 import torch
 from steps import LLAMA, gpus, step
 
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.plan import fake_step
 from portable_fsdp.plan.fake_step import plan_memory
@@ -96,6 +98,14 @@ def test_an_equal_plan_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pyte
         assert (planned(step(DEVICES)), len(calls)) == (first, 1)
         assert planned(step(DEVICES, accumulation=2)) != first
         assert len(calls) == 2
+        planned(with_value(step(DEVICES), "optim.lr", 1e-5))
+        planned(with_value(step(DEVICES), "run.dir", "elsewhere"))
+        assert len(calls) == 3  # a plan doesn't depend on the folder
+        file = tmp_path / "config.json"  # a file may change
+        file.write_text(json.dumps(LLAMA))
+        of_file = with_value(step(DEVICES), "model.architecture", str(file))
+        assert [planned(of_file), planned(of_file)] == [first, first]
+        assert len(calls) == 5
         for entry in tmp_path.rglob("*.gz"):
             entry.write_bytes(entry.read_bytes()[:100])
-        assert (planned(step(DEVICES)), len(calls)) == (first, 3)
+        assert (planned(step(DEVICES)), len(calls)) == (first, 6)
