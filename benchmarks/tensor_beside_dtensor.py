@@ -14,7 +14,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def serve(rank: int, devices: int, splits_rows: bool, pairs: int, folder: str) -
     rows = torch.randint(VOCABULARY, (ROWS * TENSOR // devices, SEQ_LEN))
     dist.broadcast(rows, 0)
     seconds: list[tuple[float, float]] = []
-    with torch.random.fork_rng(), _ours(devices, splits_rows, rows) as ours:
+    with _ours(devices, splits_rows, rows) as ours:
         theirs = _dtensors(devices, rows)
         for _ in range(WARM_UP + pairs):
             seconds.append((_processor_time(ours), _processor_time(theirs)))
@@ -90,37 +91,28 @@ def _processor_time(step: Callable[[], float]) -> float:
     return time.process_time() - began
 
 
-class _ours:
-    def __init__(self, devices: int, splits_rows: bool, rows: Any) -> None:
-        import portable_fsdp as pf
+@contextmanager
+def _ours(devices: int, splits_rows: bool, rows: Any) -> Generator[Callable[[], float]]:
+    import portable_fsdp as pf
 
-        values: dict[str, dict[str, Any]] = {
-            "model": {"architecture": ARCHITECTURE},
-            "data": {"source": "text", "path": str(ROOT / "README.md"), "seq_len": SEQ_LEN},
-            "train": {"steps": 2000, "global_batch": ROWS, "micro_batch": len(rows), "max_grad_norm": None},
-            "optim": {"lr": 1e-4, "schedule": "constant", "warmup_steps": 0},
-            "sharding": {"tensor": TENSOR, "sequence_parallel": splits_rows},
-        }
-        make: Any = pf.make_config
-        self._config = make(**values)
-        self._backend = pf.open_backend(self._config, device="cpu", backend="native", num_devices=devices)
-        self._rows = rows
-
-    def __enter__(self) -> Callable[[], float]:
-        import portable_fsdp as pf
-
-        backend = self._backend.__enter__()
-        training = pf.build_training(self._config, backend, VOCABULARY)
-        batch = {"input_ids": self._rows, "labels": self._rows}
+    values: dict[str, dict[str, Any]] = {
+        "model": {"architecture": ARCHITECTURE},
+        "data": {"source": "text", "path": str(ROOT / "README.md"), "seq_len": SEQ_LEN},
+        "train": {"steps": 2000, "global_batch": ROWS, "micro_batch": len(rows), "max_grad_norm": None},
+        "optim": {"lr": 1e-4, "schedule": "constant", "warmup_steps": 0},
+        "sharding": {"tensor": TENSOR, "sequence_parallel": splits_rows},
+    }
+    make: Any = pf.make_config
+    config = make(**values)
+    with pf.open_backend(config, device="cpu", backend="native", num_devices=devices) as backend:
+        training = pf.build_training(config, backend, VOCABULARY)
+        batch = {"input_ids": rows, "labels": rows}
 
         def step() -> float:
-            metrics = training.step([backend.place(batch)], 1e-4, [self._rows.numel() - len(self._rows)])
+            metrics = training.step([backend.place(batch)], 1e-4, [rows.numel() - len(rows)])
             return float(backend.fetch(metrics).result()["loss"])
 
-        return step
-
-    def __exit__(self, *error: Any) -> None:
-        self._backend.__exit__(*error)
+        yield step
 
 
 def _dtensors(devices: int, rows: Any) -> Callable[[], float]:

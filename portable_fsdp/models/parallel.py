@@ -7,9 +7,8 @@ no process group.
 """
 
 import copy
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -60,8 +59,9 @@ def tensor_plan(model: Any, config: Config) -> TensorPlan:
                 f"sharding.plan: {name}: {word}: embedding and head are split over the vocabulary anyway.\n"
                 "  Leave them out of sharding.plan."
             )
-    blocks = _blocks(words)
-    _check_blocks(model, words, blocks)
+    words_of_blocks = _blocks(words)
+    _check_blocks(model, words, words_of_blocks)
+    blocks = tuple(words_of_blocks)
     _check_heads(model, words, size)
     parts: dict[str, Part] = {}
     summed: set[str] = set()
@@ -200,17 +200,16 @@ def _parts_of_experts(name: str, module: nn.Module, size: int) -> dict[str, Part
 def _part(fqn: str, shape: Iterable[int], dim: int, size: int, sizes: tuple[int, ...] | None = None) -> Part:
     part = Part(dim, sizes or ([*shape][dim],))
     if odd := [length for length in part.sizes if length % size]:
+        fitting = _fitting(lambda count: not any(length % count for length in part.sizes), 64)
         raise ConfigError(
             f"sharding.tensor: {fqn}: {size} devices don't divide its {odd[0]:,} "
-            f"{'outputs' if dim == 0 else 'columns'}.\n  {_fitting(part.sizes)}"
+            f"{'outputs' if dim == 0 else 'columns'}.\n  {fitting}"
         )
     return part
 
 
-def _fitting(sizes: Iterable[int]) -> str:
-    whole = math.gcd(*sizes)
-    fitting = [size for size in range(1, min(whole, 64) + 1) if whole % size == 0]
-    return f"Set sharding.tensor={' or '.join(map(str, fitting))}."
+def _fitting(fits: Callable[[int], bool], most: int) -> str:
+    return f"Set sharding.tensor={' or '.join(str(size) for size in range(1, most + 1) if fits(size))}."
 
 
 def _holds_inputs_first(module: nn.Module, fqn: str) -> bool:
@@ -268,35 +267,31 @@ def _check_heads(model: Any, words: Mapping[str, str], size: int) -> None:
     if not any("attn" in name or "attention" in name for name in split):
         return
     if not fits(size):
-        fitting = " or ".join(str(other) for other in range(1, heads + 1) if fits(other))
         raise ConfigError(
             f"sharding.tensor: {size} devices can't share {heads} attention heads and {kv_heads} key-value heads "
-            f"evenly.\n  Set sharding.tensor={fitting}."
+            f"evenly.\n  {_fitting(fits, heads)}"
         )
 
 
-def _blocks(words: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the modules that hold an outermost pair of colwise and rowwise, and experts."""
+def _blocks(words: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the modules that hold an outermost pair of colwise and rowwise, and experts, with the words inside."""
     owners: dict[str, set[str]] = {}
     for name, word in words.items():
         if word == EXPERTS:
             owners[name] = {COLWISE, ROWWISE}
         else:
             owners.setdefault(name.rpartition(".")[0], set()).add(word)
-    return tuple(
-        name for name, found in owners.items() if found & {COLWISE, PACKED, GATHERED} and found & {ROWWISE, SPLIT_INPUT}
-    )
+    return {
+        name: found
+        for name, found in owners.items()
+        if found & {COLWISE, PACKED, GATHERED} and found & {ROWWISE, SPLIT_INPUT}
+    }
 
 
-def _check_blocks(model: Any, words: Mapping[str, str], blocks: tuple[str, ...]) -> None:
+def _check_blocks(model: Any, words: Mapping[str, str], blocks: Mapping[str, set[str]]) -> None:
     """Raise ConfigError for words that would leave results or gradients in parts, or parts that don't fit together."""
-    found: dict[str, set[str]] = {block: set() for block in blocks}
-    for name, word in words.items():
-        owner = name.rpartition(".")[0]
-        if owner in found:
-            found[owner].add(word)
-    # With whole outputs, what lies between is computed alike on each device.
-    split = [block for block in blocks if GATHERED not in found[block]]
+    # Where outputs are gathered, each device computes the same up to the layer that splits its input.
+    split = [block for block, found in blocks.items() if GATHERED not in found]
     for name, word in words.items():
         owner, module = name.rpartition(".")[0], model.get_submodule(name)
         splits_inputs = word in (ROWWISE, SPLIT_INPUT)
@@ -314,10 +309,10 @@ def _check_blocks(model: Any, words: Mapping[str, str], blocks: tuple[str, ...])
         holds_packed = word == COLWISE and holds_inputs_first(getattr(module, "base_layer", module))
         if holds_packed and _sizes_or_none(model, name, module):
             raise ConfigError(f"sharding.plan: {name}: {word}: its weight packs several matrices.\n  Use {PACKED}.")
-    for block in blocks:
-        if {GATHERED, ROWWISE} <= found[block] or (SPLIT_INPUT in found[block] and found[block] & {COLWISE, PACKED}):
+    for block, found in blocks.items():
+        if {GATHERED, ROWWISE} <= found or (SPLIT_INPUT in found and found & {COLWISE, PACKED}):
             raise ConfigError(
-                f"sharding.plan: {block}: {', '.join(sorted(found[block]))} don't fit together.\n  {ROWWISE} takes the "
+                f"sharding.plan: {block}: {', '.join(sorted(found))} don't fit together.\n  {ROWWISE} takes the "
                 f"outputs of {COLWISE} or {PACKED}, {SPLIT_INPUT} those of {GATHERED}."
             )
     for block in split:

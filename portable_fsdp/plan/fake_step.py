@@ -434,14 +434,14 @@ def operations_of(
     gathered: set[Block] = set()  # not read yet
     for program in programs:
         for entry in fused(program) if is_compiled else program:
-            if isinstance(entry, CollectiveRun) and entry.is_waited_for:
-                yield Send(id(entry), "links of the compute stream", sent[entry.collective])
-                yield Wait(id(entry))
-                continue
             if isinstance(entry, CollectiveRun):
-                gathered |= {entry.result} if entry.result else set()
-                is_ahead = entry.result is not None
-                yield Send(entry.result, "links", sent[entry.collective], is_ahead)
+                if entry.is_waited_for:
+                    yield Send(id(entry), "links of the compute stream", sent[entry.collective])
+                    yield Wait(id(entry))
+                else:
+                    gathered |= {entry.result} if entry.result else set()
+                    is_ahead = entry.result is not None
+                    yield Send(entry.result, "links", sent[entry.collective], is_ahead)
                 continue
             for block, _ in entry.reads:
                 if block in gathered:

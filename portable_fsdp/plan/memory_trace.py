@@ -379,8 +379,8 @@ class Recorder(TorchDispatchMode):
             kind, full, group = running
             ranks = tuple(dist.get_process_group_ranks(group))
             collective = Collective(kind, dtype_name(full.dtype), full.nbytes, ranks, group.group_name)
-            is_async = not any(argument is False for argument in args)  # async_op; left out where it is True
-            self._note("runs", CollectiveRun(collective, self._block_of(full), self._stream() == 0 and not is_async))
+            is_sync = any(argument is False for argument in args)  # async_op; left out where it is True
+            self._note("runs", CollectiveRun(collective, self._block_of(full), self._stream() == 0 and is_sync))
 
 
 def _running_node() -> Any:

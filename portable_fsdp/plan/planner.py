@@ -10,6 +10,7 @@ import itertools
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -119,8 +120,8 @@ def _fake_step(config: Config, target: Target, worker: Worker, progress: Progres
             f"plan on {target.text}: compile.enabled=true: TorchTPU compiles programs on a chip only, and they need "
             f"less memory than the eager step.\n  Plan with compile.enabled=false, or {other}."
         )
-    cache, key = cache_folder(os.environ) / "plans", _key(config, target)
-    if key and (entry := load_entry(cache, key)):
+    folder, key = cache_folder(os.environ) / "plans", _key(config, target)
+    if key and (entry := load_entry(folder, key)):
         return _ENGINE_PLAN.validate_json(entry["plan"])
     progress("running a step on fake tensors")
     try:
@@ -129,7 +130,7 @@ def _fake_step(config: Config, target: Target, worker: Worker, progress: Progres
         problem = "the step could not be planned (planning needs up to 3 GiB of memory)"
         raise BackendError(failure_message(problem, failed.ended)) from None
     if key:
-        save_entry(cache, key, {"plan": _ENGINE_PLAN.dump_json(plan, exclude_computed_fields=True).decode()})
+        save_entry(folder, key, {"plan": _ENGINE_PLAN.dump_json(plan, exclude_computed_fields=True).decode()})
     return plan
 
 
@@ -138,16 +139,17 @@ def _key(config: Config, target: Target) -> str:
     is_here = isinstance(config.model.architecture, dict) and not (config.model.lora and config.model.lora.start_from)
     if not is_here or config.data.factory or config.optim.factory or ":" in config.train.task:
         return ""
+    parts = [config.model_dump_json(exclude={"run", "observe", "checkpoint"}), repr(target), *_versions()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """Return the versions of torch and transformers, and a hash of this package's sources: once for all of a sweep."""
     package = Path(__file__).parents[1]
     sources = [path.read_bytes() for path in sorted(package.rglob("*")) if path.suffix in (".py", ".yaml")]
-    versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
-    parts = [
-        config.model_dump_json(exclude={"run", "observe", "checkpoint"}),
-        repr(target),
-        *versions,
-        hashlib.sha256(b"".join(sources)).hexdigest(),
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    versions = (importlib.metadata.version(name) for name in ("torch", "transformers"))
+    return (*versions, hashlib.sha256(b"".join(sources)).hexdigest())
 
 
 def _notes(target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:

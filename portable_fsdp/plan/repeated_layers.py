@@ -217,11 +217,11 @@ class _Extension:
         counted = [at > last or entry.change != "runs" for at, entry in enumerate(log)]
         self._log, places = list(compress(log, counted)), list(compress(places, counted))
         self._settle(places)
-        self._grown = self._joined(places)
+        self._grown = self._concatenated(places)
         self._compare()
         self._emit(places)
         self._check()
-        self._rename()
+        self._update_blocks()
 
     def _labels(self) -> Iterator[tuple[int | None, str]]:
         """Yield each entry's layer and phase: that of the running module, else in no pass that of its blocks."""
@@ -295,8 +295,8 @@ class _Extension:
                 home = number, layer, self._keys.setdefault(same, len(self._keys))
                 self._homes[id(block)], self._blocks[home] = home, block
 
-    def _joined(self, places: Sequence[tuple[int, int, bool]]) -> dict[int, int]:
-        """Return what blocks grow by, by their ids: those that join a block of each layer to one."""
+    def _concatenated(self, places: Sequence[tuple[int, int, bool]]) -> dict[int, int]:
+        """Return id -> bytes to add, of blocks into which a block of each layer is concatenated."""
         turns, grown = self._pattern.left_out // self._pattern.period, dict[int, int]()
         for entry, (_, _, is_inside) in zip(self._log, places, strict=True):
             what = entry.what
@@ -447,7 +447,7 @@ class _Extension:
             if (id(copy) in live) != (id(self._blocks[home]) in live):
                 raise IrregularError(f"freed unlike its original: {copy}")
 
-    def _rename(self) -> None:
+    def _update_blocks(self) -> None:
         """Give blocks their size in the whole model, and the layers after the pattern their numbers."""
         for entry in self._log:
             if entry.change == "made" and isinstance(block := entry.what, Block):

@@ -186,8 +186,8 @@ def test_gradients_are_reduced_beside_backward_and_a_program_ends_after_them() -
 def test_compute_waits_for_its_own_collectives_which_wait_for_no_gather() -> None:
     weights = block()
     gather, summed = CollectiveRun(GATHER, weights), CollectiveRun(REDUCE, None, is_waited_for=True)
-    expected = run_gpu(kernel(1e9), gather, summed, kernel(1e9), kernel(1e9, reads=[(weights, 0)]))
-    assert expected.parts == {"products": 3.0, "exposed communication": 2.0}  # 1 to 3; the gather: 0 to 3
+    expected = run_gpu(kernel(1e9), gather, summed, kernel(4e9), kernel(1e9, reads=[(weights, 0)]))
+    assert expected.parts == {"products": 6.0, "exposed communication": 2.0}  # 1 to 3; the gather: 0 to 3
 
 
 def test_a_compiler_fuses_what_stands_between_products() -> None:
