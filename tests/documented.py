@@ -36,12 +36,12 @@ class Program(NamedTuple):
 
 
 def commands(text: str, where: str) -> Iterator[Command]:
-    """The commands of the ```bash blocks, but for blocks that begin with `# not run here: <reason>`."""
-    for block in re.finditer(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        if re.match(r"# not run here: \S", block[1]):
+    """The commands of the ```bash blocks, but for those after a line `<!-- not run by tests: REASON -->`."""
+    for block in re.finditer(r"^(<!-- not run by tests: \S[^\n]* -->\n)?```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if block[1]:
             continue
-        first = text.count("\n", 0, block.start(1)) + 1
-        for number, line in enumerate(block[1].replace("\\\n", "  ").splitlines(), start=first):
+        first = text.count("\n", 0, block.start(2)) + 1
+        for number, line in enumerate(block[2].replace("\\\n", "  ").splitlines(), start=first):
             words = shlex.split(line, comments=True)
             variables: dict[str, str] = {}
             while words and re.match(r"[A-Z_]+=", words[0]):

@@ -1,7 +1,7 @@
 """Train steps compiled for TPU slices.
 
 `python tests/plan/programs.py` compiles all of CASES, writes benchmarks/results/tpu_programs.json, and prints the table
-that docs/tpu_programs.md shows. It needs the extra `tpu`, and no TPU.
+of benchmarks/results/tpu_programs.md. It needs the extra `tpu`, and no TPU.
 """
 
 import json
@@ -204,7 +204,7 @@ def figures(step: Compiled) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The results as docs/tpu_programs.md shows them; traffic in units of the weights' bytes in bfloat16."""
+    """The results as a table; traffic in units of the weights' bytes in bfloat16."""
     columns = "step | slice | arguments | temporaries | gathered | all-reduced | reduce-scattered | products"
     lines = [f"| {columns} |", "|---" * 8 + "|"]
     for row in rows:
