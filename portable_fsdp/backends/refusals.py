@@ -279,7 +279,7 @@ RULES = (
     ),
     Rule(
         "sharding.tensor that does not divide the devices",
-        "each copy of the rows has the same number of devices",
+        "the devices form groups of this size",
         lambda c, p: p.devices is not None and p.devices % c.sharding.tensor > 0,
         lambda c, p: tuple(f"sharding.tensor={count}" for count in (1, *divisors(p.devices), p.devices)),
     ),
@@ -307,7 +307,7 @@ RULES = (
         when=lambda c, p: c.sharding.tensor > 1,
     ),
     Rule(
-        "sharding.tensor for a model without a tensor-parallel plan, whose plan has an unknown word, or whose sizes it "
+        "sharding.tensor for a model without a tensor-parallel plan, or whose sizes it "
         "doesn't divide",
         "the error names the module and the sizes that fit; sharding.plan changes a plan",
     ),

@@ -181,6 +181,18 @@ class Optim(Section):
     """parameter groups with their own lr or weight decay; the first match counts"""
 
 
+TensorWord = Literal[
+    "colwise",
+    "packed_colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "replicated_with_grad_allreduce",
+    "moe_tp_experts",
+    "replicated",
+]
+
+
 class Sharding(Section):
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"] = "FULL_SHARD"
     """FULL_SHARD: shard parameters, gradients and optimizer state (ZeRO-3); SHARD_GRAD_OP: keep gathered parameters
@@ -196,7 +208,7 @@ class Sharding(Section):
     vocabulary"""
     sequence_parallel: bool | Literal["auto"] = "auto"
     """with tensor: between attention and MLPs each device holds a part of each row's tokens; auto: if they divide"""
-    plan: dict[str, str] = Field(default={})
+    plan: dict[str, TensorWord] = Field(default={})
     """with tensor: name pattern of modules -> word of a tensor-parallel plan, before transformers' own plan"""
     wrap: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
     """FSDP units, whose parameters are gathered and freed together: the model's layers, modules of at least

@@ -122,8 +122,6 @@ def _words(model: Any, own: Mapping[str, str]) -> dict[str, str]:
     names = [name for name, _ in model.named_modules() if name]
     given: dict[str, str] = {}
     for pattern, word in own.items():
-        if word not in WORDS:
-            raise ConfigError(f"sharding.plan: {pattern}: expected {' | '.join(WORDS)}, found {word!r}.")
         for name in matching("sharding.plan", pattern, names):
             if fnmatchcase(name, pattern):
                 given.setdefault(name, word)

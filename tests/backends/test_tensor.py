@@ -194,6 +194,28 @@ def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: Get
     assert_equal_curves(workers(group).run(jobs.train, case=CURVES[name]), CURVES[name])
 
 
+FAMILIES = ["llama", "llama_tied", "qwen3", "gemma2", "gpt2", "phi3", "gpt_neox", "qwen3_moe", "mixtral", "deepseek_v3"]
+MESHES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tensor 6": (6, "FULL_SHARD", {"sharding.tensor": 6}),
+    "shard 2 x tensor 3": (6, "FULL_SHARD", {"sharding.tensor": 3}),
+    "replicate 2 x tensor 2": (4, "NO_SHARD", TWO),
+    "replicate 2 x shard 2 x tensor 2": (8, "HYBRID_SHARD", TWO | {"sharding.replicas": 2}),
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("engine", ["native", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_family_has_the_curve_of_a_plain_loop(engine: str, mesh: str, model: str, workers: GetWorkers) -> None:
+    """Half of the cases with sequence parallelism, the other half without."""
+    devices, strategy, sizes = MESHES[mesh]
+    rows = (FAMILIES.index(model) + list(MESHES).index(mesh)) % 2 == 0
+    plan = {"sharding.plan": GPT2} if model == "gpt2" else {}
+    case = Case(model, strategy=strategy, settings=sizes | plan | {"sharding.sequence_parallel": rows})
+    assert_equal_curves(workers(Group(engine, devices)).run(jobs.train, case=case), case)
+
+
 def settings_of(size: int, rows: bool | str = "auto") -> dict[str, Any]:
     return {"sharding.tensor": size, **({"sharding.sequence_parallel": rows} if size > 1 else {})}
 
@@ -239,7 +261,6 @@ GATHERED = {"*.gate_proj": "colwise_gather_output", "*.up_proj": "colwise_gather
 MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no plan": ("opt", {}, "OPTForCausalLM has no tensor-parallel plan"),
     "experts": ("gpt_oss", {P: {"*.mlp.experts": "moe_tp_experts"}}, "experts of this form"),
-    "word": ("falcon", {P: {"*.dense": "column"}}, "expected colwise |"),
     "pattern": ("gpt2", {P: {"*.c_atn": "packed_colwise"}}, "matches nothing"),
     "heads": ("llama_tied", {}, "2 devices can't share 6 attention heads and 3 key-value heads"),
     "sizes": ("llama", {"model.architecture": ARCHITECTURES["llama"] | {"intermediate_size": 151}}, "divide its 151"),

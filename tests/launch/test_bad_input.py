@@ -244,6 +244,7 @@ REFUSED = [
     ("launch", ["--device=tpu", *QUICKSTART[1:]], "--device=tpu: no TPU chips found"),
     ("launch", ["--config={tmp}/none.yaml"], "none.yaml: no such file; name a YAML config file"),
     ("launch", [*QUICKSTART, "optim.lrr=3"], "optim.lrr: unknown key"),
+    ("launch", [*QUICKSTART, "sharding.plan={x: colwize}"], "sharding.plan.x: expected colwise | packed_colwise |"),
     ("launch", [*QUICKSTART, "train.micro_batch=7"], "train.global_batch: expected a multiple"),
     ("launch", [*QUICKSTART, "--num_devices=5"], "train.global_batch: expected a multiple"),
     ("launch", [*QUICKSTART, "--backend=xla", "memory.cpu_offload=true"], "memory.cpu_offload=true"),
