@@ -37,7 +37,7 @@ class Program(NamedTuple):
 
 def commands(text: str, where: str) -> Iterator[Command]:
     """The commands of the ```bash blocks, but for those after a line `<!-- not run by tests: REASON -->`."""
-    for block in re.finditer(r"^(<!-- not run by tests: \S[^\n]* -->\n)?```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    for block in re.finditer(r"(?ms)^(<!-- not run by tests: \S[^\n]* -->\n)?```bash\n(.*?)^```", text):
         if block[1]:
             continue
         first = text.count("\n", 0, block.start(2)) + 1

@@ -307,8 +307,7 @@ RULES = (
         when=lambda c, p: c.sharding.tensor > 1,
     ),
     Rule(
-        "sharding.tensor for a model without a tensor-parallel plan, or whose sizes it "
-        "doesn't divide",
+        "sharding.tensor for a model without a tensor-parallel plan, or whose sizes it doesn't divide",
         "the error names the module and the sizes that fit; sharding.plan changes a plan",
     ),
     # --- optimizer
