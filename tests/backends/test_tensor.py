@@ -197,7 +197,7 @@ def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: Get
 FAMILIES = ["llama", "llama_tied", "qwen3", "gemma2", "gpt2", "phi3", "gpt_neox", "qwen3_moe", "mixtral", "deepseek_v3"]
 MESHES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tensor 6": (6, "FULL_SHARD", {"sharding.tensor": 6}),
-    "shard 2 x tensor 3": (6, "FULL_SHARD", {"sharding.tensor": 3}),
+    "shard 3 x tensor 2": (6, "FULL_SHARD", TWO),
     "replicate 2 x tensor 2": (4, "NO_SHARD", TWO),
     "replicate 2 x shard 2 x tensor 2": (8, "HYBRID_SHARD", TWO | {"sharding.replicas": 2}),
 }
