@@ -46,17 +46,6 @@ def test_the_file_of_accelerate_launch_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_the_file_of_the_hugging_face_page_trains(tmp_path: Path) -> None:
-    """tests/launch/test_documented_commands.py imports another one daily."""
-    start = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2", f"--config={tiny_config(tmp_path)}"]
-    finish([*start, f"--import={SAMPLES / 'hugging_face_page.yaml'}"], tmp_path)
-    config = resolved(tmp_path)
-    assert config["memory"]["cpu_offload"]
-    assert config["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
-    assert config["precision"]["compute"] == config["precision"]["reduce"] == "bfloat16"
-
-
-@pytest.mark.proof
 @pytest.mark.xla
 def test_processes_of_a_file_are_devices_under_xla(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs.yaml"
