@@ -246,6 +246,9 @@ class LayeredValues:
             return Origin(False, 0, str(self.path), None)
         return self.origins.get(key) or self._override_inside(key) or self.origin(key[:-1])
 
+    def where(self, option: str) -> str:
+        return self.origin(tuple(option.split("."))).where
+
     def _override_inside(self, key: Key, named_in: str = "") -> Origin | None:
         """The last override inside `key`; with `named_in`, of a key that this text names."""
         inside = [(k, origin) for k, origin in self.origins.items() if k[: len(key)] == key and origin.is_override]
@@ -351,7 +354,7 @@ def loaded(
     names = (config.model.factory, config.data.factory, config.optim.factory)
     if any(names) or ":" in config.train.task:
         search_folder(layers.path.parent)
-    return Loaded(config, {name: layers.origin(tuple(name.split("."))).where for name in layers.given()}, imports)
+    return Loaded(config, {name: layers.where(name) for name in layers.given()}, imports)
 
 
 def _scalar_text(node: Node | None) -> str | None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -17,7 +17,8 @@ PORTS = range(20000, 30000)  # below Linux's ephemeral ports
 MPI_PORT = 29500  # torch's default; mpirun provides no job number that all hosts know
 
 
-class _Tasks(NamedTuple):
+@dataclass(frozen=True)
+class _Tasks:
     """The tasks that one launcher started, and the index of this process among them."""
 
     launcher: Literal["srun", "mpirun"]
@@ -87,9 +88,9 @@ def _mpi(environ: Mapping[str, str]) -> _Tasks | None:
     if names[0] == "PMI_RANK" and environ.get("SLURM_PROCID") == environ["PMI_RANK"] and not environ.get(names[2]):
         return None  # srun --mpi=pmi2, which sets none of the other variables
     _require(environ, "mpirun", *names)
-    numbers = [_integer(environ, name) for name in names]
-    host = "127.0.0.1" if numbers[1] == numbers[3] else ""  # all tasks on this host
-    return _Tasks("mpirun", *numbers, *names[:2], host, MPI_PORT)
+    rank, count, local_rank, local_count = (_integer(environ, name) for name in names)
+    host = "127.0.0.1" if local_count == count else ""
+    return _Tasks("mpirun", rank, count, local_rank, local_count, names[0], names[1], host, MPI_PORT)
 
 
 def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from cli import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny_config
-from plain_backend import flip_last_byte
 from tokenizers import Tokenizer, models
 
 from portable_fsdp.checkpoint.format import hash_file
@@ -139,19 +138,6 @@ def test_a_config_json_that_has_changed(folder: Path, capsys: pytest.CaptureFixt
     message = refused(capsys, [*DONE, f"model.architecture={folder}"])
     assert "the config differs from that of the run that saved it:" in message
     assert "checkpoint.allow='[model.architecture]'" in message
-
-
-def test_auto_goes_back_past_a_damaged_checkpoint_and_says_so(
-    finished: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flip_last_byte(folder / "done/checkpoints/step-00000006/model/shard-00000-00.safetensors")
-    assert launch(*DONE) == 0
-    message = capsys.readouterr().err
-    assert "skipped a damaged checkpoint: checkpoint step-00000006" in message
-    assert "resuming from the older step-00000004" in message
-    assert losses(folder / "done") == pytest.approx(losses(finished), rel=1e-5)
-    assert (folder / "done/checkpoints/step-00000006.damaged-1").is_dir()
-    assert committed(folder / "done") == [4, 6]
 
 
 # ------------------------------------------------------------------------------------------------ several processes

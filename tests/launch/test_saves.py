@@ -20,17 +20,6 @@ from portable_fsdp.train.measures import InFlight, Measures
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_a_file_asks_for_a_save_now(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "run").mkdir()
-    request = folder / "run" / "SAVE"
-    {"file": request.touch, "folder": request.mkdir, "link": lambda: request.symlink_to(folder)}[kind]()
-    assert launch(*FLAGS) == 0
-    assert committed(folder / "run") == ([2, 6] if kind == "file" else [6])  # asked with step 1, known in step 2
-    assert request.exists() == (kind != "file")
-    assert capsys.readouterr().err.count("SAVE: not a regular file") == (kind != "file")
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_file_goes_when_the_save_in_the_background_is_committed(
     fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -91,14 +91,6 @@ def test_two_processes_at_once_download_once(tmp_path: Path, hub: Hub) -> None:
     assert hub.downloads("model.safetensors") == 1
 
 
-def test_offline_takes_the_cache_and_asks_nobody(tmp_path: Path, hub: Hub) -> None:
-    folder = ask(tmp_path, hub, "org/model")
-    hub.asked.clear()
-    assert ask(tmp_path, hub, "org/model", HF_HUB_OFFLINE="1") == folder
-    assert hub.asked == []
-    assert ask(tmp_path, hub, f"org/model@{COMMIT}", HF_ENDPOINT="http://127.0.0.1:9") == folder
-
-
 def test_what_the_hub_refuses_names_the_key_and_the_fixes(tmp_path: Path, hub: Hub) -> None:
     hub.repos["org/gated"], hub.gated = hub.repos["org/model"], {"org/gated"}
     for name, offline, url, expected in (
