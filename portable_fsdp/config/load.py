@@ -62,11 +62,7 @@ class Loaded(NamedTuple):
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read our YAML file and apply `section.key=value` overrides; the last override of a key counts.
-
-    Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. An empty section
-    has all defaults. Raises ConfigError with all problems in one message.
-    """
+    """Like `convert.read.load_config`, for our own YAML file alone; also returns the origins."""
     layers = LayeredValues(Path(path))
     layers.add_file(*parse_file(layers.path))
     for text in overrides:

@@ -208,7 +208,9 @@ def _require_all_tpu_workers(environ: Mapping[str, str], launch: Launch) -> None
 # ------------------------------------------------------------------------------------------------ torchrun's variables
 
 
-def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variables"], description: str) -> Launch:
+def _of_variables(
+    environ: Mapping[str, str], kind: Literal["torchrun", "srun", "mpirun", "variables"], description: str
+) -> Launch:
     missing = [name for name in LAUNCH_VARIABLES if not environ.get(name)]
     if missing:
         present = [f"{name}={environ[name]}" for name in LAUNCH_VARIABLES if name not in missing]
@@ -217,21 +219,18 @@ def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variabl
             f"without {', '.join(missing)}.\n  Start with torchrun, which sets all five, or unset them."
         )
     rank, local_rank, world_size = (_integer(environ, name) for name in COUNTING_VARIABLES)
-    _require_port(environ)
+    if not 1 <= _integer(environ, "MASTER_PORT") <= 65535:
+        port = environ["MASTER_PORT"]
+        raise ConfigError(f"environment: MASTER_PORT: expected a port from 1 to 65535, found {port}.")
     local_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
+    starter = kind if kind in ("srun", "mpirun") else "torchrun"
     if not (0 <= local_rank <= rank < world_size and local_rank < local_size <= world_size):
         raise ConfigError(
             "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= "
             f"WORLD_SIZE, found LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}, "
-            f"LOCAL_WORLD_SIZE={local_size}.\n  Start with torchrun, which sets them, or unset them."
+            f"LOCAL_WORLD_SIZE={local_size}.\n  Start with {starter}, which sets them, or unset them."
         )
     return Launch(kind, rank, local_rank, world_size, description)
-
-
-def _require_port(environ: Mapping[str, str]) -> None:
-    if not 1 <= _integer(environ, "MASTER_PORT") <= 65535:
-        port = environ["MASTER_PORT"]
-        raise ConfigError(f"environment: MASTER_PORT: expected a port from 1 to 65535, found {port}.")
 
 
 def _torchrun(environ: Mapping[str, str], tasks: _Tasks | None) -> Launch:
@@ -277,12 +276,6 @@ def _of_tasks(environ: Mapping[str, str], tasks: _Tasks) -> Launch:
                 f"{value} ({tasks.rank_variable}={tasks.rank}, {tasks.count_variable}={tasks.count}).\n"
                 f"  Unset {name}, or start it without {tasks.launcher}."
             )
-    if not 0 <= tasks.local_rank < tasks.local_count <= tasks.count or not 0 <= tasks.rank < tasks.count:
-        raise ConfigError(
-            f"environment: {tasks.launcher}: the task's index must be below the number of tasks, found task "
-            f"{tasks.rank} of {tasks.count} ({tasks.rank_variable}, {tasks.count_variable}), and {tasks.local_rank} of "
-            f"{tasks.local_count} on this host."
-        )
     address = environ.get("MASTER_ADDR") or tasks.first_host
     if not address:
         raise ConfigError(
@@ -291,6 +284,5 @@ def _of_tasks(environ: Mapping[str, str], tasks: _Tasks) -> Launch:
             "mpirun -genv MASTER_ADDR HOST (MPICH, Intel MPI)."
         )
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": environ.get("MASTER_PORT") or str(tasks.port)}
-    _require_port(meeting)
     variables = {name: str(value) for name, value in counts.items()} | meeting
-    return Launch(tasks.launcher, tasks.rank, tasks.local_rank, tasks.count, tasks.launcher, variables)
+    return replace(_of_variables(variables, tasks.launcher, tasks.launcher), variables=variables)
