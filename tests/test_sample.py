@@ -112,11 +112,7 @@ def test_adapters_are_opened_with_their_base(tmp_path: Path) -> None:
         ("model", ["--temperature=-1"], "--temperature: expected a number of at least 0, found -1"),
         ("model", ["--temperature=nan"], "--temperature: expected a number of at least 0, found nan"),
         ("no base", [], "{}: the adapters need a base model in Hugging Face format: none is named"),
-        (
-            "GGUF base",
-            [],
-            "format: no config.json in {} (adapter_config.json).\n  Export the run with merged adapters",
-        ),
+        ("GGUF base", [], "format: no config.json in {} (adapter_config.json).\n  Export the run with merged adapters"),
         ("broken", [], "{}/adapter_config.json: not a JSON object: "),
     ],
 )

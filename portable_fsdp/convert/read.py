@@ -12,15 +12,7 @@ from typing import Any, cast
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.describe import Key, nearest, yaml_value
-from portable_fsdp.config.load import (
-    MAX_PROBLEMS,
-    LayeredValues,
-    Loaded,
-    Origin,
-    ProblemsOf,
-    loaded,
-    parse_file,
-)
+from portable_fsdp.config.load import MAX_PROBLEMS, LayeredValues, Loaded, Origin, ProblemsOf, loaded, parse_file
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG
 from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry, check_launcher_facts
