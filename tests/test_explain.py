@@ -106,25 +106,6 @@ def test_flags_narrow_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         assert tuple(place["engine"] for place in places) == engines_on(device)
 
 
-@pytest.mark.parametrize(
-    ("option", "devices", "kind"),
-    [
-        ("train.global_batch", "", "honoured"),
-        ("train.global_batch", "--num_devices=8", "honoured"),
-        ("train.global_batch", "--num_devices=3", "refused"),
-        ("sharding.replicas", "", "honoured"),
-        ("sharding.replicas", "--num_devices=8", "refused"),
-        ("sharding.replicas", "--num_devices=8 --num_hosts=2", "honoured"),
-    ],
-)
-def test_an_option_is_judged_where_the_devices_and_hosts_are_known(
-    capsys: pytest.CaptureFixture[str], option: str, devices: str, kind: str
-) -> None:
-    settings = ["sharding.strategy=HYBRID_SHARD"] if option == "sharding.replicas" else []
-    answer = explained_json(capsys, CONFIG, *settings, *devices.split())["options"][option]
-    assert answer["engines"]["native"]["verdict"] == kind
-
-
 def test_without_a_config_every_option_and_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys)
     assert [line for line in text.splitlines() if not line.startswith(" ")] == list(option_names())
