@@ -115,7 +115,9 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
                 f"{source}: a model has no validation set.\n  Name data: data.source=text data.path=FILE."
             )
         layers.values = {"model": {"pretrained": source}}
-    layers.values |= {"checkpoint": {}, "train": {"steps": 1, **_kept(layers.values.get("train", {}))}}
+    train: Mapping[str, Any] = layers.values.get("train", {})
+    kept = {key: value for key, value in train.items() if key in ("task", "micro_batch") and value != "auto"}
+    layers.values |= {"checkpoint": {}, "train": {"steps": 1, **kept}}
     for text in overrides:
         layers.override(text)
     config = loaded(layers).config
@@ -123,12 +125,6 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
         raise ConfigError(f"{source}: the run has no validation set.\n  Name data: data.path=FILE, ...")
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 0})})
     return checkpoint, config, config.data.eval_split is not None
-
-
-def _kept(train: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that an evaluation reads."""
-    kept = {key: train[key] for key in ("task", "micro_batch") if key in train}
-    return {**kept, "micro_batch": 1} if kept.get("micro_batch") == "auto" else kept
 
 
 def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_validation: bool) -> dict[str, Any]:
