@@ -23,6 +23,7 @@ from portable_fsdp.runtime.command import (
     to_stdout,
 )
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
+from portable_fsdp.runtime.hub import require_folder_or_hub_id
 from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.runtime.signals import end_with_agent
 
@@ -108,13 +109,15 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
             data = {**data, "eval_split": None}
         layers.values = {**saved, "data": data, "observe": {}, "optim": {"name": "sgd"}}  # sgd has no state
     else:
-        _require_model_folder(source, path)
+        require_folder_or_hub_id("SOURCE", source)
         if not is_named:
             raise ConfigError(
                 f"{source}: a model has no validation set.\n  Name data: data.source=text data.path=FILE."
             )
         layers.values = {"model": {"pretrained": source}}
-    layers.values |= {"checkpoint": {}, "train": {"steps": 1, **_kept(layers.values.get("train", {}))}}
+    train: Mapping[str, Any] = layers.values.get("train", {})
+    kept = {key: value for key, value in train.items() if key in ("task", "micro_batch") and value != "auto"}
+    layers.values |= {"checkpoint": {}, "train": {"steps": 1, **kept}}
     for text in overrides:
         layers.override(text)
     config = loaded(layers).config
@@ -122,24 +125,6 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
         raise ConfigError(f"{source}: the run has no validation set.\n  Name data: data.path=FILE, ...")
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 0})})
     return checkpoint, config, config.data.eval_split is not None
-
-
-def _require_model_folder(source: str, path: Path) -> None:
-    """Raise ConfigError for a source that is neither a folder nor a hub id."""
-    from portable_fsdp.checkpoint.format import checkpoints_below
-    from portable_fsdp.runtime.hub import is_hub_id
-
-    if not path.is_dir() and not is_hub_id(source):
-        others = checkpoints_below(path.parent)
-        fix = f"The newest checkpoint there is {others[0]}" if others else "Name a run, a checkpoint or a model folder"
-        problem = "a file, not a folder" if path.is_file() else "no such folder"
-        raise ConfigError(f"{source}: {problem}.\n  {fix}.")
-
-
-def _kept(train: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that an evaluation reads."""
-    kept = {key: train[key] for key in ("task", "micro_batch") if key in train}
-    return {**kept, "micro_batch": 1} if kept.get("micro_batch") == "auto" else kept
 
 
 def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_validation: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from portable_fsdp.config.describe import (
 )
 from portable_fsdp.config.load import Loaded
 from portable_fsdp.config.schema import Config
-from portable_fsdp.convert.facts import Import, KeyEntry, check_launcher_facts
+from portable_fsdp.convert.facts import Import, check_launcher_facts
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.layout import describe_mesh, mesh_axes
@@ -80,22 +80,19 @@ def main(argv: list[str]) -> int:
     """Run `explain` with the arguments after the program's name; returns the exit code."""
 
     def explain(options: argparse.Namespace) -> int:
-        if options.schema:
-            dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}  # pydantic's dialect
-            to_stdout(json.dumps({**dialect, **Config.model_json_schema()}, indent=2))
-        else:
-            to_stdout(_explain(options))
+        to_stdout(_explain(options))
         return EXIT_FINISHED
 
     return run_command(_parser(), argv, explain)
 
 
 def _explain(options: argparse.Namespace) -> str:
+    if options.schema:
+        dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}  # pydantic's dialect
+        return json.dumps({**dialect, **Config.model_json_schema()}, indent=2)
     deployments = _deployments(options)
     if options.rows:
         return _rows(options)
-    if options.write == "":
-        raise ConfigError("--write=: empty; name a new YAML file.")
     overrides = [word for word in options.words if "=" in word]
     requested = tuple(option for word in options.words if "=" not in word for option in _options_of(word))
     if options.strict:
@@ -104,11 +101,11 @@ def _explain(options: argparse.Namespace) -> str:
     loaded = read_config(files[0], overrides, files[1:], os.environ) if files else None
     if loaded is None and overrides:
         raise ConfigError(f"override '{overrides[0]}': needs --config.")
-    if loaded is None and options.write:
+    if loaded is None and options.write is not None:
         raise ConfigError(f"--write={options.write}: needs --config or --import.")
     if loaded is not None and options.strict:
         _require_accepted(loaded, deployments[0])
-    if loaded is not None and options.write:
+    if loaded is not None and options.write is not None:
         _write(Path(options.write), translation(loaded))
     answers = _answers(requested or option_names(), deployments, loaded)
     if options.json:
@@ -295,21 +292,8 @@ def _json(answers: Answers, deployments: list[Deployment], loaded: Loaded | None
         }
         for option, lines in answers.items()
     }
-    imports = [
-        {
-            "path": str(imported.path),
-            "launcher": [_json_of_key(entry) for entry in imported.launcher],
-            "not_needed": [_json_of_key(entry) for entry in imported.not_needed],
-        }
-        for imported in loaded.imports
-    ]
     places = [{"engine": d.engine, "device": d.device, "devices": d.devices, "hosts": d.hosts} for d in deployments]
-    return {"places": places, "options": options, "imports": imports}
-
-
-def _json_of_key(entry: KeyEntry) -> dict[str, str]:
-    names = {"key": "key", "typed": "text", "where": "where", "reason": "remark", "fact": "fact"}
-    return {name: getattr(entry, attribute) for name, attribute in names.items()}
+    return {"places": places, "options": options}
 
 
 # ------------------------------------------------------------------------------------------------------- imports

@@ -106,27 +106,16 @@ def _threads() -> dict[int, str]:
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest's; torch sets the other when it imports inductor
 
 
-def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in NOT_OURS}
-
-
-def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    names = sorted(before.keys() | after.keys())
-    return [
-        f"environment variable {name}: {before.get(name)!r} before the test, {after.get(name)!r} after it"
-        for name in names
-        if before.get(name) != after.get(name)
-    ]
-
-
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Check that a test leaves nothing behind. Wider fixtures (a session's workers) existed before, and may stay."""
-    processes, threads, variables = _processes(), _threads(), _variables()
+    processes, threads, variables = _processes(), _threads(), dict(os.environ)
     yield
     left = [f"process {pid}: {command}" for pid, command in _processes().items() if pid not in processes]
     left += [f"thread {name}" for ident, name in _threads().items() if ident not in threads]
-    left += _changes(variables, _variables())
+    for name in sorted((variables.keys() | os.environ.keys()) - NOT_OURS):
+        if (before := variables.get(name)) != (after := os.environ.get(name)):
+            left.append(f"environment variable {name}: {before!r} before the test, {after!r} after it")
     assert not left, "this test left behind:\n  " + "\n  ".join(left)
 
 

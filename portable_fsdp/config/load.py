@@ -62,11 +62,7 @@ class Loaded(NamedTuple):
 
 
 def read_file(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read our YAML file and apply `section.key=value` overrides; the last override of a key counts.
-
-    Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. An empty section
-    has all defaults. Raises ConfigError with all problems in one message.
-    """
+    """Like `convert.read.load_config`, for our own YAML file alone; also returns the origins."""
     layers = LayeredValues(Path(path))
     layers.add_file(*parse_file(layers.path))
     for text in overrides:
@@ -246,6 +242,9 @@ class LayeredValues:
             return Origin(False, 0, str(self.path), None)
         return self.origins.get(key) or self._override_inside(key) or self.origin(key[:-1])
 
+    def where(self, option: str) -> str:
+        return self.origin(tuple(option.split("."))).where
+
     def _override_inside(self, key: Key, named_in: str = "") -> Origin | None:
         """The last override inside `key`; with `named_in`, of a key that this text names."""
         inside = [(k, origin) for k, origin in self.origins.items() if k[: len(key)] == key and origin.is_override]
@@ -351,7 +350,7 @@ def loaded(
     names = (config.model.factory, config.data.factory, config.optim.factory)
     if any(names) or ":" in config.train.task:
         search_folder(layers.path.parent)
-    return Loaded(config, {name: layers.origin(tuple(name.split("."))).where for name in layers.given()}, imports)
+    return Loaded(config, {name: layers.where(name) for name in layers.given()}, imports)
 
 
 def _scalar_text(node: Node | None) -> str | None:

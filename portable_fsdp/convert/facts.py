@@ -168,7 +168,7 @@ def check_launcher_facts(
     `processes`: on all hosts, one per device (xla: the number of devices); None if only the engine knows it. The number
     of hosts comes from torchrun. `device`: that of `--device`; `by_hand`: nothing starts processes on other hosts.
     """
-    machines = _integer(environ, "GROUP_WORLD_SIZE") or (1 if by_hand else None)
+    machines = int(hosts) if (hosts := environ.get("GROUP_WORLD_SIZE", "")).isdecimal() else 1 if by_hand else None
     if tpu_workers(environ):  # `accelerate config` doesn't ask for the hosts of a TPU: it writes 1 on each of them
         machines = None
     actual = {"num_processes": processes, "num_machines": machines}
@@ -193,8 +193,3 @@ def _device(note: KeyEntry) -> str:
     if note.fact == "use_cpu":
         return "cpu"
     return note.text.partition(":")[0] if note.fact == "device" and note.text.lower() not in NO else ""
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "")
-    return int(text) if text.isdecimal() else None

@@ -12,15 +12,7 @@ from typing import Any, cast
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from portable_fsdp.config.describe import Key, nearest, yaml_value
-from portable_fsdp.config.load import (
-    MAX_PROBLEMS,
-    LayeredValues,
-    Loaded,
-    Origin,
-    ProblemsOf,
-    loaded,
-    parse_file,
-)
+from portable_fsdp.config.load import MAX_PROBLEMS, LayeredValues, Loaded, Origin, ProblemsOf, loaded, parse_file
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG
 from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry, check_launcher_facts
@@ -106,11 +98,12 @@ def read_config(
     files = [(layers.path, node)] * is_config + [_read_import(Path(name)) for name in imports]
     for text in overrides:
         layers.override(text)
-    numbers = _launched_numbers(environ)
+    launched = _numbers({fact: environ.get(name, "") for fact, name in _NUMBERS.items() if is_by_accelerate(environ)})
+    numbers = dict(launched)
     for _, root in reversed(files):  # the first file counts; check_launcher_facts compares with the launcher
-        numbers |= _stated_numbers(root)
+        numbers |= _numbers({str(key.value): str(v.value) for key, v in _pairs(root) if isinstance(v, ScalarNode)})
     results = [_lay_file(layers, file, root, numbers) for file, root in files]
-    results += _lay_environment(layers, environ, results)
+    results += _lay_environment(layers, environ, results, launched)
     if is_config:
         _require_the_rest(layers, results[0])
     return loaded(layers, tuple(results), _hint, problems_of)
@@ -171,7 +164,9 @@ def _lay_file(layers: LayeredValues, path: Path, root: MappingNode, numbers: Map
     return imported
 
 
-def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports: Sequence[Import]) -> list[Import]:
+def _lay_environment(
+    layers: LayeredValues, environ: Mapping[str, str], imports: Sequence[Import], numbers: Mapping[str, int]
+) -> list[Import]:
     """Read the environment that `accelerate launch` passes to its processes; an unknown variable is a problem.
 
     Our own file, overrides and TrainingArguments take precedence, the latter as in Trainer itself.
@@ -183,7 +178,7 @@ def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports:
         option
         for imported in imports
         for option, setting in imported.settings.items()
-        if imported.kind != TRAINER and layers.origin(tuple(option.split("."))).where == setting.origin
+        if imported.kind != TRAINER and layers.where(option) == setting.origin
     }
     first = _with_alternatives({option for option in given if option not in imported_options})
     result = Import(Path(_LAUNCHER), ENVIRONMENT)
@@ -193,24 +188,17 @@ def _lay_environment(layers: LayeredValues, environ: Mapping[str, str], imports:
     texts = {name: re.sub(r"[\[\]'\"]", "", text) if text.startswith("[") else text for name, text in variables.items()}
     entries = [KeyEntry(ENVIRONMENT, name, text, 0, _LAUNCHER) for name, text in texts.items()]
     result.problems += [(0, text) for text in _without_switch(variables)]
-    _read_entries(entries, ForeignFacts(result, given, first, _launched_numbers(environ)))
+    _read_entries(entries, ForeignFacts(result, given, first, numbers))
     for option in [option for option in result.settings if option in first]:
         setting = result.settings.pop(option)
-        result.ignore(setting, f"{layers.origin(tuple(option.split('.'))).where} takes precedence")
+        result.ignore(setting, f"{layers.where(option)} takes precedence")
     _add(layers, result, given, first)
     return [result]
 
 
-def _launched_numbers(environ: Mapping[str, str]) -> dict[str, int]:
-    """Return the numbers of processes and machines of `accelerate launch`; empty if it didn't start this process."""
-    texts = {fact: environ.get(name, "") for fact, name in _NUMBERS.items() if is_by_accelerate(environ)}
-    return {fact: int(text) for fact, text in texts.items() if text.isdecimal()}
-
-
-def _stated_numbers(node: MappingNode) -> dict[str, int]:
-    """Return the numbers of processes and machines in the top-level keys of a file."""
-    values = {str(key.value): str(value.value) for key, value in _pairs(node) if isinstance(value, ScalarNode)}
-    return {fact: int(values[fact]) for fact in _NUMBERS if values.get(fact, "").isdecimal()}
+def _numbers(texts: Mapping[str, str]) -> dict[str, int]:
+    """Return the numbers of processes and machines among the top-level keys of a file, or the launcher's variables."""
+    return {fact: int(texts[fact]) for fact in _NUMBERS if texts.get(fact, "").isdecimal()}
 
 
 def _without_switch(variables: Mapping[str, str]) -> Iterator[str]:
@@ -242,7 +230,7 @@ def _add(layers: LayeredValues, imported: Import, given: Mapping[str, object], o
             layers.add_default(option, setting.value, Origin(False, setting.line, setting.origin, setting.text))
         elif rival != option or given[option] != setting.value:
             imported_text = f"{setting.quote} sets {option}={yaml_value(setting.value)}"
-            own_text = f"{layers.origin(tuple(rival.split('.'))).where} sets {rival}={yaml_value(given[rival])}"
+            own_text = f"{layers.where(rival)} sets {rival}={yaml_value(given[rival])}"
             text = f"{imported_text}, but {own_text}.\n  Keep one, or override it: {rival}=..."
             layers.problems.setdefault(text, Origin(False, setting.line, "", None))
 

@@ -76,10 +76,7 @@ def to_stdout(text: str) -> None:
 
 
 def configure_log(process_index: int) -> None:
-    """Send the log `portable_fsdp` to stderr: all of process 0, and warnings of other processes with their index.
-
-    A second call replaces the first one's setup.
-    """
+    """Send the log `portable_fsdp` to stderr: all of process 0, and warnings of other processes with their index."""
     handler = logging.StreamHandler()
     prefix = "" if process_index == 0 else f"[process {process_index}] "
     handler.setFormatter(LogLines(f"{prefix}%(message)s"))
@@ -111,7 +108,7 @@ def number_of(flag: str, text: str) -> int | None:
 class CommandParser(argparse.ArgumentParser):
     """Parser for flags of `python -m portable_fsdp.COMMAND`, on the command line or in files (absl's `--flagfile`).
 
-    Accepts `--dry-run` for `--dry_run`, and no abbreviations.
+    Accepts `--dry-run` for `--dry_run`.
     """
 
     def __init__(self, command: str = "", description: str = "", **options: Any) -> None:

@@ -18,7 +18,7 @@ MPI_PORT = 29500  # torch's default; mpirun provides no job number that all host
 
 
 @dataclass(frozen=True)
-class Tasks:
+class _Tasks:
     """The tasks that one launcher started, and the index of this process among them."""
 
     launcher: Literal["srun", "mpirun"]
@@ -32,7 +32,7 @@ class Tasks:
     port: int
 
 
-def read_tasks(environ: Mapping[str, str]) -> Tasks | None:
+def _read_tasks(environ: Mapping[str, str]) -> _Tasks | None:
     """Return the tasks of srun or mpirun, or None. Raises ConfigError for variables that aren't numbers.
 
     In a Slurm allocation mpirun starts its daemons with srun, one per host, and its tasks inherit their variables: then
@@ -45,20 +45,19 @@ def read_tasks(environ: Mapping[str, str]) -> Tasks | None:
     return slurm if is_pmi_of_srun else mpi
 
 
-def _slurm(environ: Mapping[str, str]) -> Tasks | None:
+def _slurm(environ: Mapping[str, str]) -> _Tasks | None:
     """Return srun's tasks; None for the batch script and for shells, which also have these variables."""
-    if not environ.get("SLURM_PROCID") or not environ.get("SLURM_STEP_ID"):
-        return None
-    if integer(environ, "SLURM_STEP_ID") in NOT_A_STEP:
+    is_step = environ.get("SLURM_PROCID") and environ.get("SLURM_STEP_ID")
+    if not is_step or _integer(environ, "SLURM_STEP_ID") in NOT_A_STEP:
         return None
     count_variable = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     _require(environ, "srun", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID")
     names = ("SLURM_PROCID", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    rank, count, local_rank, job, step = (integer(environ, name) for name in names)
+    rank, count, local_rank, job, step = (_integer(environ, name) for name in names)
     host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
     port = PORTS[(job + step) % len(PORTS)]  # different for jobs that share a host, and for steps of a job
     local_count = _tasks_of_this_node(environ, count)
-    return Tasks("srun", rank, count, local_rank, local_count, "SLURM_PROCID", count_variable, host, port)
+    return _Tasks("srun", rank, count, local_rank, local_count, "SLURM_PROCID", count_variable, host, port)
 
 
 def _tasks_of_this_node(environ: Mapping[str, str], count: int) -> int:
@@ -67,11 +66,8 @@ def _tasks_of_this_node(environ: Mapping[str, str], count: int) -> int:
     per_node: list[int] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         per_node += [int(tasks)] * int(times or 1)
-    node = integer(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
-    if node < len(per_node):
-        return per_node[node]
-    nodes = integer(environ, "SLURM_NNODES") if environ.get("SLURM_NNODES") else 1
-    return max(1, count // max(1, nodes))
+    node = _integer(environ, "SLURM_NODEID", 0)
+    return per_node[node] if node < len(per_node) else max(1, count // max(1, _integer(environ, "SLURM_NNODES", 1)))
 
 
 def first_host(nodes: str) -> str:
@@ -80,7 +76,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
-def _mpi(environ: Mapping[str, str]) -> Tasks | None:
+def _mpi(environ: Mapping[str, str]) -> _Tasks | None:
     """Return mpirun's tasks from the variables of Open MPI, or of MPICH and Intel MPI; None without them."""
     names = (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -92,9 +88,9 @@ def _mpi(environ: Mapping[str, str]) -> Tasks | None:
     if names[0] == "PMI_RANK" and environ.get("SLURM_PROCID") == environ["PMI_RANK"] and not environ.get(names[2]):
         return None  # srun --mpi=pmi2, which sets none of the other variables
     _require(environ, "mpirun", *names)
-    rank, count, local_rank, local_count = (integer(environ, name) for name in names)
+    rank, count, local_rank, local_count = (_integer(environ, name) for name in names)
     host = "127.0.0.1" if local_count == count else ""
-    return Tasks("mpirun", rank, count, local_rank, local_count, names[0], names[1], host, MPI_PORT)
+    return _Tasks("mpirun", rank, count, local_rank, local_count, names[0], names[1], host, MPI_PORT)
 
 
 def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:
@@ -106,8 +102,10 @@ def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:
         )
 
 
-def integer(environ: Mapping[str, str], name: str) -> int:
-    """Return the variable as an integer. Raises ConfigError if it isn't one."""
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the variable as an integer, or `default` without it. Raises ConfigError if it isn't one."""
+    if default is not None and not environ.get(name):
+        return default
     try:
         return int(environ[name])
     except ValueError:
@@ -138,7 +136,7 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
 
     Raises ConfigError with the variables if only some are set, or two launchers contradict each other.
     """
-    tasks = read_tasks(environ)
+    tasks = _read_tasks(environ)
     # A script may export an address for its tasks although a single task needs none.
     names = LAUNCH_VARIABLES if tasks is None else COUNTING_VARIABLES
     if environ.get("TORCHELASTIC_RUN_ID"):
@@ -153,23 +151,19 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     else:
         launcher = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
         launch = Launch("plain", description=launcher)
-    by_accelerate = is_by_accelerate(environ)
-    return replace(launch, by_accelerate=by_accelerate, description=_describe(launch, by_accelerate, environ))
+    by_accelerate, description = is_by_accelerate(environ), launch.description
+    if by_accelerate:  # a plain start: it started only this process
+        description = "accelerate launch" if launch.kind == "plain" else f"{description}, of accelerate launch"
+    if not launch.is_alone or description == "accelerate launch":
+        description += f": {launch.world_size} process(es)"
+        local = not launch.is_alone and {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
+        description += f", {local} of them on this host" if local else ""
+    return replace(launch, by_accelerate=by_accelerate, description=description)
 
 
 def is_by_accelerate(environ: Mapping[str, str]) -> bool:
     """Return whether `accelerate launch` started this process: it always sets this variable."""
     return bool(environ.get("ACCELERATE_MIXED_PRECISION"))
-
-
-def _describe(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
-    if by_accelerate and launch.kind == "plain":
-        return "accelerate launch: 1 process(es)"  # it started only this process
-    description = launch.description + (", of accelerate launch" if by_accelerate else "")
-    if launch.is_alone:
-        return description
-    local = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
-    return f"{description}: {launch.world_size} process(es)" + (f", {local} of them on this host" if local else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- TPU VMs
@@ -214,7 +208,9 @@ def _require_all_tpu_workers(environ: Mapping[str, str], launch: Launch) -> None
 # ------------------------------------------------------------------------------------------------ torchrun's variables
 
 
-def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variables"], description: str) -> Launch:
+def _of_variables(
+    environ: Mapping[str, str], kind: Literal["torchrun", "srun", "mpirun", "variables"], description: str
+) -> Launch:
     missing = [name for name in LAUNCH_VARIABLES if not environ.get(name)]
     if missing:
         present = [f"{name}={environ[name]}" for name in LAUNCH_VARIABLES if name not in missing]
@@ -222,25 +218,22 @@ def _of_variables(environ: Mapping[str, str], kind: Literal["torchrun", "variabl
             f"environment: expected all or none of {', '.join(LAUNCH_VARIABLES)}, found {', '.join(present) or 'none'} "
             f"without {', '.join(missing)}.\n  Start with torchrun, which sets all five, or unset them."
         )
-    rank, local_rank, world_size = (integer(environ, name) for name in COUNTING_VARIABLES)
-    _require_port(environ)
-    local_size = integer(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else world_size
+    rank, local_rank, world_size = (_integer(environ, name) for name in COUNTING_VARIABLES)
+    if not 1 <= _integer(environ, "MASTER_PORT") <= 65535:
+        port = environ["MASTER_PORT"]
+        raise ConfigError(f"environment: MASTER_PORT: expected a port from 1 to 65535, found {port}.")
+    local_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
+    starter = kind if kind in ("srun", "mpirun") else "torchrun"
     if not (0 <= local_rank <= rank < world_size and local_rank < local_size <= world_size):
         raise ConfigError(
             "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= "
             f"WORLD_SIZE, found LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}, "
-            f"LOCAL_WORLD_SIZE={local_size}.\n  Start with torchrun, which sets them, or unset them."
+            f"LOCAL_WORLD_SIZE={local_size}.\n  Start with {starter}, which sets them, or unset them."
         )
     return Launch(kind, rank, local_rank, world_size, description)
 
 
-def _require_port(environ: Mapping[str, str]) -> None:
-    if not 1 <= integer(environ, "MASTER_PORT") <= 65535:
-        port = environ["MASTER_PORT"]
-        raise ConfigError(f"environment: MASTER_PORT: expected a port from 1 to 65535, found {port}.")
-
-
-def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
+def _torchrun(environ: Mapping[str, str], tasks: _Tasks | None) -> Launch:
     """Return torchrun's launch. In a task of srun or mpirun, torchrun is one agent: its group has one host per task.
 
     So 4 tasks and a WORLD_SIZE of 8 are two processes per host.
@@ -268,7 +261,7 @@ def _torchrun(environ: Mapping[str, str], tasks: Tasks | None) -> Launch:
     return launch
 
 
-def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
+def _of_tasks(environ: Mapping[str, str], tasks: _Tasks) -> Launch:
     """Return the launch of srun or mpirun in torchrun's terms; torchrun variables that are already set must agree."""
     counts = {
         "RANK": tasks.rank,
@@ -277,18 +270,12 @@ def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
         "LOCAL_WORLD_SIZE": tasks.local_count,
     }
     for name, value in counts.items():
-        if environ.get(name) and integer(environ, name) != value:
+        if _integer(environ, name, value) != value:
             raise ConfigError(
                 f"environment: two launchers: {name}={environ[name]}, but by {tasks.launcher}'s variables it is "
                 f"{value} ({tasks.rank_variable}={tasks.rank}, {tasks.count_variable}={tasks.count}).\n"
                 f"  Unset {name}, or start it without {tasks.launcher}."
             )
-    if not 0 <= tasks.local_rank < tasks.local_count <= tasks.count or not 0 <= tasks.rank < tasks.count:
-        raise ConfigError(
-            f"environment: {tasks.launcher}: the task's index must be below the number of tasks, found task "
-            f"{tasks.rank} of {tasks.count} ({tasks.rank_variable}, {tasks.count_variable}), and {tasks.local_rank} of "
-            f"{tasks.local_count} on this host."
-        )
     address = environ.get("MASTER_ADDR") or tasks.first_host
     if not address:
         raise ConfigError(
@@ -297,6 +284,5 @@ def _of_tasks(environ: Mapping[str, str], tasks: Tasks) -> Launch:
             "mpirun -genv MASTER_ADDR HOST (MPICH, Intel MPI)."
         )
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": environ.get("MASTER_PORT") or str(tasks.port)}
-    _require_port(meeting)
     variables = {name: str(value) for name, value in counts.items()} | meeting
-    return Launch(tasks.launcher, tasks.rank, tasks.local_rank, tasks.count, tasks.launcher, variables)
+    return replace(_of_variables(variables, tasks.launcher, tasks.launcher), variables=variables)

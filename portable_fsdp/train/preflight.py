@@ -21,7 +21,6 @@ from portable_fsdp.data.tokenize import require_tokenizer_folder
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
-from portable_fsdp.runtime.files import require_unused
 from portable_fsdp.runtime.hub import before_transformers, is_hub_id, require_folder_or_hub_id
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ def _errors(checks: Iterable[Callable[[], object]]) -> list[PortableFSDPError]:
 def _folders(config: Config) -> tuple[Callable[[], None], ...]:
     return (
         lambda: require_writable(Path(config.run.dir)),
-        lambda: require_unused(Path(config.run.dir)),
         lambda: _require_trackers(config),
         lambda: _require_resume(config),
     )

@@ -41,10 +41,7 @@ def named(name: str) -> Path:
 
 
 def problems(
-    path: Path,
-    *overrides: str,
-    imports: tuple[Path, ...] = (),
-    environ: Mapping[str, str] | None = None,
+    path: Path, *overrides: str, imports: tuple[Path, ...] = (), environ: Mapping[str, str] | None = None
 ) -> str:
     """The message of a config that can't be read, without the names of folders."""
     with pytest.raises(ConfigError) as error:

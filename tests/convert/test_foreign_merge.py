@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from foreign_files import LAUNCHED, problems
 
-from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.load import Loaded
 from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.explain import origin, translation
-from portable_fsdp.runtime.errors import BackendError
 
 OURS = "model: {pretrained: folder}\ntrain: {steps: 100}\n"
 FSDP = "distributed_type: FSDP\n"
@@ -128,14 +126,6 @@ def test_the_best_needs_evaluations_that_our_file_may_set(write: Write) -> None:
     assert loaded.config.train.eval_every == 3
     reasons = {note.key: note.remark for note in loaded.imports[0].not_needed}
     assert reasons["load_best_model_at_end"].startswith("the best evaluation is always saved")
-
-
-def test_an_import_that_evaluates_needs_rows_that_are_held_out(write: Write) -> None:
-    """A Trainer's file has no data: what an evaluation runs over is ours to set."""
-    ours, theirs = write(OURS, "eval_strategy: steps\neval_steps: 50\n")
-    config = load_config(ours, imports=[theirs])
-    with pytest.raises(BackendError, match=r"train\.eval_every=50 without data\.eval_split"):
-        require_supported(config, Deployment("native", "cpu", 1, 1))
 
 
 # ------------------------------------------------------------------------------------------------- accelerate launch

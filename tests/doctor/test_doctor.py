@@ -175,11 +175,6 @@ def test_folders_and_variables_that_are_wrong(site: Path, tmp_path: Path) -> Non
     assert lines["run folder"]["found"] == f"{tmp_path / 'file'}: can't be written to: Not a directory"
 
 
-def test_no_programs_on_path(site: Path) -> None:
-    _, lines = examine(site=site, PATH="")
-    assert {name for name, line in lines.items() if line["state"] == "failed"} == {"packages", "engines", "tpu"}
-
-
 def test_the_report_in_words(site: Path) -> None:
     done = subprocess.run(COMMAND, env=environment(site), cwd=site, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -290,16 +285,6 @@ def test_who_holds_a_chip_is_named(tmp_path: Path) -> None:
     lock.touch()
     assert checks.check_tpu_is_free([chip], lock).mend == f"rm {lock}"
     assert checks.check_tpu_is_free([], lock).state == "ok"
-
-
-def test_our_own_requirements_are_read() -> None:
-    always = {requirement.name: requirement for requirement in checks.requirements(checks.OURS)}
-    assert str(always["torch"]) == "torch>=2.9"
-    assert always["transformers"].specifier == "<6,>=5.23"
-    for extra, names in {"xla": {"jax", "flax", "torch_xla"}, "plan": {"jax", "matplotlib", "libtpu"}}.items():
-        of_extra = {requirement.name for requirement in checks.requirements(checks.OURS, extra)}
-        assert names <= of_extra
-        assert not {"pydantic", "transformers"} & of_extra
 
 
 def test_locked_memory() -> None:

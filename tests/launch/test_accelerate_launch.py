@@ -26,34 +26,18 @@ def accelerate(folder: Path, **overrides: object) -> list[str | Path]:
     return [PROGRAMS / "accelerate", "launch", "--config_file", path]
 
 
-def resolved(folder: Path) -> dict[str, Any]:
-    """The config of a finished run."""
-    assert committed(folder / "run") == [4, 6]
-    return yaml.safe_load((folder / "run/config.yaml").read_text())
-
-
 def test_the_file_of_accelerate_launch_counts(tmp_path: Path) -> None:
     ours = ["--device=cpu", f"--config={tiny_config(tmp_path)}", "precision.reduce=float32"]
     run = finish([*accelerate(tmp_path), "-m", "portable_fsdp.launch", *ours], tmp_path, **NATIVE)
     assert run.err.count("started by torchrun, of accelerate launch: 2 process(es), 2 of them on this host\n") == 1
     assert "sharding.strategy=SHARD_GRAD_OP (FSDP_RESHARD_AFTER_FORWARD)" in run.err
-    config = resolved(tmp_path)
+    assert committed(tmp_path / "run") == [4, 6]
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert config["sharding"]["strategy"] == "SHARD_GRAD_OP"
     assert config["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
     assert config["memory"]["gradient_checkpointing"] == "full"
     assert config["precision"]["compute"] == "bfloat16"
     assert config["precision"]["reduce"] == "float32"  # the override goes first
-
-
-@pytest.mark.proof
-def test_the_file_of_the_hugging_face_page_trains(tmp_path: Path) -> None:
-    """tests/launch/test_documented_commands.py imports another one daily."""
-    start = [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2", f"--config={tiny_config(tmp_path)}"]
-    finish([*start, f"--import={SAMPLES / 'hugging_face_page.yaml'}"], tmp_path)
-    config = resolved(tmp_path)
-    assert config["memory"]["cpu_offload"]
-    assert config["sharding"]["wrap_classes"] == ["LlamaDecoderLayer"]
-    assert config["precision"]["compute"] == config["precision"]["reduce"] == "bfloat16"
 
 
 @pytest.mark.proof

@@ -97,13 +97,6 @@ def test_gpu_checks_options_and_times_three_ways_to_the_same_losses(tmp_path: Pa
     assert "ours / trainer" in printed
 
 
-def test_gpu_names_what_no_time_is_left_for(tmp_path: Path) -> None:
-    result, printed = _result(tmp_path, "gpu", "--tiny", "--parts=speed", "--minutes=0")
-    assert not result["speed"]
-    assert [run["way"] for run in result["left_out"]] == ["ours", "plain", "trainer", "ours"]  # the last with an option
-    assert "left out: eager/full/8 plain, pass 1: no time left" in printed
-
-
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 def test_gpu_plans_are_near_to_what_was_measured_to_torchs_tracker_and_to_published_figures(tmp_path: Path) -> None:

@@ -19,10 +19,7 @@ from portable_fsdp.models.factory import open_factory
 from portable_fsdp.runtime.errors import ConfigError
 
 PYTHON = Path(sys.executable)
-STARTS = {
-    "native": [PYTHON.parent / "torchrun", "--standalone", "--nproc_per_node=2"],
-    "xla": [PYTHON],
-}
+STARTS = {"native": [PYTHON.parent / "torchrun", "--standalone", "--nproc_per_node=2"], "xla": [PYTHON]}
 
 
 def printed(out: str) -> list[float]:

@@ -71,16 +71,12 @@ def names(folder: str) -> set[str]:
 
 
 def test_safetensors_and_tokenizer_come_and_pickles_and_code_do_not(tmp_path: Path, hub: Hub) -> None:
+    assert names(ask(tmp_path, hub, "org/model", TOKENIZER_FILES)) == TAKEN - {"model.safetensors"}
     folder = ask(tmp_path, hub, "org/model")
     assert names(folder) == TAKEN
     assert json.loads(folder).endswith(f"/snapshots/{COMMIT}")
     assert json.loads(ask(tmp_path, hub, "org/model@v1")) == json.loads(folder)
     assert hub.downloads("model.safetensors") == 1
-
-
-def test_a_tokenizer_alone_comes_without_the_weights(tmp_path: Path, hub: Hub) -> None:
-    assert names(ask(tmp_path, hub, "org/model", TOKENIZER_FILES)) == TAKEN - {"model.safetensors"}
-    assert names(ask(tmp_path, hub, "org/model")) == TAKEN
 
 
 def test_two_processes_at_once_download_once(tmp_path: Path, hub: Hub) -> None:
@@ -89,14 +85,6 @@ def test_two_processes_at_once_download_once(tmp_path: Path, hub: Hub) -> None:
     folders = [process.communicate(timeout=60)[0].strip() for process in processes]
     assert [names(folder) for folder in folders] == [TAKEN, TAKEN]
     assert hub.downloads("model.safetensors") == 1
-
-
-def test_offline_takes_the_cache_and_asks_nobody(tmp_path: Path, hub: Hub) -> None:
-    folder = ask(tmp_path, hub, "org/model")
-    hub.asked.clear()
-    assert ask(tmp_path, hub, "org/model", HF_HUB_OFFLINE="1") == folder
-    assert hub.asked == []
-    assert ask(tmp_path, hub, f"org/model@{COMMIT}", HF_ENDPOINT="http://127.0.0.1:9") == folder
 
 
 def test_what_the_hub_refuses_names_the_key_and_the_fixes(tmp_path: Path, hub: Hub) -> None:

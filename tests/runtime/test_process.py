@@ -78,26 +78,6 @@ def test_the_second_request_interrupts(number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
 
 
-def test_a_process_finishes_its_step() -> None:
-    code = (
-        "import time\nfrom portable_fsdp.runtime.signals import StopRequest\n"
-        "with StopRequest() as stop:\n"
-        "    stop.begin_steps()\n"
-        "    print('ready', flush=True)\n"
-        "    for step in range(1000):\n"
-        "        time.sleep(0.02)\n"
-        "        if stop.requested: break\n"
-        "print(stop.reason, flush=True)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout as output:
-        assert output.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert output.read() == "SIGTERM\n"
-    assert process.wait(timeout=30) == 0
-
-
 ASK_THE_KERNEL = """
 import ctypes, os
 from portable_fsdp.runtime.signals import end_with_agent
