@@ -71,8 +71,6 @@ log = logging.getLogger("portable_fsdp")
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # torch's names
-
-
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 COLLECTIVES = {  # torch's name -> the contract's
     "c10d::_allgather_base_": "all_gather",
@@ -186,9 +184,9 @@ class NativeBackend(contract.Backend):
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
         if policy.tensor is not None:
-            from portable_fsdp.backends.native.tensor import SplitModel, TensorGroup
+            from portable_fsdp.backends.native.tensor import Group, SplitModel
 
-            group = TensorGroup(cast(dist.ProcessGroup, self._group(("tensor",))))
+            group = Group(cast(dist.ProcessGroup, self._group(("tensor",))))
             self._split[model] = SplitModel(model, policy.tensor, group)
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
@@ -392,9 +390,20 @@ class NativeBackend(contract.Backend):
     def fetch(self, metrics: contract.Metrics) -> contract.Pending:
         if self.device.type == "cpu":
             return super().fetch({name: value.clone() for name, value in metrics.items()})
-        from portable_fsdp.backends.native.packed import fetch_packed
+        sizes = {name: value.shape for name, value in metrics.items()}
+        values = torch.cat([value.float().flatten() for value in metrics.values()])  # one copy; on TPUs one program
+        copied = torch.cuda.Event() if values.is_cuda else None
+        if copied is not None:  # the copy overlaps compute
+            values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            copied.record()
 
-        return fetch_packed(metrics)
+        def result() -> dict[str, Tensor]:
+            if copied is not None:
+                copied.synchronize()
+            parts = values.cpu().split([size.numel() for size in sizes.values()])
+            return {name: part.view(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
+
+        return contract.Pending(result)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
         buffers = contract.persistent_buffers(model)  # not compared: statistics of each process's rows may differ
@@ -448,7 +457,8 @@ class NativeBackend(contract.Backend):
         if "tensor" in cutting_axes(spec):
             return self._split[model].regions(fqn, tensor, spec, self.axes, self._place)
         part = region(tensor.shape, spec, self.axes, self._place)
-        return [] if _is_empty(part) else [(part, full_region([cut.stop - cut.start for cut in part]))]
+        is_empty = any(cut.start >= cut.stop for cut in part)
+        return [] if is_empty else [(part, full_region([cut.stop - cut.start for cut in part]))]
 
     def _tensor_state(
         self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec, *, is_compared: bool
@@ -580,10 +590,6 @@ def _forget_layouts() -> None:
     """Clear DTensor's cache of layouts: an equal mesh, opened later, would get one whose groups are destroyed."""
     cast(Any, DTensor)._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # newer torch
-
-
-def _is_empty(part: Region) -> bool:
-    return any(cut.start >= cut.stop for cut in part)
 
 
 def _placements(spec: Spec, names: Sequence[str] | None) -> list[Placement]:

@@ -14,6 +14,7 @@ from portable_fsdp.backends.refusals import (
     refused,
     refused_each,
     shards_of_a_replica,
+    without,
 )
 from portable_fsdp.config.schema import Config
 
@@ -108,12 +109,7 @@ RULES = (
         _reshard_does_not_fit,
         _reshard_that_fits,
     ),
-    *refused(
-        "compile.backend without compile.enabled",
-        "nothing is compiled by it",
-        "compile.enabled=true",
-        when=lambda c, p: not c.compile.enabled,
-    ),
+    *without("compile.enabled=true", "compile.backend", "nothing is compiled by it"),
     Rule(
         "compile.backend on cpu",
         "inductor would build C++ for this host, which is neither tested nor fast",
