@@ -252,10 +252,9 @@ class NativeBackend(contract.Backend):
             self._programs.note_step()
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
-        if self.device.type == "cuda":
-            pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
-            return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+        pins = self.device.type == "cuda"
+        rows = {name: tensor.pin_memory() if pins else tensor for name, tensor in batch.items()}
+        return {name: tensor.to(self.device, non_blocking=pins) for name, tensor in rows.items()}
 
     def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
         is_counted = self._counts_collectives and name not in ("evaluate", "sample")
