@@ -12,7 +12,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -144,7 +144,7 @@ class NativeBackend(contract.Backend):
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
-        self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
+        self._compiler = _set_compiler(config) if config.compile.enabled else ExitStack()
         if "float16" in config.precision.dtypes:
             from portable_fsdp.optim.counting import LossScaler
 
@@ -167,7 +167,7 @@ class NativeBackend(contract.Backend):
         if self._programs:
             self._programs.close()
         _set_matmul_precision(self._matmul_before)
-        self._restore_compiler()
+        self._compiler.close()
         _forget_layouts()
         if dist.is_initialized():
             for group in self._mesh.get_all_groups():  # each gloo group has polling threads
@@ -503,32 +503,26 @@ def _set_matmul_precision(precision: str) -> str:
     return before
 
 
-def _set_compiler(config: Config) -> Callable[[], None]:
-    """Set torch.compile's options for this process; return the function that restores the previous ones."""
+def _set_compiler(config: Config) -> ExitStack:
+    """Set torch.compile's options for this process, until the result is closed."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
-    recompile_limit = dynamo.recompile_limit
+    settings, chosen = ExitStack(), config.compile.cache_dir
+    if chosen or INDUCTOR_CACHE not in os.environ:
+        folder = Path(chosen).expanduser().absolute() if chosen else cache_folder(os.environ) / "inductor"
+        if chosen:
+            _require_writable(folder)
+        before = {name: value for name, value in os.environ.items() if name == INDUCTOR_CACHE}
+        os.environ[INDUCTOR_CACHE] = str(folder)
+        settings.callback(lambda: (os.environ.pop(INDUCTOR_CACHE, None), os.environ.update(before)))
     # A layer has a program for each shape of a batch and the loss two, each in training and in evaluation.
-    dynamo.recompile_limit = max(recompile_limit, 4 * config.data.shapes)
-    budget, folder = functorch.activation_memory_budget, os.environ.get(INDUCTOR_CACHE)
-    chosen = Path(config.compile.cache_dir).expanduser().absolute() if config.compile.cache_dir else None
-    if chosen:
-        _require_writable(chosen)
+    limit = max(dynamo.recompile_limit, 4 * config.data.shapes)
+    settings.enter_context(cast(Any, dynamo).patch(recompile_limit=limit))
     if config.memory.gradient_checkpointing == "budget":
-        functorch.activation_memory_budget = config.memory.budget
-    if chosen or folder is None:
-        os.environ[INDUCTOR_CACHE] = str(chosen or cache_folder(os.environ) / "inductor")
-
-    def restore() -> None:
-        torch.compiler.reset()  # else programs of these layers count toward the limit of the next engine's
-        dynamo.recompile_limit = recompile_limit
-        functorch.activation_memory_budget = budget
-        os.environ.pop(INDUCTOR_CACHE, None)
-        if folder is not None:
-            os.environ[INDUCTOR_CACHE] = folder
-
-    return restore
+        settings.enter_context(cast(Any, functorch).patch(activation_memory_budget=config.memory.budget))
+    settings.callback(torch.compiler.reset)  # else programs of these layers count toward the limit of the next engine's
+    return settings
 
 
 def _require_writable(folder: Path) -> None:
