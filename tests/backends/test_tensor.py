@@ -253,17 +253,11 @@ def test_collectives_are_the_textbooks(workers: GetWorkers) -> None:
 
 
 def warnings_of_opening(case: Case, devices_per_host: int) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("portable_fsdp")
-    log.addHandler(handler)
     launched = {"LOCAL_WORLD_SIZE": devices_per_host, "LOCAL_RANK": int(os.environ["RANK"]) % devices_per_host}
-    try:
-        with patch.dict(os.environ, {name: str(value) for name, value in launched.items()}), jobs.open_case(case)[0]:
-            return lines
-    finally:
-        log.removeHandler(handler)
+    environment = patch.dict(os.environ, {name: str(value) for name, value in launched.items()})
+    log = logging.getLogger("portable_fsdp")
+    with environment, patch.object(log, "warning") as warning, jobs.open_case(case)[0]:
+        return [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
 def test_an_axis_across_hosts_is_said_once(workers: GetWorkers) -> None:
