@@ -391,24 +391,15 @@ def checkpoint_tensors(
     """
     if isinstance(optimizer, CountingOptimizer):
         optimizer.settle_counts()
-    out: dict[str, CheckpointTensor] = {}
-    states: dict[str, CheckpointTensor] = {}
-    for fqn, parameter in model.named_parameters():
-        out[fqn] = CheckpointTensor(parameter, layouts[fqn], fqn)
-        for name, state in tensors_of(optimizer.state.get(parameter, {})).items():
-            states[state_key(name, fqn)] = CheckpointTensor(
-                state, state_spec(layouts[fqn], parameter.shape, state.shape), fqn
-            )
-    buffers = {
-        fqn: CheckpointTensor(buffer, ((),) * buffer.dim(), fqn) for fqn, buffer in persistent_buffers(model).items()
-    }
-    return {**out, **buffers, **states}
-
-
-def optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Key in a checkpoint -> tensor of the optimizer's state."""
-    states = {fqn: tensors_of(optimizer.state.get(parameter, {})) for fqn, parameter in parameters.items()}
-    return {state_key(name, fqn): value for fqn, state in states.items() for name, value in state.items()}
+    weights = dict(model.named_parameters())
+    tensors = {fqn: CheckpointTensor(weight, layouts[fqn], fqn) for fqn, weight in weights.items()}
+    for fqn, buffer in persistent_buffers(model).items():
+        tensors[fqn] = CheckpointTensor(buffer, ((),) * buffer.dim(), fqn)
+    for fqn, weight in weights.items():
+        for name, state in tensors_of(optimizer.state.get(weight, {})).items():
+            spec = state_spec(layouts[fqn], weight.shape, state.shape)
+            tensors[state_key(name, fqn)] = CheckpointTensor(state, spec, fqn)
+    return tensors
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -480,10 +471,7 @@ def zero_optimizer(
     return optimizer
 
 
-@cache
-def _host_bytes() -> int:
-    """Read once per process: a step needs it twice, and reading the files of cgroups takes 0.1 ms."""
-    return host_memory_bytes()
+_host_bytes = cache(host_memory_bytes)  # a step needs it twice, and reading the files of cgroups takes 0.1 ms
 
 
 def process_memory() -> MemoryStats:

@@ -99,11 +99,11 @@ def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[
     `beside`: further settings that the fix by that setting needs.
     """
     key, _, value = setting.partition("=")
-    takes_any = default_of(key) is None
+    takes_any, expected = default_of(key) is None, parse(value)[1] if value else None
 
     def is_missing(config: Config, _: Deployment) -> bool:
         actual = value_of(config, key)
-        return actual is None if takes_any else actual != value
+        return actual is None if takes_any else actual != expected
 
     fixes = [setting + beside] if value else []
     return refused(f"{options} without {key if takes_any else setting}", reason, *fixes, when=is_missing)
@@ -283,26 +283,13 @@ RULES = (
         lambda c, p: p.devices is not None and p.devices % c.sharding.tensor > 0,
         lambda c, p: tuple(f"sharding.tensor={count}" for count in (1, *divisors(p.devices), p.devices)),
     ),
-    *refused(
-        "sharding.tensor with model.factory",
-        "the plan comes from a transformers model",
-        when=lambda c, p: c.model.factory is not None,
-    ),
-    *refused(
-        "optim.name=adafactor|muon|adamw8bit with sharding.tensor",
-        "it reads whole matrices or blocks of them, and a device holds a part",
-        "sharding.tensor=1",
-        when=lambda c, p: c.sharding.tensor > 1,
-    ),
-    *refused(
-        "optim.factory with sharding.tensor",
-        "your optimizer may read whole matrices, and a device holds a part",
-        "sharding.tensor=1",
-        when=lambda c, p: c.sharding.tensor > 1,
-    ),
-    *refused(
-        "precision.products=float8|float8_rowwise with sharding.tensor",
-        "their scales would be those of a part of a weight",
+    *refused_each(
+        "with sharding.tensor",
+        {
+            "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
+            "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
+            "precision.products=float8|float8_rowwise": "their scales would be those of a part of a weight",
+        },
         "sharding.tensor=1",
         when=lambda c, p: c.sharding.tensor > 1,
     ),
@@ -403,6 +390,7 @@ RULES = (
             "model.attention": "the model brings its attention",
             "model.experts": "the model brings its experts",
             "model.lora": "adapters need a transformers model",
+            "sharding.tensor": "the plan comes from a transformers model",
         },
         when=lambda c, p: c.model.factory is not None,
     ),

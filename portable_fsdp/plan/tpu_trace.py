@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Batch, Metrics, optimizer_tensors, state_key
+from portable_fsdp.backends.contract import Batch, Metrics, state_key, tensors_of
 from portable_fsdp.backends.torch_xla.spmd.engine import XlaBackend
 from portable_fsdp.backends.torch_xla.spmd.tensors import Initializer
 from portable_fsdp.config.schema import Config
@@ -118,7 +118,8 @@ class Tracer:
     def _state(self) -> dict[str, Tensor]:
         """Return the tensors that a step may change in place, by checkpoint name; gradients as `grad/<FQN>`."""
         parameters = dict(self._training.model.named_parameters())
-        states = optimizer_tensors(parameters, self._training.optimizer)
+        kept = {fqn: tensors_of(self._training.optimizer.state.get(p, {})) for fqn, p in parameters.items()}
+        states = {state_key(name, fqn): value for fqn, state in kept.items() for name, value in state.items()}
         gradients = {state_key("grad", fqn): p.grad for fqn, p in parameters.items() if p.grad is not None}
         on_device = {key: value for key, value in states.items() if value.device.type == "xla"}  # not step counts
         return {**dict(self._training.model.named_buffers()), **parameters, **on_device, **gradients}

@@ -41,10 +41,6 @@ def of(products: str, **settings: Any) -> Case:
     return replace(CASE, settings={**CASE.settings, "precision.products": products, **settings})
 
 
-def uneven(products: str) -> Case:
-    return Case(compute="bfloat16", settings={"precision.products": products})
-
-
 def losses(answer: dict[str, Any]) -> list[float]:
     return [metrics["loss"] for metrics in answer["metrics"]]
 
@@ -206,7 +202,9 @@ def test_a_model_without_such_layers_is_refused_when_it_is_laid_out(
     group: Group, products: str, workers: GetWorkers
 ) -> None:
     with pytest.raises(JobFailed, match=r"layers of Llama\w+ have no linear layer whose sizes are multiples of 16"):
-        workers(group).run(jobs.opened, case=uneven(products), build=True)
+        workers(group).run(
+            jobs.opened, case=Case(compute="bfloat16", settings={"precision.products": products}), build=True
+        )
 
 
 def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

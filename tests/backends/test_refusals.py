@@ -181,11 +181,6 @@ def test_the_tables_of_an_engine_name_options_of_the_schema() -> None:
         assert len(set(taken)) == len(taken)
 
 
-def test_walk_tries_every_option_that_a_rule_asks_for() -> None:
-    tried = {option for group in [*GROUPS, *OF_FACTORIES] for option in group}
-    assert {rule.option for engine in ENGINES for rule in rules_of(engine) if rule.when} <= tried
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", FEW, ids=str)
 def test_each_option_has_one_verdict_and_a_refusal_says_key_reason_and_fixes(place: Deployment) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cases
 import psutil
 import pytest
 import yaml
@@ -23,13 +24,7 @@ from portable_fsdp.runtime.errors import EXIT_STOPPED, EXIT_USAGE, BackendError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 
 ROOT = Path(__file__).parents[2]
-TINY = {
-    "run": {"dir": "run"},
-    "model": {
-        "architecture": {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
-        | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
-    },
-    "data": {"source": "python_docs", "seq_len": 32},
+LONG = cases.TINY | {
     "train": {"steps": 400, "global_batch": 4, "log_every": 1},
     "optim": {"lr": 0.003, "warmup_steps": 2},
 }
@@ -37,7 +32,7 @@ TINY = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(LONG))
     return tmp_path
 
 
@@ -94,7 +89,7 @@ def test_a_plain_start_drives_all_chips_stops_and_goes_on_elsewhere(folder: Path
     assert end_of(start(folder, "--device=cpu", last, chips=None, log="resumed")) == 0
     on_both = losses(folder)
     (alone := folder / "alone").mkdir()
-    (alone / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    (alone / "tiny.yaml").write_text(yaml.safe_dump(LONG))
     assert end_of(start(alone, "--device=cpu", last, chips=None)) == 0
     assert len(on_both) == done + 5
     assert on_both == pytest.approx(losses(alone), rel=1e-5)

@@ -12,7 +12,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -71,8 +71,6 @@ log = logging.getLogger("portable_fsdp")
 # torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # torch's names
-
-
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 COLLECTIVES = {  # torch's name -> the contract's
     "c10d::_allgather_base_": "all_gather",
@@ -146,7 +144,7 @@ class NativeBackend(contract.Backend):
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
         self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
-        self._restore_compiler = _set_compiler(config) if config.compile.enabled else lambda: None
+        self._compiler = _set_compiler(config) if config.compile.enabled else ExitStack()
         if "float16" in config.precision.dtypes:
             from portable_fsdp.optim.counting import LossScaler
 
@@ -169,7 +167,7 @@ class NativeBackend(contract.Backend):
         if self._programs:
             self._programs.close()
         _set_matmul_precision(self._matmul_before)
-        self._restore_compiler()
+        self._compiler.close()
         _forget_layouts()
         if dist.is_initialized():
             for group in self._mesh.get_all_groups():  # each gloo group has polling threads
@@ -186,9 +184,9 @@ class NativeBackend(contract.Backend):
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
         if policy.tensor is not None:
-            from portable_fsdp.backends.native.tensor import SplitModel, TensorGroup
+            from portable_fsdp.backends.native.tensor import Group, SplitModel
 
-            group = TensorGroup(cast(dist.ProcessGroup, self._group(("tensor",))))
+            group = Group(cast(dist.ProcessGroup, self._group(("tensor",))))
             self._split[model] = SplitModel(model, policy.tensor, group)
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
@@ -254,10 +252,9 @@ class NativeBackend(contract.Backend):
             self._programs.note_step()
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
-        if self.device.type == "cuda":
-            pinned = {name: tensor.pin_memory() for name, tensor in batch.items()}
-            return {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+        pins = self.device.type == "cuda"
+        rows = {name: tensor.pin_memory() if pins else tensor for name, tensor in batch.items()}
+        return {name: tensor.to(self.device, non_blocking=pins) for name, tensor in rows.items()}
 
     def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
         is_counted = self._counts_collectives and name not in ("evaluate", "sample")
@@ -392,9 +389,20 @@ class NativeBackend(contract.Backend):
     def fetch(self, metrics: contract.Metrics) -> contract.Pending:
         if self.device.type == "cpu":
             return super().fetch({name: value.clone() for name, value in metrics.items()})
-        from portable_fsdp.backends.native.packed import fetch_packed
+        sizes = {name: value.shape for name, value in metrics.items()}
+        values = torch.cat([value.float().flatten() for value in metrics.values()])  # one copy; on TPUs one program
+        copied = torch.cuda.Event() if values.is_cuda else None
+        if copied is not None:  # the copy overlaps compute
+            values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            copied.record()
 
-        return fetch_packed(metrics)
+        def result() -> dict[str, Tensor]:
+            if copied is not None:
+                copied.synchronize()
+            parts = values.cpu().split([size.numel() for size in sizes.values()])
+            return {name: part.view(size) for (name, size), part in zip(sizes.items(), parts, strict=True)}
+
+        return contract.Pending(result)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
         buffers = contract.persistent_buffers(model)  # not compared: statistics of each process's rows may differ
@@ -448,7 +456,8 @@ class NativeBackend(contract.Backend):
         if "tensor" in cutting_axes(spec):
             return self._split[model].regions(fqn, tensor, spec, self.axes, self._place)
         part = region(tensor.shape, spec, self.axes, self._place)
-        return [] if _is_empty(part) else [(part, full_region([cut.stop - cut.start for cut in part]))]
+        is_empty = any(cut.start >= cut.stop for cut in part)
+        return [] if is_empty else [(part, full_region([cut.stop - cut.start for cut in part]))]
 
     def _tensor_state(
         self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec, *, is_compared: bool
@@ -494,32 +503,26 @@ def _set_matmul_precision(precision: str) -> str:
     return before
 
 
-def _set_compiler(config: Config) -> Callable[[], None]:
-    """Set torch.compile's options for this process; return the function that restores the previous ones."""
+def _set_compiler(config: Config) -> ExitStack:
+    """Set torch.compile's options for this process, until the result is closed."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
-    recompile_limit = dynamo.recompile_limit
+    settings, chosen = ExitStack(), config.compile.cache_dir
+    if chosen or INDUCTOR_CACHE not in os.environ:
+        folder = Path(chosen).expanduser().absolute() if chosen else cache_folder(os.environ) / "inductor"
+        if chosen:
+            _require_writable(folder)
+        before = {name: value for name, value in os.environ.items() if name == INDUCTOR_CACHE}
+        os.environ[INDUCTOR_CACHE] = str(folder)
+        settings.callback(lambda: (os.environ.pop(INDUCTOR_CACHE, None), os.environ.update(before)))
     # A layer has a program for each shape of a batch and the loss two, each in training and in evaluation.
-    dynamo.recompile_limit = max(recompile_limit, 4 * config.data.shapes)
-    budget, folder = functorch.activation_memory_budget, os.environ.get(INDUCTOR_CACHE)
-    chosen = Path(config.compile.cache_dir).expanduser().absolute() if config.compile.cache_dir else None
-    if chosen:
-        _require_writable(chosen)
+    limit = max(dynamo.recompile_limit, 4 * config.data.shapes)
+    settings.enter_context(cast(Any, dynamo).patch(recompile_limit=limit))
     if config.memory.gradient_checkpointing == "budget":
-        functorch.activation_memory_budget = config.memory.budget
-    if chosen or folder is None:
-        os.environ[INDUCTOR_CACHE] = str(chosen or cache_folder(os.environ) / "inductor")
-
-    def restore() -> None:
-        torch.compiler.reset()  # else programs of these layers count toward the limit of the next engine's
-        dynamo.recompile_limit = recompile_limit
-        functorch.activation_memory_budget = budget
-        os.environ.pop(INDUCTOR_CACHE, None)
-        if folder is not None:
-            os.environ[INDUCTOR_CACHE] = folder
-
-    return restore
+        settings.enter_context(cast(Any, functorch).patch(activation_memory_budget=config.memory.budget))
+    settings.callback(torch.compiler.reset)  # else programs of these layers count toward the limit of the next engine's
+    return settings
 
 
 def _require_writable(folder: Path) -> None:
@@ -580,10 +583,6 @@ def _forget_layouts() -> None:
     """Clear DTensor's cache of layouts: an equal mesh, opened later, would get one whose groups are destroyed."""
     cast(Any, DTensor)._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # newer torch
-
-
-def _is_empty(part: Region) -> bool:
-    return any(cut.start >= cut.stop for cut in part)
 
 
 def _placements(spec: Spec, names: Sequence[str] | None) -> list[Placement]:

@@ -1,7 +1,7 @@
 """The options that native (FSDP2) refuses, and notes on how it honours others. Imports no torch."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from portable_fsdp.backends.open import EngineSpec, Package
@@ -14,6 +14,7 @@ from portable_fsdp.backends.refusals import (
     refused,
     refused_each,
     shards_of_a_replica,
+    without,
 )
 from portable_fsdp.config.schema import Config
 
@@ -108,12 +109,7 @@ RULES = (
         _reshard_does_not_fit,
         _reshard_that_fits,
     ),
-    *refused(
-        "compile.backend without compile.enabled",
-        "nothing is compiled by it",
-        "compile.enabled=true",
-        when=lambda c, p: not c.compile.enabled,
-    ),
+    *without("compile.enabled=true", "compile.backend", "nothing is compiled by it"),
     Rule(
         "compile.backend on cpu",
         "inductor would build C++ for this host, which is neither tested nor fast",
@@ -175,11 +171,6 @@ NOTES = {
 }
 
 
-def _processes(device: str, requested: int | None, count: Callable[[str], int]) -> int:
-    """One process per device; on CPU one by default."""
-    return requested or (1 if device == "cpu" else count(device))
-
-
 def _prepare_start(device: str, processes: int, environ: Mapping[str, str]) -> "Hosts | None":
     if device != "tpu":
         return None
@@ -209,7 +200,8 @@ SPEC = EngineSpec(
     planned_by={"cpu": "fake step", "cuda": "fake step", "tpu": "fake step"},
     rules=RULES,
     notes=NOTES,
-    processes=_processes,
+    # One process per device; on CPU one by default.
+    processes=lambda device, requested, count: requested or (1 if device == "cpu" else count(device)),
     launcher_counts_devices=True,
     prepare_start=_prepare_start,
 )

@@ -84,21 +84,6 @@ class _Peer:
             self.beat, self.unreadable = beat or self.beat, beat is None
 
 
-@dataclass
-class _Reminder:
-    """Reminder that is due once per `every_s` of waiting."""
-
-    every_s: float
-    waited_s: float = 0.0
-    sent: int = 0
-
-    def is_due(self, elapsed_s: float) -> bool:
-        self.waited_s += elapsed_s
-        due = self.waited_s >= self.every_s * (self.sent + 1)
-        self.sent += due
-        return due
-
-
 class Peers:
     """Watches the processes of a run from one of them.
 
@@ -121,7 +106,7 @@ class Peers:
         self._holds_store = self._index == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._self, self._steps, self._sent, self._verdict = _heartbeat_of_this_process(), 0, 0, ""
         self._peers = {index: _Peer() for index in (range(1, self._count) if self._index == 0 else (0,))}
-        self._joining, self._stepping, self._most_steps = _Reminder(timeout_s), _Reminder(timeout_s), 0
+        self._joining_s, self._stepping_s, self._most_steps = 0.0, 0.0, 0
         self._unanswered_s, self._problem = 0.0, ""
         self._joined, self._over = threading.Event(), threading.Event()
         # Daemons: a process that ends by an error doesn't wait for a store that is gone.
@@ -269,22 +254,29 @@ class Peers:
         os._exit(EXIT_FAILED)
 
     def _report_waiting(self, elapsed_s: float) -> None:
-        """Warn when the run waits although no process is lost."""
-        missing = ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None)
-        if missing and self._joining.is_due(elapsed_s):
-            message = f"waiting for process {missing}, which did not join {_store()} in {self._joining.waited_s:.0f} s"
-            if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
-                message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
-            self._warn(message)
+        """Warn when the run waits although no process is lost: once per timeout."""
+
+        def is_due(waited_s: float) -> bool:
+            return waited_s // self._timeout_s > (waited_s - elapsed_s) // self._timeout_s
+
+        if missing := ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None):
+            self._joining_s += elapsed_s
+            if is_due(self._joining_s):
+                message = f"waiting for process {missing}, which did not join {_store()} in {self._joining_s:.0f} s"
+                if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
+                    message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
+                self._warn(message)
         if missing or self._index != 0:
             return
         beats = {index: peer.beat for index, peer in self._peers.items() if peer.beat}
         beats[0] = replace(self._self, steps=self._steps)
         most = max(beat.steps for beat in beats.values())
         if most != self._most_steps:
-            self._most_steps, self._stepping = most, _Reminder(self._timeout_s)
-        elif self._stepping.is_due(elapsed_s):
-            waited = f"{self._stepping.waited_s:.0f} s although all processes are alive"
+            self._most_steps, self._stepping_s = most, 0.0
+            return
+        self._stepping_s += elapsed_s
+        if is_due(self._stepping_s):
+            waited = f"{self._stepping_s:.0f} s although all processes are alive"
             if most:
                 done = f"{most} step(s) are done since the start"
                 self._warn(f"no step finished for {waited}: {done}, and {furthest_behind(beats)}")

@@ -8,7 +8,7 @@ slower, and wrongly where weights are tied.
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MethodType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,49 +21,30 @@ from portable_fsdp.layout import Region, Spec, rows_of_shard
 from portable_fsdp.tensor_plan import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, packed_regions, split_ranges
 
 
-class Group(Protocol):
-    """The processes along the axis `tensor`, and their collectives. Results are new tensors, or in place where said."""
-
-    index: int
-    count: int
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum in place; returns the argument, contiguous."""
-        ...
-
-    def max(self, tensor: Tensor) -> Tensor:
-        """Take the largest in place."""
-        ...
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate along dimension 0."""
-        ...
-
-    def scatter_sum(self, tensor: Tensor) -> Tensor:
-        """Sum, and return the own part of dimension 0."""
-        ...
-
-
-class TensorGroup:
-    """A `Group` of torch.distributed."""
+class Group:
+    """The processes along the axis `tensor`, and their collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.index, self.count, self._group = group.rank(), group.size(), group
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """Sum in place; returns the argument, contiguous."""
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
+        """Take the largest in place."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate along dimension 0."""
         whole = tensor.new_empty((self.count * tensor.shape[0], *tensor.shape[1:]))
         dist.all_gather_into_tensor(whole, tensor, group=self._group)
         return whole
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:
+        """Sum, and return the own part of dimension 0."""
         part = tensor.new_empty((tensor.shape[0] // self.count, *tensor.shape[1:]))
         dist.reduce_scatter_tensor(part, tensor, group=self._group)
         return part
@@ -111,20 +92,12 @@ def _crossing(tensor: Tensor, group: Group, dim: int, there: Any, back: Any) -> 
 
 def enter(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
     """Megatron's f: the input of split weights; `dim`: the dimension of which each process holds a part, if any."""
-    return (
-        _crossing(tensor, group, 0, _same, _sum)
-        if dim is None
-        else _crossing(tensor, group, dim, _gather, _scatter_sum)
-    )
+    return _crossing(tensor, group, dim or 0, *((_same, _sum) if dim is None else (_gather, _scatter_sum)))
 
 
 def leave(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
     """Megatron's g: the sum of what split weights gave; `dim`: keep a part of that dimension only."""
-    return (
-        _crossing(tensor, group, 0, _sum, _same)
-        if dim is None
-        else _crossing(tensor, group, dim, _scatter_sum, _gather)
-    )
+    return _crossing(tensor, group, dim or 0, *((_sum, _same) if dim is None else (_scatter_sum, _gather)))
 
 
 def gather(tensor: Tensor, group: Group, dim: int) -> Tensor:

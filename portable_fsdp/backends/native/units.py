@@ -273,7 +273,6 @@ def _gather_order(
     model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, Mapping[torch.dtype, list[str]]]
 ) -> list[UnitGroup]:
     """Return the root and the units. Units inside a recomputed layer, which runs twice, are gathered with it."""
-
     chain: list[UnitGroup] = []
     for name in (ROOT, *units):
         if any(_is_in(name, layer) for layer in policy.recompute):

@@ -104,11 +104,6 @@ class _Cast(NamedTuple):
     offset: int
 
 
-class _Saved(NamedTuple):
-    tensor: Tensor
-    version: int
-
-
 class _Casts:
     """Copies of weights in their compute dtype, which exist while a block runs."""
 
@@ -151,17 +146,17 @@ class _Casts:
     def around_all(self, forward: Forward, keep: bool) -> Forward:
         """Wrap the model's `forward`. Without `keep` autograd keeps none of its copies, and backward casts again."""
 
-        def pack(tensor: Tensor) -> _Saved | _Cast:
+        def pack(tensor: Tensor) -> tuple[Tensor, int] | _Cast:
             storage = _storage(tensor)
             if storage not in self._running:
-                return _Saved(tensor, tensor._version)
+                return tensor, tensor._version
             weight, offset = self._running[storage][0], int(tensor.storage_offset())
             return _Cast(storage, weight, weight._version, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
-        def unpack(kept: _Saved | _Cast) -> Tensor:
-            if isinstance(kept, _Saved):
-                require_unchanged(kept.tensor, kept.version, kept.tensor.shape)
-                return kept.tensor
+        def unpack(kept: tuple[Tensor, int] | _Cast) -> Tensor:
+            if not isinstance(kept, _Cast):
+                require_unchanged(*kept, kept[0].shape)
+                return kept[0]
             if kept.weight._version != kept.version:
                 raise BackendError("backend native: a weight was modified between a forward and its backward.")
             weight, copy = self._running.get(kept.storage, (None, None))
