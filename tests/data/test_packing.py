@@ -1,6 +1,7 @@
 """Rows hold every token, predict each once, and shift labels by one; their order is the same for ever."""
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +15,10 @@ from portable_fsdp.data.packing import (
     IGNORED,
     Int64s,
     MixedRows,
-    Mixture,
     PackedRows,
     sample_indices,
     share_of_numbers,
+    shares_of,
 )
 
 
@@ -246,20 +247,24 @@ def test_the_arrays_equal_the_definition(seed: int, rows: int) -> None:
 
 
 def test_weights_become_whole_shares_in_lowest_terms() -> None:
-    assert Mixture.of([5, 5], [1, 1]).shares == (1, 1)
-    assert Mixture.of([5, 5], [0.7, 0.3]).shares == (7, 3)
-    assert Mixture.of([5, 5, 5], [1, 1, 1]).shares == (334, 333, 333)
-    assert Mixture.of([5, 5], [1, 1e-9]).shares == (999, 1)  # never none at all
+    assert shares_of([1, 1]) == (1, 1)
+    assert shares_of([0.7, 0.3]) == (7, 3)
+    assert shares_of([1, 1, 1]) == (334, 333, 333)
+    assert shares_of([1, 1e-9]) == (999, 1)  # never none at all
+
+
+def mixed(sizes: Sequence[int], weights: Sequence[float]) -> MixedRows:
+    return MixedRows([PackedRows(np.zeros(size + 1, np.uint8), 1) for size in sizes], weights)
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (5, 0.001), (3, 2, 1), (1,)])
 def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[float, ...]) -> None:
     """Row by row: after any number of whole epochs of a source, each of its rows has come equally often."""
     sizes = (50, 7, 20)[: len(weights)]
-    mixture = Mixture.of(sizes, weights)
+    mixture = mixed(sizes, weights)
     block = sum(mixture.shares)
     blocks = 3 * max(-(-size // share) for size, share in zip(sizes, mixture.shares, strict=True))
-    indices = mixture.indices(4, np.arange(blocks * block))
+    indices = mixture.order(4, np.arange(blocks * block))
     counts = np.bincount(indices, minlength=sum(sizes))
     for number, (size, share) in enumerate(zip(sizes, mixture.shares, strict=True)):
         own = counts[sum(sizes[:number]) : sum(sizes[: number + 1])]
@@ -270,24 +275,24 @@ def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[flo
 
 
 def test_a_mixture_keeps_its_shares_at_any_position() -> None:
-    mixture = Mixture.of([1000, 500], [0.637, 0.363])
+    mixture = mixed([1000, 500], [0.637, 0.363])
     assert mixture.shares == (637, 363)
     for first in (0, 5000, 10**9):
-        indices = mixture.indices(0, np.arange(first, first + 1000))
+        indices = mixture.order(0, np.arange(first, first + 1000))
         assert (indices < 1000).sum() == 637
         assert 0 < (indices[:100] < 1000).sum() < 100  # not one source after the other
 
 
 def test_a_mixtures_position_does_not_depend_on_what_is_asked_with_it() -> None:
-    mixture = Mixture.of([50, 7], [0.9, 0.1])
+    mixture = mixed([50, 7], [0.9, 0.1])
     positions = np.array([0, 999, 3, 2**40, 12345, 0])
-    alone = [int(mixture.indices(1, positions[i : i + 1])[0]) for i in range(len(positions))]
-    assert mixture.indices(1, positions).tolist() == alone
-    assert mixture.indices(2, np.arange(1000)).tolist() != mixture.indices(1, np.arange(1000)).tolist()
+    alone = [int(mixture.order(1, positions[i : i + 1])[0]) for i in range(len(positions))]
+    assert mixture.order(1, positions).tolist() == alone
+    assert mixture.order(2, np.arange(1000)).tolist() != mixture.order(1, np.arange(1000)).tolist()
 
 
 def test_a_mixtures_values_never_change() -> None:
-    assert Mixture.of([10, 4], [3, 1]).indices(0, np.arange(12)).tolist() == [0, 6, 7, 11, 2, 12, 9, 8, 10, 4, 1, 5]
+    assert mixed([10, 4], [3, 1]).order(0, np.arange(12)).tolist() == [0, 6, 7, 11, 2, 12, 9, 8, 10, 4, 1, 5]
 
 
 def test_a_share_of_numbers_is_that_share_and_the_same_for_ever() -> None:
