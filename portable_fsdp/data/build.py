@@ -26,6 +26,7 @@ from portable_fsdp.data.examples import (
     Example,
     Render,
     Rendered,
+    at_most_20,
     broken,
     kind,
     meaningful_columns,
@@ -123,13 +124,11 @@ class _Builder:
 
     def _tokenized(self, sources: Sequence[DocumentSource], *, is_held_out: bool) -> list[_SourceRows]:
         share = self._share
-        taken = ""
-        if share is not None:
-            taken = f"{share}" if is_held_out else f"all but {share}"
 
         def takes(number: int) -> bool:
             return share is None or share_of_numbers(number, share) == is_held_out
 
+        taken = None if share is None else f"{'' if is_held_out else 'all but '}{share}"
         parts = [self._part(part, source, takes, taken) for part, source in zip(self._parts, sources, strict=True)]
         for part in parts:
             _log_rows("validation" if is_held_out else "training", part, self._data.seq_len)
@@ -160,42 +159,27 @@ class _Builder:
         raise DataError(f"{name}: expected {expected}, found {actual}{share}.\n  {advice}{fix}.")
 
     def _part(
-        self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str
+        self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str | None
     ) -> _SourceRows:
-        is_stream = self._packing == "stream"
+        is_stream, arguments = self._packing == "stream", part.chat_template_kwargs
         recipe = Recipe(
             key=self._key(part, source, taken),
             source=source,
             takes=takes,
-            render=renderer(
-                part.format,
-                self._tokenizer,
-                stream=is_stream,
-                arguments=part.chat_template_kwargs,
-                ignore=part.ignore,
-            ),
+            render=renderer(part.format, self._tokenizer, stream=is_stream, arguments=arguments, ignore=part.ignore),
             dtype=token_dtype(self._tokenizer.vocab_size),
             skip_broken=self._data.on_error == "skip",
         )
         documents = tokenized(self._folder, recipe)
         _log_skipped(documents, source)
-        rows = (
-            PackedRows(documents.tokens, self._data.seq_len, self._remember(documents))
-            if is_stream
-            else self._document_rows(part, source, documents)
-        )
-        return _SourceRows(rows, source.name, documents)
+        # An entry never changes, so nothing has to settle.
+        remember = partial(remembered, self._folder / "hashes", documents.files, settled_s=0)
+        if is_stream:
+            return _SourceRows(PackedRows(documents.tokens, self._data.seq_len, remember), source.name, documents)
+        return _SourceRows(self._document_rows(part, source, documents, remember), source.name, documents)
 
-    def _key(self, part: keys.Documents, source: DocumentSource, taken: str) -> str:
-        template = self._tokenizer.chat_template
-        # Only those that affect the result: others must not change the key.
-        arguments: dict[str, object] = {}
-        if part.chat_template_kwargs:
-            arguments["chat_template_kwargs"] = part.chat_template_kwargs
-        if part.ignore:
-            arguments["ignore"] = sorted(part.ignore)
-        if template is not None and template.date and part.format != "text":
-            arguments["date"] = template.date
+    def _key(self, part: keys.Documents, source: DocumentSource, taken: str | None) -> str:
+        template = None if part.format == "text" else self._tokenizer.chat_template
         return entry_key(
             content=source.content(self._folder),
             kind=part.source,
@@ -205,12 +189,14 @@ class _Builder:
             is_stream=self._packing == "stream",
             on_error=self._data.on_error,
             tokenizer=self._tokenizer.description,
-            chat_template="" if template is None or part.format == "text" else template.text,
+            chat_template=template and (template.text, template.date, part.chat_template_kwargs),
+            ignore=sorted(part.ignore),
             libraries=[version("tokenizers"), version("transformers")],
-            **arguments,
         )
 
-    def _document_rows(self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments) -> Rows:
+    def _document_rows(
+        self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments, remember: Remember
+    ) -> Rows:
         """Pack the documents that have something to predict."""
         from portable_fsdp.data.document_rows import DocumentRows, cut  # a stream needs neither
 
@@ -231,12 +217,8 @@ class _Builder:
             seq_len=seq_len,
             padding=self._tokenizer.padding,
             several=self._packing == "documents",
-            remember=self._remember(documents),
+            remember=remember,
         )
-
-    def _remember(self, documents: TokenizedDocuments) -> Remember:
-        # An entry never changes, so nothing has to settle.
-        return partial(remembered, self._folder / "hashes", documents.files, settled_s=0)
 
     def _check_lengths(
         self, source: DocumentSource, documents: TokenizedDocuments, too_long: NDArray[np.bool_]
@@ -306,10 +288,8 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
     left_out = {note.removeprefix(LEFT_OUT): n for note, n in facts.notes.items() if note.startswith(LEFT_OUT)}
     if left_out:
         names = [f"{name} ({count:,})" for name, count in left_out.items()]
-        shown = ", ".join([*names[:20], *([f"{len(names) - 20} more"] if len(names) > 20 else [])])
-        log.info(
-            "data: %s: ignoring columns and keys that nothing reads (with their number of rows): %s", source.name, shown
-        )
+        columns = "columns and keys that nothing reads (with their number of rows)"
+        log.info("data: %s: ignoring %s: %s", source.name, columns, at_most_20(names))
     for note, count in facts.notes.items():
         if not note.startswith(LEFT_OUT):
             _log_count(count, f"{source.name}: {note}", logging.WARNING)

@@ -125,6 +125,10 @@ def name_of(files: Sequence[Path]) -> str:
     return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1:,} more"
 
 
+def at_most_20(names: Sequence[str]) -> str:
+    return ", ".join([*names[:20], *([f"{len(names) - 20} more"] if len(names) > 20 else [])])
+
+
 def not_utf8(error: UnicodeDecodeError) -> str:
     source = "utf-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
     here = f"found 0x{error.object[error.start]:02x} at byte {error.start}"

@@ -311,18 +311,12 @@ def _tools(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     """Return the row's functions. Many datasets hold JSON text: a parquet column has one schema, functions differ."""
     name = next((key for key in ("tools", "functions") if not is_empty(fields.get(key))), "tools")
     expected = f"expected {name} as a list of JSON schemas, found"
-    tools = _from_json(fields.get(name), expected)
-    if is_empty(tools):
-        return None
-    if not isinstance(tools, list):
-        raise ValueError(f"{expected} {kind(tools)}")
-    schemas = [_from_json(tool, expected) for tool in cast("list[Any]", tools)]
+    schemas = without_nulls(_listed(fields.get(name), expected))
     if wrong := next((tool for tool in schemas if not isinstance(tool, dict)), None):
         raise ValueError(f"{expected} {kind(wrong)} in it")
-    schemas = without_nulls(schemas)
     if name == "functions":  # OpenAI's older form is bare
-        return [tool if "function" in tool else {"type": "function", "function": tool} for tool in schemas]
-    return schemas
+        schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in schemas]
+    return schemas or None
 
 
 def _from_json(value: Any, expected: str) -> Any:
@@ -332,6 +326,16 @@ def _from_json(value: Any, expected: str) -> Any:
         return parse_json(value)
     except ValueError:
         raise ValueError(f"{expected} text that isn't JSON: {value[:40]}") from None
+
+
+def _listed(value: Any, expected: str) -> list[Any]:
+    """Return the items of a list; it and each item may be JSON text. An empty value has none."""
+    items = _from_json(value, expected)
+    if is_empty(items):
+        return []
+    if not isinstance(items, list):
+        raise ValueError(f"{expected} {kind(items)}")
+    return [_from_json(item, expected) for item in cast("list[Any]", items)]
 
 
 def messages_of(value: Any, ignore: Collection[str] = ()) -> list[ChatMessage]:
@@ -395,12 +399,7 @@ def _from_sharegpt(turn: ChatMessage) -> ChatMessage:
 def _calls(value: Any) -> list[dict[str, Any]]:
     """Convert calls to transformers' form: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`."""
     expected = "expected tool_calls as a list of mappings with name and arguments, found"
-    calls = _from_json(value, expected)
-    if is_empty(calls):
-        return []
-    if not isinstance(calls, list):
-        raise ValueError(f"{expected} {kind(calls)}")
-    return [_call(_from_json(call, expected), expected) for call in cast("list[Any]", calls)]
+    return [_call(call, expected) for call in _listed(value, expected)]
 
 
 def _call(call: Any, expected: str) -> dict[str, Any]:
