@@ -86,8 +86,6 @@ def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
 
 
 class _SourceRows(NamedTuple):
-    """One source, tokenized and packed."""
-
     rows: Rows
     source: str
     documents: TokenizedDocuments
@@ -297,8 +295,6 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- rendering
 
-_NO_WEIGHT = "weight 0 (or train: false), left out"
-
 
 def renderer(
     form: keys.Format,
@@ -329,18 +325,19 @@ def render_documents(
 ) -> list[Rendered | Broken]:
     """Render several documents. `prepare` returns the text to tokenize, or raises ValueError with the reason; `encode`
     tokenizes all prepared documents at once."""
-    results: list[Any] = []
-    for example in examples:
+
+    def prepared(example: Example | Broken) -> Any:
+        if isinstance(example, Broken):
+            return example
         try:
-            if isinstance(example, Broken):
-                results.append(example)
-            elif not trains(example.fields, "row"):
-                counted = None if form == "text" else np.empty(0, np.bool_)
-                results.append(Rendered(example.number, np.empty(0, np.uint8), counted, notes=(_NO_WEIGHT,)))
-            else:
-                results.append((example, prepare(example)))
+            if trains(example.fields, "row"):
+                return example, prepare(example)
         except ValueError as error:
-            results.append(broken(example, str(error)))
+            return broken(example, str(error))
+        counted = None if form == "text" else np.empty(0, np.bool_)
+        return Rendered(example.number, np.empty(0, np.uint8), counted, notes=("weight 0 (or train: false), left out",))
+
+    results: list[Any] = [prepared(example) for example in examples]
     encoded = iter(encode([item for item in results if not isinstance(item, (Broken, Rendered))]))
     results = [item if isinstance(item, (Broken, Rendered)) else next(encoded) for item in results]
     return [_with_notes(item, example, form) for item, example in zip(results, examples, strict=True)]
@@ -362,8 +359,5 @@ def _text(example: Example) -> str:
 
 
 def _texts(tokenizer: Tokenizer, items: Sequence[tuple[Example, str]], *, stream: bool) -> list[Rendered | Broken]:
-    encoded = tokenizer.encode_all([text for _, text in items], special_tokens=not stream)
-    return [
-        Rendered(example.number, ended(ids, tokenizer.end_of_text))
-        for (example, _), ids in zip(items, encoded, strict=True)
-    ]
+    encoded = zip(items, tokenizer.encode_all([text for _, text in items], special_tokens=not stream), strict=True)
+    return [Rendered(example.number, ended(ids, tokenizer.end_of_text)) for (example, _), ids in encoded]

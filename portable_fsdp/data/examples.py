@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -163,8 +162,7 @@ def meaningful_columns(form: Format) -> tuple[str, ...]:
     if form == "text":
         return WEIGHTS
     parts = ("input", "context", "history") if form in ("prompt_completion", "instruction") else ()
-    keys = (*OPTIONAL_COLUMNS[form], *WEIGHTS, *_ANSWER, *_MEDIA, *_CONTEXT, *parts)
-    return tuple(dict.fromkeys(keys))
+    return tuple(dict.fromkeys((*OPTIONAL_COLUMNS[form], *WEIGHTS, *_ANSWER, *_MEDIA, *_CONTEXT, *parts)))
 
 
 def contains(text: str, value: Any) -> bool:
@@ -212,15 +210,11 @@ def trains(values: Mapping[str, Any], what: str) -> bool:
     return result
 
 
-_KINDS: dict[type, str] = {
-    **{NoneType: "null", str: "text", bool: "true or false", int: "a number", float: "a number"},
-    **{list: "a list", dict: "a mapping"},
-}
-
-
 def kind(value: object) -> str:
     """Name the value's type in JSON's terms, for messages."""
-    return _KINDS.get(type(value), type(value).__name__)
+    kinds = {"NoneType": "null", "str": "text", "bool": "true or false", "int": "a number", "float": "a number"}
+    name = type(value).__name__
+    return {**kinds, "list": "a list", "dict": "a mapping"}.get(name, name)
 
 
 def without_nulls(value: Any) -> Any:
