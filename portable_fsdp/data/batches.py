@@ -54,10 +54,7 @@ def read_step(
 
 
 class Batches(Closing):
-    """Endless iterator over the steps of one data shard; close it, or use it as a context manager.
-
-    Each `next()` returns the rows of a step, in `accumulation` micro batches.
-    """
+    """Endless iterator over the steps of one data shard; close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -73,15 +70,13 @@ class Batches(Closing):
         data: Data | None = None,
     ) -> None:
         """Args:
-        rows: the corpus, at least one row.
-        seed: seed of the row order.
         global_batch: rows in a step over all shards and micro batches.
         shard: (index, count): which part of the global batch this process feeds.
         accumulation: micro batches in a step.
         start: samples consumed before the first step.
         check: called on each micro batch by the thread or worker that read it. With workers it must pickle.
         count_losses: counts the losses of a batch; None if only the task can. With workers it must pickle.
-        data: the config of `data.factory`; its `data.workers` replace the thread, and each opens the rows itself.
+        data: its `data.workers` replace the thread, and each opens the rows itself.
 
         Raises ConfigError if the global batch can't be cut into equal micro batches.
         """
@@ -133,10 +128,7 @@ class Batches(Closing):
         return divmod(self.consumed, len(self._rows))
 
     def close(self) -> None:
-        """Wait for the step that is being read, drop the rest and end the thread. May be called twice.
-
-        Workers get a few seconds for that step, then are killed.
-        """
+        """Wait for the step that is being read (with workers a few seconds), drop the rest, end thread and workers."""
         self._is_closed = True
         if self._loader is not None:
             wait([step for step in self._ahead if not step.cancel()], _CLOSE_S)

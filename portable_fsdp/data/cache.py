@@ -257,9 +257,8 @@ def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generato
 
     with memory_limit() as allow:
         for number, batch in enumerate(_batches(documents)):
-            limit = Limit(
-                len(batch) + sum(_turns(document) ** 2 for document in batch) // 1000, sum(map(_characters, batch))
-            )
+            turns = sum(_turns(document) ** 2 for document in batch)
+            limit = Limit(len(batch) + turns // 1000, sum(map(_characters, batch)))
             allow(limit)
             in_work.append((batch, limit, begin(partial(render, batch))))
             if number == 0 or len(in_work) > _THREADS:

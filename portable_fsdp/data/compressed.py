@@ -119,8 +119,8 @@ def remembered(
     """Return the result of `make()`, or its memo in `folder`. The result must depend on `purpose` and the bytes of
     `files` alone.
 
-    Any number of processes may call it at once: each reads a complete memo or computes the result itself. A damaged
-    memo is ignored, and nothing is cached if `folder` isn't writable. Raises OSError for a missing file.
+    Any number of processes may call it at once. A damaged memo is ignored, and nothing is cached if `folder` isn't
+    writable. Raises OSError for a missing file.
     """
     now = clock()
     stats = [(os.path.realpath(path), os.stat(path)) for path in files]

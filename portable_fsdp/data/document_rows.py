@@ -49,19 +49,10 @@ class DocumentRows(Rows):
         several: bool,
         remember: Remember = make_again,
     ) -> None:
-        """Args:
-        tokens, counted: of all documents, see `cache.TokenizedDocuments`.
-        pieces: none longer than `seq_len`.
-        padding: the id that fills the end of a row.
-        several: put as many pieces into a row as fit; False: one.
-        remember: see `PackedRows`.
-        """
-        self._remember = remember
-        self.seq_len = seq_len
-        self._tokens = tokens
-        self._counted = counted
-        self._pieces = pieces
-        self._padding = padding
+        """`tokens`, `counted`: see `cache.TokenizedDocuments`; `pieces`: none longer than `seq_len`; `several`: as many
+        in a row as fit, else one; `padding`: the id that fills the end of a row; `remember`: see `PackedRows`."""
+        self.seq_len, self._remember = seq_len, remember
+        self._tokens, self._counted, self._pieces, self._padding = tokens, counted, pieces, padding
         count = len(pieces.lengths)
         self._order, self._starts = (
             best_fit(pieces.lengths, seq_len) if several else (np.arange(count), np.arange(count + 1))
@@ -125,10 +116,8 @@ def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
     longest first, each into the fullest row that has room, else into a new one. A length that fits k times into a row
     is placed there k times at once, so the work grows with the number of lengths, not of documents.
 
-    Args:
-        lengths: 1-D, each from 1 to `capacity`.
-
-    Returns: `order`, the documents row by row, and `starts` `[rows + 1]`: row r is `order[starts[r] : starts[r + 1]]`.
+    `lengths`: 1-D, each from 1 to `capacity`. Returns `order`, the documents row by row, and `starts` `[rows + 1]`:
+    row r is `order[starts[r] : starts[r + 1]]`.
     """
     by_length = np.argsort(-lengths, kind="stable")
     rows = _rows_of(lengths[by_length], capacity)

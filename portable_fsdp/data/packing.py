@@ -120,17 +120,14 @@ class PackedRows(Rows):
 
     def __init__(self, tokens: Tokens, seq_len: int, remember: Remember = make_again) -> None:
         """`remember`: caches the hash over all tokens, see `compressed.remembered`."""
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self._remember = remember
+        self.tokens, self.seq_len, self._remember = tokens, seq_len, remember
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:
-        """Return `input_ids` and `labels`, int64 `[len(indices), seq_len]`, of the rows with these indices."""
-        window = np.arange(self.seq_len + 1)
-        tokens = torch.tensor(self.tokens[indices[:, None] * self.seq_len + window].astype(np.int64))
+        places = indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        tokens = torch.tensor(self.tokens[places].astype(np.int64))
         # Of one row both are contiguous parts of one tensor; an evaluation writes into the labels.
         labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels}
@@ -207,14 +204,9 @@ UInt64s = NDArray[np.uint64]
 
 
 def sample_indices(seed: int, positions: Int64s, rows: int) -> Int64s:
-    """Return the row of each position.
+    """Return the row of each position: 1-D int64, each in [0, rows).
 
-    Args:
-        seed: seed of the order, modulo 2**64.
-        positions: 1-D, each at least 0; they may be in different epochs.
-        rows: rows in the corpus, at least 1.
-
-    Returns: 1-D int64, each in [0, rows).
+    `seed`: modulo 2**64; `positions`: 1-D, each at least 0, perhaps in different epochs; `rows`: at least 1.
     """
     epoch, index = np.divmod(positions.astype(np.uint64), np.uint64(rows))
     half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)

@@ -246,10 +246,8 @@ def _bytes_as_bpe() -> Any:
 
 
 def keeps_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> bool:
-    """True if `tokenizer` (`data.tokenizer`, `name`) has all tokens of `model.pretrained`'s own, with the same ids.
-
-    False if the model's own tokenizer can't be opened.
-    """
+    """True if `tokenizer` (`data.tokenizer`, `name`) has all tokens of `model.pretrained`'s own, with the same ids;
+    False also if that one can't be opened."""
     if model.pretrained is None or name == "bytes":
         return False
     if name in ("auto", model.pretrained):
@@ -262,10 +260,8 @@ def keeps_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> bool:
 
 
 def require_own_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if an id means another token in `tokenizer` than in `model.pretrained`'s own.
-
-    Ids that only one of them has are fine. Logs a model whose own tokenizer can't be opened.
-    """
+    """Raise ConfigError if an id means another token in `tokenizer` than in `model.pretrained`'s own. Ids that only one
+    of them has are fine. Logs a model whose own tokenizer can't be opened."""
     if model.pretrained is None or name in ("auto", model.pretrained) or _KEY in model.allow:
         return
     own = _own_ids(model, model.pretrained)

@@ -311,17 +311,6 @@ def test_compressed_files_stand_among_plain_ones(tmp_path: Path, compress: Compr
     assert totals == [14, 0]  # 0: unknown
 
 
-@pytest.mark.parametrize("compress", KINDS.values(), ids=KINDS)
-def test_a_compressed_text_is_one_document(tmp_path: Path, compress: Compress) -> None:
-    (tmp_path / "a.txt.z").write_bytes(compress("Grüße\r\n\n".encode()))
-    (tmp_path / "b.txt.z").write_bytes(compress("Grüße".encode("latin-1")))
-    good, bad = read(source="text", path=tmp_path / "*.txt.z")
-    assert isinstance(good, Example)
-    assert (good.fields["text"], good.size) == ("Grüße\r\n\n", 10)
-    assert isinstance(bad, Broken)
-    assert bad.problem.startswith("expected UTF-8, found 0xfc at byte 2")
-
-
 @pytest.mark.parametrize("source", ["jsonl", "text"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path, kind: str, source: str) -> None:
