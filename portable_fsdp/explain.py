@@ -122,8 +122,7 @@ def _explain(options: argparse.Namespace) -> str:
 
 def _rows(options: argparse.Namespace) -> str:
     """The first rows of the run that --config describes. Reads and tokenizes its data, as a run does."""
-    from portable_fsdp.data.build import build_data
-    from portable_fsdp.data.show import CONTEXT, COUNTS, rows_in_text
+    from portable_fsdp.data.build import CONTEXT, COUNTS, build_data, rows_in_text
 
     if options.config is None or options.json or options.strict or options.write:
         raise ConfigError("--rows: needs --config, and no --json, --strict or --write.")

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from functools import partial
 from itertools import count as count_from
 from multiprocessing import active_children, connection
 from multiprocessing.process import BaseProcess
@@ -38,32 +38,23 @@ Check = Callable[[Mapping[str, Tensor], Callable[[int], str]], None]
 Count = Callable[[Mapping[str, Tensor]], int]
 
 
-@dataclass(frozen=True)
-class StepReader:
-    """Makes the micro batches of a step, in a thread or in another process: it pickles."""
+ReadStep = Callable[[Rows, int], StepRows]
+"""Read the step that begins at this position."""
 
-    seed: int
-    shard_rows: int
-    accumulation: int
-    check: Check | None
-    count: Count | None
 
-    def __call__(self, rows: Rows, first: int) -> StepRows:
-        """Read the rows from position `first` on."""
-        numbers = rows.order(self.seed, np.arange(first, first + self.shard_rows))
-        parts = rows.micro_batches(numbers, self.accumulation)
-        if self.check is not None:
-            for part in parts:
-                self.check(part.tensors, lambda row, numbers=part.numbers: rows.place(int(numbers[row])))
-        batches = [part.tensors for part in parts]
-        return StepRows(batches, sum(map(self.count, batches)) if self.count else 0)
+def read_step(
+    rows: Rows, first: int, *, seed: int, shard_rows: int, accumulation: int, check: Check | None, count: Count | None
+) -> StepRows:
+    parts = rows.micro_batches(rows.order(seed, np.arange(first, first + shard_rows)), accumulation)
+    if check is not None:
+        for part in parts:
+            check(part.tensors, lambda row, numbers=part.numbers: rows.place(int(numbers[row])))
+    batches = [part.tensors for part in parts]
+    return StepRows(batches, sum(map(count, batches)) if count else 0)
 
 
 class Batches(Closing):
-    """Endless iterator over the steps of one data shard; close it, or use it as a context manager.
-
-    Each `next()` returns the rows of a step, in `accumulation` micro batches.
-    """
+    """Endless iterator over the steps of one data shard; close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -79,15 +70,13 @@ class Batches(Closing):
         data: Data | None = None,
     ) -> None:
         """Args:
-        rows: the corpus, at least one row.
-        seed: seed of the row order.
         global_batch: rows in a step over all shards and micro batches.
         shard: (index, count): which part of the global batch this process feeds.
         accumulation: micro batches in a step.
         start: samples consumed before the first step.
         check: called on each micro batch by the thread or worker that read it. With workers it must pickle.
         count_losses: counts the losses of a batch; None if only the task can. With workers it must pickle.
-        data: the config of `data.factory`; its `data.workers` replace the thread, and each opens the rows itself.
+        data: its `data.workers` replace the thread, and each opens the rows itself.
 
         Raises ConfigError if the global batch can't be cut into equal micro batches.
         """
@@ -103,11 +92,17 @@ class Batches(Closing):
         self._rows = rows
         self._global_batch = global_batch
         shard_rows = global_batch // count
-        self._read = StepReader(seed, shard_rows, accumulation, check, count_losses)
-        self._firsts = count_from(start + index * shard_rows, global_batch)
-        self._loader: StepLoader | None = None
-        if data is not None and data.workers:
-            self._loader = StepLoader(data, self._read, self._firsts, process=index)
+        read = partial(
+            read_step,
+            seed=seed,
+            shard_rows=shard_rows,
+            accumulation=accumulation,
+            check=check,
+            count=count_losses,
+        )
+        firsts = count_from(start + index * shard_rows, global_batch)
+        self._loader = StepLoader(data, read, firsts, process=index) if data is not None and data.workers else None
+        self._read = self._loader.read if self._loader else lambda: read(rows, next(firsts))
         self._is_closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="portable_fsdp batches")
         self._ahead: deque[Future[StepRows]] = deque()
@@ -133,10 +128,7 @@ class Batches(Closing):
         return divmod(self.consumed, len(self._rows))
 
     def close(self) -> None:
-        """Wait for the step that is being read, drop the rest and end the thread. May be called twice.
-
-        Workers get a few seconds for that step, then are killed.
-        """
+        """Wait for the step that is being read (with workers a few seconds), drop the rest, end thread and workers."""
         self._is_closed = True
         if self._loader is not None:
             wait([step for step in self._ahead if not step.cancel()], _CLOSE_S)
@@ -145,21 +137,12 @@ class Batches(Closing):
         self._ahead.clear()
 
     def _begin_step(self) -> None:
-        if self._loader is not None:
-            self._ahead.append(self._pool.submit(self._loader.read))
-        else:
-            self._ahead.append(self._pool.submit(self._read, self._rows, next(self._firsts)))
+        self._ahead.append(self._pool.submit(self._read))
 
 
 # -------------------------------------------------------------------------------------------------------- data.workers
 
-
-ReadStep = Callable[[Rows, int], StepRows]
-
 _END_S = 10.0  # on a busy host
-
-STEPS_PER_WORKER = 2
-"""Steps that each worker prefetches."""
 
 
 class _Steps(Dataset[Any]):
@@ -181,27 +164,19 @@ class _Steps(Dataset[Any]):
             return error.with_traceback(None)
 
 
-class _Begin:
-    """Worker initializer: ignore SIGINT and SIGTERM, exit with the parent, configure the log."""
-
-    def __init__(self, process: int) -> None:
-        self._process, self._parent = process, os.getpid()
-
-    def __call__(self, number: int) -> None:
-        # Ctrl-C and a scheduler's SIGTERM reach all processes of a run, and the run still reads its last step.
-        for stop in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(stop, signal.SIG_IGN)
-        end_with_parent(self._parent)
-        configure_log(self._process)
+def _begin_worker(process: int, parent: int, number: int) -> None:
+    # Ctrl-C and a scheduler's SIGTERM reach all processes of a run, and the run still reads its last step.
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_IGN)
+    end_with_parent(parent)
+    configure_log(process)
 
 
 class StepLoader(Closing):
-    """Steps in order, read by `data.workers` processes (DataLoader). One thread calls `read`; its first call starts
-    them.
+    """Steps in order, read by `data.workers` processes. One thread calls `read`; its first call starts them.
 
-    One item is one step: rows, their order and their seeds are the same as without workers. Each worker opens the
-    dataset by the factory, so a dataset need not pickle. Workers are spawned, not forked: a fork would lose this
-    process's threads (CUDA, XLA, gloo) with their locks held.
+    Rows, their order and their seeds are the same as without workers. Each worker opens the dataset by the factory, so
+    a dataset need not pickle. Workers are spawned: a fork would lose this process's threads with their locks held.
     """
 
     def __init__(self, data: Data, read: ReadStep, firsts: Iterator[int], *, process: int) -> None:
@@ -211,10 +186,9 @@ class StepLoader(Closing):
             batch_size=None,
             sampler=cast(Any, firsts),
             num_workers=data.workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=_Begin(process),
+            worker_init_fn=partial(_begin_worker, process, os.getpid()),
             multiprocessing_context="spawn",
-            prefetch_factor=STEPS_PER_WORKER,
+            prefetch_factor=2,  # steps of each worker
             generator=torch.Generator(),  # else its seed would be drawn from the run's own generator
         )
         self._steps: Iterator[Any] | None = None
@@ -265,15 +239,10 @@ class StepLoader(Closing):
             process.join()
 
 
-def _as_it_is(step: Any) -> Any:
-    return step
-
-
 def _lost(ended: list[BaseProcess]) -> TrainingError:
-    codes = {process.pid: process.exitcode or 0 for process in ended}
+    codes = ((process.pid, process.exitcode or 0) for process in ended)
     how = ", ".join(
-        f"{pid} by {signal.Signals(-code).name}" if code < 0 else f"{pid} with exit code {code}"
-        for pid, code in codes.items()
+        f"{pid} " + (f"by {signal.Signals(-n).name}" if n < 0 else f"with exit code {n}") for pid, n in codes
     )
     return TrainingError(
         f"data.workers: a worker that reads data.factory died: {how}.\n  SIGKILL usually means that the host ran out "

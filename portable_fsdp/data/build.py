@@ -2,10 +2,11 @@
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from torch import Tensor
 
 from portable_fsdp.config import data as keys
 from portable_fsdp.config.schema import Model
@@ -26,15 +28,16 @@ from portable_fsdp.data.examples import (
     Example,
     Render,
     Rendered,
+    at_most_20,
     broken,
     kind,
     meaningful_columns,
     trains,
 )
-from portable_fsdp.data.packing import MixedRows, PackedRows, Rows, count_labels, share_of_numbers
+from portable_fsdp.data.packing import IGNORED, MixedRows, PackedRows, Rows, count_labels, share_of_numbers
 from portable_fsdp.data.sources import open_apart, open_source
 from portable_fsdp.data.tokenize import Tokenizer, ended, load_tokenizer, token_dtype
-from portable_fsdp.runtime.errors import DataError
+from portable_fsdp.runtime.errors import DataError, printable
 from portable_fsdp.runtime.files import cache_folder
 
 log = logging.getLogger("portable_fsdp")
@@ -85,8 +88,6 @@ def build_data(data: keys.Data, model: Model | None = None) -> Corpus:
 
 
 class _SourceRows(NamedTuple):
-    """One source, tokenized and packed."""
-
     rows: Rows
     source: str
     documents: TokenizedDocuments
@@ -123,13 +124,11 @@ class _Builder:
 
     def _tokenized(self, sources: Sequence[DocumentSource], *, is_held_out: bool) -> list[_SourceRows]:
         share = self._share
-        taken = ""
-        if share is not None:
-            taken = f"{share}" if is_held_out else f"all but {share}"
 
         def takes(number: int) -> bool:
             return share is None or share_of_numbers(number, share) == is_held_out
 
+        taken = None if share is None else f"{'' if is_held_out else 'all but '}{share}"
         parts = [self._part(part, source, takes, taken) for part, source in zip(self._parts, sources, strict=True)]
         for part in parts:
             _log_rows("validation" if is_held_out else "training", part, self._data.seq_len)
@@ -160,42 +159,27 @@ class _Builder:
         raise DataError(f"{name}: expected {expected}, found {actual}{share}.\n  {advice}{fix}.")
 
     def _part(
-        self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str
+        self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str | None
     ) -> _SourceRows:
-        is_stream = self._packing == "stream"
+        is_stream, arguments = self._packing == "stream", part.chat_template_kwargs
         recipe = Recipe(
             key=self._key(part, source, taken),
             source=source,
             takes=takes,
-            render=renderer(
-                part.format,
-                self._tokenizer,
-                stream=is_stream,
-                arguments=part.chat_template_kwargs,
-                ignore=part.ignore,
-            ),
+            render=renderer(part.format, self._tokenizer, stream=is_stream, arguments=arguments, ignore=part.ignore),
             dtype=token_dtype(self._tokenizer.vocab_size),
             skip_broken=self._data.on_error == "skip",
         )
         documents = tokenized(self._folder, recipe)
         _log_skipped(documents, source)
-        rows = (
-            PackedRows(documents.tokens, self._data.seq_len, self._remember(documents))
-            if is_stream
-            else self._document_rows(part, source, documents)
-        )
-        return _SourceRows(rows, source.name, documents)
+        # An entry never changes, so nothing has to settle.
+        remember = partial(remembered, self._folder / "hashes", documents.files, settled_s=0)
+        if is_stream:
+            return _SourceRows(PackedRows(documents.tokens, self._data.seq_len, remember), source.name, documents)
+        return _SourceRows(self._document_rows(part, source, documents, remember), source.name, documents)
 
-    def _key(self, part: keys.Documents, source: DocumentSource, taken: str) -> str:
-        template = self._tokenizer.chat_template
-        # Only those that affect the result: others must not change the key.
-        arguments: dict[str, object] = {}
-        if part.chat_template_kwargs:
-            arguments["chat_template_kwargs"] = part.chat_template_kwargs
-        if part.ignore:
-            arguments["ignore"] = sorted(part.ignore)
-        if template is not None and template.date and part.format != "text":
-            arguments["date"] = template.date
+    def _key(self, part: keys.Documents, source: DocumentSource, taken: str | None) -> str:
+        template = None if part.format == "text" else self._tokenizer.chat_template
         return entry_key(
             content=source.content(self._folder),
             kind=part.source,
@@ -205,12 +189,14 @@ class _Builder:
             is_stream=self._packing == "stream",
             on_error=self._data.on_error,
             tokenizer=self._tokenizer.description,
-            chat_template="" if template is None or part.format == "text" else template.text,
+            chat_template=template and (template.text, template.date, part.chat_template_kwargs),
+            ignore=sorted(part.ignore),
             libraries=[version("tokenizers"), version("transformers")],
-            **arguments,
         )
 
-    def _document_rows(self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments) -> Rows:
+    def _document_rows(
+        self, part: keys.Documents, source: DocumentSource, documents: TokenizedDocuments, remember: Remember
+    ) -> Rows:
         """Pack the documents that have something to predict."""
         from portable_fsdp.data.document_rows import DocumentRows, cut  # a stream needs neither
 
@@ -231,12 +217,8 @@ class _Builder:
             seq_len=seq_len,
             padding=self._tokenizer.padding,
             several=self._packing == "documents",
-            remember=self._remember(documents),
+            remember=remember,
         )
-
-    def _remember(self, documents: TokenizedDocuments) -> Remember:
-        # An entry never changes, so nothing has to settle.
-        return partial(remembered, self._folder / "hashes", documents.files, settled_s=0)
 
     def _check_lengths(
         self, source: DocumentSource, documents: TokenizedDocuments, too_long: NDArray[np.bool_]
@@ -306,18 +288,14 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
     left_out = {note.removeprefix(LEFT_OUT): n for note, n in facts.notes.items() if note.startswith(LEFT_OUT)}
     if left_out:
         names = [f"{name} ({count:,})" for name, count in left_out.items()]
-        shown = ", ".join([*names[:20], *([f"{len(names) - 20} more"] if len(names) > 20 else [])])
-        log.info(
-            "data: %s: ignoring columns and keys that nothing reads (with their number of rows): %s", source.name, shown
-        )
+        columns = "columns and keys that nothing reads (with their number of rows)"
+        log.info("data: %s: ignoring %s: %s", source.name, columns, at_most_20(names))
     for note, count in facts.notes.items():
         if not note.startswith(LEFT_OUT):
             _log_count(count, f"{source.name}: {note}", logging.WARNING)
 
 
 # ---------------------------------------------------------------------------------------------------------- rendering
-
-_NO_WEIGHT = "weight 0 (or train: false), left out"
 
 
 def renderer(
@@ -349,18 +327,19 @@ def render_documents(
 ) -> list[Rendered | Broken]:
     """Render several documents. `prepare` returns the text to tokenize, or raises ValueError with the reason; `encode`
     tokenizes all prepared documents at once."""
-    results: list[Any] = []
-    for example in examples:
+
+    def prepared(example: Example | Broken) -> Any:
+        if isinstance(example, Broken):
+            return example
         try:
-            if isinstance(example, Broken):
-                results.append(example)
-            elif not trains(example.fields, "row"):
-                counted = None if form == "text" else np.empty(0, np.bool_)
-                results.append(Rendered(example.number, np.empty(0, np.uint8), counted, notes=(_NO_WEIGHT,)))
-            else:
-                results.append((example, prepare(example)))
+            if trains(example.fields, "row"):
+                return example, prepare(example)
         except ValueError as error:
-            results.append(broken(example, str(error)))
+            return broken(example, str(error))
+        counted = None if form == "text" else np.empty(0, np.bool_)
+        return Rendered(example.number, np.empty(0, np.uint8), counted, notes=("weight 0 (or train: false), left out",))
+
+    results: list[Any] = [prepared(example) for example in examples]
     encoded = iter(encode([item for item in results if not isinstance(item, (Broken, Rendered))]))
     results = [item if isinstance(item, (Broken, Rendered)) else next(encoded) for item in results]
     return [_with_notes(item, example, form) for item, example in zip(results, examples, strict=True)]
@@ -382,8 +361,41 @@ def _text(example: Example) -> str:
 
 
 def _texts(tokenizer: Tokenizer, items: Sequence[tuple[Example, str]], *, stream: bool) -> list[Rendered | Broken]:
-    encoded = tokenizer.encode_all([text for _, text in items], special_tokens=not stream)
-    return [
-        Rendered(example.number, ended(ids, tokenizer.end_of_text))
-        for (example, _), ids in zip(items, encoded, strict=True)
-    ]
+    encoded = zip(items, tokenizer.encode_all([text for _, text in items], special_tokens=not stream), strict=True)
+    return [Rendered(example.number, ended(ids, tokenizer.end_of_text)) for (example, _), ids in encoded]
+
+
+# ------------------------------------------------------------------------------------------------------- rows as text
+
+COUNTS, CONTEXT = "+ ", "  "
+"""Prefixes of lines whose tokens count in the loss, and of all others."""
+
+
+def rows_in_text(corpus: Corpus, seed: int, count: int) -> Iterator[str]:
+    """Yield the first rows of a run: a title, then lines of text that count (`+ `) or don't.
+
+    Rows of `data.factory` have no text; their tensors are described.
+    """
+    decode = partial(corpus.tokenizer.decode, special_tokens=True) if corpus.tokenizer else None
+    numbers = corpus.rows.order(seed, np.arange(min(count, len(corpus.rows)), dtype=np.int64))
+    for place, number in enumerate(numbers, start=1):
+        row = {name: values[0] for name, values in corpus.rows.rows(numbers[place - 1 : place]).items()}
+        if decode is None:
+            yield f"row {place}: " + ", ".join(f"{name} {value.dtype} {[*value.shape]}" for name, value in row.items())
+            continue
+        yield from _of_text(f"row {place} (index {number} of {len(corpus.rows)})", row, decode)
+
+
+def _of_text(title: str, row: dict[str, Tensor], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
+    has_documents = "segments" in row
+    segments = row["segments"].tolist() if has_documents else [1] * len(ids)
+    counts = [label != IGNORED for label in labels]
+    documents = f", {max(segments)} document(s), {segments.count(0)} padding" if has_documents else ""
+    yield f"{title}: {len(ids)} tokens, {sum(counts)} count{documents}"
+    # labels[t] is the token after input_ids[t]: a token counts where the label before it does
+    tokens = [(segment, place > 0 and counts[place - 1], ids[place]) for place, segment in enumerate(segments)]
+    for (segment, does_count), run in groupby(tokens, key=lambda token: token[:2]):
+        if segment > 0:
+            text = printable(decode([token for _, _, token in run]))
+            yield from ((COUNTS if does_count else CONTEXT) + line for line in text.split("\n"))

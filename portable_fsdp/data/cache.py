@@ -13,17 +13,16 @@ import json
 import logging
 import os
 import shutil
-import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 import xxhash
@@ -201,23 +200,12 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
         ) from error
 
 
-def _run_of(environ: Mapping[str, str]) -> bytes:
-    """Identify the run of this process: a launcher's, which its other processes have too, or the process itself."""
-    launched = [environ[name] for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT") if name in environ]
-    return " ".join(launched or [f"{socket.gethostname()} {os.getpid()}"]).encode()
-
-
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process builds the entry. Yields False if the file system has no locks."""
     with path.open("ab+", buffering=0) as file:  # closing unlocks; the file stays for others; +: a pipe doesn't block
-        lock, owner, other = try_lock(file.fileno()), _run_of(os.environ), b""
-        with suppress(OSError):  # a pipe in its place has no length and no offset
-            if lock:
-                file.truncate(0)
-                file.write(owner)
-            other = os.pread(file.fileno(), len(owner) + 1, 0)
-        if lock is False and other != owner:
+        lock = try_lock(file.fileno())
+        if lock is False:
             log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
         while lock is False:  # polled: NFS lets a blocked lock wait for up to 30 s
             time.sleep(0.1)
@@ -269,9 +257,8 @@ def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generato
 
     with memory_limit() as allow:
         for number, batch in enumerate(_batches(documents)):
-            limit = Limit(
-                len(batch) + sum(_turns(document) ** 2 for document in batch) // 1000, sum(map(_characters, batch))
-            )
+            turns = sum(_turns(document) ** 2 for document in batch)
+            limit = Limit(len(batch) + turns // 1000, sum(map(_characters, batch)))
             allow(limit)
             in_work.append((batch, limit, begin(partial(render, batch))))
             if number == 0 or len(in_work) > _THREADS:
@@ -334,19 +321,16 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
                 starts.append(starts[-1] + len(document.ids))
                 numbers.append(document.number)
                 notes.update(note for note in document.notes if note in notes or len(notes) < MAX_NOTES)
-        _sync(tokens, counted)
+        _sync(tokens)
+        _sync(counted)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
     for name, values in (("starts.bin", starts), ("numbers.bin", numbers)):
-        with (folder / name).open("wb") as file:
-            file.write(np.array(values, np.int64).data)
-            _sync(file)
+        _write_file(folder / name, np.array(values, np.int64).data)
     hashes = {path.name: _hashes_of(path) for path in sorted(folder.glob("*.bin"))}
     counts = len(numbers), starts[-1], has_counted, len(broken)
     facts = Facts(recipe.dtype.name, *counts, first, dict(notes), hashes)
     text = json.dumps(asdict(facts)).encode()
-    with (folder / "facts.json").open("wb") as file:
-        file.write(text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode())
-        _sync(file)
+    _write_file(folder / "facts.json", text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode())
 
 
 def _hashes_of(path: Path) -> str:
@@ -354,10 +338,15 @@ def _hashes_of(path: Path) -> str:
         return "".join(map(xxhash.xxh3_64_hexdigest, iter(lambda: file.read(_HASHED_BYTES), b"")))
 
 
-def _sync(*files: Any) -> None:
-    for file in files:
-        file.flush()
-        os.fsync(file.fileno())
+def _write_file(path: Path, content: bytes | memoryview) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def refusal(broken: Broken) -> str:

@@ -45,8 +45,6 @@ MarkedText = tuple[str, list[CharacterSpan]]
 
 
 class Written(NamedTuple):
-    """A conversation as a template writes it."""
-
     conversation: Conversation
     """Its messages, with tool calls in the form that the template reads."""
     text: str
@@ -74,22 +72,17 @@ def _form(no_content: ChatMessage, change: Callable[[dict[str, Any]], dict[str, 
     return form
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _forms() -> list[_Form]:
-    """The forms in which templates read tool calls, transformers' documented form first. DeepSeek's templates test
-    whether content is none."""
-    return [
-        _form(no_content, change)
-        for no_content in ({}, {"content": None})
-        for change in (
-            lambda call: call,
-            lambda call: {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}},
-            lambda call: call["function"],
-        )
-    ]
+_FORMS = [
+    _form(no_content, change)
+    for no_content in ({}, {"content": None})  # DeepSeek's templates test whether content is none
+    for change in (lambda call: call, _arguments_as_text, lambda call: call["function"])
+]
+"""The forms in which templates read tool calls, transformers' documented form first."""
 
 
 class ChatTemplate:
@@ -156,8 +149,8 @@ class ChatTemplate:
         shape = tuple(marks), tuple(message["role"] for message in conversation.messages)
         if shape in self._shapes:
             return self._shapes[shape]
-        forms, results = _forms(), list[tuple[_Form, list[tuple[int, str]]]]()
-        for form in forms:
+        results = list[tuple[_Form, list[tuple[int, str]]]]()
+        for form in _FORMS:
             try:
                 text, generated = self._render(marked._replace(messages=[form(message) for message in marked.messages]))
             except Exception:  # a template may raise anything
@@ -172,24 +165,23 @@ class ChatTemplate:
         if len(self._shapes) > 1000:
             self._shapes.clear()
         # If no form can be rendered, rendering the texts themselves raises.
-        self._shapes[shape] = results[-1] if results else (forms[0], [])
+        self._shapes[shape] = results[-1] if results else (_FORMS[0], [])
         return self._shapes[shape]
 
     def _left_out_note(self, conversation: Conversation, number: int, key: str) -> list[str]:
         """Raise ValueError unless the template reads this key and omits it in some messages only."""
         if key == "content":
-            role = conversation.messages[number]["role"]
+            role, problem = conversation.messages[number]["role"], "the chat template leaves out"
             if conversation.messages[number].get("tool_calls"):
                 raise ValueError(
-                    f"the chat template leaves out the text of message {number + 1}, which has tool_calls too.\n"
+                    f"{problem} the text of message {number + 1}, which has tool_calls too.\n"
                     "  Remove that text, or use another template"
                 )
             raise ValueError(
-                f"the chat template leaves out message {number + 1} (role {role}).\n"
+                f"{problem} message {number + 1} (role {role}).\n"
                 f"  Remove the message, or set data.ignore=[{role}] to leave out all of this role"
             )
-        aliases = REASONING if key in REASONING else (key,)
-        if key not in REASONING or not any(self._reads(alias) for alias in aliases):
+        if key not in REASONING or not any(map(self._reads, REASONING)):
             raise ValueError(
                 f"the chat template leaves out {key}, or a part of it.\n  Write it into the text of a message, use "
                 f"another template, or set data.ignore=[{key}] to leave it out"
@@ -327,7 +319,6 @@ class ChatTemplate:
     def _or_none(
         self, messages: Sequence[ChatMessage], conversation: Conversation, *, add_prompt: bool = False
     ) -> str | None:
-        """Return the text of some messages; None if the template refuses them."""
         try:
             return self._render(Conversation(messages, conversation.tools), add_prompt=add_prompt)[0]
         except Exception:  # a template may raise anything
@@ -420,8 +411,7 @@ def _ambiguous(number: int) -> ValueError:
 
 def _inside(offsets: Sequence[CharacterSpan], spans: Sequence[CharacterSpan]) -> list[bool]:
     """Return a mask of the tokens with a character in one of the spans; both ascend."""
-    counted = [False] * len(offsets)
-    at = 0
+    counted, at = [False] * len(offsets), 0
     for begin, end in spans:
         while at < len(offsets) and offsets[at][1] <= begin:
             at += 1

@@ -15,6 +15,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -37,12 +38,12 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 def read_whole(path: Path) -> bytes:
     """Read the unpacked content. Raises DataError for an unreadable file, and above `MAX_UNPACKED`."""
     try:
+        is_compressed = _kind(path) is not None
         with opened(path) as file:
-            most = None if _kind(path) is None else MAX_UNPACKED
-            content = file.read(-1 if most is None else most + 1)
+            content = file.read(MAX_UNPACKED + 1 if is_compressed else -1)
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(str(path), path, error) from error
-    if most is not None and len(content) > most:
+    if is_compressed and len(content) > MAX_UNPACKED:
         raise DataError(
             f"data.path: {path}: expected at most {MAX_UNPACKED:,} bytes in a compressed file, found more.\n"
             "  Unpack it, or cut it into several files."
@@ -118,36 +119,24 @@ def remembered(
     """Return the result of `make()`, or its memo in `folder`. The result must depend on `purpose` and the bytes of
     `files` alone.
 
-    Any number of processes may call it at once: each reads a complete memo or computes the result itself. A damaged
-    memo is ignored, and nothing is cached if `folder` isn't writable. Raises OSError for a missing file.
+    Any number of processes may call it at once. A damaged memo is ignored, and nothing is cached if `folder` isn't
+    writable. Raises OSError for a missing file.
     """
     now = clock()
     stats = [(os.path.realpath(path), os.stat(path)) for path in files]
     facts = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
     memo = folder / xxhash.xxh3_128_hexdigest(json.dumps([purpose, facts]).encode())
-    digest = _read(memo)
-    if digest is None:
-        digest = make()
-        newest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for _, stat in stats), default=0)
-        if newest < now - settled_s * 1e9:
-            _write(memo, digest)
-    return digest
-
-
-def _read(memo: Path) -> str | None:
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         digest, _, check = read_regular(memo).decode().partition(" ")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return digest if check == _check(memo, digest) else None
-
-
-def _write(memo: Path, digest: str) -> None:
-    try:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(memo, f"{digest} {_check(memo, digest)}")
-    except OSError:
-        return  # the next start hashes again
+        if check == _check(memo, digest):
+            return digest
+    digest = make()
+    newest = max((max(stat.st_mtime_ns, stat.st_ctime_ns) for _, stat in stats), default=0)
+    if newest < now - settled_s * 1e9:
+        with suppress(OSError):  # the next start hashes again
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(memo, f"{digest} {_check(memo, digest)}")
+    return digest
 
 
 def _check(memo: Path, digest: str) -> str:

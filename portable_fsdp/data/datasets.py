@@ -34,8 +34,6 @@ Collate = Callable[[list[Any]], Any]
 _END = "the end of a stream"
 _READING = Lock()
 _COMPARED = 16  # rows that a fingerprint reads
-
-
 _MASK = "attention_mask"
 
 Row = dict[str, Any]
@@ -43,10 +41,10 @@ Row = dict[str, Any]
 
 
 class Buckets:
-    """The sizes of `data.buckets`; pads rows along dimension 0, each to the first size that holds it.
+    """The sizes of `data.buckets`, perhaps none; pads rows along dimension 0, each to the first size that holds it.
 
-    Engines that compile a program per shape compile one per bucket. Padding doesn't change the loss curve: padded
-    labels are -100, and the loss of a step is a sum over its rows, in any order.
+    Padding doesn't change the loss curve: padded labels are -100, and the loss of a step is a sum over its rows, in any
+    order.
 
     If `input_ids` is listed and `attention_mask` is not, the mask has the sizes of `input_ids`; a row without a mask
     gets one: 1 for its tokens, 0 for padding.
@@ -59,11 +57,16 @@ class Buckets:
         if self._adds_mask:
             self._sizes[_MASK] = sizes["input_ids"]
 
-    def __len__(self) -> int:
-        return len(next(iter(self._sizes.values())))
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
 
-    def opened(self, item: object, place: str) -> Row:
+    def __len__(self) -> int:
+        return len(next(iter(self._sizes.values()), ("one",)))
+
+    def opened(self, item: Any, place: str) -> Row:
         """Convert a row's listed keys to tensors; `place` names the row in messages. Raises DataError if that fails."""
+        if not self._sizes:
+            return item
         if not isinstance(item, Mapping):
             raise self._error(place, f"expected a dict of tensors, found {type(item).__name__}")
         row = dict(cast("Mapping[str, Any]", item))
@@ -98,7 +101,7 @@ class Buckets:
     def padded(self, row: Row, number: int) -> Row:
         """Pad an opened row to the sizes of a bucket. Cuts longer tensors, but only a trial of shapes has those."""
         resized = {key: _resized(row[key], sizes[number], key) for key, sizes in self._sizes.items()}
-        return {**row, **resized}
+        return {**row, **resized} if resized else row
 
     def _error(self, place: str, problem: str) -> DataError:
         sizes = ", ".join(f"{key}: {list(sizes)}" for key, sizes in self._sizes.items())
@@ -135,7 +138,7 @@ def _seeded(seed: int) -> Generator[None]:
 class _OwnRows(Rows):
     """Base of rows from a user's dataset."""
 
-    def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets | None) -> None:
+    def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets) -> None:
         self._name, self._dataset, self._collate, self._buckets = name, dataset, collate, buckets
 
     @abstractmethod
@@ -154,22 +157,17 @@ class _OwnRows(Rows):
 
     def _opened(self, indices: NDArray[np.int64]) -> list[Any]:
         """Return the items of these rows; with buckets, the padded keys are tensors."""
-        items = self._read(indices)
-        if self._buckets is None:
-            return items
-        places = [self.place(int(number)) for number in indices]
-        return [self._buckets.opened(item, place) for item, place in zip(items, places, strict=True)]
+        items = zip(self._read(indices), indices, strict=True)
+        return [self._buckets.opened(item, self.place(int(number))) for item, number in items]
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the tensors of these rows, dimension 0 = rows, in the first bucket that holds all of them."""
         rows = self._opened(indices)
-        if self._buckets is None:
-            return self._batch(rows)
         return self._in_bucket(rows, max(self._buckets.number(row) or 0 for row in rows))
 
     def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
         """Sort rows by bucket before the cut: that saves padding, and no sum over all rows changes."""
-        if self._buckets is None:
+        if not self._buckets:  # a collate function gets all rows of the step
             return super().micro_batches(indices, count)
         rows = self._opened(indices)
         numbers = [self._buckets.number(row) or 0 for row in rows]
@@ -181,12 +179,9 @@ class _OwnRows(Rows):
     def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
         """Return the rows padded or cut to each bucket; unchanged without buckets."""
         rows = self._opened(indices)
-        if self._buckets is None:
-            return [self._batch(rows)]
         return [self._in_bucket(rows, number) for number in range(len(self._buckets))]
 
     def _in_bucket(self, rows: list[Row], number: int) -> dict[str, Tensor]:
-        assert self._buckets is not None
         return self._batch([self._buckets.padded(row, number) for row in rows])
 
     def _batch(self, items: list[Any]) -> dict[str, Tensor]:
@@ -203,8 +198,8 @@ class _OwnRows(Rows):
                 f"data.factory: {self._name}: expected items that are dicts of tensors, found a batch of type "
                 f"{type(batch).__name__}.\n  Return a dict from __getitem__, as {{'x': x, 'labels': y}}."
             )
-        tensors = dict(cast("Mapping[str, object]", batch))
-        for key, value in tensors.items():
+        tensors = cast("Mapping[str, Tensor]", batch)
+        for key, value in cast("Mapping[str, object]", batch).items():
             if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != len(items):
                 actual = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise DataError(
@@ -212,8 +207,7 @@ class _OwnRows(Rows):
                     f"a batch, found {key}: {actual}."
                 )
         # float64 is the default of NumPy and Python, but TPUs lack it.
-        checked = cast("dict[str, Tensor]", tensors)
-        return {key: value.float() if value.dtype == torch.float64 else value for key, value in checked.items()}
+        return {key: value.float() if value.dtype == torch.float64 else value for key, value in tensors.items()}
 
     def _hash(self, kind: str, numbers: Iterable[int]) -> str:
         """Hash these rows one by one without padding: bucket sizes don't change the data."""
@@ -233,15 +227,15 @@ class DatasetRows(_OwnRows):
         name: str,
         dataset: Any,
         collate: Collate,
-        chosen: NDArray[np.int64] | None = None,
-        buckets: Buckets | None = None,
+        buckets: Buckets,
+        chosen: Sequence[int] | NDArray[np.int64] | None = None,
     ) -> None:
         """`chosen`: the rows of the dataset to use; None: all."""
         super().__init__(name, dataset, collate, buckets)
-        self._chosen = chosen
+        self._chosen = range(len(dataset)) if chosen is None else chosen
 
     def __len__(self) -> int:
-        return len(self._dataset) if self._chosen is None else len(self._chosen)
+        return len(self._chosen)
 
     def _read(self, indices: NDArray[np.int64]) -> list[Any]:
         return [self._item(int(number)) for number in indices]
@@ -251,8 +245,7 @@ class DatasetRows(_OwnRows):
 
     def _index(self, number: int) -> int:
         """Return the index in the dataset."""
-        place = number % len(self)
-        return place if self._chosen is None else int(self._chosen[place])
+        return int(self._chosen[number % len(self)])
 
     def _item(self, number: int) -> Any:
         index = self._index(number)
@@ -277,7 +270,7 @@ class StreamRows(_OwnRows):
     that method, it reads and drops them.
     """
 
-    def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets | None = None) -> None:
+    def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets) -> None:
         super().__init__(name, dataset, collate, buckets)
         self._iterator: Iterator[Any] = iter(())
         self._next: int | None = None  # number of the next item
@@ -333,8 +326,8 @@ class StreamRows(_OwnRows):
 
 def open_training_rows(data: keys.Data) -> Rows:
     """Open the training rows alone. Raises as `open_datasets`."""
-    share = None if data.eval_split is None else keys.share_held_out(data.eval_split)
-    return open_datasets(data if share is not None else data.model_copy(update={"eval_split": None}))[0]
+    has_share = data.eval_split is not None and keys.share_held_out(data.eval_split)
+    return open_datasets(data if has_share else data.model_copy(update={"eval_split": None}))[0]
 
 
 def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
@@ -343,7 +336,7 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
     Raises ConfigError if the factory fails; DataError for a wrong return value and for a part without rows.
     """
     name, split = str(data.factory), data.split or "train"
-    buckets = Buckets(name, data.buckets) if data.buckets else None
+    buckets, share = Buckets(name, data.buckets), data.eval_split and keys.share_held_out(data.eval_split)
     dataset, collate = _made(name, split)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         if data.workers > 1:
@@ -353,19 +346,18 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
             )
         trained: Rows = StreamRows(name, dataset, collate, buckets)
     else:
-        trained = DatasetRows(name, dataset, collate, buckets=buckets)
+        trained = DatasetRows(name, dataset, collate, buckets)
         if len(trained) == 0:
             raise DataError(f"data.factory: {name}: split {split!r} has no rows.")
     if data.eval_split is None:
         return trained, None
-    share = keys.share_held_out(data.eval_split)
-    if share is None:
+    if not share:
         dataset, collate = _made(name, data.eval_split)
         if not isinstance(dataset, Sized):
             raise DataError(
                 f"data.eval_split: expected a dataset with __len__, found a stream: {name}({data.eval_split!r})."
             )
-        return trained, DatasetRows(name, dataset, collate, buckets=buckets)
+        return trained, DatasetRows(name, dataset, collate, buckets)
     if isinstance(trained, StreamRows):
         raise DataError(
             f"data.eval_split: expected the name of a split, found {data.eval_split}: no share of a stream can be held "
@@ -378,10 +370,9 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
             f"data.eval_split: a share of {data.eval_split} of {len(trained)} rows leaves no rows to train on, or none "
             "to evaluate."
         )
-    return (
-        DatasetRows(name, dataset, collate, numbers[~held_out], buckets),
-        DatasetRows(name, dataset, collate, numbers[held_out], buckets),
-    )
+    parts = (numbers[~held_out], numbers[held_out])
+    trained, evaluated = (DatasetRows(name, dataset, collate, buckets, part) for part in parts)
+    return trained, evaluated
 
 
 def _made(name: str, split: str) -> tuple[Any, Collate]:

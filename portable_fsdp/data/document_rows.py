@@ -49,19 +49,10 @@ class DocumentRows(Rows):
         several: bool,
         remember: Remember = make_again,
     ) -> None:
-        """Args:
-        tokens, counted: of all documents, see `cache.TokenizedDocuments`.
-        pieces: none longer than `seq_len`.
-        padding: the id that fills the end of a row.
-        several: put as many pieces into a row as fit; False: one.
-        remember: see `PackedRows`.
-        """
-        self._remember = remember
-        self.seq_len = seq_len
-        self._tokens = tokens
-        self._counted = counted
-        self._pieces = pieces
-        self._padding = padding
+        """`tokens`, `counted`: see `cache.TokenizedDocuments`; `pieces`: none longer than `seq_len`; `several`: as many
+        in a row as fit, else one; `padding`: the id that fills the end of a row; `remember`: see `PackedRows`."""
+        self.seq_len, self._remember = seq_len, remember
+        self._tokens, self._counted, self._pieces, self._padding = tokens, counted, pieces, padding
         count = len(pieces.lengths)
         self._order, self._starts = (
             best_fit(pieces.lengths, seq_len) if several else (np.arange(count), np.arange(count + 1))
@@ -69,11 +60,6 @@ class DocumentRows(Rows):
 
     def __len__(self) -> int:
         return len(self._starts) - 1
-
-    @property
-    def padded(self) -> float:
-        """The share of all positions that hold no document."""
-        return 1 - int(self._pieces.lengths.sum()) / max(1, len(self) * self.seq_len)
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:
         """Return `input_ids`, `labels`, `positions` and `segments`, int64 `[len(indices), seq_len]`."""
@@ -130,10 +116,8 @@ def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
     longest first, each into the fullest row that has room, else into a new one. A length that fits k times into a row
     is placed there k times at once, so the work grows with the number of lengths, not of documents.
 
-    Args:
-        lengths: 1-D, each from 1 to `capacity`.
-
-    Returns: `order`, the documents row by row, and `starts` `[rows + 1]`: row r is `order[starts[r] : starts[r + 1]]`.
+    `lengths`: 1-D, each from 1 to `capacity`. Returns `order`, the documents row by row, and `starts` `[rows + 1]`:
+    row r is `order[starts[r] : starts[r + 1]]`.
     """
     by_length = np.argsort(-lengths, kind="stable")
     rows = _rows_of(lengths[by_length], capacity)
@@ -146,49 +130,35 @@ def best_fit(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
 def _rows_of(lengths: Int64s, capacity: int) -> Int64s:
     """Return the row of each document; `lengths` descend."""
     rows = np.empty(len(lengths), np.int64)
-    room = _Room()
+    with_room: dict[int, list[Int64s]] = {}  # free tokens -> the rows that have them
+    spaces: list[int] = []  # its keys, ascending
+
+    def put(space: int, open_rows: Int64s) -> None:
+        if space and len(open_rows):
+            if space not in with_room:
+                insort(spaces, space)
+            with_room.setdefault(space, []).append(open_rows)
+
     opened = 0
     values, counts = np.unique(-lengths, return_counts=True)
     ends = np.cumsum(counts)
     for length, begin, end in zip((-values).tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
         while begin < end:
-            taken = room.take(length)
-            if taken is None:
+            at = bisect_left(spaces, length)
+            if at < len(spaces):
+                space = spaces.pop(at)
+                open_rows = np.concatenate(with_room.pop(space))
+            else:
                 count = -(-(end - begin) // (capacity // length))
-                taken = capacity, np.arange(opened, opened + count)
+                space, open_rows = capacity, np.arange(opened, opened + count)
                 opened += count
-            space, open_rows = taken
             times = space // length
             placed = min(end - begin, times * len(open_rows))
             filled, rest = divmod(placed, times)
             rows[begin : begin + placed] = np.repeat(open_rows, times)[:placed]
-            room.put(space - times * length, open_rows[:filled])
+            put(space - times * length, open_rows[:filled])
             if rest:
-                room.put(space - rest * length, open_rows[filled : filled + 1])
-            room.put(space, open_rows[filled + bool(rest) :])
+                put(space - rest * length, open_rows[filled : filled + 1])
+            put(space, open_rows[filled + bool(rest) :])
             begin += placed
     return rows
-
-
-class _Room:
-    """The rows with room left, by the number of free tokens."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, list[Int64s]] = {}
-        self._spaces: list[int] = []  # ascending
-
-    def take(self, length: int) -> tuple[int, Int64s] | None:
-        """Remove and return the smallest space that holds `length`, and all its rows; None if no row has room."""
-        at = bisect_left(self._spaces, length)
-        if at == len(self._spaces):
-            return None
-        space = self._spaces.pop(at)
-        return space, np.concatenate(self._rows.pop(space))
-
-    def put(self, space: int, rows: Int64s) -> None:
-        if space == 0 or len(rows) == 0:
-            return
-        if space not in self._rows:
-            self._rows[space] = []
-            insort(self._spaces, space)
-        self._rows[space].append(rows)

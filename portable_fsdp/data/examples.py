@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -125,6 +124,10 @@ def name_of(files: Sequence[Path]) -> str:
     return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1:,} more"
 
 
+def at_most_20(names: Sequence[str]) -> str:
+    return ", ".join([*names[:20], *([f"{len(names) - 20} more"] if len(names) > 20 else [])])
+
+
 def not_utf8(error: UnicodeDecodeError) -> str:
     source = "utf-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
     here = f"found 0x{error.object[error.start]:02x} at byte {error.start}"
@@ -159,8 +162,7 @@ def meaningful_columns(form: Format) -> tuple[str, ...]:
     if form == "text":
         return WEIGHTS
     parts = ("input", "context", "history") if form in ("prompt_completion", "instruction") else ()
-    keys = (*OPTIONAL_COLUMNS[form], *WEIGHTS, *_ANSWER, *_MEDIA, *_CONTEXT, *parts)
-    return tuple(dict.fromkeys(keys))
+    return tuple(dict.fromkeys((*OPTIONAL_COLUMNS[form], *WEIGHTS, *_ANSWER, *_MEDIA, *_CONTEXT, *parts)))
 
 
 def contains(text: str, value: Any) -> bool:
@@ -208,15 +210,11 @@ def trains(values: Mapping[str, Any], what: str) -> bool:
     return result
 
 
-_KINDS: dict[type, str] = {
-    **{NoneType: "null", str: "text", bool: "true or false", int: "a number", float: "a number"},
-    **{list: "a list", dict: "a mapping"},
-}
-
-
 def kind(value: object) -> str:
     """Name the value's type in JSON's terms, for messages."""
-    return _KINDS.get(type(value), type(value).__name__)
+    kinds = {"NoneType": "null", "str": "text", "bool": "true or false", "int": "a number", "float": "a number"}
+    name = type(value).__name__
+    return {**kinds, "list": "a list", "dict": "a mapping"}.get(name, name)
 
 
 def without_nulls(value: Any) -> Any:

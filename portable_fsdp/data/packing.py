@@ -16,7 +16,7 @@ matter, so any run can resume anywhere from its position alone.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -120,17 +120,14 @@ class PackedRows(Rows):
 
     def __init__(self, tokens: Tokens, seq_len: int, remember: Remember = make_again) -> None:
         """`remember`: caches the hash over all tokens, see `compressed.remembered`."""
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self._remember = remember
+        self.tokens, self.seq_len, self._remember = tokens, seq_len, remember
 
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:
-        """Return `input_ids` and `labels`, int64 `[len(indices), seq_len]`, of the rows with these indices."""
-        window = np.arange(self.seq_len + 1)
-        tokens = torch.tensor(self.tokens[indices[:, None] * self.seq_len + window].astype(np.int64))
+        places = indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        tokens = torch.tensor(self.tokens[places].astype(np.int64))
         # Of one row both are contiguous parts of one tensor; an evaluation writes into the labels.
         labels = tokens[:, 1:].clone(memory_format=torch.contiguous_format)
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels}
@@ -140,13 +137,22 @@ class PackedRows(Rows):
         return self._remember(f"stream {cut}", lambda: hash_of(self.tokens, cut.encode()))
 
 
+SHARES = 1000  # weights are rounded to thousandths of their sum
+
+
 class MixedRows(Rows):
-    """The rows of several corpora, drawn by weight; row numbers continue from one corpus to the next."""
+    """The rows of several corpora, drawn by weight; row numbers continue from one corpus to the next.
+
+    Positions form blocks of `sum(shares)`. Each block holds every part as often as its share, in its own order. So the
+    number of a part's samples before a block is a product, and no earlier position matters. Each part visits its rows
+    in its own epochs.
+    """
 
     def __init__(self, parts: Sequence[Rows], weights: Sequence[float]) -> None:
         self._parts = parts
         self._firsts = np.cumsum([0, *map(len, parts)])
-        self._mixture = Mixture.of([len(part) for part in parts], weights)
+        self.shares = shares_of(weights)
+        """Positions of each part in a block, in lowest terms."""
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -161,11 +167,31 @@ class MixedRows(Rows):
         return batch
 
     def order(self, seed: int, positions: Int64s) -> Int64s:
-        return self._mixture.indices(seed, positions)
+        block = positions // sum(self.shares)
+        slot = sample_indices(seed_of(seed, 0), positions, sum(self.shares))
+        starts = np.cumsum([0, *self.shares])
+        source = np.searchsorted(starts, slot, side="right") - 1
+        rows = np.empty_like(slot)
+        for number, (part, share) in enumerate(zip(self._parts, self.shares, strict=True)):
+            own = source == number
+            own_positions = block[own] * share + slot[own] - starts[number]
+            rows[own] = self._firsts[number] + sample_indices(seed_of(seed, number + 1), own_positions, len(part))
+        return rows
 
     def fingerprint(self) -> str:
         parts = [part.fingerprint() for part in self._parts]
-        return xxhash.xxh3_128_hexdigest(f"mixture {parts} {self._mixture.shares}".encode())
+        return xxhash.xxh3_128_hexdigest(f"mixture {parts} {self.shares}".encode())
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return shares in thousandths of the sum of the weights, at least one each, in lowest terms. The remainder goes to
+    those that rounding reduced most."""
+    exact = [weight * SHARES / sum(weights) for weight in weights]
+    shares = [max(1, int(share)) for share in exact]
+    by_loss = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
+    for number in by_loss[: max(0, SHARES - sum(shares))]:
+        shares[number] += 1
+    return tuple(share // gcd(*shares) for share in shares)
 
 
 # --------------------------------------------------------------------------------------------------------------- order
@@ -178,14 +204,9 @@ UInt64s = NDArray[np.uint64]
 
 
 def sample_indices(seed: int, positions: Int64s, rows: int) -> Int64s:
-    """Return the row of each position.
+    """Return the row of each position: 1-D int64, each in [0, rows).
 
-    Args:
-        seed: seed of the order, modulo 2**64.
-        positions: 1-D, each at least 0; they may be in different epochs.
-        rows: rows in the corpus, at least 1.
-
-    Returns: 1-D int64, each in [0, rows).
+    `seed`: modulo 2**64; `positions`: 1-D, each at least 0, perhaps in different epochs; `rows`: at least 1.
     """
     epoch, index = np.divmod(positions.astype(np.uint64), np.uint64(rows))
     half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
@@ -196,51 +217,6 @@ def sample_indices(seed: int, positions: Int64s, rows: int) -> Int64s:
         index[outside] = _permute(index[outside], key[outside], half_bits)
         outside = index >= rows
     return index.astype(np.int64)
-
-
-SHARES = 1000  # weights are rounded to thousandths of their sum
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Several corpora, each with its share of the positions.
-
-    Positions form blocks of `sum(shares)`. Each block holds every source as often as its share, in its own order. So
-    the number of a source's samples before a block is a product, and no earlier position matters. Each source visits
-    its rows in its own epochs.
-    """
-
-    sizes: tuple[int, ...]
-    """Rows of each source."""
-    shares: tuple[int, ...]
-    """Positions of each source in a block, in lowest terms."""
-
-    @classmethod
-    def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> Self:
-        """Compute shares in thousandths of the sum of the weights, at least one each. The remainder goes to those that
-        rounding reduced most."""
-        exact = [weight * SHARES / sum(weights) for weight in weights]
-        shares = [max(1, int(share)) for share in exact]
-        by_loss = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
-        for number in by_loss[: max(0, SHARES - sum(shares))]:
-            shares[number] += 1
-        common = gcd(*shares)
-        return cls(tuple(sizes), tuple(share // common for share in shares))
-
-    def indices(self, seed: int, positions: Int64s) -> Int64s:
-        """Return the row of each position, numbered over all sources: 1-D int64, as `sample_indices`."""
-        block = positions // sum(self.shares)
-        slot = sample_indices(seed_of(seed, 0), positions, sum(self.shares))
-        ends = np.cumsum(np.array(self.shares, np.int64))
-        source = np.searchsorted(ends, slot, side="right")
-        rank = slot - (ends - np.array(self.shares, np.int64))[source]
-        first_rows = np.cumsum(np.array((0, *self.sizes), np.int64))
-        rows = np.empty_like(slot)
-        for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
-            own = source == number
-            own_positions = block[own] * share + rank[own]
-            rows[own] = first_rows[number] + sample_indices(seed_of(seed, number + 1), own_positions, size)
-        return rows
 
 
 def share_of_numbers(number: int, share: float) -> bool:

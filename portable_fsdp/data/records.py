@@ -26,6 +26,7 @@ from portable_fsdp.data.examples import (
     LEFT_OUT,
     Broken,
     Example,
+    at_most_20,
     extra,
     format_of,
     meaningful_columns,
@@ -53,6 +54,7 @@ class JsonLines(TextFileSource):
         super().__init__(files)
         self._columns = columns
         self._ignore = ignore
+        self._needed = {columns[column] for column in FORMAT_COLUMNS[format_of(columns)]}
 
     def read(self) -> Iterator[Example | Broken]:
         number, self._seen = 0, set[str]()
@@ -63,8 +65,7 @@ class JsonLines(TextFileSource):
                     expected = "expected a JSON object" + ("" if is_array else " on one line")
                     yield self._example(number, f"{path}:{line_number}", line, expected)
                     number += 1
-        needed = FORMAT_COLUMNS[format_of(self._columns)]
-        if never := {name for column, name in self._columns.items() if column not in needed} - self._seen:
+        if never := {*self._columns.values()} - self._seen - self._needed:
             raise DataError(f"data.columns: no row has the column {min(never)}: {self.name}.")
 
     def _example(self, number: int, place: str, line: bytes, expected: str) -> Example | Broken:
@@ -72,15 +73,14 @@ class JsonLines(TextFileSource):
             values = _json_object(line, expected)
             self._seen.update(self._columns.values() & values.keys())
             values = {name: value for name, value in values.items() if value is not None}
-            columns, needed = _present(self._columns, values), FORMAT_COLUMNS[format_of(self._columns)]
             # A row may lack an optional column.
-            columns: Columns = {column: name for column, name in columns.items() if column in needed or name in values}
-            _require(columns, values)
+            columns: Columns = {
+                column: name for column, name in self._columns.items() if name in self._needed or name in values
+            }
             read = _all_read(columns, values, self._ignore)
         except ValueError as error:
             return Broken(number, place, len(line), str(error))
-        fields = {column: values[name] for column, name in read.items()}
-        return Example(number, place, len(line), fields, _notes(read, values, self._ignore))
+        return Example(number, place, len(line), _fields(read, values), _notes(read, values, self._ignore))
 
 
 def _json_object(line: bytes, expected: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Parquet:
         for path in files:
             with self._open(path) as file:
                 self.total += file.metadata.num_rows
-                _checked(columns, file.schema_arrow.names, str(path))
+                _checked(columns, file.schema_arrow.names, ignore, str(path))
 
     def content(self, cache: Path) -> str:
         return hash_of_files(self._files, cache)
@@ -191,19 +191,16 @@ class Parquet:
         for path in self._files:
             with self._open(path) as file:
                 names = file.schema_arrow.names
-                read = _all_read(_present(self._columns, names), names, self._ignore)
+                read = _all_read(self._columns, names, self._ignore)
                 notes = _notes(read, names, self._ignore)
-                for row, values in enumerate(self._rows(file, path, list(read.values()))):
-                    fields = {column: values[name] for column, name in read.items()}
-                    yield Example(number, f"{path}: row {row}", 1, fields, notes)
+                for row, values in enumerate(self._rows(file, path, list({*read.values()}))):
+                    yield Example(number, f"{path}: row {row}", 1, _fields(read, values), notes)
                     number += 1
 
-    def _rows(self, file: Any, path: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def _rows(self, file: Any, path: Path, names: list[str]) -> Iterator[dict[str, Any]]:
         try:
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=list(dict.fromkeys(names)))
-                for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
-                    yield from batch.to_pylist()
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=names):
+                yield from batch.to_pylist()
         except (OSError, ValueError) as error:  # pyarrow raises both
             raise DataError(f"data.path: {path}: the parquet file can't be read: {error}") from error
 
@@ -227,7 +224,7 @@ class HuggingFace:
         self._split = split or "train"
         self._data, self._sizes = _load_data_set(path, self._split, key)
         names = self._data.column_names
-        self._read = _all_read(_checked(columns, names, self.name), names, ignore)
+        self._read = _checked(columns, names, ignore, self.name)
         self._notes = _notes(self._read, names, ignore)
         self._data = self._data.select_columns(list(dict.fromkeys(self._read.values())))
         self.total = len(self._data)
@@ -254,8 +251,7 @@ class HuggingFace:
 
     def read(self) -> Iterator[Example | Broken]:
         for row, values in enumerate(self._data):
-            fields = {column: values[name] for column, name in self._read.items()}
-            yield Example(row, f"{self.name}: row {row}", 1, fields, self._notes)
+            yield Example(row, f"{self.name}: row {row}", 1, _fields(self._read, values), self._notes)
 
 
 _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
@@ -297,13 +293,17 @@ def _part_of_saved(datasets: Any, saved: Any, split: str) -> tuple[Any, dict[str
 
 
 def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str]) -> dict[str, str]:
-    """Return the columns, and those of `names` that matter for training: field -> name in the file."""
-    mapped = columns.values()
-    meaningful = meaningful_columns(format_of(columns))
-    return {
-        **columns,
-        **{name: name for name in meaningful if name in names and name not in (*ignore, *mapped, *columns)},
-    }
+    """Return the columns, and those of `names` that matter for training: field -> name in the file. ShareGPT's
+    `conversations` replaces `messages` if only that is in the file. Raises ValueError for the first missing column."""
+    if columns.get("messages") == "messages" and "messages" not in names and SHAREGPT in names:
+        columns = {**columns, "messages": SHAREGPT}
+    _require(columns, names)
+    unused = set(names) - {*ignore, *columns, *columns.values()}
+    return {**columns, **{name: name for name in meaningful_columns(format_of(columns)) if name in unused}}
+
+
+def _fields(read: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: values[name] for field, name in read.items()}
 
 
 def _notes(read: Mapping[str, str], names: Iterable[str], ignore: Collection[str]) -> tuple[str, ...]:
@@ -312,21 +312,12 @@ def _notes(read: Mapping[str, str], names: Iterable[str], ignore: Collection[str
     return tuple(f"{LEFT_OUT}{name[:64]}" for name in names if name not in used)
 
 
-def _present(columns: Columns, names: Iterable[str]) -> Columns:
-    """Replace `messages` by ShareGPT's `conversations` if only that is in the file."""
-    if columns.get("messages") == "messages" and "messages" not in names and SHAREGPT in names:
-        return {**columns, "messages": SHAREGPT}
-    return columns
-
-
-def _checked(columns: Columns, names: Sequence[str], where: str) -> Columns:
+def _checked(columns: Columns, names: Sequence[str], ignore: Collection[str], where: str) -> dict[str, str]:
     """Return the columns by their names in a file; raises DataError if one is missing."""
-    columns = _present(columns, names)
     try:
-        _require(columns, names)
+        return _all_read(columns, names, ignore)
     except ValueError as error:
         raise DataError(f"data.columns: {where}: {error}") from None
-    return columns
 
 
 def _require(columns: Columns, names: Iterable[str]) -> None:
@@ -335,8 +326,7 @@ def _require(columns: Columns, names: Iterable[str]) -> None:
     column, name = next(((column, name) for column, name in columns.items() if name not in present), (None, None))
     if name is None:
         return
-    more = [f"{len(present) - 20} more"] if len(present) > 20 else []
-    shortened = ", ".join([*(name[:80] for name in present[:20]), *more]) or "none"
+    shortened = at_most_20([name[:80] for name in present]) or "none"
     form = next((form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(present)), None)
     if form is not None or SHAREGPT in present:
         advice = f"Set data.format={form or 'chat'}."

@@ -103,10 +103,9 @@ def _completed(
         silent, _ = template.spans(written, [number for number in conversation.silent if number >= first])
     except Exception as error:  # a template may raise anything
         raise _refusal(error) from error
-    used = {*_IN_A_CONVERSATION, *(("input",) if form == "instruction" else ())}
+    used = (*_IN_A_CONVERSATION, "input") if form == "instruction" else _IN_A_CONVERSATION
     _require_use(example.fields, written.text, form, used)
-    completion = [(begin or 0, len(written.text))]
-    alone, whole = template.tokenized([(prompt, []), (written.text, completion)])
+    alone, whole = template.tokenized([(prompt, []), (written.text, [(begin or 0, len(written.text))])])
     dtype = token_dtype(tokenizer.vocab_size)
     rendered = _masked(example, np.array(alone.ids, dtype=dtype), np.array(whole.ids, dtype=dtype))
     notes = (*(n for n in written.notes if n != KEPT_OUT), *_notes_of_roles(conversation.messages, template))
@@ -182,10 +181,8 @@ def _instruction(
 ) -> tuple[str, str] | Rendered:
     """Render question and answer by the chat template if the tokenizer has one; otherwise as texts under headings."""
     fields = example.fields
-    values = {key: fields.get(key) for key in ("system", "instruction", "input", "output")}
-    parts: dict[str, Any] = {
-        key: "" if value is None and key in ("system", "input") else value for key, value in values.items()
-    }
+    parts: dict[str, Any] = {key: fields.get(key) for key in ("system", "instruction", "input", "output")}
+    parts |= {key: "" for key in ("system", "input") if parts[key] is None}
     if wrong := next((key for key, part in parts.items() if not isinstance(part, str)), None):
         raise ValueError(f"expected {wrong} as text, found {kind(parts[wrong])}")
     if template is not None:
@@ -231,9 +228,8 @@ def _chats(
 ) -> list[Rendered | Broken]:
     dtype = token_dtype(tokenizer.vocab_size)
     rendered: list[Rendered | Broken] = []
-    for (example, (_, is_silent, notes)), chat in zip(
-        items, template.tokenized([marked for _, (marked, _, _) in items]), strict=True
-    ):
+    chats = template.tokenized([marked for _, (marked, _, _) in items])
+    for (example, (_, is_silent, notes)), chat in zip(items, chats, strict=True):
         if not any(chat.counted) and not is_silent:
             rendered.append(broken(example, "no assistant message: nothing in the conversation counts"))
             continue
@@ -276,8 +272,7 @@ _SHAREGPT_ROLES = {
 
 def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collection[str] = ()) -> Conversation:
     """Return the messages of these columns in order, after the row's `system`. Raises ValueError for a wrong row."""
-    every_message = [message for column in columns for message in messages_of(fields[column], ignore)]
-    messages = [message for message in every_message if message["role"] not in ignore]
+    messages = [m for column in columns for m in messages_of(fields[column], ignore) if m["role"] not in ignore]
     names = () if "system" in ignore else ("system", "system_prompt")
     system = next((fields[name] for name in names if not is_empty(fields.get(name))), None)
     if system is not None and not isinstance(system, str):
@@ -293,7 +288,7 @@ def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collect
     tools = _tools(fields)
     if tools and contains("\n".join(str(message.get("content")) for message in clean), tools):
         tools = None  # rows of Hermes also have them in a system message
-    return Conversation(clean, tools, [_message_trains(message) for message in messages])
+    return Conversation(clean, tools, list(map(_message_trains, messages)))
 
 
 def _message_trains(message: ChatMessage) -> bool:
@@ -311,18 +306,12 @@ def _tools(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     """Return the row's functions. Many datasets hold JSON text: a parquet column has one schema, functions differ."""
     name = next((key for key in ("tools", "functions") if not is_empty(fields.get(key))), "tools")
     expected = f"expected {name} as a list of JSON schemas, found"
-    tools = _from_json(fields.get(name), expected)
-    if is_empty(tools):
-        return None
-    if not isinstance(tools, list):
-        raise ValueError(f"{expected} {kind(tools)}")
-    schemas = [_from_json(tool, expected) for tool in cast("list[Any]", tools)]
+    schemas = without_nulls(_listed(fields.get(name), expected))
     if wrong := next((tool for tool in schemas if not isinstance(tool, dict)), None):
         raise ValueError(f"{expected} {kind(wrong)} in it")
-    schemas = without_nulls(schemas)
     if name == "functions":  # OpenAI's older form is bare
-        return [tool if "function" in tool else {"type": "function", "function": tool} for tool in schemas]
-    return schemas
+        schemas = [tool if "function" in tool else {"type": "function", "function": tool} for tool in schemas]
+    return schemas or None
 
 
 def _from_json(value: Any, expected: str) -> Any:
@@ -332,6 +321,16 @@ def _from_json(value: Any, expected: str) -> Any:
         return parse_json(value)
     except ValueError:
         raise ValueError(f"{expected} text that isn't JSON: {value[:40]}") from None
+
+
+def _listed(value: Any, expected: str) -> list[Any]:
+    """Return the items of a list; it and each item may be JSON text. An empty value has none."""
+    items = _from_json(value, expected)
+    if is_empty(items):
+        return []
+    if not isinstance(items, list):
+        raise ValueError(f"{expected} {kind(items)}")
+    return [_from_json(item, expected) for item in cast("list[Any]", items)]
 
 
 def messages_of(value: Any, ignore: Collection[str] = ()) -> list[ChatMessage]:
@@ -363,7 +362,7 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
     if message["role"] == "function":  # OpenAI's older name
         message["role"] = "tool"
     content = message.get("content")
-    if isinstance(content, list) and content and all(_is_text(part) for part in cast("list[Any]", content)):
+    if isinstance(content, list) and content and all(map(_is_text, cast("list[Any]", content))):
         message["content"] = content = "".join(part["text"] for part in cast("list[Any]", content))
     # A template would drop null, and render a list or a mapping in Python's notation.
     if not isinstance(content, str) and not (content is None and calls):
@@ -376,8 +375,7 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
-def _is_text(part: Any) -> bool:
-    """True if `part` is a text part of a message in OpenAI's form."""
+def _is_text(part: Any) -> bool:  # in OpenAI's form
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
@@ -395,12 +393,7 @@ def _from_sharegpt(turn: ChatMessage) -> ChatMessage:
 def _calls(value: Any) -> list[dict[str, Any]]:
     """Convert calls to transformers' form: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`."""
     expected = "expected tool_calls as a list of mappings with name and arguments, found"
-    calls = _from_json(value, expected)
-    if is_empty(calls):
-        return []
-    if not isinstance(calls, list):
-        raise ValueError(f"{expected} {kind(calls)}")
-    return [_call(_from_json(call, expected), expected) for call in cast("list[Any]", calls)]
+    return [_call(call, expected) for call in _listed(value, expected)]
 
 
 def _call(call: Any, expected: str) -> dict[str, Any]:

@@ -57,18 +57,12 @@ def open_source(documents: Documents, files: Sequence[Path] | None = None, key: 
 
     `files`: at least one file, to use instead of those that `path` names.
     """
-    match documents.source:
-        case "python_docs":
-            return PythonDocs()
-        case "python_source":
-            return PythonSource(Path(sysconfig.get_path("stdlib")))
-        case "text":
-            return TextFiles(files or files_of(documents))
-        case "jsonl" | "parquet" | "huggingface":
-            return _open_records(documents, files, key)
-
-
-def _open_records(documents: Documents, files: Sequence[Path] | None, key: str) -> DocumentSource:
+    if documents.source == "python_docs":
+        return PythonDocs()
+    if documents.source == "python_source":
+        return PythonSource(Path(sysconfig.get_path("stdlib")))
+    if documents.source == "text":
+        return TextFiles(files or files_of(documents))
     from portable_fsdp.data.records import Columns, HuggingFace, JsonLines, Parquet  # a run on text needs none
 
     columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
@@ -84,7 +78,19 @@ def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSou
     Files that both name are held out. Raises DataError if none is left to train on, and for splits with common rows.
     """
     if data.source in EXAMPLES:
-        return _files_apart(data, data.model_copy(update={"path": eval_split}))
+        held_out = data.model_copy(update={"path": eval_split})
+        files, eval_files = files_of(data), files_of(held_out, _HELD_OUT)
+        real = {path.resolve() for path in eval_files}
+        kept = [path for path in files if path.resolve() not in real]
+        if not kept:
+            raise DataError(
+                f"{_HELD_OUT}: {eval_split} holds out all files of data.path={data.path}: none is left to train on.\n"
+                "  Name another file, or hold out a share of the documents: data.eval_split=5%."
+            )
+        if left_out := [path for path in files if path not in kept]:
+            names = name_of(left_out)
+            log.info("data: held out (%s) and not trained on, although data.path names it: %s", _HELD_OUT, names)
+        return open_source(data, kept), open_source(held_out, eval_files)
     from portable_fsdp.data.records import HuggingFace
 
     trained = open_source(data)
@@ -97,21 +103,6 @@ def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSou
             "data.split='train[5%:]' data.eval_split='train[:5%]'."
         )
     return trained, held_out
-
-
-def _files_apart(data: Data, held_out: Data) -> tuple[DocumentSource, DocumentSource]:
-    files, eval_files = files_of(data), files_of(held_out, _HELD_OUT)
-    real = {path.resolve() for path in eval_files}
-    kept = [path for path in files if path.resolve() not in real]
-    if not kept:
-        raise DataError(
-            f"{_HELD_OUT}: {held_out.path} holds out all files of data.path={data.path}: none is left to train on.\n"
-            "  Name another file, or hold out a share of the documents: data.eval_split=5%."
-        )
-    if len(kept) < len(files):
-        left_out = name_of([path for path in files if path.resolve() in real])
-        log.info("data: held out (%s) and not trained on, although data.path names it: %s", _HELD_OUT, left_out)
-    return open_source(data, kept), open_source(held_out, eval_files)
 
 
 class PythonDocs:
@@ -147,23 +138,14 @@ class TextFiles(TextFileSource):
 
 
 class PythonSource(TextFiles):
-    """Source code of the standard library, without its tests and files that aren't UTF-8: tens of MB."""
+    """Source code of the standard library, without its tests: tens of MB."""
 
     def __init__(self, root: Path) -> None:
         paths: list[Path] = []
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]  # os.walk descends into the rest
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
-        files = [path for path in sorted(paths) if _is_text(path)]
-        if not files:
+        if not paths:
             raise DataError(f"data.source: this Python has no source under {root}.\n  Set data.source=python_docs.")
-        super().__init__(files)
+        super().__init__(sorted(paths))
         self.name = "python_source"
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        path.read_bytes().decode()
-    except (UnicodeDecodeError, OSError):
-        return False
-    return True

@@ -98,15 +98,18 @@ class FolderTokenizer:
     def __init__(self, folder: Path, key: str = "data.tokenizer", gguf_file: str | None = None) -> None:
         """`key`: the config key, for errors. `gguf_file`: a file in the folder."""
         self._tokenizer = _open(folder, key, gguf_file)
-        if self._tokenizer.chat_template:
-            require_small_numbers(self._tokenizer, f"{key}: {folder}")
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
         if self.vocab_size > _MAX_IDS:
             raise DataError(f"{key}: {folder}: expected ids below {_MAX_IDS:,}, found {self.vocab_size - 1:,}.")
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
         self.padding: int = next(number for number in candidates if number is not None)
-        self.chat_template = _template_of(self._tokenizer)
+        self.chat_template: ChatTemplate | None = None
+        if self._tokenizer.chat_template:
+            from portable_fsdp.data import chat  # a run on bytes needs none
+
+            require_small_numbers(self._tokenizer, f"{key}: {folder}")
+            self.chat_template = chat.ChatTemplate(self._tokenizer)
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._fast is not None:  # as transformers does before each call
             self._fast.no_truncation()
@@ -163,14 +166,6 @@ class FolderTokenizer:
         self._tokenizer.save_pretrained(folder)
 
 
-def _template_of(tokenizer: Any) -> "ChatTemplate | None":
-    if not tokenizer.chat_template:
-        return None
-    from portable_fsdp.data.chat import ChatTemplate  # a run on bytes needs none
-
-    return ChatTemplate(tokenizer)
-
-
 Tokenizer = ByteTokenizer | FolderTokenizer
 """The tokenizer that packing and export use; `ByteTokenizer` documents the members."""
 
@@ -180,21 +175,18 @@ def load_tokenizer(name: str, pretrained: str | None = None, gguf_file: str | No
     `pretrained` (`model.pretrained`, in its `gguf_file` if set), else `bytes`. Raises DataError if there is none."""
     key = _KEY
     if name == "auto" and pretrained is not None:
-        key = "data.tokenizer (auto: that of model.pretrained)"
-        patterns = TOKENIZER_FILES if gguf_file is None else (gguf_file,)
-        return FolderTokenizer(_folder(pretrained, key, patterns), key, gguf_file)
-    if name in ("auto", "bytes"):
+        name, key = pretrained, "data.tokenizer (auto: that of model.pretrained)"
+    elif name in ("auto", "bytes"):
         return ByteTokenizer()
-    return FolderTokenizer(_folder(name, key, TOKENIZER_FILES), key)
-
-
-def _folder(name: str, key: str, patterns: Sequence[str]) -> Path:
+    else:
+        gguf_file = None
     if not is_hub_id(name):
         require_tokenizer_folder(Path(name), key)
     try:
-        return local_folder(key, name, patterns)
+        folder = local_folder(key, name, (gguf_file,) if gguf_file else TOKENIZER_FILES)
     except ConfigError as error:
         raise DataError(str(error)) from error
+    return FolderTokenizer(folder, key, gguf_file)
 
 
 def require_tokenizer_folder(folder: Path, key: str) -> None:
@@ -207,7 +199,6 @@ def require_tokenizer_folder(folder: Path, key: str) -> None:
 
 
 def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
-    require_tokenizer_folder(folder, key)
     transformers, local = import_transformers(), {"local_files_only": True, "trust_remote_code": False}
 
     def opened() -> Any:
@@ -255,10 +246,8 @@ def _bytes_as_bpe() -> Any:
 
 
 def keeps_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> bool:
-    """True if `tokenizer` (`data.tokenizer`, `name`) has all tokens of `model.pretrained`'s own, with the same ids.
-
-    False if the model's own tokenizer can't be opened.
-    """
+    """True if `tokenizer` (`data.tokenizer`, `name`) has all tokens of `model.pretrained`'s own, with the same ids;
+    False also if that one can't be opened."""
     if model.pretrained is None or name == "bytes":
         return False
     if name in ("auto", model.pretrained):
@@ -271,10 +260,8 @@ def keeps_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> bool:
 
 
 def require_own_ids(model: schema.Model, name: str, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if an id means another token in `tokenizer` than in `model.pretrained`'s own.
-
-    Ids that only one of them has are fine. Logs a model whose own tokenizer can't be opened.
-    """
+    """Raise ConfigError if an id means another token in `tokenizer` than in `model.pretrained`'s own. Ids that only one
+    of them has are fine. Logs a model whose own tokenizer can't be opened."""
     if model.pretrained is None or name in ("auto", model.pretrained) or _KEY in model.allow:
         return
     own = _own_ids(model, model.pretrained)

@@ -100,18 +100,11 @@ def test_another_version_of_the_code_makes_other_entries(monkeypatch: pytest.Mon
     assert entry_key(format="text", content="x") != key
 
 
-@pytest.mark.parametrize(
-    ("problem", "output"),
-    [
-        (
-            "the template refuses it: No such role!",
-            "it: No such role!\n  Correct it, or set data.on_error=skip to leave",
-        ),
-        ("found a.\n  Name it: 'b'", "found a.\n  Name it: 'b'. Or set data.on_error=skip to leave it out."),
-    ],
-)
-def test_an_error_has_one_end_and_one_advice(problem: str, output: str) -> None:
-    assert output in refusal(Broken(0, "file:2", 1, problem))
+def test_an_error_has_one_end_and_one_advice() -> None:
+    end = "it: No such role!\n  Correct it, or set data.on_error=skip to leave it out."
+    assert refusal(Broken(0, "file:2", 1, "the template refuses it: No such role!")).endswith(end)
+    end = "found a.\n  Name it: 'b'. Or set data.on_error=skip to leave it out."
+    assert refusal(Broken(0, "file:2", 1, "found a.\n  Name it: 'b'")).endswith(end)
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
@@ -300,18 +293,13 @@ class Hashes:
         self.made += 1
         return self.file.read_text()
 
-    def get(self, what: str = "text") -> str:
-        return remembered(self.folder, [self.file], what, self.make, clock=self.clock)
+    def get(self) -> str:
+        return remembered(self.folder, [self.file], "text", self.make, clock=self.clock)
 
 
 @pytest.fixture
 def hashes(tmp_path: Path) -> Hashes:
     return Hashes(tmp_path)
-
-
-def test_a_file_is_hashed_once_for_each_purpose(hashes: Hashes) -> None:
-    assert [hashes.get(), hashes.get(), hashes.get("other"), hashes.get("other")] == ["abc"] * 4
-    assert hashes.made == 2
 
 
 def test_a_change_of_the_same_size_is_noticed_also_with_the_time_set_back(hashes: Hashes) -> None:
@@ -366,24 +354,13 @@ def test_a_folder_that_cannot_be_written_to_only_costs_time(hashes: Hashes) -> N
     assert hashes.made == 2
 
 
-def bytes_read(work: Callable[[], object]) -> int:
-    """That this process asked the file system for."""
-
-    def count() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    before = count()
-    work()
-    return count() - before
-
-
-def test_a_corpus_is_not_read_a_second_time(tmp_path: Path) -> None:
-    """The interpreter's own library: 5 MB that nobody has written to for 10 seconds."""
+def test_a_corpus_is_not_read_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own library, which nobody has written to for 10 seconds."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    size = sum(file.stat().st_size for file in files)
-    assert bytes_read(lambda: hash_of_files(files, tmp_path)) > size
-    assert bytes_read(lambda: hash_of_files(files, tmp_path)) < 10_000
-    assert hash_of_files(files[1:], tmp_path) != hash_of_files(files, tmp_path) == hash_of_files(files, tmp_path / "2")
+    digest = hash_of_files(files, tmp_path)
+    assert hash_of_files(files[1:], tmp_path) != digest == hash_of_files(files, tmp_path / "2")
+    monkeypatch.setattr("portable_fsdp.data.compressed._hash_of_files", None)
+    assert hash_of_files(files, tmp_path) == digest
 
 
 def test_tokens_are_not_read_a_second_time_for_a_fingerprint(tmp_path: Path) -> None:

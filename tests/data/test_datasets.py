@@ -210,26 +210,28 @@ def test_refused(corpus: Callable[..., Corpus], name: str, keys: dict[str, Any],
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["buckets", "workers"])
-def test_keys_of_datasets_are_refused_with_text(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} needs data\.factory"):
-        Data.model_validate({name: {"buckets": {"x": [4]}, "workers": 1}[name]})
+BUCKETS: list[tuple[dict[str, Any], str]] = [
+    ({"x": [4, 8], "y": [4]}, "expected the same number of sizes for each key, 1 to 16, found 2 for x, 1 for y"),
+    ({"x": list(range(1, 18))}, "1 to 16, found 17 for x"),
+    ({"x": []}, "1 to 16, found 0 for x"),
+    ({"x": [4, 8], "y": [9, 8]}, r"found \[8, 8\] after \[4, 9\] for x, y"),
+    ({"x": [4, 4]}, r"found \[4\] after \[4\]"),
+    ({"x": [0]}, "greater than or equal to 1"),
+]
 
 
 @pytest.mark.parametrize(
-    ("buckets", "words"),
+    ("keys", "words"),
     [
-        ({"x": [4, 8], "y": [4]}, "expected the same number of sizes for each key, 1 to 16, found 2 for x, 1 for y"),
-        ({"x": list(range(1, 18))}, "1 to 16, found 17 for x"),
-        ({"x": []}, "1 to 16, found 0 for x"),
-        ({"x": [4, 8], "y": [9, 8]}, r"found \[8, 8\] after \[4, 9\] for x, y"),
-        ({"x": [4, 4]}, r"found \[4\] after \[4\]"),
-        ({"x": [0]}, "greater than or equal to 1"),
+        ({"buckets": {"x": [4]}}, r"buckets needs data\.factory"),
+        ({"workers": 1}, r"workers needs data\.factory"),
+        ({"factory": "a:b", "seq_len": 64}, r"seq_len applies to text only; data\.factory makes its own rows"),
+        *(({"factory": "a:b", "buckets": buckets}, words) for buckets, words in BUCKETS),
     ],
 )
-def test_buckets_ascend(buckets: dict[str, Any], words: str) -> None:
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Data.model_validate({"factory": "a:b", "buckets": buckets})
+        Data.model_validate(keys)
 
 
 # ----------------------------------------------------------------------------------------------------------- buckets
@@ -274,24 +276,16 @@ def test_other_sizes_are_no_other_data(corpus: Callable[..., Corpus]) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- workers
 
-Steps = list[list[dict[str, torch.Tensor]]]
+
+def open_steps(corpus: Callable[..., Corpus], function: str, start: int = 0, **keys: Any) -> Batches:
+    data = Data(factory=f"{corpus.__name__}:{function}", **keys)
+    steps: dict[str, Any] = {"seed": 3, "global_batch": 12, "shard": (1, 2), "accumulation": 3, "count_losses": None}
+    return Batches(corpus(function, **keys).rows, **steps, start=start, data=data)
 
 
-def open_steps(corpus: Corpus, data: Data, start: int = 0) -> Batches:
-    keys = {"seed": 3, "global_batch": 12, "shard": (1, 2), "accumulation": 3, "count_losses": None}
-    return Batches(corpus.rows, **keys, start=start, data=data)  # pyright: ignore[reportArgumentType]
-
-
-def take(batches: Batches, count: int) -> Steps:
-    return [next(batches).micro_batches for _ in range(count)]
-
-
-def assert_equal_steps(actual: Steps, expected: Steps) -> None:
-    assert len(actual) == len(expected)
-    for step, other in zip(actual, expected, strict=True):
-        for batch, same in zip(step, other, strict=True):
-            assert batch.keys() == same.keys()
-            assert all(torch.equal(batch[name], same[name]) for name in batch)
+def take(batches: Batches, count: int) -> list[dict[str, torch.Tensor]]:
+    """The micro batches of some steps."""
+    return [micro for _ in range(count) for micro in next(batches).micro_batches]
 
 
 @pytest.mark.slow
@@ -301,36 +295,31 @@ def test_workers_read_the_steps_of_the_thread(
     corpus: Callable[..., Corpus], name: str, counts: tuple[int, ...]
 ) -> None:
     keys: dict[str, Any] = {"buckets": SIZES, "eval_split": "20%"} if name == "words" else {}
-    with open_steps(*opened(corpus, name, **keys)) as thread:
+    with open_steps(corpus, name, **keys) as thread:
         expected = take(thread, 6)
     if name == "words":
-        assert len({float(batch["noise"].sum()) for step in expected for batch in step}) == 18
+        assert len({float(batch["noise"].sum()) for batch in expected}) == 18
     for workers in counts:
         for begun in (0, 2):  # from the start, and resumed after two steps
-            corpus_, data = opened(corpus, name, workers=workers, **keys)
-            with open_steps(corpus_, data, start=begun * 12) as batches:
-                assert_equal_steps(take(batches, 6 - begun), expected[begun:])
+            with open_steps(corpus, name, workers=workers, start=begun * 12, **keys) as batches:
+                for batch, same in zip(take(batches, 6 - begun), expected[3 * begun :], strict=True):
+                    assert batch.keys() == same.keys()
+                    assert all(torch.equal(batch[key], same[key]) for key in batch)
                 assert batches.consumed == 72
             assert not active_children()
-
-
-def opened(corpus: Callable[..., Corpus], function: str, **keys: Any) -> tuple[Corpus, Data]:
-    """The corpus, and its section."""
-    made = corpus(function, **keys)
-    return made, Data(factory=f"{corpus.__name__}:{function}", **keys)
 
 
 @pytest.mark.slow
 def test_errors_of_a_worker_are_the_sentences_of_the_thread(corpus: Callable[..., Corpus]) -> None:
     messages: list[str] = []
     for workers in (0, 1):
-        keys = {"workers": workers, "buckets": {"input_ids": [11], "labels": [11]}}
-        with open_steps(*opened(corpus, "words", **keys)) as batches, pytest.raises(DataError) as error:
+        keys: dict[str, Any] = {"workers": workers, "buckets": {"input_ids": [11], "labels": [11]}}
+        with open_steps(corpus, "words", **keys) as batches, pytest.raises(DataError) as error:
             take(batches, 8)
         messages.append(str(error.value))
     assert "expected at most input_ids 11" in messages[0]
     assert messages[0] == messages[1]
-    with open_steps(*opened(corpus, "breaks_in_a_worker", workers=1)) as batches, pytest.raises(ConfigError) as error:
+    with open_steps(corpus, "breaks_in_a_worker", workers=1) as batches, pytest.raises(ConfigError) as error:
         next(batches)
     assert "failed: OSError: no such disk" in str(error.value)
     assert "Traceback" not in str(error.value)
@@ -341,14 +330,14 @@ def test_errors_of_a_worker_are_the_sentences_of_the_thread(corpus: Callable[...
 def test_a_worker_that_dies_ends_the_run_with_a_sentence(corpus: Callable[..., Corpus]) -> None:
     for factory in ("dies", "dies_with_a_lock"):
         with (
-            open_steps(*opened(corpus, factory, workers=1, buckets=SIZES)) as batches,
+            open_steps(corpus, factory, workers=1, buckets=SIZES) as batches,
             pytest.raises(TrainingError) as error,
         ):
             next(batches)
         assert "a worker that reads data.factory died" in str(error.value)
         assert "by SIGKILL" in str(error.value)
         assert error.value.exit_code == 1
-    with open_steps(*opened(corpus, "words", workers=2, buckets=SIZES)) as batches:
+    with open_steps(corpus, "words", workers=2, buckets=SIZES) as batches:
         next(batches)
         first, _ = (process.pid or 0 for process in active_children())
         os.kill(first, signal.SIGKILL)
@@ -360,15 +349,10 @@ def test_a_worker_that_dies_ends_the_run_with_a_sentence(corpus: Callable[..., C
 @pytest.mark.slow
 def test_workers_read_on_when_the_run_is_asked_to_stop(corpus: Callable[..., Corpus]) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach all processes; the run still trains its last step."""
-    with open_steps(*opened(corpus, "words", workers=1, buckets=SIZES)) as batches:
+    with open_steps(corpus, "words", workers=1, buckets=SIZES) as batches:
         next(batches)
         for process in active_children():
             os.kill(process.pid or 0, signal.SIGINT)
             os.kill(process.pid or 0, signal.SIGTERM)
         for _ in range(12):
             next(batches)
-
-
-def test_keys_of_text_are_refused_beside_it() -> None:
-    with pytest.raises(ValueError, match=r"seq_len applies to text only; data\.factory makes its own rows"):
-        Data(factory="a:b", seq_len=64)

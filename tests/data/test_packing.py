@@ -1,12 +1,14 @@
 """Rows hold every token, predict each once, and shift labels by one; their order is the same for ever."""
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from portable_fsdp.data.document_rows import DocumentRows, best_fit, cut
@@ -14,10 +16,10 @@ from portable_fsdp.data.packing import (
     IGNORED,
     Int64s,
     MixedRows,
-    Mixture,
     PackedRows,
     sample_indices,
     share_of_numbers,
+    shares_of,
 )
 
 
@@ -45,6 +47,9 @@ def test_rows_come_as_asked_in_int64() -> None:
     for tensor in batch.values():
         assert tensor.dtype == torch.int64
         assert tensor.is_contiguous()
+    alone = PackedRows(np.arange(20, dtype=np.uint8), 4).rows(np.array([1]))
+    alone["labels"].fill_(IGNORED)  # as an evaluation does in rows that only fill its last batch
+    assert alone["input_ids"].tolist() == [[4, 5, 6, 7]]
 
 
 # ------------------------------------------------------------------------------------------------------- documents
@@ -58,13 +63,6 @@ def documents(*lengths: int, seq_len: int, counted: NDArray[np.bool_] | None = N
     pieces = cut(ends - sizes, sizes, seq_len)
     given: dict[str, Any] = {"several": True, **keys}
     return DocumentRows(tokens, counted, pieces, seq_len=seq_len, padding=7, **given)
-
-
-def test_labels_of_one_row_have_memory_of_their_own() -> None:
-    """An evaluation writes into the labels of rows that only fill its last batch."""
-    batch = PackedRows(np.arange(20, dtype=np.uint8), 4).rows(np.array([1]))
-    batch["labels"].fill_(-100)
-    assert batch["input_ids"].tolist() == [[4, 5, 6, 7]]
 
 
 def test_documents_share_a_row_each_with_positions_and_a_segment_of_its_own() -> None:
@@ -192,32 +190,6 @@ def test_a_million_documents_take_seconds_and_waste_less_than_a_percent(capacity
     assert 1 - lengths.sum() / ((len(starts) - 1) * capacity) < 0.01
 
 
-WORD = 2**64 - 1
-
-
-def scalar_mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & WORD
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
-    return value ^ (value >> 31)
-
-
-def scalar_index(seed: int, position: int, rows: int) -> int:
-    """A second implementation, one sample at a time with Python's integers: the definition of the order."""
-    epoch, value = divmod(position, rows)
-    half = 1
-    while 4**half < rows:
-        half += 1
-    key = scalar_mix(scalar_mix(seed) ^ epoch)
-    while True:
-        left, right = divmod(value, 2**half)
-        for number in range(8):
-            left, right = right, left ^ scalar_mix(scalar_mix(key ^ number) ^ right) % 2**half
-        value = left * 2**half + right
-        if value < rows:
-            return value
-
-
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     return sample_indices(seed, np.arange(epoch * rows, (epoch + 1) * rows), rows)
 
@@ -230,36 +202,51 @@ def test_an_epoch_visits_every_row_once(rows: int) -> None:
 
 def test_values_never_change() -> None:
     """Pinned: another order here would silently give every saved run other data after its resume."""
-    assert scalar_mix(0) == 0xE220A8397B1DCDAF  # the first output of splitmix64 with seed 0, as published
     assert epoch_order(0, 0, 10).tolist() == [8, 0, 4, 7, 5, 2, 1, 6, 9, 3]
     assert epoch_order(0, 1, 10).tolist() == [6, 8, 2, 4, 0, 3, 5, 7, 9, 1]
 
 
-@pytest.mark.parametrize(("seed", "rows"), [(0, 1), (1, 2), (2, 3), (7, 100), (2**63 + 5, 257), (2**64 - 1, 10**12)])
-def test_the_arrays_equal_the_definition(seed: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "rows", "digest"),
+    [
+        (0, 1, "d19b67b2d77d4003"),
+        (1, 2, "6fe22ca4fc1f1788"),
+        (2, 3, "d474007a3db748d9"),
+        (7, 100, "53bdb2a6da0ce265"),
+        (2**63 + 5, 257, "0acfd153ca4069eb"),
+        (2**64 - 1, 10**12, "99719088a8cc0178"),
+    ],
+)
+def test_large_positions_and_seeds_never_change(seed: int, rows: int, digest: str) -> None:
     positions = np.array([0, 1, 2, 55, 99, 100, 10**6, 10**9 + 7, 2**62])
-    assert sample_indices(seed, positions, rows).tolist() == [scalar_index(seed, int(p), rows) for p in positions]
-    assert sample_indices(seed, positions, rows).dtype == np.int64
+    indices = sample_indices(seed, positions, rows)
+    assert indices.dtype == np.int64
+    assert xxhash.xxh3_64_hexdigest(indices.data) == digest
+    assert indices.tolist() == [int(sample_indices(seed, positions[at : at + 1], rows)[0]) for at in range(9)]
 
 
 # --------------------------------------------------------------------------------------------------------- mixture
 
 
 def test_weights_become_whole_shares_in_lowest_terms() -> None:
-    assert Mixture.of([5, 5], [1, 1]).shares == (1, 1)
-    assert Mixture.of([5, 5], [0.7, 0.3]).shares == (7, 3)
-    assert Mixture.of([5, 5, 5], [1, 1, 1]).shares == (334, 333, 333)
-    assert Mixture.of([5, 5], [1, 1e-9]).shares == (999, 1)  # never none at all
+    assert shares_of([1, 1]) == (1, 1)
+    assert shares_of([0.7, 0.3]) == (7, 3)
+    assert shares_of([1, 1, 1]) == (334, 333, 333)
+    assert shares_of([1, 1e-9]) == (999, 1)  # never none at all
+
+
+def mixed(sizes: Sequence[int], weights: Sequence[float]) -> MixedRows:
+    return MixedRows([PackedRows(np.zeros(size + 1, np.uint8), 1) for size in sizes], weights)
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (5, 0.001), (3, 2, 1), (1,)])
 def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[float, ...]) -> None:
     """Row by row: after any number of whole epochs of a source, each of its rows has come equally often."""
     sizes = (50, 7, 20)[: len(weights)]
-    mixture = Mixture.of(sizes, weights)
+    mixture = mixed(sizes, weights)
     block = sum(mixture.shares)
     blocks = 3 * max(-(-size // share) for size, share in zip(sizes, mixture.shares, strict=True))
-    indices = mixture.indices(4, np.arange(blocks * block))
+    indices = mixture.order(4, np.arange(blocks * block))
     counts = np.bincount(indices, minlength=sum(sizes))
     for number, (size, share) in enumerate(zip(sizes, mixture.shares, strict=True)):
         own = counts[sum(sizes[:number]) : sum(sizes[: number + 1])]
@@ -270,24 +257,20 @@ def test_each_source_of_a_mixture_goes_through_its_own_epochs(weights: tuple[flo
 
 
 def test_a_mixture_keeps_its_shares_at_any_position() -> None:
-    mixture = Mixture.of([1000, 500], [0.637, 0.363])
+    mixture = mixed([1000, 500], [0.637, 0.363])
     assert mixture.shares == (637, 363)
     for first in (0, 5000, 10**9):
-        indices = mixture.indices(0, np.arange(first, first + 1000))
+        indices = mixture.order(0, np.arange(first, first + 1000))
         assert (indices < 1000).sum() == 637
         assert 0 < (indices[:100] < 1000).sum() < 100  # not one source after the other
 
 
-def test_a_mixtures_position_does_not_depend_on_what_is_asked_with_it() -> None:
-    mixture = Mixture.of([50, 7], [0.9, 0.1])
-    positions = np.array([0, 999, 3, 2**40, 12345, 0])
-    alone = [int(mixture.indices(1, positions[i : i + 1])[0]) for i in range(len(positions))]
-    assert mixture.indices(1, positions).tolist() == alone
-    assert mixture.indices(2, np.arange(1000)).tolist() != mixture.indices(1, np.arange(1000)).tolist()
-
-
-def test_a_mixtures_values_never_change() -> None:
-    assert Mixture.of([10, 4], [3, 1]).indices(0, np.arange(12)).tolist() == [0, 6, 7, 11, 2, 12, 9, 8, 10, 4, 1, 5]
+def test_a_mixtures_values_never_change_whatever_is_asked_with_them() -> None:
+    mixture, expected = mixed([10, 4], [3, 1]), [0, 6, 7, 11, 2, 12, 9, 8, 10, 4, 1, 5]
+    assert mixture.order(0, np.arange(12)).tolist() == expected
+    positions = np.array([11, 2**40, 3, 0])
+    assert mixture.order(0, positions).tolist() == [5, int(mixture.order(0, positions[1:2])[0]), 11, 0]
+    assert mixture.order(1, np.arange(12)).tolist() != expected
 
 
 def test_a_share_of_numbers_is_that_share_and_the_same_for_ever() -> None:
