@@ -212,8 +212,6 @@ UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
     ("words", "message"),
     [
         ([], "--config=FILE and --on=WHERE are required"),
-        (["--on=v6e-7"], "expected a v6e slice that is sold"),
-        (["--on=h1000:8"], "nearest"),
         (["--on=h100:3"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "train.micro_batch=3"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "train.mikro_batch=3"], "micro_batch"),

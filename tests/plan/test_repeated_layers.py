@@ -54,9 +54,9 @@ def _both(config: Config) -> tuple[EnginePlan, EnginePlan, list[int]]:
     record, counts = fake_step.record_layers, list[int]()
 
     def counted(*args: Any, whole: bool) -> Any:
-        recorded, pattern = record(*args, whole=whole)
-        counts.append(pattern.kept if pattern else DEEP["num_hidden_layers"])
-        return recorded, pattern
+        recorded = record(*args, whole=whole)
+        counts.append(recorded.pattern.kept if recorded.pattern else DEEP["num_hidden_layers"])
+        return recorded
 
     target = gpus(DEVICES, hosts=2)
     with patch.object(fake_step, "record_layers", counted):
