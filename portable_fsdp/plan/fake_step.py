@@ -319,7 +319,7 @@ def _host_bytes(training: Training, pattern: Pattern | None) -> int:
 
 
 def stand_in() -> torch.device:
-    """Return the device that stands in for a GPU or a TPU: for torch another device than the CPU, with the same kernels.
+    """Return the device that stands in for a GPU or a TPU: for torch not the CPU, but with its kernels.
 
     So copies to it are recorded and mixing the two fails. Fake tensors on "cuda" end the process without a driver.
     """
