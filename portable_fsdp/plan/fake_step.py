@@ -49,16 +49,7 @@ from portable_fsdp.plan.memory_trace import (
 from portable_fsdp.plan.repeated_layers import Pattern, extend, find_pattern, keep
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, ModelFacts, Moved, Work
 from portable_fsdp.plan.target import Target
-from portable_fsdp.plan.time import (
-    Compute,
-    Drain,
-    ScheduleEntry,
-    Send,
-    Wait,
-    expected_time,
-    over_links,
-    rates_of,
-)
+from portable_fsdp.plan.time import Compute, Drain, ScheduleEntry, Send, Wait, expected_time, over_links, rates_of
 from portable_fsdp.runtime.child import without_garbage_collection
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES

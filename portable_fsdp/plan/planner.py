@@ -44,12 +44,7 @@ _ENGINE_PLAN = TypeAdapter(EnginePlan)
 
 
 def make_plan(
-    config: Config,
-    target: Target,
-    worker: Worker,
-    progress: Progress = lambda stage: None,
-    *,
-    backend: str = "auto",
+    config: Config, target: Target, worker: Worker, progress: Progress = lambda stage: None, *, backend: str = "auto"
 ) -> Plan:
     """Plan one step of `config` on `target`; takes seconds to a minute, and needs none of the hardware.
 

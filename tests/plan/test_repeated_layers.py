@@ -67,10 +67,7 @@ def _both(config: Config) -> tuple[EnginePlan, EnginePlan, list[int]]:
 
 @pytest.mark.parametrize(
     "cases",
-    [
-        pytest.param(SOME, id="some"),
-        pytest.param(MORE, id="all", marks=[pytest.mark.proof, pytest.mark.timeout(900)]),
-    ],
+    [pytest.param(SOME, id="some"), pytest.param(MORE, id="all", marks=[pytest.mark.proof, pytest.mark.timeout(900)])],
 )
 def test_a_plan_of_few_layers_is_that_of_all(cases: dict[str, tuple[int, Config]]) -> None:
     """Every part of the peak, the allocator's share, sent bytes, products and times, to the byte."""

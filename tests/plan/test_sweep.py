@@ -10,14 +10,7 @@ from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.plan.planner import (
-    FREE,
-    grid,
-    largest_that_fits,
-    nearest_that_fits,
-    sweep,
-    usual_grid,
-)
+from portable_fsdp.plan.planner import FREE, grid, largest_that_fits, nearest_that_fits, sweep, usual_grid
 from portable_fsdp.plan.result import Plan, Settings, Tried, draw, sweep_text, text
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
