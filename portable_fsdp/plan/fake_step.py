@@ -1,8 +1,7 @@
 """The native train step on absent GPUs and TPUs (or on CPUs): a device's memory and its work.
 
 `plan_memory` runs the trainer's own step (the native backend, `train.build.build_training`) for rank 0 of any number of
-ranks, on fake tensors and a fake process group, in one process. It returns the storages that live at the peak, with
-their modules, and the memory that torch's caching allocator reserves for them.
+ranks, on fake tensors and a fake process group, in one process.
 """
 
 # Observing the step needs private parts of torch: it has no public hooks for this.

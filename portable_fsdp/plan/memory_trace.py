@@ -1,7 +1,6 @@
 """Lifetimes of memory while a step runs on fake tensors: every storage from its first tensor to its last.
 
 `Recorder` is a dispatch mode: it sees each operator, and so each new storage, the matrix products and the collectives.
-When a storage is allocated, it records its operator, moment, module, stream and part of the plan.
 """
 
 # Autograd's running node and a storage's address have no public name.
@@ -103,9 +102,6 @@ class Entry:
     module: str = ""
 
 
-# ---------------------------------------------------------------------------------------------------------- moments
-
-
 class Moments:
     """The current place in a step: FSDP2's or the optimizer's section, and the module whose forward or backward runs.
 
@@ -171,9 +167,6 @@ class Moments:
     @property
     def section(self) -> str:
         return self.sections[-1] if self.sections else ""
-
-
-# ---------------------------------------------------------------------------------------------------------- recorder
 
 
 COPIES = {"aten::copy_", "aten::clone", "aten::cat", "aten::_to_copy", "aten::split_with_sizes_copy.out"}

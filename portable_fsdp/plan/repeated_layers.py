@@ -321,8 +321,6 @@ class _Extension:
                     if not same or not all(a is b or self._homes[b] == self._home(a, 1) for a, b in pairs):
                         raise IrregularError(f"{one} and {other}")
 
-    # -------------------------------------------------------------------------------------------- the longer log
-
     def _emit(self, places: Sequence[tuple[int, int, bool]]) -> None:
         """Add the entries in order, and the layers left out after the template going up, before it going down."""
         pattern, before = self._pattern, (0, -1)

@@ -57,16 +57,6 @@ def test_larger_micro_batches_are_left_out_where_a_smaller_one_has_no_room() -> 
     ]
 
 
-def test_what_is_refused_is_kept_with_its_reason() -> None:
-    def refuses(settings: Settings) -> Plan:
-        if settings["train.micro_batch"] == "2":
-            raise ConfigError("two is refused")
-        return plan_of(settings)
-
-    results = sweep(grid({"train.micro_batch": ["1", "2", "3"]}), refuses)
-    assert [tried.refusal for tried in results] == [None, "two is refused", None]
-
-
 def test_measures_are_laid_one_over_the_other_and_the_nearest_that_fits_costs_least() -> None:
     def larger(settings: Settings) -> Plan:
         return plan(4 * plan_of(settings).memory.peak_bytes)
