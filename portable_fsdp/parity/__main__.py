@@ -133,8 +133,7 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
     losses agree.
     """
     apart = config.without_compiler().model_dump_json()
-    plain = RunTask(config=config.model_dump_json(), steps=steps)
-    first_step = [RunTask(config=apart, steps=1, records=True)] if len(places) > 1 else []
+    runs = [RunTask(config=config.model_dump_json(), steps=steps), RunTask(config=apart, steps=1, records=True)]
     with TemporaryDirectory(prefix="portable_fsdp_parity_") as folder:
 
         def run(place: Place, runs: list[RunTask]) -> list[PlaceRecord]:
@@ -143,7 +142,7 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
         ran: list[list[PlaceRecord]] = []
         for place in places:
             try:
-                ran.append(run(place, [plain, *first_step]))
+                ran.append(run(place, runs if len(places) > 1 else runs[:1]))
             except UsageError as error:
                 error.run_has_started = bool(ran)
                 raise
@@ -265,17 +264,13 @@ def _markdown(certificate: Certificate) -> str:
 
 
 def _findings(item: Deviation) -> list[str]:
-    loss, norm = (
-        f"{max(values):.1e} (step {values.index(max(values)) + 1})" for values in (item.losses, item.grad_norms)
-    )
+    loss, norm = (f"{max(each):.1e} (step {each.index(max(each)) + 1})" for each in (item.losses, item.grad_norms))
     lines = [f"- largest relative difference: {loss} of a loss, {norm} of a gradient norm"]
     lines.append(f"- first step beyond a bound: {item.first_step or 'none'}")
     if culprit := item.culprit:
-        lines += [
-            f"- **{culprit.what}** (step {culprit.step}, {culprit.kind}: {culprit.relative:.1e}, at most "
-            f"{culprit.before:.1e} before it)",
-            f"- the parameter whose update in that step differs most: {culprit.parameter}",
-        ]
+        size = f"{culprit.kind}: {culprit.relative:.1e}, at most {culprit.before:.1e} before it"
+        lines.append(f"- **{culprit.what}** (step {culprit.step}, {size})")
+        lines.append(f"- the parameter whose update in that step differs most: {culprit.parameter}")
     return [*lines, f"- {item.remark}"] if item.remark else lines
 
 

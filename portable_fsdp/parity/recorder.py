@@ -44,14 +44,9 @@ def run(place: Place, task: RunTask, prepare: Callable[[Training], None]) -> Pla
         step, total = training.step, total_steps(config, len(corpus.rows))
         recorder: Any = StepRecorder(engine, training) if task.records else None
         if recorder:
-            step = train_step(
-                recorder,
-                training.model,
-                training.optimizer,
-                accumulation=training.accumulation,
-                max_grad_norm=config.train.max_grad_norm,
-                task=training.task,
-            )
+            model, optimizer, count = training.model, training.optimizer, training.accumulation
+            limit, how = config.train.max_grad_norm, training.task
+            step = train_step(recorder, model, optimizer, accumulation=count, max_grad_norm=limit, task=how)
             record.state.append(state_statistics(engine, training))
         with open_batches(config, engine, training, corpus) as batches:
             for number in range(1, min(task.steps, total) + 1):

@@ -35,30 +35,21 @@ or no micro batch fits; 1 any other error; 130 for Ctrl-C"""
 def _parser() -> CommandParser:
     parser = CommandParser("plan", DESCRIPTION, epilog=EXIT_CODES)
     parser.foreign_hint = flag_hint
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a key of the config")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key=value", help="overrides a key of the config")
     parser.config_flags("YAML file, as for portable_fsdp.launch")
-    parser.add_argument(
-        "--on",
-        metavar="WHERE",
-        help="TPU slices: v5p:2x2x4, v6e-16, v5litepod-256, 2*v6e-256; GPUs: h100:8, a100-40gb:16; cpu:2",
-    )
-    parser.add_argument(
-        "--backend", default="auto", metavar="ENGINE", help="on TPUs xla (auto), or native: TorchTPU, a lower bound"
-    )
+    slices, gpus = "TPU slices: v5p:2x2x4, v6e-16, v5litepod-256, 2*v6e-256", "GPUs: h100:8, a100-40gb:16"
+    add("--on", metavar="WHERE", help=f"{slices}; {gpus}; cpu:2")
+    engines = "on TPUs xla (auto), or native: TorchTPU, a lower bound"
+    add("--backend", default="auto", metavar="ENGINE", help=engines)
     parser.switch("--largest_batch", "find the largest train.micro_batch that fits, and plan it")
-    parser.add_argument(
-        "--memory", metavar="GiB", type=at_least(0, float), help="memory of a device; overrides the known figure"
-    )
+    memory = "memory of a device; overrides the known figure"
+    add("--memory", metavar="GiB", type=at_least(0, float), help=memory)
     parser.switch("--sweep", "plan a grid of settings: which fit, and how fast each can be")
-    parser.add_argument(
-        "--over",
-        action="append",
-        default=[],
-        metavar="key=value,...",
-        help="a key to sweep with its values, as in --over=train.micro_batch=1,2,4; may be repeated",
-    )
-    parser.add_argument("--compare", metavar="RUN", help="a run's folder: compare its measured steps with the plan")
-    parser.add_argument("--save", metavar="FILE", help="draw the plan, or the sweep, to a file (plan.png)")
+    axis = "a key to sweep with its values, as in --over=train.micro_batch=1,2,4; may be repeated"
+    add("--over", action="append", default=[], metavar="key=value,...", help=axis)
+    add("--compare", metavar="RUN", help="a run's folder: compare its measured steps with the plan")
+    add("--save", metavar="FILE", help="draw the plan, or the sweep, to a file (plan.png)")
     parser.switch("--json", "one JSON object")
     return parser
 
@@ -95,9 +86,8 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
     if not is_sweep:
         return _one(options, config, target, plan_of, picture)
     scans = target.hardware.kind == "tpu" and options.backend in ("auto", engine_made_for("tpu"))
-    points = (
-        planner.grid(_axes(options.over)) if options.over else planner.usual_grid(config, target.devices, scan=scans)
-    )
+    usual = planner.usual_grid(config, target.devices, scan=scans)
+    points = planner.grid(_axes(options.over)) if options.over else usual
     for settings in points:
         config_of(settings)  # raises for an unknown key before the first plan
     return _sweep(points, plan_of, as_json=options.json, picture=picture)
@@ -148,29 +138,27 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
         is_complete = False
     done = [tried.settings for tried in results]
     left_out = [settings for settings in points if settings not in done]
-    planned = sorted((tried for tried in results if tried.plan is not None), key=_rank)
+    planned = sorted(((tried, tried.plan) for tried in results if tried.plan), key=lambda pair: _rank(pair[1]))
     if as_json:
         plans = [tried.model_dump(mode="json") for tried in results]
         to_stdout(json.dumps({"schema_version": 1, "complete": is_complete, "plans": plans, "left_out": left_out}))
     else:
-        to_stdout(result.sweep_text(planned, keys))
+        to_stdout(result.sweep_text([tried for tried, _ in planned], keys))
         if left_out and is_complete:
             to_stdout(f"left out: {len(left_out)} with a larger train.micro_batch than one that does not fit")
         for reason in sorted({tried.refusal for tried in results if tried.refusal is not None}):
             group = [f"  {tried.words}" for tried in results if tried.refusal == reason]
             to_stdout("\n".join(["refused:", *group, reason]))
     if picture is not None and planned:
-        labels = [", ".join(tried.settings.get(key, "-") for key in keys) for tried in planned]
-        result.draw([tried.plan for tried in planned if tried.plan is not None], labels, picture)
+        labels = [", ".join(tried.settings.get(key, "-") for key in keys) for tried, _ in planned]
+        result.draw([plan for _, plan in planned], labels, picture)
     if not is_complete:
         return EXIT_INTERRUPTED
     return EXIT_FINISHED if planned else EXIT_USAGE
 
 
-def _rank(tried: Tried) -> tuple[bool, float, int]:
+def _rank(plan: Plan) -> tuple[bool, float, int]:
     """Sort key: plans that fit first, then the fastest, then the smallest memory."""
-    plan = tried.plan
-    assert plan is not None
     rate = plan.expected_tokens_per_second_per_device or plan.time.tokens_per_second_per_device or 0.0
     return plan.memory.verdict == "does not fit", -rate, plan.memory.peak_bytes
 

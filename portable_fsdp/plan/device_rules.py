@@ -71,15 +71,12 @@ def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
     dv of all heads (torch 2.9, aten/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd). The memory-efficient
     backward: one float32 per row, and float32 gradients if their dtype is another (attention_backward.cu).
     """
-    packet = func._overloadpacket
-    if packet not in (
-        _aten._scaled_dot_product_flash_attention_backward,
-        _aten._scaled_dot_product_efficient_attention_backward,
-    ):
+    packet, efficient = func._overloadpacket, _aten._scaled_dot_product_efficient_attention_backward
+    if packet not in (_aten._scaled_dot_product_flash_attention_backward, efficient):
         return 0
     query, key, value = cast(tuple[Tensor, Tensor, Tensor], args[1:4])
     batch, heads, length, width = query.shape
-    if packet is _aten._scaled_dot_product_efficient_attention_backward:
+    if packet is efficient:
         accumulated = 0 if query.dtype == torch.float32 else query.numel() + key.numel() + value.numel()
         return 4 * (batch * heads * length + accumulated)
     rounded = -(-length // _FLASH_ROWS) * _FLASH_ROWS
@@ -156,8 +153,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return the mask as additive bias per head (a view), its rows padded to a multiple of 16."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    over = -mask.shape[-1] % 16
-    if over:
+    if over := -mask.shape[-1] % 16:
         mask = F.pad(mask, (0, over))[..., : key.shape[-2]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
 
@@ -236,9 +232,7 @@ class CachingAllocator:
 
     `torch.cuda.max_memory_reserved` isn't the sum of live tensors: sizes are rounded, each stream has its own pools for
     small and large blocks, and a free block serves only what fits into it. A pool has one expandable segment, which
-    grows by pages at its end (expandable_segments:True, the default of a run). All of this is deterministic.
-
-    `reserved` is in bytes, as in torch.cuda.memory_stats.
+    grows by pages at its end (expandable_segments:True, the default of a run).
 
     `capacity`: bytes that the driver has. If they run out, the allocator first unmaps the free pages at the end of each
     segment (torch also those in the middle). Then it exceeds the capacity, so the caller sees it.
@@ -260,7 +254,7 @@ class CachingAllocator:
         if not fitting:
             self._grow(pool, size)
         _, begin, end = min(fitting, default=(0, *pool.free[-1]))
-        at = bisect_left(pool.free, (begin, end))
+        at = pool.free.index((begin, end))
         pool.free[at : at + 1] = [(begin + size, end)] if end - begin > size else []
         self._in_use[key] = pool, begin, begin + size
 

@@ -1,8 +1,7 @@
 """The native train step on absent GPUs and TPUs (or on CPUs): a device's memory and its work.
 
 `plan_memory` runs the trainer's own step (the native backend, `train.build.build_training`) for rank 0 of any number of
-ranks, on fake tensors and a fake process group, in one process. It returns the storages that live at the peak, with
-their modules, and the memory that torch's caching allocator reserves for them.
+ranks, on fake tensors and a fake process group, in one process.
 """
 
 # Observing the step needs private parts of torch: it has no public hooks for this.
@@ -14,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 from unittest.mock import patch
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from portable_fsdp.backends.contract import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, dtype_name, state_key
+from portable_fsdp.backends.contract import Batch, Fill, MakeOptimizer, ShardPolicy, dtype_name, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.describe import with_value
@@ -37,7 +36,6 @@ from portable_fsdp.plan.memory_trace import (
     Block,
     Collective,
     CollectiveRun,
-    Entry,
     Events,
     KernelRun,
     MemoryPart,
@@ -50,16 +48,7 @@ from portable_fsdp.plan.memory_trace import (
 from portable_fsdp.plan.repeated_layers import Pattern, extend, find_pattern, keep
 from portable_fsdp.plan.result import Buffer, DeviceMemory, EnginePlan, ModelFacts, Moved, Work
 from portable_fsdp.plan.target import Target
-from portable_fsdp.plan.time import (
-    Compute,
-    Drain,
-    ScheduleEntry,
-    Send,
-    Wait,
-    expected_time,
-    over_links,
-    rates_of,
-)
+from portable_fsdp.plan.time import Compute, Drain, ScheduleEntry, Send, Wait, expected_time, over_links, rates_of
 from portable_fsdp.runtime.child import without_garbage_collection
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
@@ -92,25 +81,21 @@ SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 def plan_memory(config: Config, target: Target) -> EnginePlan:
     """Plan the memory of the fullest device of `target` in a step of `config`, and the work of each device.
 
-    Nothing runs and no weight is allocated. It takes seconds, which hardly grow with the devices. On GPUs they
-    hardly grow with the layers that are equal (`repeated_layers`); elsewhere the trace has all layers.
     Memory has the parts that live at the peak (rank 0 holds the largest shards), and on cuda two more:
     - `allocator`: memory that torch's caching allocator reserves on top (`CachingAllocator`). It stays within the
       device's limit, because torch returns unused memory there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
-    Neither includes the CUDA context (about half a GiB): `Target.limit_bytes` subtracts it. On TPUs memory is a lower
-    bound (TPU_NOTE), of tensors in their tiles.
+    Neither includes the CUDA context: `Target.limit_bytes` subtracts it. On TPUs memory is a lower bound (TPU_NOTE).
 
-    Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 products as
-    `tf32` if precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
-    group, best in a process of its own: FSDP2 and DTensor keep caches.
+    Float32 products count as `tf32` if precision.matmul allows it. Raises what building the model raises. Call it in a
+    process without a process group, best in a process of its own: FSDP2 and DTensor keep caches.
     """
     with without_garbage_collection():
-        recorder, training, log, host_bytes, frozen = _record(config, target)
-    events, calls = replay(log)
+        recorder, training, host_bytes, frozen, _ = _record(config, target)
+    events, calls = replay(recorder.log)
     is_compiled, rates = config.compile.enabled, rates_of(target)
-    first, rest, left_out = calls[:2], calls[2:], _micro_batches(config, target.devices) - MICRO_BATCHES
-    programs = [*first, *first[1:] * left_out, *rest]  # the micro batches left out equal the second
+    left_out = _micro_batches(config, target.devices) - MICRO_BATCHES
+    programs = [*calls[:2], *calls[1:2] * left_out, *calls[2:]]  # the micro batches left out equal the second
     runs = [entry for program in calls for entry in program if isinstance(entry, CollectiveRun)]
     sent = {run.collective: _sent_by(run.collective, target) for run in runs}
     blocks = peak(events)
@@ -179,29 +164,29 @@ def _planned(config: Config, devices: int) -> Config:
 
 
 class _Recorded(NamedTuple):
-    """The planned steps of the whole model."""
-
-    recorder: Recorder
+    recorder: Recorder  # its log is that of the whole model
     training: Training  # its model may have fewer of the layers that are equal
-    log: list[Entry]
     host_bytes: int  # of weights, gradients, optimizer state and activations that are offloaded
-    frozen: set[str]
+    frozen: set[str]  # weights of the whole model
+    pattern: Pattern | None  # None: all layers were traced
 
 
 def _record(config: Config, target: Target) -> _Recorded:
     """Record the planned steps; on GPUs trace few of the layers if they repeat."""
     if target.hardware.kind != "cuda":
-        return record_layers(config, target, whole=True)[0]
+        return record_layers(config, target, whole=True)
     try:
-        recorded, pattern = record_layers(config, target, whole=False)
-        return recorded._replace(log=extend(recorded.log, pattern)) if pattern else recorded
+        recorded = record_layers(config, target, whole=False)
+        if recorded.pattern:
+            recorded.recorder.log = extend(recorded.recorder.log, recorded.pattern)
+        return recorded
     except PortableFSDPError:
         raise
     except Exception:  # IrregularError, or the error of a forward that needs all layers
-        return record_layers(config, target, whole=True)[0]
+        return record_layers(config, target, whole=True)
 
 
-def record_layers(config: Config, target: Target, *, whole: bool) -> tuple[_Recorded, Pattern | None]:
+def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
     """Record the planned steps: the whole model's, or of the layers that `find_pattern` keeps."""
     config = _planned(config, target.devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -211,7 +196,7 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> tuple[_Reco
     recorder = Recorder(fake, device, kind, has_tf32=has_tf32)
     with ExitStack() as held:
         held.enter_context(_ranks(target.devices, target.devices_per_host))
-        backend = held.enter_context(planned_backend(config, fake, recorder, whole))
+        backend = held.enter_context(PlannedBackend(config, fake, recorder, whole))
         held.enter_context(_seen_by(recorder))
         # Newer DTensors propagate shapes on tensors of the active mode, which the recorder would count as memory.
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
@@ -233,33 +218,23 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> tuple[_Reco
             placed = [backend.place(empty_batch(config, training, rows, "cpu")) for _ in range(micro_batches)]
             backend.fetch(step(placed, config.optim.lr, control_numbers(target.devices)))
             del placed
-    planned = cast(_Planned, backend)
-    host_bytes = _host_bytes(training, planned.pattern) + (backend.offload.host_bytes if backend.offload else 0)
-    return _Recorded(recorder, training, recorder.log, host_bytes, planned.frozen), planned.pattern
+    host_bytes = _host_bytes(training, backend.pattern) + (backend.offload.host_bytes if backend.offload else 0)
+    return _Recorded(recorder, training, host_bytes, backend.frozen, backend.pattern)
 
 
-@contextmanager
-def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> Generator[NativeBackend]:
-    """Open the native backend of rank 0 for fake tensors."""
-    # The stand-in device is the CPU, for which the backend refuses flex; the model is built with its own attention.
-    with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as opened:
-        yield cast(NativeBackend, _Planned(opened, fake, recorder, whole))
+class PlannedBackend(NativeBackend):
+    """The native backend of rank 0 on fake tensors; overrides the methods that need the real device."""
 
-
-class _Planned:
-    """The native backend on fake tensors and a stand-in device; overrides the methods that need the real device."""
-
-    def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> None:
-        self._backend, self._fake, self._recorder, self._whole = backend, fake, recorder, whole
+    def __init__(self, config: Config, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> None:
+        # The stand-in device is the CPU, for which the backend refuses flex; the model is built with its own attention.
+        super().__init__("cpu", with_value(config, "model.attention", "auto"), None)
+        self._fake, self._recorder, self._whole = fake, recorder, whole
         self.pattern: Pattern | None = None
-        self.frozen = set[str]()  # weights of the whole model
-        backend.device = recorder.device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        self.frozen = set[str]()
+        self.device = recorder.device
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        device = self._backend.device
+        device = self.device
         self.frozen = {fqn for fqn, weight in model.named_parameters() if not weight.requires_grad}
         if not self._whole and (pattern := find_pattern(model, policy)):
             policy, self.pattern = keep(model, policy, pattern), pattern
@@ -268,7 +243,7 @@ class _Planned:
                 if buffer is not None:
                     module._buffers[name] = self._fake.from_tensor(buffer)
         with patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", lambda _: device):
-            model = self._backend.shard_model(model, policy, None)
+            model = super().shard_model(model, policy, None)
         with self._fake, self._recorder, self._recorder.making("weights", "the model"):
             materialise(model, policy, device)
         return model
@@ -285,20 +260,17 @@ class _Planned:
         if pattern := self.pattern:
             groups = [group | {"params": [*pattern.as_kept(group["params"])]} for group in groups]
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
-            return self._backend.build_optimizer(as_on_device, groups)
-
-    def place_control(self, values: Sequence[float]) -> Tensor:
-        return Backend.place_control(cast(Backend, self), values)
+            return super().build_optimizer(as_on_device, groups)
 
     def place(self, batch: Batch, axes: Sequence[str] = ()) -> Batch:
         with self._recorder.making("activations", "the batch"), self._fake:  # the batch's tensors aren't fake yet
             return {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                 for name, tensor in batch.items()
             }
 
     def compile(self, fn: Any, name: str) -> Any:
-        run = self._backend.compile(fn, name)
+        run = super().compile(fn, name)
 
         def counted(*args: Any) -> Any:
             self._recorder.begin("program")
@@ -308,7 +280,7 @@ class _Planned:
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         with self._recorder.making("temporaries", "clipping of gradients"):
-            return self._backend.clip_grad_norm(model, limit)
+            return super().clip_grad_norm(model, limit)
 
 
 def _name(recorder: Recorder, training: Training) -> None:
@@ -325,9 +297,8 @@ def _host_bytes(training: Training, pattern: Pattern | None) -> int:
     """Return the bytes of this rank's weights, gradients and optimizer state that are offloaded to the host."""
     total = 0
     for fqn, weight in training.model.named_parameters():
-        gradients = [weight] * weight.requires_grad
         state: Iterable[Any] = training.optimizer.state.get(weight, {}).values()
-        tensors = [local_part(tensor) for tensor in (weight, *gradients, *state)]
+        tensors = map(local_part, (weight, *[weight] * weight.requires_grad, *state))  # a gradient is like its weight
         # Step counts (dim 0) are on the host anyway.
         bytes_ = sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)
         total += bytes_ * (pattern.times(fqn) if pattern else 1)
@@ -338,11 +309,9 @@ def _host_bytes(training: Training, pattern: Pattern | None) -> int:
 
 
 def stand_in() -> torch.device:
-    """Return the device that stands in for a GPU or a TPU: torch computes there as on the CPU, but treats it as another
-    device.
+    """Return the device that stands in for a GPU or a TPU: for torch not the CPU, but with its kernels.
 
-    So copies to it are recorded and mixing the two fails, as on a GPU. Fake tensors on "cuda" itself end the process if
-    there is no driver.
+    So copies to it are recorded and mixing the two fails. Fake tensors on "cuda" end the process without a driver.
     """
     return torch.device("cpu", 0)
 

@@ -1,7 +1,6 @@
 """Lifetimes of memory while a step runs on fake tensors: every storage from its first tensor to its last.
 
 `Recorder` is a dispatch mode: it sees each operator, and so each new storage, the matrix products and the collectives.
-When a storage is allocated, it records its operator, moment, module, stream and part of the plan.
 """
 
 # Autograd's running node and a storage's address have no public name.
@@ -13,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal, cast
 from unittest.mock import patch
 
@@ -103,9 +102,6 @@ class Entry:
     module: str = ""
 
 
-# ---------------------------------------------------------------------------------------------------------- moments
-
-
 class Moments:
     """The current place in a step: FSDP2's or the optimizer's section, and the module whose forward or backward runs.
 
@@ -125,7 +121,7 @@ class Moments:
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        self._head = getattr(model, "get_output_embeddings", lambda: None)()
         with (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),  # recomputation ends with an exception
@@ -133,8 +129,7 @@ class Moments:
             yield
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        name = self._names.get(id(module))
-        if name is not None:
+        if (name := self._names.get(id(module))) is not None:
             self._running.append(name)
             self._mark(name)
             self.in_loss = self.in_loss or module is self._head
@@ -174,9 +169,6 @@ class Moments:
         return self.sections[-1] if self.sections else ""
 
 
-# ---------------------------------------------------------------------------------------------------------- recorder
-
-
 COPIES = {"aten::copy_", "aten::clone", "aten::cat", "aten::_to_copy", "aten::split_with_sizes_copy.out"}
 UNWRITTEN = ("empty", "new_empty", "resize_", "set_", "_local_scalar_dense", "record_stream")  # operators
 FILLS = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}  # write their argument without reading it
@@ -194,7 +186,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.moments = Moments()
         self.log: list[Entry] = []
-        self.streams: list[Any] = []  # in the order of their first use; references keep their ids unique
+        self._streams: dict[int, tuple[int, Any]] = {}  # id -> order of first use; the reference keeps the id unique
         self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, kind == "cuda", kind == "tpu"
         self._has_tf32 = has_tf32
         self._known: tuple[MemoryPart, str] | None = None
@@ -313,24 +305,21 @@ class Recorder(TorchDispatchMode):
 
     def _stream(self) -> int:
         stream = torch.cpu.current_stream()  # the API through which FSDP2 gets this device's streams
-        if not any(known is stream for known in self.streams):
-            self.streams.append(stream)
-        return next(number for number, known in enumerate(self.streams) if known is stream)
+        return self._streams.setdefault(id(stream), (len(self._streams), stream))[0]
 
     def _note_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         # Only the expected time of a GPU's step needs them.
         reads, writes = self._traffic(func, args, kwargs, out) if self.is_gpu else ([], [])
-        products = matrix_products(func, args, kwargs, out)
-        if products is not None and self.is_gpu:
-            self._take_workspace(func, args)
-        if products is None and not writes:
-            return
-        dtype, flops = products or (torch.float32, 0.0)
-        part: KernelPart = "copies" if func.name() in COPIES else "elementwise"
-        if products is not None:
+        if (products := matrix_products(func, args, kwargs, out)) is not None:
+            if self.is_gpu:
+                self._take_workspace(func, args)
+            dtype, flops = products
+            name = "tf32" if self._has_tf32 and dtype == torch.float32 else dtype_name(dtype)
             part = "attention" if "attention" in func.name() else "products"
-        name = "tf32" if self._has_tf32 and dtype == torch.float32 else dtype_name(dtype)
-        self._note("runs", KernelRun(part, name, flops, reads, writes))
+            self._note("runs", KernelRun(part, name, flops, reads, writes))
+        elif writes:
+            part = "copies" if func.name() in COPIES else "elementwise"
+            self._note("runs", KernelRun(part, "float32", 0.0, reads, writes))
 
     def _traffic(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -342,37 +331,37 @@ class Recorder(TorchDispatchMode):
         writes: list[tuple[Block, int]] = []
         all_args = (*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]))
         for argument, value in zip(func._schema.arguments, all_args, strict=False):
+            used = self._blocks_in(value)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            is_read = not (is_written and (argument.is_out or func._opname in FILLS))
-            for tensor in [value] if isinstance(value, Tensor) else value if isinstance(value, (list, tuple)) else ():
-                if isinstance(tensor, Tensor) and (block := self._block_of(tensor)) is not None:
-                    reads += [(block, tensor.nbytes)] if is_read else []
-                    writes += [(block, tensor.nbytes)] if is_written else []
+            writes += used if is_written else []
+            reads += [] if is_written and (argument.is_out or func._opname in FILLS) else used
         known = {id(block) for block, _ in (*reads, *writes)}
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        for tensor in results:
-            if (block := self._block_of(tensor)) is not None and id(block) not in known:
-                writes.append((block, tensor.nbytes))
+        writes += [(block, size) for block, size in self._blocks_in(out) if id(block) not in known]
         if func._opname in LOOKUPS and reads:  # only the requested rows of a table are read
-            reads[0] = (reads[0][0], sum(tensor.nbytes for tensor in results))
+            reads[0] = (reads[0][0], out.nbytes)
         return reads, writes
+
+    def _blocks_in(self, value: Any) -> list[tuple[Block, int]]:
+        """Return the blocks of the tensors in a value, and the tensors' bytes."""
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return [(block, tensor.nbytes) for tensor in tensors if (block := self._block_of(tensor)) is not None]
 
     def _block_of(self, tensor: Tensor) -> Block | None:
         return self._live.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
-        def workspace(size: int, kernel: str) -> Block:
-            return Block(size, self._stream(), "temporaries", f"{kernel} workspace", _words(*self.moments.now()))
+        def take(size: int, kernel: str) -> Block:
+            where = _words(*self.moments.now())
+            self._note("made", block := Block(size, self._stream(), "temporaries", f"{kernel} workspace", where))
+            return block
 
         # cuBLAS has a workspace for forward's thread and one for backward's, kept from the first product on.
         is_backward = _running_node() is not None
         if is_backward not in self._has_workspace:
             self._has_workspace.add(is_backward)
-            self._note("made", workspace(CUBLAS_WORKSPACE_BYTES, "cuBLAS"))
-        if taken := workspace_bytes(func, args):
-            block = workspace(taken, func.name())
-            self._note("made", block)
-            self._note("freed", block)
+            take(CUBLAS_WORKSPACE_BYTES, "cuBLAS")
+        if size := workspace_bytes(func, args):
+            self._note("freed", take(size, func.name()))
 
     def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         if (running := collective_of(func, args)) is not None:
@@ -415,18 +404,10 @@ def replay(log: Iterable[Entry]) -> tuple[Events, list[Timeline]]:
 
 def peak(events: Events) -> list[Block]:
     """Return the blocks that live at the peak, in the order of allocation; the last one caused the peak."""
-    now = most = at = 0
-    for number, (block, is_made) in enumerate(events, start=1):
-        now += block.bytes if is_made else -block.bytes
-        if now > most:
-            most, at = now, number
-    live: dict[Block, None] = {}
-    for block, is_made in events[:at]:
-        if is_made:
-            live[block] = None
-        else:
-            del live[block]
-    return list(live)
+    totals = list(accumulate(block.bytes if is_made else -block.bytes for block, is_made in events))
+    until_peak = events[: totals.index(max(totals)) + 1] if totals else []
+    freed = {block for block, is_made in until_peak if not is_made}
+    return [block for block, is_made in until_peak if is_made and block not in freed]
 
 
 def fused(program: Timeline) -> Timeline:

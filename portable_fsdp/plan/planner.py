@@ -7,6 +7,7 @@ nearest or largest setting that fits.
 import hashlib
 import importlib.metadata
 import itertools
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,16 +42,9 @@ SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
 
 _ENGINE_PLAN = TypeAdapter(EnginePlan)
 
-SHARED_LINKS = "two devices share a chip's links: ici traffic isn't bounded."  # it is counted by device, not by chip
-
 
 def make_plan(
-    config: Config,
-    target: Target,
-    worker: Worker,
-    progress: Progress = lambda stage: None,
-    *,
-    backend: str = "auto",
+    config: Config, target: Target, worker: Worker, progress: Progress = lambda stage: None, *, backend: str = "auto"
 ) -> Plan:
     """Plan one step of `config` on `target`; takes seconds to a minute, and needs none of the hardware.
 
@@ -63,18 +57,16 @@ def make_plan(
     engine = usual if backend == "auto" else backend
     methods = {name: spec_of(name).planned_by[kind] for name in ENGINES if kind in spec_of(name).planned_by}
     if engine not in methods:
-        names = sorted(methods, key=lambda name: name != usual)
-        raise BackendError(
-            f"plan on {target.text}: expected --backend={' or '.join(names)}, found {backend}, which has no planner "
-            f"for {kind}."
-        )
+        names = " or ".join(sorted(methods, key=lambda name: name != usual))
+        found = f"found {backend}, which has no planner for {kind}"
+        raise BackendError(f"plan on {target.text}: expected --backend={names}, {found}.")
     generation = target.hardware.name if kind == "tpu" else ""
     require_supported(config, Deployment(engine, kind, target.devices, target.hosts, generation))
-    if methods[engine] == "compiled step":
-        planned = plan_compiled(config, target, progress)
-    else:
-        planned = _fake_step(config, target, worker, progress)
-    shares_links = target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0)
+    is_compiled = methods[engine] == "compiled step"
+    planned = plan_compiled(config, target, progress) if is_compiled else _fake_step(config, target, worker, progress)
+    notes = [*planned.notes]
+    if target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0):  # counted by device, not by chip
+        notes.append("two devices share a chip's links: ici traffic isn't bounded.")
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
     compute = config.precision.compute
@@ -91,7 +83,7 @@ def make_plan(
         time=time,
         expected=planned.expected and _no_shorter(planned.expected, time),
         method=planned.method,
-        notes=(*planned.notes, *((SHARED_LINKS,) if shares_links else ()), *_notes(target, planned, time)),
+        notes=(*notes, *_notes(target, planned, time)),
         planned_in_s=perf_counter() - began,
     )
 
@@ -169,7 +161,6 @@ def _notes(target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
 
 # --------------------------------------------------------------------------------------------------- several settings
 
-MODES = ("none", "selective", "full")
 FREE = 0.05  # share of a device's memory that a plan can't see: code, drivers, gaps
 
 PlanOf = Callable[[Settings], Plan]
@@ -177,21 +168,17 @@ PlanOf = Callable[[Settings], Plan]
 
 
 def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
-    """Return the default grid of a sweep; smaller micro batches first.
-
-    Scanned layers are recomputed all or none, since all iterations of the loop run one program.
-    """
+    """Return the default grid of a sweep; smaller micro batches first."""
     rows = max(config.train.global_batch // devices, 1)
     micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | ({config.train.micro_batch} - {"auto"})
     unrolled = {"compile.scan_layers": "false"} if scan else {}
     if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers only
         unrolled["memory.offload"] = "none"
-    layers = [unrolled | checkpointing(config, mode) for mode in MODES]
-    if scan:
+    layers = [unrolled | checkpointing(config, mode) for mode in ("none", "selective", "full")]
+    if scan:  # all iterations of the loop run one program: all layers are recomputed, or none
         layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
-    strategies = ["NO_SHARD"]
-    if devices > 1:
-        strategies = list(dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy)))
+    sharded = dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy))
+    strategies = sharded if devices > 1 else ["NO_SHARD"]
     return [
         {"sharding.strategy": strategy, **layer_settings, "train.micro_batch": str(size)}
         for strategy, layer_settings, size in itertools.product(strategies, layers, sorted(micro_batches))
@@ -221,15 +208,16 @@ def checkpointing(config: Config, mode: str) -> Settings:
 
 def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
     """Plan in order. If a `train.micro_batch` doesn't fit, skip larger ones."""
-    too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
+    too_many: dict[frozenset[tuple[str, str]], float] = {}  # settings but for the micro batch -> rows that don't fit
     for settings in points:
-        rows = settings.get("train.micro_batch", "")
-        others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
-        if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
+        value = settings.get("train.micro_batch", "")
+        rows = int(value) if value.isdecimal() else math.nan
+        others = frozenset({**settings, "train.micro_batch": ""}.items())
+        if rows >= too_many.get(others, math.inf):
             continue
         tried = _try(settings, plan_of)
-        if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
-            too_many[others] = int(rows)
+        if tried.plan is not None and tried.plan.memory.verdict == "does not fit":
+            too_many[others] = rows
         yield tried
 
 
@@ -250,9 +238,7 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
         measures.append({"sharding.strategy": "FULL_SHARD"})
     if offload and not config.memory.cpu_offload:
         measures.append({"memory.cpu_offload": "true"})
-    settings: Settings = {}
-    for measure in measures:
-        settings = settings | measure
+    for settings in itertools.accumulate(measures, lambda before, measure: before | measure):
         yield (tried := _try(settings, plan_of))
         if tried.fits:
             return

@@ -8,18 +8,17 @@ the layers what the first does, for its own blocks, `extend` raises IrregularErr
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import compress
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.plan.memory_trace import Block, CollectiveRun, Entry, KernelRun
-
-T = TypeVar("T")
+from portable_fsdp.tensor_plan import TensorPlan
 
 LONGEST_PERIOD = 12
 _UNCOMPARED = {"layer_idx", "layer_id", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
@@ -50,6 +49,21 @@ class Pattern:
     def end(self) -> int:
         return self.begin + 2 * self.period
 
+    @property
+    def traced(self) -> range:
+        """The layers of the two periods."""
+        return range(self.begin, self.end)
+
+    @property
+    def template(self) -> range:
+        """The layers of the second period."""
+        return self.traced[self.period :]
+
+    @property
+    def turns(self) -> range:
+        """Numbers of the copies of the second period."""
+        return range(1, self.left_out // self.period + 1)
+
     @cached_property
     def _number(self) -> re.Pattern[str]:
         return re.compile(rf"\b{re.escape(self.layers)}\.(\d+)(?=\.|$)")
@@ -67,8 +81,7 @@ class Pattern:
         return self._number.sub(lambda match: f"{self.layers}.{number(int(match[1]))}", name)
 
     def is_left_out(self, name: str) -> bool:
-        layer = self.layer_of(name)
-        return layer is not None and self.end <= layer < self.end + self.left_out
+        return self.layer_of(name) in range(self.end, self.end + self.left_out)
 
     def as_kept(self, names: Sequence[str]) -> tuple[str, ...]:
         """Rename a model's modules or weights to those of the model that is traced; leave out those without."""
@@ -78,9 +91,7 @@ class Pattern:
 
     def times(self, name: str) -> int:
         """Return how many weights of the model a weight of the traced model stands for."""
-        layer = self.layer_of(name)
-        is_template = layer is not None and self.begin + self.period <= layer < self.end
-        return 1 + self.left_out // self.period if is_template else 1
+        return 1 + len(self.turns) if self.layer_of(name) in self.template else 1
 
 
 def find_pattern(model: nn.Module, policy: ShardPolicy) -> Pattern | None:
@@ -161,32 +172,19 @@ def keep(model: nn.Module, policy: ShardPolicy, pattern: Pattern) -> ShardPolicy
     layers._modules.clear()
     layers.extend(left)
 
-    def kept(by_name: Mapping[str, T]) -> dict[str, T]:
-        here = [name for name in by_name if not pattern.is_left_out(name)]
-        return dict(zip(pattern.as_kept(here), map(by_name.__getitem__, here), strict=True))
+    def kept(value: Any) -> Any:
+        """All collections in a policy and its tensor plan are of names, or by name."""
+        match value:
+            case Mapping():
+                return {kept: value[name] for name in value for kept in pattern.as_kept([name])}
+            case tuple() | frozenset():
+                return type(value)(pattern.as_kept([*value]))
+            case ShardPolicy() | TensorPlan():
+                return replace(value, **{field.name: kept(getattr(value, field.name)) for field in fields(value)})
+            case _:
+                return value
 
-    tensor = policy.tensor
-    if tensor is not None:
-        tensor = replace(
-            tensor,
-            words=kept(tensor.words),
-            parts=kept(tensor.parts),
-            summed=frozenset(pattern.as_kept([*tensor.summed])),
-            blocks=pattern.as_kept(tensor.blocks),
-            attributes=kept(tensor.attributes),
-            whole_heads=kept(tensor.whole_heads),
-            layers=pattern.as_kept(tensor.layers),
-            whole_blocks=pattern.as_kept(tensor.whole_blocks),
-        )
-    return replace(
-        policy,
-        units=pattern.as_kept(policy.units),
-        layers=pattern.as_kept(policy.layers),
-        recompute=pattern.as_kept(policy.recompute),
-        layouts=kept(policy.layouts),
-        modules=kept(policy.modules),
-        tensor=tensor,
-    )
+    return kept(policy)
 
 
 # ------------------------------------------------------------------------------------------------------- the log
@@ -203,13 +201,11 @@ def extend(log: Sequence[Entry], pattern: Pattern) -> list[Entry]:
 class _Extension:
     def __init__(self, log: Sequence[Entry], pattern: Pattern) -> None:
         self._pattern, self._log = pattern, log
-        self._homes: dict[int, Home] = {}  # by the block's id
+        self._homes: dict[Block, Home] = {}
         self._blocks: dict[Home, Block] = {}
         self._copies: dict[tuple[Home, int], Block] = {}
         self._directions: dict[int, int] = {}
         self._chunks: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)  # (pass, layer) -> entries
-        self._keys: dict[Any, int] = {}
-        self._names: dict[tuple[str, int], str] = {}
         self.entries: list[Entry] = []
         places = self._places(self._labels())
         # Only the last step's work counts, of the others the memory that they leave.
@@ -226,38 +222,35 @@ class _Extension:
     def _labels(self) -> Iterator[tuple[int | None, str]]:
         """Yield each entry's layer and phase: that of the running module, else in no pass that of its blocks."""
         writers = {
-            id(block): (entry.what, at)
+            block: (entry.what, at)
             for entry in reversed(self._log)
             if isinstance(entry.what, KernelRun)
             for at, (block, _) in enumerate(entry.what.writes)
         }
-        layers: dict[int, int | None] = {}  # of blocks
+        layers: dict[Block, int | None] = {}
 
         def of_blocks(blocks: Sequence[Block]) -> int | None:
-            numbers = {layers.get(id(block)) for block in blocks} - {None}
+            numbers = {layers.get(block) for block in blocks} - {None}
             return numbers.pop() if len(numbers) == 1 else None
 
         for entry in self._log:
             what, layer = entry.what, self._pattern.layer_of(entry.module)
             phase = "backward" if entry.moment in ("backward", "recomputation") else entry.moment
-            is_pass = phase in ("forward", "backward")
-            if layer is None and not is_pass:
+            if layer is None and phase not in ("forward", "backward"):
                 phase = "other"
-                if isinstance(what, KernelRun):
-                    layer = of_blocks([block for block, _ in (*what.reads, *what.writes)])
-                elif isinstance(what, CollectiveRun):
+                if isinstance(what, CollectiveRun):
                     layer = of_blocks([what.result] if what.result else [])
-                elif entry.change == "freed":
-                    layer = layers.get(id(what))
+                elif entry.change != "made":
+                    layer = of_blocks(_blocks_of(entry))
                 elif isinstance(what, Block):
                     layer = self._pattern.layer_of(what.name)
-                    if layer is None and id(what) in writers:
-                        kernel, at = writers[id(what)]
+                    if layer is None and what in writers:
+                        kernel, at = writers[what]
                         reads = [block for block, _ in kernel.reads]
                         is_list = len(kernel.writes) > 1 and reads and len(reads) % len(kernel.writes) == 0
-                        layer = layers.get(id(reads[at])) if is_list else of_blocks(reads)
-            if entry.change == "made":
-                layers[id(what)] = layer
+                        layer = layers.get(reads[at]) if is_list else of_blocks(reads)
+            if entry.change == "made" and isinstance(what, Block):
+                layers[what] = layer
             yield layer, phase
 
     def _places(self, labels: Iterator[tuple[int | None, str]]) -> list[tuple[int, int, bool]]:
@@ -277,90 +270,77 @@ class _Extension:
                     self._directions[number] = direction
                 elif label != layer - direction:
                     raise IrregularError(f"layer {label} after {layer} in {phase}")
-            is_middle = pattern.begin <= layer < pattern.end
-            places.append((number, layer, label is not None or is_middle))
+            places.append((number, layer, label is not None or layer in pattern.traced))
         return places
 
     def _settle(self, places: Sequence[tuple[int, int, bool]]) -> None:
         """Find the entries and the blocks of each layer in each pass."""
         counts: Counter[Any] = Counter()
+        keys: dict[Any, int] = {}
         for entry, (number, layer, is_inside) in zip(self._log, places, strict=True):
             if not is_inside:
                 continue
             self._chunks[number, layer].append(entry)
             if entry.change == "made" and isinstance(block := entry.what, Block):
-                key = (block.bytes, block.stream, block.part, self._anonymous(block.name), self._anonymous(block.where))
+                names = [self._pattern.renamed(name, lambda _: "") for name in (block.name, block.where)]
+                key = (*_facts(block), *names)
                 counts[number, layer, key] += 1
-                same = key, counts[number, layer, key]
-                home = number, layer, self._keys.setdefault(same, len(self._keys))
-                self._homes[id(block)], self._blocks[home] = home, block
+                home = number, layer, keys.setdefault((key, counts[number, layer, key]), len(keys))
+                self._homes[block], self._blocks[home] = home, block
 
-    def _concatenated(self, places: Sequence[tuple[int, int, bool]]) -> dict[int, int]:
-        """Return id -> bytes to add, of blocks into which a block of each layer is concatenated."""
-        turns, grown = self._pattern.left_out // self._pattern.period, dict[int, int]()
+    def _concatenated(self, places: Sequence[tuple[int, int, bool]]) -> dict[Block | None, int]:
+        """Return the bytes to add, of blocks into which a block of each layer is concatenated."""
+        grown: dict[Block | None, int] = {}
         for entry, (_, _, is_inside) in zip(self._log, places, strict=True):
             what = entry.what
             if not is_inside and isinstance(what, KernelRun) and len(what.writes) == 1:
-                block, size = what.writes[0]
-                repeated = self._repeated({home for read, _ in what.reads if (home := self._homes.get(id(read)))})
-                more = sum(read for source, read in what.reads if self._homes.get(id(source)) in repeated) * turns
+                [(block, size)] = what.writes
+                repeated = self._repeated(read for read, _ in what.reads)
+                more = sum(read for source, read in what.reads if source in repeated) * len(self._pattern.turns)
                 if more and size == sum(read for _, read in what.reads):
-                    grown[id(block)] = more
+                    grown[block] = more
         return grown
 
-    def _repeated(self, homes: set[Home]) -> set[Home]:
+    def _repeated(self, blocks: Iterable[Block]) -> dict[Block, Home]:
         """Return those of the second period of which the first has a counterpart."""
-        period, begin, end = self._pattern.period, self._pattern.begin, self._pattern.end
-        return {
-            home for home in homes if begin + period <= home[1] < end and (home[0], home[1] - period, home[2]) in homes
-        }
-
-    def _anonymous(self, name: str) -> str:
-        return self._pattern.renamed(name, lambda _: "")
+        homes = {block: home for block in blocks if (home := self._homes.get(block))}
+        later = {self._home(block, 1) for block in homes}
+        return {block: home for block, home in homes.items() if home[1] in self._pattern.template and home in later}
 
     def _compare(self) -> None:
         """Raise IrregularError unless the second period does in each pass what the first does."""
         pattern = self._pattern
-        for number in {number for number, layer in self._chunks if pattern.begin <= layer < pattern.end}:
-            for layer in range(pattern.begin, pattern.begin + pattern.period):
+        for number in {number for number, layer in self._chunks if layer in pattern.traced}:
+            for layer in pattern.traced[: pattern.period]:
                 first, second = self._chunks[number, layer], self._chunks[number, layer + pattern.period]
                 if len(first) != len(second):
                     raise IrregularError(f"{len(first)} and {len(second)} entries of layer {layer} in pass {number}")
                 for one, other in zip(first, second, strict=True):
-                    same = one.change == other.change and _facts(one.what) == _facts(other.what)
-                    pairs = list(zip(_blocks_of(one), _blocks_of(other), strict=False))
-                    if not same or not all(self._correspond(*pair) for pair in pairs):
+                    same = one.change == other.change and _mapped(one.what, _facts) == _mapped(other.what, _facts)
+                    pairs = zip(_blocks_of(one), _blocks_of(other), strict=False)
+                    if not same or not all(a is b or self._homes[b] == self._home(a, 1) for a, b in pairs):
                         raise IrregularError(f"{one} and {other}")
-
-    def _correspond(self, one: Block, other: Block) -> bool:
-        if one is other:
-            return True
-        home, homes = self._homes.get(id(one)), self._homes
-        return home is not None and homes.get(id(other)) == (home[0], home[1] + self._pattern.period, home[2])
-
-    # -------------------------------------------------------------------------------------------- the longer log
 
     def _emit(self, places: Sequence[tuple[int, int, bool]]) -> None:
         """Add the entries in order, and the layers left out after the template going up, before it going down."""
         pattern, before = self._pattern, (0, -1)
-        template = range(pattern.begin + pattern.period, pattern.end)
-        turns = range(1, pattern.left_out // pattern.period + 1)
+        template, turns = pattern.template, pattern.turns
         for entry, (number, layer, _) in zip(self._log, places, strict=True):
             if (number, layer) != before:
                 if before[1] == template[-1] and self._directions[before[0]] > 0:
                     self._add_layers(before[0], [(inner, turn) for turn in turns for inner in template])
                 if layer == template[-1] and self._directions[number] < 0:
                     self._add_layers(number, [(inner, turn) for turn in turns[::-1] for inner in template[::-1]])
-                if pattern.begin <= layer < pattern.end:
+                if layer in pattern.traced:
                     self._add_layers(number, [(layer, 0)])
                 before = number, layer
-            if not pattern.begin <= layer < pattern.end:
+            if layer not in pattern.traced:
                 self._add_outside(entry, len(turns) if layer >= pattern.end else 0)
 
     def _add_layers(self, number: int, layers: Iterable[tuple[int, int]]) -> None:
         """Add the entries that layers have in a pass; `layers`: of the traced model, and which copy."""
         for layer, turn in layers:
-            is_first = layer < self._pattern.begin + self._pattern.period
+            is_first = layer in self._pattern.traced[: self._pattern.period]
             twins = self._chunks[number, layer + self._pattern.period * (1 if is_first else -1)]
             for entry, twin in zip(self._chunks[number, layer], twins, strict=True):
                 self._add(entry, twin, turn)
@@ -370,31 +350,25 @@ class _Extension:
         block = entry.what
         if entry.change == "made" and isinstance(block, Block):
             if turn:
-                name, where = self._later(block.name, turn), self._later(block.where, turn)
-                block = Block(block.bytes, block.stream, block.part, name, where)
-                self._copies[self._homes[id(entry.what)], turn] = block
+                home, more = self._homes[block], turn * self._pattern.period
+                name, where = (self._pattern.renamed(text, lambda n: n + more) for text in (block.name, block.where))
+                self._copies[home, turn] = block = Block(block.bytes, block.stream, block.part, name, where)
             self.entries.append(Entry("made", block))
             return
         twins = iter(_blocks_of(twin))
+        what = _mapped(entry.what, lambda block: block if block is next(twins) else self._at(self._home(block, turn)))
+        self.entries.append(Entry(entry.change, what))
 
-        def counterpart(block: Block) -> Block:
-            if block is next(twins):
-                return block
-            number, layer, key = self._homes[id(block)]
-            return self._at(number, layer + turn * self._pattern.period, key)
+    def _home(self, block: Block, turns: int) -> Home:
+        """Return the home of the counterpart of a block, so many periods later."""
+        number, layer, key = self._homes[block]
+        return number, layer + turns * self._pattern.period, key
 
-        self.entries.append(Entry(entry.change, _mapped(entry.what, counterpart)))
-
-    def _later(self, name: str, turn: int) -> str:
-        if (name, turn) not in self._names:
-            self._names[name, turn] = self._pattern.renamed(name, lambda n: n + turn * self._pattern.period)
-        return self._names[name, turn]
-
-    def _at(self, number: int, layer: int, key: int) -> Block:
+    def _at(self, home: Home) -> Block:
         """Return a block of a layer by its number in the whole model."""
-        pattern = self._pattern
+        pattern, (number, layer, key) = self._pattern, home
         if layer < pattern.end:
-            return self._blocks[number, layer, key]
+            return self._blocks[home]
         if layer >= pattern.end + pattern.left_out:
             return self._blocks[number, layer - pattern.left_out, key]
         turn = (layer - pattern.end) // pattern.period + 1
@@ -402,86 +376,61 @@ class _Extension:
 
     def _add_outside(self, entry: Entry, times: int) -> None:
         """Add an entry of another layer, or of none; what takes blocks of both periods takes those of all."""
-        pattern, what = self._pattern, entry.what
-        homes = {home for block in _blocks_of(entry) if (home := self._homes.get(id(block)))}
-        middle = {home for home in homes if pattern.begin <= home[1] < pattern.end}
-        if isinstance(what, CollectiveRun) and what.block and (more := self._grown.get(id(what.block))):
-            collective = replace(what.collective, bytes=what.collective.bytes + more)
-            entry = replace(entry, what=replace(what, collective=collective))
-        if not middle or entry.change == "made":
-            self.entries.append(entry)
-            return
+        what, blocks = entry.what, _blocks_of(entry)
+        middle = {block for block in blocks if block in self._homes and self._homes[block][1] in self._pattern.traced}
+        if isinstance(what, CollectiveRun) and (more := self._grown.get(what.block)):
+            what = replace(what, collective=replace(what.collective, bytes=what.collective.bytes + more))
         both = self._repeated(middle)
         if both and isinstance(what, KernelRun):
-            turns = range(1, pattern.left_out // pattern.period + 1)
 
             def with_copies(blocks: list[tuple[Block, int]]) -> list[tuple[Block, int]]:
-                homes = [(self._homes.get(id(block)), size) for block, size in blocks]
-                repeated = [(home, size) for home, size in homes if home and home in both]
-                grown = [(block, size + self._grown.get(id(block), 0)) for block, size in blocks]
-                return grown + [(self._copies[home, turn], size) for home, size in repeated for turn in turns]
+                grown = [(block, size + self._grown.get(block, 0)) for block, size in blocks]
+                repeated = [(both[block], size) for block, size in blocks if block in both]
+                return grown + [(self._copies[home, n], size) for home, size in repeated for n in self._pattern.turns]
 
             if what.flops:
                 raise IrregularError(f"products of several layers at once: {what.part}")
             what = replace(what, reads=with_copies(what.reads), writes=with_copies(what.writes))
-            self.entries.append(replace(entry, what=what))
-            return
-
-        def counterpart(block: Block) -> Block:
-            home = self._homes.get(id(block))
-            if not home or home not in middle:
-                return block
-            return self._at(home[0], home[1] + times * pattern.period, home[2])
-
-        self.entries.append(replace(entry, what=_mapped(what, counterpart)))
+        elif middle:
+            what = _mapped(what, lambda block: self._at(self._home(block, times)) if block in middle else block)
+        self.entries.append(replace(entry, what=what))
 
     def _check(self) -> None:
-        """Raise IrregularError unless each copy is freed like its original, and only what lives is freed."""
-        live: set[int] = set()
+        """Raise IrregularError unless each copy is freed like its original, and KeyError if a block is freed again."""
+        live: set[Block] = set()
         for entry in self.entries:
-            if entry.change == "freed" and id(entry.what) not in live:
-                raise IrregularError(f"freed again: {entry}")
             if isinstance(entry.what, Block):
-                (live.add if entry.change == "made" else live.remove)(id(entry.what))
+                (live.add if entry.change == "made" else live.remove)(entry.what)
         for (home, _), copy in self._copies.items():
-            if (id(copy) in live) != (id(self._blocks[home]) in live):
+            if (copy in live) != (self._blocks[home] in live):
                 raise IrregularError(f"freed unlike its original: {copy}")
 
     def _update_blocks(self) -> None:
         """Give blocks their size in the whole model, and the layers after the pattern their numbers."""
         for entry in self._log:
             if entry.change == "made" and isinstance(block := entry.what, Block):
-                block.bytes += self._grown.get(id(block), 0)
+                block.bytes += self._grown.get(block, 0)
                 block.name, block.where = map(self._pattern.in_model, (block.name, block.where))
 
 
 def _blocks_of(entry: Entry) -> list[Block]:
     match what := entry.what:
-        case Block():
-            return [] if entry.change == "made" else [what]
+        case Block() if entry.change == "freed":
+            return [what]
         case KernelRun():
             return [block for block, _ in (*what.reads, *what.writes)]
-        case CollectiveRun():
-            return [what.block] if what.block else []
-        case None:
+        case CollectiveRun(block=Block() as block):
+            return [block]
+        case _:
             return []
 
 
-def _facts(what: Any) -> Any:
-    """Return what equal entries have in common besides their blocks."""
-    match what:
-        case KernelRun():
-            sizes = [size for _, size in what.reads], [size for _, size in what.writes]
-            return what.part, what.dtype, what.flops, sizes
-        case CollectiveRun():
-            return what.collective, what.block is None, what.is_waited_for
-        case Block():
-            return what.bytes, what.stream, what.part
-        case _:
-            return None
+def _facts(block: Block) -> Any:
+    """Return what counterparts have in common."""
+    return block.bytes, block.stream, block.part
 
 
-def _mapped(what: Any, counterpart: Callable[[Block], Block]) -> Any:
+def _mapped(what: Any, counterpart: Callable[[Block], Any]) -> Any:
     match what:
         case Block():
             return counterpart(what)

@@ -43,7 +43,7 @@ class TpuChip:
     devices: int  # devices that a program sees per chip
     axes: Literal[2, 3]
     most: int  # most chips of a slice
-    wraps: Literal["cube", "sixteen", "always"]  # which axes are rings: see `target.links_per_chip`
+    wraps: Literal["cube", "sixteen", "always"]  # which axes are rings: see `links_per_chip`
     link: Figure | None  # bytes/s, one way, of one ICI link; a chip has two on each axis
     shapes: tuple[Shape, ...]  # sold shapes; with three axes: those below a cube
 
@@ -82,20 +82,17 @@ def known_hardware() -> tuple[Hardware, ...]:
 
 
 def _hardware(name: str, row: dict[str, Any]) -> Hardware:
-    figures = {key: _figure(*cells) for key, cells in row.items() if key in FIGURES}
-    chip = None
-    if "chip" in row:
-        shapes = tuple(tuple(int(size) for size in shape.split("x")) for shape in row["shapes"])
-        chip = TpuChip(**row["chip"], link=figures.get("ici"), shapes=shapes)
+    figures = {key: _figure(*row[key]) if key in row else None for key in FIGURES}
+    shapes = tuple(tuple(map(int, shape.split("x"))) for shape in row.get("shapes", ()))
     return Hardware(
         name,
-        "tpu" if chip else "cpu" if name == "cpu" else "cuda",
+        "tpu" if shapes else "cpu" if name == "cpu" else "cuda",
         row["device_name"],
-        program=figures.get("program"),
-        memory_bandwidth=figures.get("memory_bandwidth"),
-        devices_per_host=row["devices_per_host"][0] if "devices_per_host" in row else None,
-        links={key: figures[key] for key in LINKS if key in figures},
-        chip=chip,
+        program=figures["program"],
+        memory_bandwidth=figures["memory_bandwidth"],
+        devices_per_host=row.get("devices_per_host", [None])[0],
+        links={key: figure for key in LINKS if (figure := figures[key])},
+        chip=TpuChip(**row["chip"], link=figures["ici"], shapes=shapes) if shapes else None,
         reached=Reached(**row["reached"]) if "reached" in row else None,
     )
 
@@ -188,14 +185,9 @@ class Target:
 def parse_target(text: str) -> Target:
     """Parse the value of `--on`, in upper or lower case.
 
-    - a TPU slice as libtpu names it: `v5p:2x2x4`, chips along each axis;
-    - Google's accelerator type: `v6e-16` and `v5litepod-16` are 16 chips, `v5p-32` and `v4-32` too: they count cores;
-    - several TPU slices: their number and `*` before one of these, `2*v6e-256`;
-    - GPUs: `h100:8`, the total number; `h100` is one;
-    - processes on a CPU: `cpu:2`;
-    - the driver's name of the device, and the total number: `NVIDIA H100 80GB HBM3:8`, `TPU v6e:8`.
-
-    Raises ConfigError, with the nearest names, for unknown hardware and for a shape that isn't sold.
+    Takes what docs/planning.md lists, and the driver's name of a device with the total number, as in
+    `NVIDIA H100 80GB HBM3:8` and `TPU v6e:8`. Raises ConfigError, with the nearest names, for unknown hardware and for
+    a shape that isn't sold.
     """
     device_name, _, devices = text.rpartition(":")
     for hardware in known_hardware():
@@ -264,8 +256,7 @@ def accelerator_type(chip: TpuChip, shape: Shape) -> str:
 
 def _slice_target(text: str, hardware: Hardware, chip: TpuChip, slices: int, mark: str, rest: str) -> Target:
     shapes = [shape for shape in shapes_of(chip) if rest in (_written(shape), str(math.prod(shape) * chip.cores))]
-    is_shape = "x" in rest
-    if not shapes or mark != (":" if is_shape else "-"):
+    if not shapes or mark != (":" if "x" in rest else "-"):
         raise _no_such_slice(text, hardware, chip, rest)
     # The default shape of a size is the one most like a cube (types-topologies, as above).
     shape = min(shapes, key=sum)

@@ -9,9 +9,8 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from annotated_types import Len
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 
 from portable_fsdp.models.flops import peak_flops
@@ -37,21 +36,21 @@ def bound(
     sends, and an all-reduce sends once.
     """
     name = target.hardware.device_name
-    times: list[float] = []
-    for dtype, flops in work.matmul_flops.items():
-        # Fall back to bfloat16's peak if the vendor states none: no product of 16 or 32 bits is faster, and one of
-        # 8 bits takes at least half of its time.
-        if peak := peak_flops(name, dtype) or peak_flops(name, "bfloat16"):
-            times.append(flops / peak / (2 if dtype == "s8" else 1))
+    # Fall back to bfloat16's peak if the vendor states none: no product of 16 or 32 bits is faster, and one of 8 bits
+    # takes at least half of its time.
+    times = [
+        flops / peak / (2 if dtype == "s8" else 1)
+        for dtype, flops in work.matmul_flops.items()
+        if (peak := peak_flops(name, dtype) or peak_flops(name, "bfloat16"))
+    ]
     memory = target.hardware.memory_bandwidth
-    links = {name: target.link(name) for name, sent in work.sent_bytes.items() if sent}
     return Time(
         compute_s=sum(times) if times else None,
         memory_s=work.memory_bytes / memory.value if memory else None,
         links_s={
-            name: work.sent_bytes[name] / link.value / (2 if link.in_switch else 1)
-            for name, link in links.items()
-            if link is not None and link.value
+            name: sent / link.value / (2 if link.in_switch else 1)
+            for name, sent in work.sent_bytes.items()
+            if sent and (link := target.link(name)) and link.value
         },
         devices=target.devices,
         tokens_per_step=tokens_per_step,
@@ -152,7 +151,7 @@ def expected_time(operations: Iterable[ScheduleEntry], rates: Rates) -> Expected
     ends: dict[Hashable, float] = {}  # key of a collective -> when it ends
 
     for operation in operations:
-        until = now
+        before = now
         match operation:
             case Compute(part):
                 seconds = rates.seconds_of(operation)
@@ -171,13 +170,14 @@ def expected_time(operations: Iterable[ScheduleEntry], rates: Rates) -> Expected
             case Loop(turns, branches):
                 inner = max((expected_time(branch, rates) for branch in branches), key=lambda branch: branch.seconds)
                 now += turns * inner.seconds
-                for total, added in ((parts, inner.parts), (synchronous, inner.synchronous_bytes)):
-                    for name, amount in added.items():
-                        total[name] += turns * amount
+                for name, seconds in inner.parts.items():
+                    parts[name] += turns * seconds
+                for kind, size in inner.synchronous_bytes.items():
+                    synchronous[kind] += turns * size
         if isinstance(operation, Wait | Drain):
-            parts["exposed communication"] += now - until
+            parts["exposed communication"] += now - before
     spent = {part: seconds for part, seconds in parts.items() if seconds}
-    return Expected(seconds=now, parts=spent, synchronous_bytes=dict(synchronous))
+    return Expected(seconds=now, parts=spent, synchronous_bytes=synchronous)
 
 
 def rates_of(target: Target) -> Rates | None:
@@ -186,7 +186,6 @@ def rates_of(target: Target) -> Rates | None:
     peaks = {dtype: peak for dtype in ITEM_BYTES if (peak := peak_flops(hardware.device_name, dtype))}
     if reached is None or hardware.memory_bandwidth is None or "bfloat16" not in peaks:
         return None
-    links = {name: target.link(name) for name, _ in target.levels}
     return Rates(
         peaks=peaks,
         products=reached.products,
@@ -194,8 +193,8 @@ def rates_of(target: Target) -> Rates | None:
         memory=hardware.memory_bandwidth.value * reached.memory,
         links={
             name: link.value * (reached.network if name == "network" else reached.link)
-            for name, link in links.items()
-            if link is not None
+            for name, _ in target.levels
+            if (link := target.link(name))
         },
         kernel_s=GPU_KERNEL_S if hardware.kind == "cuda" else 0.0,
     )
@@ -218,18 +217,15 @@ def measured_steps(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> l
     Raises UsageError for no rows, for invalid rows, and for a run with another number of tokens per step.
     """
     try:
-        steps = TypeAdapter(Annotated[list[MeasuredStep], Len(1)]).validate_python(rows)
+        steps = TypeAdapter(list[MeasuredStep]).validate_python(rows)
+        batches = {step.tokens for step in steps}
+        actual = ", ".join(map(str, sorted(batches))) or "0 rows"
     except ValidationError:
-        raise UsageError(
-            "--compare: expected the rows of a run's metrics.jsonl, each with `seconds`, `tokens` and `mfu`, found "
-            f"{len(rows)} rows{', some of them invalid' if rows else ''}.\n"
-            "  Name the folder of a run that has finished steps."
-        ) from None
-    batches = {step.tokens for step in steps}
+        steps, batches, actual = [], set[int](), f"{len(rows)} rows, some of them invalid"
     if batches != {tokens_per_step}:
         raise UsageError(
-            f"--compare: expected a run with {tokens_per_step:,} tokens per step, as planned, found "
-            f"{', '.join(map(str, sorted(batches)))}.\n  Plan with that run's own config.yaml."
+            f"--compare: expected a run with {tokens_per_step:,} tokens per step, as planned, found {actual}.\n"
+            "  Name the folder of a run that has finished steps, and plan with its own config.yaml."
         )
     return steps
 

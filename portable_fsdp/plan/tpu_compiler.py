@@ -140,12 +140,7 @@ def compile_for(
 
 
 def _run_compiler(
-    program: Program,
-    request: dict[str, Any],
-    arguments: str,
-    stopped: Callable[[], bool],
-    *,
-    generate_code: bool,
+    program: Program, request: dict[str, Any], arguments: str, stopped: Callable[[], bool], *, generate_code: bool
 ) -> dict[str, str]:
     """Run the compiler up to buffer assignment, or to its end; return its output files' texts."""
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as name:

@@ -94,15 +94,13 @@ def read_compiled(
         named[program.arguments[number].name] += size
     before, living = _peak(assignment)
     described = _described(text, {*before, *(value.instruction for value in living)})
-    temporaries: list[Buffer] = []
+    buffers = [Buffer(name=name, bytes=size, where="") for name, size in named.items()]
     for value in living:
         operation, where = described.get(value.instruction, (value.instruction, ""))
-        if value.is_carried:
-            operation = "carried through a loop:"
-        temporaries.append(Buffer(name=f"{operation} {value.type}", bytes=value.bytes, where=where))
+        operation = "carried through a loop:" if value.is_carried else operation
+        buffers.append(Buffer(name=f"{operation} {value.type}", bytes=value.bytes, where=where))
     # Copies between memories have no known origin.
     origins = [described[instruction] for instruction in before if described.get(instruction, ("", ""))[1]]
-    arguments = [Buffer(name=name, bytes=size, where="") for name, size in named.items()]
     aliased = hlo.aliased_parameters(text)
     return Compiled(
         topology,
@@ -118,7 +116,7 @@ def read_compiled(
         updated_bytes=sum(sizes.get(number, 0) for number in aliased),
         live_bytes=sum(value.bytes for value in living),
         at=" in ".join(origins[0]) if origins else "",
-        biggest=largest([*arguments, *temporaries]),
+        biggest=largest(buffers),
         undonated=tuple(
             argument.name
             for number, argument in enumerate(program.arguments)
@@ -166,10 +164,10 @@ def _peak(assignment: str) -> tuple[list[str], list[_Temporary]]:
     """Find the peak of temporaries in main memory: return the last instructions, newest first, and the live values."""
     schedule, values = _temporaries(assignment)
     events = [(value.first, 1, value) for value in values] + [(value.last + 1, 0, value) for value in values]
-    alive: dict[int, list[int]] = {}  # offset -> sizes there: a value may share its place with its successor
+    alive: defaultdict[int, list[int]] = defaultdict(list)  # offset -> sizes: a value may hand its place on
     total = best = at = 0
     for time, begins, value in sorted(events):
-        here = alive.setdefault(value.offset, [])
+        here = alive[value.offset]
         total -= max(here, default=0)
         if begins:
             here.append(value.bytes)
@@ -179,11 +177,9 @@ def _peak(assignment: str) -> tuple[list[str], list[_Temporary]]:
         if total > best:
             best, at = total, time
     living = [value for value in values if value.first <= at <= value.last and value.bytes]
-    by_offset: dict[int, _Temporary] = {}  # the largest value there
-    for value in sorted(living, key=lambda value: (value.bytes, -value.first, -value.last)):
-        by_offset[value.offset] = value
+    living.sort(key=lambda value: (value.bytes, -value.first, -value.last))
     before = [schedule[time] for time in range(at, max(at - 200, -1), -1) if time in schedule]
-    return before, list(by_offset.values())
+    return before, list({value.offset: value for value in living}.values())  # the largest at each offset
 
 
 def _temporaries(assignment: str) -> tuple[dict[int, str], list[_Temporary]]:
@@ -237,16 +233,11 @@ def _described(text: str, instructions: Collection[str]) -> dict[str, tuple[str,
 
 def _origin(op_name: str, line: str) -> str:
     """Return the innermost module of the operation, else its source line; in backward neither is known."""
-    modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name)
-    if modules:
+    if modules := re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name):
         return modules[-1]
     source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
-    if source is None:
-        return ""
-    path = Path(source[1])
-    if path.parts[-3:] == ("torch", "autograd", "graph.py"):
-        return "backward"
-    return f"{'/'.join(path.parts[-3:])}:{source[2]}"
+    path = "/".join(Path(source[1]).parts[-3:]) if source else ""
+    return "backward" if path == "torch/autograd/graph.py" else f"{path}:{source[2]}" if source else ""
 
 
 # ------------------------------------------------------------------------------------------------- the whole step
@@ -261,7 +252,7 @@ def memory_of(programs: Mapping[str, Compiled], limit_bytes: int | None) -> Devi
     parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     for name, size in arguments.items():
         parts[part_of(name)] += size
-    parts["temporaries"], parts["outputs"] = fuller.temporary_bytes, fuller.output_bytes
+    parts |= {"temporaries": fuller.temporary_bytes, "outputs": fuller.output_bytes}
     others = arguments.keys() - fuller.named_bytes.keys()
     resting = [Buffer(name=name, bytes=arguments[name], where="") for name in others]
     return DeviceMemory(

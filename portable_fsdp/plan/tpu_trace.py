@@ -8,7 +8,7 @@
 
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 from unittest.mock import patch
@@ -152,13 +152,9 @@ class Tracer:
         order = [[*sizes].index(axis) for axis in (*cuts, *rest)]
         in_order = order == sorted(order)
         mesh = [self._devices] if in_order else [*sizes.values()]
-        words = f"{{devices={_listed(tiles)}<={_listed(mesh)}"
-        words += "" if in_order else f"T({','.join(map(str, order))})"
-        return words + (" last_tile_dim_replicate}" if rest else "}")
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return f"[{','.join(map(str, numbers))}]"
+        cut, over, turned = (",".join(map(str, numbers)) for numbers in (tiles, mesh, order))
+        words = f"devices=[{cut}]<=[{over}]" + ("" if in_order else f"T({turned})")
+        return f"{{{words} last_tile_dim_replicate}}" if rest else f"{{{words}}}"
 
 
 def _named(args: Sequence[Any]) -> dict[str, Tensor]:

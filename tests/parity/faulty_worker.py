@@ -34,16 +34,6 @@ class Fault(NamedTuple):
         return named and self.parameter in ("", culprit.parameter)
 
 
-class _WrongGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor * 1
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Any) -> Any:
-        return outputs[0] * 1.01
-
-
 def _after(name: str, change: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Training], None]:
     """`change(input, output)` in place of the module's output."""
 
@@ -63,12 +53,14 @@ def _after(name: str, change: Callable[[Any, Tensor], Tensor]) -> Callable[[Any,
     return plant
 
 
-def _epsilon(model: Any, _: Training) -> None:
-    model.get_submodule(f"{LAYER}.input_layernorm").variance_epsilon = 1e-5
+def _with(name: str, attribute: str, value: Any) -> Callable[[Any, Training], None]:
+    return lambda model, _: setattr(model.get_submodule(name), attribute, value)
 
 
-def _activation(model: Any, _: Training) -> None:
-    model.get_submodule(f"{LAYER}.mlp").act_fn = nn.GELU()
+def _wrong_gradient(_: Tensor, output: Tensor) -> Tensor:
+    output = output * 1
+    output.register_hook(lambda gradient: gradient * 1.01)
+    return output
 
 
 def _mask(model: Any, _: Training) -> None:
@@ -114,31 +106,24 @@ def _row(ids: Tensor, rows: Tensor) -> Tensor:
     return torch.where((ids == ord("e"))[..., None], rows * 1.01, rows)
 
 
+ATTENTION, MLP, NORM = (f"{LAYER}.{name}" for name in ("self_attn", "mlp", "post_attention_layernorm"))
 FAULTS = {
-    "q_proj scaled": Fault(
-        _after(f"{LAYER}.self_attn.q_proj", lambda _, y: y * 1.001), f"{LAYER}.self_attn.q_proj", "forward"
+    "q_proj scaled": Fault(_after(f"{ATTENTION}.q_proj", lambda _, y: y * 1.001), f"{ATTENTION}.q_proj", "forward"),
+    "norm epsilon": Fault(
+        _with(f"{LAYER}.input_layernorm", "variance_epsilon", 1e-5), f"{LAYER}.input_layernorm", "forward"
     ),
-    "norm epsilon": Fault(_epsilon, f"{LAYER}.input_layernorm", "forward"),
-    "mask off by one": Fault(_mask, f"{LAYER}.self_attn", "forward"),
-    "gradient of the mlp": Fault(
-        _after(f"{LAYER}.mlp", lambda _, y: cast(Tensor, _WrongGradient.apply(y))), f"{LAYER}.mlp", "backward"
-    ),
-    "gradient of k_proj": Fault(
-        _after(f"{LAYER}.self_attn.k_proj", lambda _, y: cast(Tensor, _WrongGradient.apply(y))),
-        f"{LAYER}.self_attn.k_proj",
-        "backward",
-    ),
-    "activation": Fault(_activation, f"{LAYER}.mlp.act_fn", "forward"),
+    "mask off by one": Fault(_mask, ATTENTION, "forward"),
+    "gradient of the mlp": Fault(_after(MLP, _wrong_gradient), MLP, "backward"),
+    "gradient of k_proj": Fault(_after(f"{ATTENTION}.k_proj", _wrong_gradient), f"{ATTENTION}.k_proj", "backward"),
+    "activation": Fault(_with(MLP, "act_fn", nn.GELU()), f"{MLP}.act_fn", "forward"),
     "embedding row": Fault(_after("model.embed_tokens", _row), "model.embed_tokens", "forward"),
     "head bias": Fault(
         _after("lm_head", lambda _, y: y + torch.linspace(0, 0.01, y.shape[-1], device=y.device)), "lm_head", "forward"
     ),
     "rotary angle": Fault(_angle, "model.rotary_emb", "forward"),
     "residual dropped": Fault(_after(LAYER, lambda x, y: y - x), LAYER, "forward"),
-    "decay of a norm": Fault(
-        _decay, f"{LAYER}.post_attention_layernorm", "update", f"{LAYER}.post_attention_layernorm.weight"
-    ),
-    "weight": Fault(_weight, f"{LAYER}.mlp.up_proj", "weights", f"{LAYER}.mlp.up_proj.weight"),
+    "decay of a norm": Fault(_decay, NORM, "update", f"{NORM}.weight"),
+    "weight": Fault(_weight, f"{MLP}.up_proj", "weights", f"{MLP}.up_proj.weight"),
 }
 
 

@@ -153,13 +153,7 @@ def test_a_launcher_and_files_that_are_no_certificates_are_refused(
     (tmp_path / "a.json").write_text('{"verdict": "equal"}')
     assert main(["--compare", f"{tmp_path}/a.json", f"{tmp_path}/none.json"]) == 2
     assert "expected two certificate.json files" in capsys.readouterr().err
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    for name in ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=x", "MASTER_PORT=1"):
+        monkeypatch.setenv(*name.split("="))
     assert main([str(write_config(tmp_path)), "--on=native:1", "--device=cpu"]) == 2
     assert "a launcher started this process; start parity directly" in capsys.readouterr().err

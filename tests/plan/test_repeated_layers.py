@@ -54,9 +54,9 @@ def _both(config: Config) -> tuple[EnginePlan, EnginePlan, list[int]]:
     record, counts = fake_step.record_layers, list[int]()
 
     def counted(*args: Any, whole: bool) -> Any:
-        recorded, pattern = record(*args, whole=whole)
-        counts.append(pattern.kept if pattern else DEEP["num_hidden_layers"])
-        return recorded, pattern
+        recorded = record(*args, whole=whole)
+        counts.append(recorded.pattern.kept if recorded.pattern else DEEP["num_hidden_layers"])
+        return recorded
 
     target = gpus(DEVICES, hosts=2)
     with patch.object(fake_step, "record_layers", counted):
@@ -67,10 +67,7 @@ def _both(config: Config) -> tuple[EnginePlan, EnginePlan, list[int]]:
 
 @pytest.mark.parametrize(
     "cases",
-    [
-        pytest.param(SOME, id="some"),
-        pytest.param(MORE, id="all", marks=[pytest.mark.proof, pytest.mark.timeout(900)]),
-    ],
+    [pytest.param(SOME, id="some"), pytest.param(MORE, id="all", marks=[pytest.mark.proof, pytest.mark.timeout(900)])],
 )
 def test_a_plan_of_few_layers_is_that_of_all(cases: dict[str, tuple[int, Config]]) -> None:
     """Every part of the peak, the allocator's share, sent bytes, products and times, to the byte."""

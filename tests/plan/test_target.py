@@ -2,10 +2,7 @@
 
 import math
 import os
-import subprocess
-import sys
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -18,11 +15,11 @@ from portable_fsdp.plan.target import (
     parse_target,
     shapes_of,
 )
+from portable_fsdp.plan.tpu_compiler import ENVIRONMENT, devices_of
+from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 HARDWARE = known_hardware()
-TPUS = [hardware for hardware in HARDWARE if hardware.chip is not None]
 
 
 TARGETS = {  # topology, chips, devices, hosts
@@ -178,18 +175,11 @@ def test_a_type_is_the_shape_most_like_a_cube_and_links_have_their_bandwidths() 
         assert (link and link.value) == (None if expected is None else pytest.approx(expected * 1e9)), text
 
 
-LIBTPU = """
-import os
-import sys
-from portable_fsdp.plan.tpu_compiler import ENVIRONMENT
-os.environ.update(ENVIRONMENT)
-from portable_fsdp.plan.target import parse_target
-from portable_fsdp.plan.tpu_compiler import devices_of
-for name in sys.argv[1:]:
-    target = parse_target(name)
-    assert len(devices_of(target.topology, target.slices)) == target.devices, name
-    print(name)
-"""
+def _devices(names: list[str]) -> dict[str, int]:
+    """For a child: the devices that libtpu sees."""
+    os.environ.update(ENVIRONMENT)  # before jax is imported
+    targets = {name: parse_target(name) for name in names}
+    return {name: len(devices_of(target.topology or "", target.slices)) for name, target in targets.items()}
 
 
 @pytest.mark.xla
@@ -198,17 +188,10 @@ def test_libtpu_sees_as_many_devices() -> None:
     """For small slices of all that libtpu 0.0.21 knows; it doesn't know TPU7x."""
     names = [
         f"{hardware.name}:{'x'.join(map(str, shape))}"
-        for hardware in TPUS
+        for hardware in HARDWARE
         if hardware.name != "tpu7x" and hardware.chip
         for shape in islice(shapes_of(hardware.chip), 8)
     ]
     names.append("2*v5e:4x4")
-    done = subprocess.run(
-        [sys.executable, "-c", LIBTPU, *names],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-len(names) :] == names
+    with Worker(250) as worker:
+        assert worker(_devices, names) == {name: parse_target(name).devices for name in names}

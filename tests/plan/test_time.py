@@ -98,12 +98,8 @@ def planned(text: str) -> Time:
     return bound_of(text, {"bfloat16": 850e12}, 1e9, tokens=131_072, model=900e12)
 
 
-def rows_of(times: list[float], mfu: float | None = 0.4) -> list[dict[str, Any]]:
-    return [{"step": n, "seconds": seconds, "tokens": 131_072, "mfu": mfu} for n, seconds in enumerate(times, start=1)]
-
-
 def steps_of(times: list[float], mfu: float | None = 0.4) -> list[MeasuredStep]:
-    return measured_steps(rows_of(times, mfu=mfu), 131_072)
+    return measured_steps([{"seconds": seconds, "tokens": 131_072, "mfu": mfu} for seconds in times], 131_072)
 
 
 def test_a_run_is_compared_by_its_median_without_the_first_steps() -> None:
@@ -119,7 +115,7 @@ def test_a_run_is_compared_by_its_median_without_the_first_steps() -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    (row,) = rows_of([1.0])
+    row = {"step": 1, "seconds": 1.0, "tokens": 131_072, "mfu": 0.4}
     wrong = [{"mfu": "x"}, {"tokens": [1]}, *({"seconds": seconds} for seconds in (True, math.nan, 0.0))]
     others = [([row | change], "found 1 rows, some of them invalid") for change in wrong]
     for rows, message in [([], "found 0 rows"), ([row | {"tokens": 64}], "as planned, found 64"), *others]:
@@ -160,16 +156,11 @@ def test_a_kernel_takes_its_flops_or_its_bytes_or_its_start() -> None:
 
 def test_a_gather_runs_beside_the_layer_before_and_is_waited_for_where_it_is_read() -> None:
     first, second = block(), block()
-    layers = [
-        *[CollectiveRun(GATHER, first), kernel(4e9, reads=[(first, 0)])],
-        *[CollectiveRun(GATHER, second), kernel(4e9, reads=[(second, 0)])],
-    ]
-    expected = run_gpu(*layers)  # the second is asked for when the first layer begins: 3 of its 4 seconds hide it
-    assert expected.parts == {"exposed communication": 3.0, "products": 8.0}
-    short = run_gpu(
-        *[entry if isinstance(entry, CollectiveRun) else kernel(1e9, reads=entry.reads) for entry in layers]
-    )
-    assert short.parts == {"exposed communication": 3.0 + 2.0, "products": 2.0}
+    # The second is asked for when the first layer begins: 3 of 4 seconds of compute hide it, or 1 of 1.
+    for seconds, exposed in ((4, 3.0), (1, 3.0 + 2.0)):
+        kernels = [(weights, kernel(seconds * 1e9, reads=[(weights, 0)])) for weights in (first, second)]
+        expected = run_gpu(*[entry for weights, run in kernels for entry in (CollectiveRun(GATHER, weights), run)])
+        assert expected.parts == {"exposed communication": exposed, "products": 2.0 * seconds}
 
 
 def test_gradients_are_reduced_beside_backward_and_a_program_ends_after_them() -> None:
@@ -221,35 +212,21 @@ PRODUCT = """
 """1e9 FLOPs: a second; its 8 MB are in on-chip memory where the caller says so."""
 
 
-def walk(
-    *lines: str, computations: str = PRODUCT, devices: int = 4
-) -> tuple[float, dict[str, float], dict[str, float]]:
+def walk(*lines: str, computations: str = PRODUCT) -> tuple[float, dict[str, float], dict[str, float]]:
     body = "\n".join(f"  {line}" for line in lines)
     text = f"HloModule step\n{computations}\nENTRY %main (a: f32[500,1000]) -> f32[] {{\n{body}\n}}\n"
-    expected = expected_time(tpu_operations(text, devices), RATES)
+    expected = expected_time(tpu_operations(text, 4), RATES)
     assert sum(expected.parts.values()) == pytest.approx(expected.seconds)
     return expected.seconds, expected.parts, expected.synchronous_bytes
 
 
 A = "%a = f32[500,1000]{1,0:S(1)} parameter(0)"
 B = "%b = f32[1000,1000]{1,0:S(1)} parameter(1)"
-RUN = "%run{} = f32[500,1000]{{1,0:S(1)}} fusion(%a, %b), kind=kOutput, calls=%product"
+RUN = "%run = f32[500,1000]{1,0:S(1)} fusion(%a, %b), kind=kOutput, calls=%product"
+IN_MAIN_MEMORY = [line.replace("S(1)", "T(8,128)") for line in (A, B, RUN)]
 TEXT_OF_GATHER = (
     "%gather = f32[1000]{0} all-gather(%piece), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}"  # 3,000 B
 )
-
-
-def test_products_take_their_flops_or_their_bytes_of_main_memory() -> None:
-    assert walk(A, B, RUN.format(1)) == (1.0, {"products": 1.0}, {})
-    in_main_memory = [line.replace("S(1)", "T(8,128)") for line in (A, B, RUN.format(1))]
-    seconds, parts, _ = walk(*in_main_memory)
-    assert (seconds, parts) == (8.0, {"products": 8.0})
-
-
-def test_a_synchronous_collective_stops_compute() -> None:
-    seconds, parts, sent = walk(A, B, TEXT_OF_GATHER, RUN.format(1))
-    assert (seconds, parts) == (4.0, {"exposed communication": 3.0, "products": 1.0})
-    assert sent == {"all_gather": 3000}
 
 
 STARTED = """
@@ -266,34 +243,11 @@ STARTED = """
 """
 BEGIN = "%begun = f32[1000]{0} fusion(%piece), kind=kCustom, calls=%begin"
 END = "%ended = f32[1000]{0} fusion(%begun), kind=kCustom, calls=%end"
-
-
-@pytest.mark.parametrize("runs", [1, 2, 3, 4])
-def test_an_asynchronous_one_is_waited_for_only_where_its_end_comes_too_early(runs: int) -> None:
-    between = [RUN.format(number) for number in range(runs)]
-    seconds, parts, sent = walk(A, B, BEGIN, *between, END, computations=PRODUCT + STARTED)
-    assert (seconds, parts["products"], sent) == (max(3.0, runs), runs, {})
-    assert parts.get("exposed communication", 0.0) == max(0.0, 3.0 - runs)
-
-
-def test_start_and_done_of_the_plain_form() -> None:
-    start = TEXT_OF_GATHER.replace("all-gather(", "all-gather-start(").replace(
-        "f32[1000]{0} all", "(f32[250], f32[1000]) all"
-    )
-    seconds, parts, sent = walk(A, B, start, RUN.format(1), "%d = f32[1000]{0} all-gather-done(%gather)")
-    assert (seconds, sent) == (3.0, {})
-    assert parts == {"products": 1.0, "exposed communication": 2.0}
-
-
-def test_what_follows_on_one_link_waits_for_it() -> None:
-    other = BEGIN.replace("%begun", "%more").replace("calls=%begin", "calls=%again")
-    again = STARTED.partition("%end")[0].replace("%begin", "%again").replace("channel_id=3", "channel_id=4")
-    seconds, _, _ = walk(A, B, BEGIN, other, RUN.format(1), computations=PRODUCT + STARTED + again)
-    assert seconds == 6.0  # two gathers of 3 s, the product beside them
-
-
-def test_a_loop_counts_as_often_as_it_turns() -> None:
-    loop = """
+MORE = BEGIN.replace("%begun", "%more").replace("calls=%begin", "calls=%again")
+AGAIN = STARTED.partition("%end")[0].replace("%begin", "%again").replace("channel_id=3", "channel_id=4")
+START = TEXT_OF_GATHER.replace("f32[1000]{0} all-gather(", "(f32[250], f32[1000]) all-gather-start(")
+DONE = "%d = f32[1000]{0} all-gather-done(%gather)"
+LOOP = """
 %condition (s: (s32[])) -> pred[] {
   %s = (s32[]) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
@@ -308,14 +262,8 @@ def test_a_loop_counts_as_often_as_it_turns() -> None:
   %run = f32[500,1000]{1,0:S(1)} fusion(%a, %b), kind=kOutput, calls=%product
 }
 """
-    turning = "%loop = (s32[]) while(%init), condition=%condition, body=%body"
-    seconds, parts, sent = walk(turning, computations=PRODUCT + loop)
-    assert (seconds, sent) == (28.0, {"all_gather": 21000})
-    assert parts == {"products": 7.0, "exposed communication": 21.0}
-
-
-def test_of_a_table_only_the_rows_that_are_taken_or_replaced_are_moved() -> None:
-    fusions = """
+TURNING = "%loop = (s32[]) while(%init), condition=%condition, body=%body"
+FUSIONS = """
 %take (p0: f32[1000,1000], p1: s32[]) -> f32[1,1000] {
   %p0 = f32[1000,1000]{1,0} parameter(0)
   %p1 = s32[] parameter(1)
@@ -328,23 +276,42 @@ def test_of_a_table_only_the_rows_that_are_taken_or_replaced_are_moved() -> None
   ROOT %update = f32[1000,1000]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)
 }
 """
-    table = "%table = f32[1000,1000]{1,0} parameter(0)"
-    row = "%row = f32[1,1000]{1,0} parameter(1)"
-    take = "%taken = f32[1,1000]{1,0} fusion(%table, %i), kind=kLoop, calls=%take"
-    put = "%new = f32[1000,1000]{1,0} fusion(%table, %row, %i), kind=kLoop, calls=%put"
-    assert walk(table, row, take, computations=fusions) == (pytest.approx(0.008), {"copies": pytest.approx(0.008)}, {})
-    assert walk(table, row, put, computations=fusions)[0] == pytest.approx(0.008)
+TABLE = "%table = f32[1000,1000]{1,0} parameter(0)"
+ROW = "%row = f32[1,1000]{1,0} parameter(1)"
+TAKE = "%taken = f32[1,1000]{1,0} fusion(%table, %i), kind=kLoop, calls=%take"
+PUT = "%new = f32[1000,1000]{1,0} fusion(%table, %row, %i), kind=kLoop, calls=%put"
+SEND = (
+    "%s = (f32[100]{0}, u32[], token[]) send(%a, %t), channel_id=5, frontend_attributes={"
+    '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}'
+)
+RECEIVED = "%r = (f32[100]{0}, token[]) recv-done(%recv), channel_id=6"
+WALKS: dict[str, tuple[list[str], float, float, float, float]] = {  # lines, seconds of parts, synchronous bytes
+    "products take their FLOPs": ([A, B, RUN], 1.0, 0.0, 0.0, 0),
+    "or their bytes of main memory": (IN_MAIN_MEMORY, 8.0, 0.0, 0.0, 0),
+    "a synchronous collective stops compute": ([A, B, TEXT_OF_GATHER, RUN], 1.0, 0.0, 3.0, 3000),
+    "start and done of the plain form": ([A, B, START, RUN, DONE], 1.0, 0.0, 2.0, 0),
+    "what follows on one link waits for it": ([A, B, BEGIN, MORE, RUN], 1.0, 0.0, 5.0, 0),  # two gathers of 3 s
+    "a loop counts as often as it turns": ([TURNING], 7.0, 0.0, 21.0, 21000),
+    "of a table only the rows that are taken": ([TABLE, ROW, TAKE], 0.0, 0.008, 0.0, 0),
+    "or replaced": ([TABLE, ROW, PUT], 0.0, 0.008, 0.0, 0),
+    "the network is a link of its own": ([A, B, SEND, RUN, RECEIVED], 1.0, 0.0, 3.0, 0),  # 400 bytes at 100 a second
+}
 
 
-def test_between_slices_the_network_is_a_link_of_its_own() -> None:
-    send = (
-        "%s = (f32[100]{0}, u32[], token[]) send(%a, %t), channel_id=5, frontend_attributes={"
-        '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}'
-    )
-    done = "%r = (f32[100]{0}, token[]) recv-done(%recv), channel_id=6"
-    seconds, parts, _ = walk(A, B, send, RUN.format(1), done)
-    assert seconds == pytest.approx(4.0, rel=0.02)  # 400 bytes at 100 a second
-    assert parts["exposed communication"] == pytest.approx(3.0, rel=0.02)
+@pytest.mark.parametrize("what", WALKS)
+def test_the_time_of_a_tpus_schedule(what: str) -> None:
+    lines, products, copies, exposed, synchronous = WALKS[what]
+    _, parts, sent = walk(*lines, computations=PRODUCT + STARTED + AGAIN + LOOP + FUSIONS)
+    expected = {"products": products, "copies": copies, "exposed communication": exposed}
+    assert parts == pytest.approx({part: seconds for part, seconds in expected.items() if seconds}, rel=0.02)
+    assert sent == ({"all_gather": synchronous} if synchronous else {})
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3, 4])
+def test_an_asynchronous_one_is_waited_for_only_where_its_end_comes_too_early(runs: int) -> None:
+    seconds, parts, sent = walk(A, B, BEGIN, *[RUN] * runs, END, computations=PRODUCT + STARTED)
+    assert (seconds, parts["products"], sent) == (max(3.0, runs), runs, {})
+    assert parts.get("exposed communication", 0.0) == max(0.0, 3.0 - runs)
 
 
 def test_shares_are_known_of_hardware_that_runs_were_published_for() -> None:
@@ -352,7 +319,5 @@ def test_shares_are_known_of_hardware_that_runs_were_published_for() -> None:
     assert rates is not None
     in_float32 = rates.seconds_of(Compute("products", 918e12, 0, "float32"))  # for which the vendor names no peak
     assert in_float32 == pytest.approx(1 / rates.products)
-    assert all(0 < share < 1 for share in (rates.products, rates.attention))
-    assert rates.memory < 1638e9
-    assert all(math.isfinite(speed) for speed in rates.links.values())
+    assert all(0 < share < 1 for share in (rates.products, rates.attention, rates.memory / 1638e9))
     assert rates_of(parse_target("cpu:2")) is None

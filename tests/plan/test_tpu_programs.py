@@ -7,40 +7,22 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 
+import programs as cases
 import pytest
-from programs import (
-    FLASH,
-    FLOAT32,
-    KEPT,
-    KERNELS,
-    OFFLOADED,
-    PACKED,
-    PLAIN,
-    PLAIN_V6E,
-    RECOMPUTED,
-    SCAN,
-    SHALLOW,
-    SHAPES,
-    SLICES,
-    STRATEGIES,
-    SUMMED,
-    Program,
-    compiled,
-    traced,
-)
+from programs import Program, compiled, traced
 
 from portable_fsdp.plan.tpu_compiler import compile_for
 from portable_fsdp.plan.tpu_program import Compiled, memory_of, part_of
 from portable_fsdp.runtime.errors import BackendError
 
 pytestmark = [pytest.mark.proof, pytest.mark.xla, pytest.mark.timeout(1800)]
-FULL, FULL_RECOMPUTED, GRAD_OP, NONE, HYBRID = STRATEGIES
+FULL, FULL_RECOMPUTED, GRAD_OP, NONE, HYBRID = cases.STRATEGIES
 STATE = 12  # bytes of a parameter and AdamW's two moments
 GIBIBYTE = 2**30
 
 
-ONE_SLICE = [program for program in SLICES if program.slices == 1]
-TWO_SLICES, TWO_REPLICAS = (program for program in SLICES if program.slices == 2)
+ONE_SLICE = [program for program in cases.SLICES if program.slices == 1]
+TWO_SLICES, TWO_REPLICAS = (program for program in cases.SLICES if program.slices == 2)
 
 
 def words(program: Program) -> str:
@@ -83,17 +65,17 @@ def test_strategies_hold_gather_and_reduce_what_they_say(
 
 def test_matrix_products_and_collectives_are_in_the_dtypes_asked_for() -> None:
     assert set(of(FULL).matmul_flops) == {"bf16 x bf16"}
-    flops = of(FLOAT32).matmul_flops
-    tokens, head = FLOAT32.seq_len, 1024 * 256
+    flops = of(cases.FLOAT32).matmul_flops
+    tokens, head = cases.FLOAT32.seq_len, 1024 * 256
     in_float32 = sum(count for dtypes, count in flops.items() if "f32" in dtypes.split(" x "))
     assert in_float32 == pytest.approx(3 * 2 * tokens * head, rel=0.01)  # forward, and two in backward
-    assert of(FLOAT32).collectives["all_gather f32"].bytes == pytest.approx(4 * head, rel=0.02)
-    assert of(FLOAT32).collectives["reduce_scatter f32"].bytes == pytest.approx(4 * head, rel=0.02)
-    assert of(SUMMED).collectives["reduce_scatter f32"].bytes > 0.9 * 4 * SUMMED.parameters
-    assert set(of(SUMMED).matmul_flops) == {"bf16 x bf16"}
+    assert of(cases.FLOAT32).collectives["all_gather f32"].bytes == pytest.approx(4 * head, rel=0.02)
+    assert of(cases.FLOAT32).collectives["reduce_scatter f32"].bytes == pytest.approx(4 * head, rel=0.02)
+    assert of(cases.SUMMED).collectives["reduce_scatter f32"].bytes > 0.9 * 4 * cases.SUMMED.parameters
+    assert set(of(cases.SUMMED).matmul_flops) == {"bf16 x bf16"}
 
 
-@pytest.mark.parametrize("program", [*SLICES, *SHAPES, *STRATEGIES, SUMMED], ids=words)
+@pytest.mark.parametrize("program", [*cases.SLICES, *cases.SHAPES, *cases.STRATEGIES, cases.SUMMED], ids=words)
 def test_the_step_never_meets_the_host_and_updates_state_where_it_lies(program: Program) -> None:
     assert of(program).host_transfers == ()
     assert of(program).undonated == ()
@@ -124,7 +106,7 @@ def test_slices_exchange_what_the_strategy_says_over_the_network() -> None:
     assert sum(moved.sent_bytes for moved in sharded.values()) - gathered == pytest.approx(0.5 * part, rel=0.05)
 
 
-@pytest.mark.parametrize("program", SHAPES, ids=words)
+@pytest.mark.parametrize("program", cases.SHAPES, ids=words)
 def test_shapes_of_other_models_compile(program: Program) -> None:
     state = [a for a in traced(program)["train_step"].arguments if part_of(a.name) in ("weights", "optimizer")]
     elements = sum(prod(a.shape) for a in state)
@@ -149,16 +131,18 @@ def test_the_verdict_is_that_of_a_full_compile(share: float, monkeypatch: pytest
         compile_for(step, LIMITED.slice, generate_code=True)
 
 
-@pytest.mark.parametrize("programs", [PLAIN, PLAIN_V6E, FLASH, *RECOMPUTED], ids=lambda programs: words(programs[0]))
+@pytest.mark.parametrize(
+    "programs", [cases.PLAIN, cases.PLAIN_V6E, cases.FLASH, *cases.RECOMPUTED], ids=lambda programs: words(programs[0])
+)
 def test_gradient_checkpointing_frees_memory_and_computes_layers_again(programs: list[Program]) -> None:
     none, full = (of(program).temporary_bytes for program in programs)
-    assert full <= (0.36 if programs is FLASH else 0.55) * none
-    if programs in (PLAIN, FLASH):
+    assert full <= (0.36 if programs is cases.FLASH else 0.55) * none
+    if programs in (cases.PLAIN, cases.FLASH):
         none, full = (sum(of(program).matmul_flops.values()) for program in programs)
         assert 1.15 * none < full < 1.34 * none
 
 
-@pytest.mark.parametrize("programs", [KEPT[:3], KEPT[3:]], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("programs", [cases.KEPT[:3], cases.KEPT[3:]], ids=["unrolled", "scanned"])
 def test_products_whose_outputs_are_kept_run_once(programs: list[Program]) -> None:
     """And twice in backward: each of a layer's 218 million weights is in 3 products, and with `full` in 3.73."""
     none, kept, full = (sum(of(program).matmul_flops.values()) for program in programs)
@@ -172,7 +156,7 @@ def test_products_whose_outputs_are_kept_run_once(programs: list[Program]) -> No
 
 def test_what_a_loops_layers_take_waits_on_the_host() -> None:
     """The hidden states of 4 layers, 8,192 tokens of 4,096 values each; copies run beside compute."""
-    stays, waits = of(replace(OFFLOADED, offload="none")), of(OFFLOADED)
+    stays, waits = of(replace(cases.OFFLOADED, offload="none")), of(cases.OFFLOADED)
     assert (stays.host_bytes, waits.host_bytes) == (0, 4 * 8192 * 4096 * 2)
     assert stays.temporary_bytes - waits.temporary_bytes > 0.9 * waits.host_bytes
     assert waits.matmul_flops == stays.matmul_flops
@@ -180,23 +164,23 @@ def test_what_a_loops_layers_take_waits_on_the_host() -> None:
 
 
 def test_a_layer_more_costs_little_memory() -> None:
-    four, eight = (of(program).temporary_bytes for program in SHALLOW)
+    four, eight = (of(program).temporary_bytes for program in cases.SHALLOW)
     assert (eight - four) / 4 <= 0.1 * GIBIBYTE
-    assert (of(FLASH[1]).temporary_bytes - four) / 28 <= 0.1 * GIBIBYTE
+    assert (of(cases.FLASH[1]).temporary_bytes - four) / 28 <= 0.1 * GIBIBYTE
 
 
 def test_scanned_layers_compile_once_and_do_the_same_work() -> None:
     """In processor time of the whole compilation, most of which is the layers' code."""
-    four, all_layers = (compiled(program, generate_code=True).compile_s for program in SCAN)
+    four, all_layers = (compiled(program, generate_code=True).compile_s for program in cases.SCAN)
     assert all_layers <= 3 * four
-    loop, unrolled = of(SCAN[1]), of(FLASH[1])
+    loop, unrolled = of(cases.SCAN[1]), of(cases.FLASH[1])
     assert sum(loop.matmul_flops.values()) == pytest.approx(sum(unrolled.matmul_flops.values()), rel=1e-3)
-    assert loop.temporary_bytes <= 0.36 * of(FLASH[0]).temporary_bytes
+    assert loop.temporary_bytes <= 0.36 * of(cases.FLASH[0]).temporary_bytes
 
-    assert [of(program).rematerialised for program in (*FLASH, *SCAN)] == [0, 0, 0, 0]
+    assert [of(program).rematerialised for program in (*cases.FLASH, *cases.SCAN)] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("program", PACKED[:2], ids=words)
+@pytest.mark.parametrize("program", cases.PACKED[:2], ids=words)
 def test_packed_documents_take_the_attention_kernel_and_no_mask(program: Program) -> None:
     """The same products as without documents, all in the kernel, and nothing of [rows, seq, seq] besides."""
     stream, packed = of(replace(program, packing="stream")), compiled(program, generate_code=True)
@@ -205,11 +189,11 @@ def test_packed_documents_take_the_attention_kernel_and_no_mask(program: Program
     assert packed.host_transfers == ()
     batch = {a.name for a in traced(program)["train_step"].arguments if part_of(a.name) == "batch"}
     assert {"batch.positions", "batch.segments"} <= batch
-    assert of(PACKED[2]).kernel_flops == {}  # its rows are no multiple of the kernel's blocks
-    assert of(PACKED[2]).host_transfers == ()
+    assert of(cases.PACKED[2]).kernel_flops == {}  # its rows are no multiple of the kernel's blocks
+    assert of(cases.PACKED[2]).host_transfers == ()
 
 
-@pytest.mark.parametrize("program", KERNELS, ids=words)
+@pytest.mark.parametrize("program", cases.KERNELS, ids=words)
 def test_code_is_generated_for_each_attention_kernel(program: Program) -> None:
     assert compiled(program, generate_code=True).kernel_flops
 
@@ -217,4 +201,4 @@ def test_code_is_generated_for_each_attention_kernel(program: Program) -> None:
 def test_a_window_costs_the_kernel_what_it_lets_see() -> None:
     """Of two layers with 4 heads of 256 one has a window of 512 in 2048 tokens; 2 products forward, 5 in backward."""
     everything, within = 2048**2 // 2, 512**2 // 2 + (2048 - 512) * 512
-    assert of(KERNELS[3]).kernel_flops == {"bf16": 7 * 2 * 4 * 256 * (everything + within)}
+    assert of(cases.KERNELS[3]).kernel_flops == {"bf16": 7 * 2 * 4 * 256 * (everything + within)}
