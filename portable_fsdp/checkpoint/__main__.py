@@ -27,7 +27,7 @@ from portable_fsdp.checkpoint.format import (
     run_of,
 )
 from portable_fsdp.checkpoint.storage import MANIFEST, exists, is_link, locate, store_of
-from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS, require_source
+from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS
 from portable_fsdp.runtime.command import CommandParser, at_least, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -274,7 +274,6 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
 
 
 def _import(options: argparse.Namespace) -> None:
-    require_source(options.source)
     from portable_fsdp.formats.importing import import_checkpoint
 
     settings = {name: getattr(options, name) for name in ("config", "dtype", "trust_metadata")}
