@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.checkpoint.format import (
-    BaseFingerprint,
-    Manifest,
-    NamedSave,
-    committed_steps,
-    read_manifest,
-    require_checkpoint,
-    run_name,
-    step_of,
-)
+from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.storage import exists, locate, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
@@ -64,10 +55,10 @@ class Search:
         self._backend = backend
         self._settings = settings
 
-    def find(self, resume: str, last_save: NamedSave | None) -> ResumePoint | None:
+    def find(self, resume: str, last_save: format.NamedSave | None) -> ResumePoint | None:
         """Find the checkpoint to resume from; see `Checkpoints.find`. *collective*"""
         self._require_shared()
-        names = self._on_process_0(lambda: [path.name for path in committed_steps(self._folder)])
+        names = self._on_process_0(lambda: [path.name for path in format.committed_steps(self._folder)])
         own = [self._folder / name for name in names]
         if last_save is not None and resume != "none":
             self._compare(last_save, resume, own)
@@ -139,7 +130,7 @@ class Search:
             )
         return None
 
-    def _compare(self, last_save: NamedSave, resume: str, own: list[Path]) -> None:
+    def _compare(self, last_save: format.NamedSave, resume: str, own: list[Path]) -> None:
         """Refuse to start over if the run's events name a save; warn if the newest checkpoint is older than that."""
         newest = next(iter(own), None)
         if newest is None and resume != "auto":  # after a full disk: resume from a save, into another folder
@@ -153,10 +144,10 @@ class Search:
                 f"  but there is no checkpoint in {self._folder}. Mount or restore that folder, or set checkpoint.dir "
                 f"to the one\n  that holds it. To start over, without the steps so far: {begin_anew}."
             )
-        if (step_of(newest) or 0) < last_save.step and self._backend.process.index == 0:
+        if (format.step_of(newest) or 0) < last_save.step and self._backend.process.index == 0:
             log.warning(
                 "the newest checkpoint is of step %d, but %s names a save of step %d: %s",
-                *(step_of(newest), last_save.events, last_save.step, last_save.path),
+                *(format.step_of(newest), last_save.events, last_save.step, last_save.path),
             )
 
     def _started_from(self, resume: str, own: list[Path]) -> bool:
@@ -165,7 +156,7 @@ class Search:
         def saved_resume() -> object:
             for path in own:
                 try:
-                    config: Any = read_manifest(path).config
+                    config: Any = format.read_manifest(path).config
                 except StoreError:
                     raise
                 except CheckpointError:  # `_newest` skips it
@@ -177,15 +168,19 @@ class Search:
         return saved not in (None, "auto", "none") and _is_same_place(str(saved), without_passwords(resume))
 
     def _named(self, path: Path, own: list[Path]) -> ResumePoint:
-        self._on_process_0(lambda: require_checkpoint(path), f"checkpoint {path.name}")
+        self._on_process_0(lambda: format.require_checkpoint(path), f"checkpoint {path.name}")
         reason = self._damage(path)
         if reason is not None:
             raise CheckpointError(reason)
         weights_only = self._settings.load == "weights_only"
         is_own = any(_is_same_place(str(each), str(path)) for each in own)
-        start = 0 if weights_only else self._on_process_0(lambda: read_manifest(path).step, f"checkpoint {path.name}")
+        start = (
+            0
+            if weights_only
+            else self._on_process_0(lambda: format.read_manifest(path).step, f"checkpoint {path.name}")
+        )
         newest = next(iter(own), None)
-        if newest is not None and (not is_own or (step_of(newest) or 0) > start):
+        if newest is not None and (not is_own or (format.step_of(newest) or 0) > start):
             raise CheckpointError(
                 f"checkpoint.resume: from {path} the run would begin at step {start}, but {self._folder} already\n"
                 f"  has {newest.name} of another history. Use checkpoint.resume: auto to resume from that, or "
@@ -250,7 +245,7 @@ class Difference(NamedTuple):
         return [f"{name}: {saved}, now {now}" for name, saved, now in self.rows()]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return the same in columns. Long values are shortened to the part around the first difference."""
+        """Return the same in columns, long values cut to the part around the first difference."""
         rows: list[tuple[str, str, str]] = []
         for name, values in changed({self.name: self.saved}, {self.name: self.now}).items():
             saved, now = map(json.dumps, values)
@@ -261,19 +256,16 @@ class Difference(NamedTuple):
 
 
 def differences(
-    manifest: Manifest,
+    manifest: format.Manifest,
     config: Mapping[str, Any],
     rows: str | None,
     tokenizer: str | None,
-    base: BaseFingerprint | None = None,
+    base: format.BaseFingerprint | None = None,
     *,
     is_own: bool,
 ) -> list[Difference]:
     """Return all differences except tensors, those that change the curve first. Equal rows and tokenizer count as equal
-    data, an equal base as an equal `model.pretrained`.
-
-    `is_own`: the checkpoint is in this run's folder, and must have its name.
-    """
+    data, an equal base as an equal `model.pretrained`. `is_own`: in this run's folder, so it must have its name."""
     if config and not manifest.config:
         return [Difference("config", "unknown (imported)", "this run's", True)]
     changes = {
@@ -292,8 +284,8 @@ def differences(
         changes.pop("model.gguf_file", None)
         if base.fingerprint != manifest.base.fingerprint:
             changes[_BASE] = Difference(_BASE, str(manifest.base), str(base), True)
-    if is_own and run_name(manifest.config) != run_name(config):
-        changes["run.name"] = Difference("run.name", run_name(manifest.config), run_name(config), True)
+    if is_own and format.run_name(manifest.config) != format.run_name(config):
+        changes["run.name"] = Difference("run.name", format.run_name(manifest.config), format.run_name(config), True)
     return sorted(changes.values(), key=lambda change: not change.makes_curve)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.checkpoint.commit import with_cause
+from portable_fsdp.checkpoint.commit import cause_of
 from portable_fsdp.checkpoint.format import Evaluated, Manifest, best_checkpoint
 from portable_fsdp.checkpoint.storage import part_of
 from portable_fsdp.checkpoint.store import Reader
@@ -172,7 +172,7 @@ def export_run(
 
     def as_error(error: Exception) -> TrainingError:
         again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER{' --format peft' * (kind == 'peft')}"
-        reason = with_cause(error, folder.parent)
+        reason = f"{error}{cause_of(error, folder.parent)}"
         return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved. To export it: {again}")
 
     on_process_0(backend, export, as_error)  # no process continues before the folder is complete
