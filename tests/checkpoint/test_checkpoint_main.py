@@ -171,21 +171,6 @@ def test_usage_errors_end_with_2(arguments: list[str], message: str, capsys: Cap
     assert message in capsys.readouterr().err
 
 
-def test_a_store_that_fails_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    class NoCredentialsError(Exception):
-        """As botocore's: neither an OSError nor a ValueError."""
-
-    def refuse(_: Path) -> list[Path]:
-        raise NoCredentialsError("Unable to locate credentials")
-
-    monkeypatch.setattr("portable_fsdp.checkpoint.format.checkpoints_below", refuse)
-    for command in ("list", "show", "verify"):
-        assert main([command, "memory://run"]) == 2
-        assert "memory://run: NoCredentialsError: Unable to locate credentials\n" in capsys.readouterr().err
-    with pytest.raises(NoCredentialsError):  # with no store in sight it is a bug
-        main(["list", "run"])
-
-
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     program = (
         "import signal, os, sys\nfrom portable_fsdp.checkpoint import __main__ as command\n"

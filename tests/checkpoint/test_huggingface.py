@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from foreign_models import MODELS, TIED, assert_same, build, export, save, tensors_in, weights
-from plain_backend import PlainBackend, checkpoints, load
+from plain_backend import PlainBackend, checkpoints, flip_last_byte, load, names
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -38,10 +38,6 @@ def llama(tmp_path: Path) -> Path:
 
 def export_llama(checkpoint: Path, folder: Path, save_tokenizer: Callable[[Path], None] | None = None) -> None:
     export(checkpoint, "huggingface", folder, save_tokenizer=save_tokenizer)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------------ exports
@@ -134,18 +130,12 @@ def test_a_complete_export_replaces_an_earlier_one(
     assert names(tmp_path) == ["checkpoints", "export"]
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda folder: flip_a_bit(folder / "model.safetensors"), "model.safetensors: damaged: the export wrote "),
-        (lambda folder: flip_a_bit(folder / "generation_config.json"), "generation_config.json: damaged"),
-        (lambda folder: flip_a_bit(folder / "tokenizer.json"), "tokenizer.json: damaged"),
+        (lambda folder: flip_last_byte(folder / "model.safetensors"), "model.safetensors: damaged: the export wrote "),
+        (lambda folder: flip_last_byte(folder / "generation_config.json"), "generation_config.json: damaged"),
+        (lambda folder: flip_last_byte(folder / "tokenizer.json"), "tokenizer.json: damaged"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda folder: (folder / "model-2.safetensors").touch(), r"model-2\.safetensors is not a file of the export"),
         (lambda folder: (folder / "portable_fsdp.json").write_text('{"hashes": 3, "files": []}'), "portable_fsdp.json"),
@@ -232,8 +222,7 @@ def test_two_exports_at_once_never_mix(tmp_path: Path, llama: Path, caplog: pyte
 
 
 def test_a_damaged_model_is_not_exported(tmp_path: Path, llama: Path) -> None:
-    shard = sorted((llama / "model").iterdir())[1]
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
+    flip_last_byte(sorted((llama / "model").iterdir())[1])
     with pytest.raises(CheckpointError, match="xxh3_128"):
         export_llama(llama, tmp_path / "export")
     assert not (tmp_path / "export").exists()
