@@ -81,8 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
     path: dict[str, Any] = {"type": locate, "help": "a checkpoint's folder, or a run's (its newest)"}
     run: dict[str, Any] = {"type": locate, "metavar": "RUN", "help": "a run's folder, or its checkpoints/"}
-    dtype_help = "dtype of the model's floating-point tensors; default: unchanged"
-    dtype: dict[str, Any] = {"choices": _DTYPES, "help": dtype_help}
+    dtype: dict[str, Any] = {"choices": _DTYPES, "help": "dtype of the model's floating-point tensors; default: same"}
     add("list", _list, "the checkpoints of a run, newest first")("path", **run)
     show = add("show", _show, "step, shapes, and the versions and engine that wrote it")
     show("path", metavar="PATH", **path)
@@ -98,8 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     export("path", type=locate, metavar="PATH", help="a checkpoint's folder, or a run's (its best)")
     target_help = "a local folder (new, empty, or an earlier export), or a new file"
     export("target", type=_local, metavar="TARGET", help=target_help)
-    format_help = "adapters (LoRA): peft alone, huggingface merged"
-    export("--format", choices=EXPORTS, default="huggingface", help=format_help)
+    export("--format", choices=EXPORTS, default="huggingface", help="adapters: peft alone, huggingface merged")
     export("--dtype", **dtype)
     tokenizer_help = "huggingface, peft: the tokenizer's folder, or none; default: that of the run's config"
     export("--tokenizer", type=lambda text: str(_local(text)), metavar="PATH|none", help=tokenizer_help)
@@ -109,8 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     imports("source", type=_local, metavar="SOURCE", help="a local file or a folder in another format")
     imports("folder", **run)
     imports("--format", choices=("auto", *FORMATS), default="auto")
-    config_help = "the model's config.json or its folder, if SOURCE has none"
-    imports("--config", type=_local, metavar="PATH", help=config_help)
+    imports("--config", type=_local, metavar="PATH", help="the model's config.json or its folder, if SOURCE lacks it")
     imports("--dtype", **dtype)
     trust_help = "read pickled metadata (dcp), as data: names that aren't torch's metadata are refused"
     imports("--trust_metadata", action="store_true", help=trust_help)

@@ -88,8 +88,8 @@ class Checkpoints(Closing):
     ) -> None:
         """`folder`: a path or a URL. `config`: the resolved config as JSON. `model_config`: transformers' config as a
         dict. `ties`: FQN -> first FQN of the same weight. `base`: weights of `model.pretrained` that checkpoints leave
-        out. `wait_s`: how long process 0 waits for the other processes' files in a save: less than a process group's
-        timeout, which would end the run without the reason.
+        out. `wait_s`: how long process 0 waits for the other processes' files in a save, less than a process group's
+        timeout.
 
         Raises ConfigError for unknown names in `checkpoint.allow`, CheckpointError for an unknown kind of URL and for
         a config that JSON doesn't round-trip.
@@ -354,7 +354,7 @@ class Checkpoints(Closing):
             reader.check(expected, self._ties, weights_only=weights_only, base=base, config=shown)
             resume.require_same_base(changes, allow, name)
             if not weights_only:
-                resume.require_allowed(changes, allow, name, manifest.config.get("data", {}).get("source", ""))
+                resume.require_allowed(changes, allow, name)
             self._backend.load_state(model, optimizer, _read_from(reader, expected, self._base, weights_only))
             if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:
                 allowed = {change.name: change.now for change in changes}.get("precision.loss_scale")

@@ -68,10 +68,8 @@ class Chunked(NamedTuple):
 
 
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
-    """Read `.metadata` with an unpickler that knows only torch's metadata classes, and tensors with `weights_only`.
-
-    Holds one tensor, and the largest chunk of it. Raises `CheckpointError`.
-    """
+    """Read `.metadata` as data, and tensors with `weights_only`; hold one, and its largest chunk. Raises
+    `CheckpointError`."""
     folders = _folders(path)
     if not folders:
         raise CheckpointError(f"{path}: not a folder of torch.distributed.checkpoint: it has no {METADATA}")
@@ -93,10 +91,7 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 
 
 def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
-    """Export the checkpoint with its optimizer state, as a folder that `dcp.load` opens.
-
-    Holds one tensor (in both dtypes where it is converted).
-    """
+    """Export the checkpoint with its optimizer state. Holds one tensor (in both dtypes where it is converted)."""
     aliases = base.aliases_of(reader)
     tensors = base.weights_of(reader, options.dtype)
     tensors |= {key: tensor for key, tensor in reader.manifest.tensors.items() if key not in tensors}
@@ -323,9 +318,7 @@ def _metadata(written: Iterable[tuple[tuple[str, ...], TensorEntry, Place]]) -> 
 def _paths_of(key: str, aliases: Mapping[str, list[str]]) -> list[tuple[str, ...]]:
     """Return the nested dictionary keys of a tensor, for each of its names."""
     state, slash, fqn = key.rpartition("/")
-    if slash:
-        return [("optimizer", "state", fqn, state)]
-    return [("model", name) for name in aliases.get(key, [key])]
+    return [("optimizer", "state", fqn, state)] if slash else [("model", name) for name in aliases.get(key, [key])]
 
 
 DCP = ForeignFormat(lambda path: bool(_folders(path)), open_checkpoint, export)

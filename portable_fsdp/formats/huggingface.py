@@ -271,8 +271,7 @@ def adapters_of(reader: Reader) -> Adapters | None:
 def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEntry], Callable[[str], Tensor]]:
     """Return the model's tensors under the base's names, and a function that reads one; unchanged without adapters.
 
-    W + alpha / r * B A, in float32, then rounded to the base's dtype. Reads a base that the checkpoint leaves out from
-    `base`, a folder or hub id; None: as in the run. Reading holds one tensor; if it has an adapter, two in float32.
+    W + alpha / r * B A, in float32, then rounded to the base's dtype: holds two tensors. `base`: see `ExportOptions`.
     Raises `CheckpointError`.
     """
     tensors = formats.weights_of(reader) | reader.manifest.left_out

@@ -54,7 +54,8 @@ def import_checkpoint(
         raise CheckpointError(f"{path}: no tensors (format {kind})")
     tensors = {key: base.as_dtype(source.tensors[old], None if "/" in key else dtype) for key, old in keys.items()}
     try:
-        final = format.step_folder(checkpoints_of(folder), source.step)
+        is_inner = folder.name == "checkpoints" or format.committed_steps(folder)
+        final = format.step_folder(folder if is_inner else folder / "checkpoints", source.step)
         store = store_of(final)
         if store.is_committed(final):
             raise CheckpointError(f"import to {final}: this step is committed already. Name another run's folder.")
@@ -96,12 +97,6 @@ def detect(path: Path) -> str:
         f"import {path}: unknown format; expected one of {', '.join(FORMATS)}.\n"
         "  Set --format, or name the folder that has the files."
     )
-
-
-def checkpoints_of(folder: Path) -> Path:
-    """Return the folder of a run's checkpoints; perhaps `folder` itself."""
-    is_that = folder.name == "checkpoints" or bool(format.committed_steps(folder))
-    return folder if is_that else folder / "checkpoints"
 
 
 def _write(
@@ -158,7 +153,15 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
             + ".\n  Is the config another model's, or are the names another library's?"
         )
     for first, options in matches.items():
-        _check_tensor(source, first, options, names.shapes[first])
+        shape = names.shapes[first]
+        for name in options:
+            if (actual := source.tensors[name].shape) != shape:
+                raise CheckpointError(f"{name}: expected {list(shape)} (the model's config), found {list(actual)}")
+        if len(options) > 1 and len({_digest(source, name) for name in options}) > 1:
+            raise CheckpointError(
+                f"{first}: the tied weights {' and '.join(options)} have different values.\n"
+                "  Was it saved with tie_word_embeddings=false? Then set that in config.json."
+            )
     chosen = {first: options[0] for first, options in matches.items()}
     for key in source.tensors:
         state, slash, name = key.rpartition("/")
@@ -168,19 +171,6 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
         shown = ", ".join(sorted(left_out)[:3]) + (", ..." if len(left_out) > 3 else "")
         log.warning("ignoring %d tensors that are not the model's: %s", len(left_out), shown)
     return chosen
-
-
-def _check_tensor(source: ForeignCheckpoint, first: str, options: list[str], shape: tuple[int, ...]) -> None:
-    for name in options:
-        if source.tensors[name].shape != shape:
-            raise CheckpointError(
-                f"{name}: expected {list(shape)} (the model's config), found {list(source.tensors[name].shape)}"
-            )
-    if len(options) > 1 and len({_digest(source, name) for name in options}) > 1:
-        raise CheckpointError(
-            f"{first}: the tied weights {' and '.join(options)} have different values.\n"
-            "  Was it saved with tie_word_embeddings=false? Then set that in config.json."
-        )
 
 
 def _digest(source: ForeignCheckpoint, name: str) -> bytes:
