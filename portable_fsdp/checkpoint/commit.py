@@ -69,10 +69,14 @@ def begin(final: Path, run: str) -> str:
     attempt, store = uuid.uuid4().hex, store_of(final)
     folder = store.temporary_of(final, attempt)
     for path in store.unfinished(final.parent, final.name):
-        if other := _other_owner(path, run):
+        if owner := _other_owner(path, run):
+            message = (
+                f"checkpoints in {path.parent}: another run may be saving there: {path.name} belongs to {owner}.\n"
+                f"  Give each run its own run.dir (or checkpoint.dir). If that run has ended, delete {path}."
+            )
             if path == folder:  # the other's manifest could overwrite ours
-                raise CheckpointError(_at_work(path, other))
-            log.warning("%s", _at_work(path, other))
+                raise CheckpointError(message)
+            log.warning("%s", message)
         elif path == folder or _is_debris_of(path, run):
             discard(path)
     store.make_folder(folder)
@@ -93,13 +97,6 @@ def _other_owner(path: Path, run: str) -> str | None:
 def _is_debris_of(path: Path, run: str) -> bool:
     """Whether `run` may delete a folder. One without mark and files has no owner: a kill came before its mark."""
     return _read_mark(path).get("run") == run or set(store_of(path).names(path)) <= MARKS - {MARK}
-
-
-def _at_work(path: Path, owner: str) -> str:
-    return (
-        f"checkpoints in {path.parent}: another run may be saving there: {path.name} belongs to {owner}.\n"
-        f"  Give each run its own run.dir (or checkpoint.dir). If that run has ended, delete {path}."
-    )
 
 
 def remove_debris(run_folder: Path, run: str) -> None:

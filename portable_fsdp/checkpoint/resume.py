@@ -84,7 +84,19 @@ class Search:
         # A local folder may not exist yet: probe the nearest parent that does.
         parents = (self._folder, *self._folder.absolute().parents)
         probed = next(path for path in parents if path.exists()) if store.is_local else self._folder
-        probe = self._on_process_0(lambda: self._write_probe(probed))
+
+        def write_probe() -> str:
+            name = _PROBE + uuid.uuid4().hex
+            try:
+                store.write(probed / name, [b""])
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoints in {self._folder}: can't write there: {error}\n"
+                    "  Set checkpoint.dir or run.dir to a writable folder."
+                ) from None
+            return name
+
+        probe = self._on_process_0(write_probe)
 
         def require_probe() -> None:
             if not exists(probed / probe):
@@ -98,17 +110,6 @@ class Search:
             together(self._backend, f"checkpoints in {self._folder}", require_probe)
         finally:
             self._on_process_0(lambda: store.remove(probed / probe))
-
-    def _write_probe(self, folder: Path) -> str:
-        name, store = _PROBE + uuid.uuid4().hex, store_of(folder)
-        try:
-            store.write(folder / name, [b""])
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoints in {self._folder}: can't write there: {error}\n"
-                "  Set checkpoint.dir or run.dir to a writable folder."
-            ) from None
-        return name
 
     def _newest(self, own: list[Path]) -> ResumePoint | None:
         reasons: list[str] = []
@@ -267,10 +268,13 @@ def differences(
     data, an equal base as an equal `model.pretrained`. `is_own`: in this run's folder, so it must have its name."""
     if config and not manifest.config:
         return [Difference("config", "unknown (imported)", "this run's", True)]
-    changes = {
-        name: Difference(name, old, new, name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS)
-        for name, old, new in _config_differences(manifest.config, config)
-    }
+    changes: dict[str, Difference] = {}
+    ours, theirs = _settings(config), _settings(manifest.config)
+    for name in dict.fromkeys([*ours, *theirs]):
+        old, new = _value(theirs, name), _value(ours, name)  # a key that one release lacks has its default
+        if old != new and name not in _IGNORED:
+            makes_curve = name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS
+            changes[name] = Difference(name, old, new, makes_curve)
     contents = (("data.rows", manifest.data.rows, rows), ("data.tokenizer", manifest.data.tokenizer, tokenizer))
     if all(old == new and old is not None for _, old, new in contents):
         changes = {name: change for name, change in changes.items() if not name.startswith("data.")}
@@ -330,14 +334,6 @@ def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
 
 def _is_allowed(name: str, allow: Sequence[str]) -> bool:
     return any(name == allowed or name.startswith(f"{allowed}.") for allowed in allow)
-
-
-def _config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, saved value, present value) where they differ. A key that one release lacks has its default."""
-    ours, theirs = _settings(now), _settings(saved)
-    names = (name for name in dict.fromkeys([*ours, *theirs]) if name not in _IGNORED)
-    values = ((name, _value(theirs, name), _value(ours, name)) for name in names)
-    return [(name, old, new) for name, old, new in values if old != new]
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,6 @@ from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_fold
 log = logging.getLogger("portable_fsdp")
 
 GENERATION = "generation_config.json"
-GENERATING = ("causal_lm", "seq2seq_lm")
-"""Tasks whose models generate text."""
 
 
 def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
@@ -51,7 +49,7 @@ def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], Non
         own = _generation_config(reader.manifest)
         if own is not None:
             (folder / GENERATION).write_bytes(own)
-        elif config is not None and _task_of(reader.manifest) in GENERATING:
+        elif config is not None and _task_of(reader.manifest) in ("causal_lm", "seq2seq_lm"):
             import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
         _write_weights(read, tensors, folder, options)
         opened_by = config.architectures[0] if config is not None and config.architectures else None

@@ -141,11 +141,7 @@ def test_diff_sees_a_nan_and_a_sign_of_zero(tmp_path: Path, capsys: Capture) -> 
     ],
 )
 def test_mistakes_end_with_2_and_one_sentence(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("text")

@@ -12,27 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import (
-    MODELS,
-    TIED,
-    assert_same,
-    build,
-    dcp_save,
-    export,
-    save,
-    tensors_in,
-    trained,
-    weights,
-)
+from foreign_models import MODELS, TIED, assert_same, build, dcp_save, export, save, tensors_in, trained, weights
 from plain_backend import PlainBackend, checkpoints, named_tensors, small_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_torch_load
 
 from portable_fsdp.checkpoint import commit
