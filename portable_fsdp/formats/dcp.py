@@ -46,7 +46,7 @@ _OPTIMIZER = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(?P<fqn>.+)\.(?P<stat
 _STEP_PATH = ("train_state", "step")
 _STEPS = ("step", "train_state.step")
 
-Place = tuple[str, int, int]
+FilePart = tuple[str, int, int]
 """Of a tensor in an export: the file's name, the start, the length."""
 
 
@@ -97,7 +97,7 @@ def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
     tensors |= {key: tensor for key, tensor in reader.manifest.tensors.items() if key not in tensors}
 
     def write(folder: Path) -> None:
-        written: list[tuple[tuple[str, ...], TensorEntry, Place]] = []
+        written: list[tuple[tuple[str, ...], TensorEntry, FilePart]] = []
         files = list(groups(tensors, base.MAX_FILE_BYTES))
         for ordinal, keys in enumerate(files):
             entries = {key: tensors[key] for key in keys}
@@ -276,9 +276,9 @@ def _expect(folder: Path, kind: str | type[dict[Any, Any]], value: Any) -> Any:
 
 def _write_file(
     path: Path, entries: Mapping[str, TensorEntry], read: Callable[[str], Tensor], advance: Advance
-) -> dict[str, Place]:
+) -> dict[str, FilePart]:
     """Write one torch.save after another."""
-    places: dict[str, Place] = {}
+    places: dict[str, FilePart] = {}
     with path.open("xb") as file:
         for key, entry in entries.items():
             start = file.tell()
@@ -294,7 +294,7 @@ def _write_file(
     return places
 
 
-def _metadata(written: Iterable[tuple[tuple[str, ...], TensorEntry, Place]]) -> Any:
+def _metadata(written: Iterable[tuple[tuple[str, ...], TensorEntry, FilePart]]) -> Any:
     """Make the content of `.metadata` from the nested dictionary keys of each tensor; a tensor is one chunk."""
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
