@@ -17,28 +17,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from portable_fsdp.checkpoint import commit, report
-from portable_fsdp.checkpoint.format import (
-    Manifest,
-    best_checkpoint,
-    checkpoints_below,
-    committed_steps,
-    read_manifest,
-    run_of,
-)
+from portable_fsdp.checkpoint import commit, format, report
+from portable_fsdp.checkpoint.format import Manifest, read_manifest
 from portable_fsdp.checkpoint.storage import MANIFEST, exists, is_link, locate, store_of
-from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS, require_source
+from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS
+from portable_fsdp.runtime import errors
 from portable_fsdp.runtime.command import CommandParser, at_least, to_stderr, to_stdout
-from portable_fsdp.runtime.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    CheckpointError,
-    DataError,
-    PortableFSDPError,
-    StoreError,
-)
+from portable_fsdp.runtime.errors import CheckpointError, StoreError
 
 log = logging.getLogger("portable_fsdp")
 
@@ -53,13 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(words)
         command: Callable[[argparse.Namespace], int | None] = options.command
-        return command(options) or EXIT_FINISHED
-    except PortableFSDPError as error:
+        return command(options) or errors.EXIT_FINISHED
+    except errors.PortableFSDPError as error:
         message, code = str(error), error.exit_code
     except KeyboardInterrupt:
-        message, code = "interrupted", EXIT_INTERRUPTED
+        message, code = "interrupted", errors.EXIT_INTERRUPTED
     except Exception as error:
-        urls, code = [word for word in words if "://" in word], EXIT_USAGE
+        urls, code = [word for word in words if "://" in word], errors.EXIT_USAGE
         if not urls and not isinstance(error, OSError):
             raise
         message = f"{words[0]}: {error}"
@@ -79,7 +64,7 @@ def resolve(path: Path) -> Path:
 
 def checkpoints_in(path: Path) -> list[Path]:
     """List a run's checkpoints, newest first, from its folder or its `checkpoints/`. Raises `CheckpointError`."""
-    if checkpoints := checkpoints_below(path):
+    if checkpoints := format.checkpoints_below(path):
         return checkpoints
     raise CheckpointError(f"{path}: no checkpoint; name a checkpoint (step-00000500) or a run's folder with one")
 
@@ -96,8 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
     path: dict[str, Any] = {"type": locate, "help": "a checkpoint's folder, or a run's (its newest)"}
     run: dict[str, Any] = {"type": locate, "metavar": "RUN", "help": "a run's folder, or its checkpoints/"}
-    dtype_help = "dtype of the model's floating-point tensors; default: unchanged"
-    dtype: dict[str, Any] = {"choices": _DTYPES, "help": dtype_help}
+    dtype: dict[str, Any] = {"choices": _DTYPES, "help": "dtype of the model's floating-point tensors; default: same"}
     add("list", _list, "the checkpoints of a run, newest first")("path", **run)
     show = add("show", _show, "step, shapes, and the versions and engine that wrote it")
     show("path", metavar="PATH", **path)
@@ -113,8 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     export("path", type=locate, metavar="PATH", help="a checkpoint's folder, or a run's (its best)")
     target_help = "a local folder (new, empty, or an earlier export), or a new file"
     export("target", type=_local, metavar="TARGET", help=target_help)
-    format_help = "adapters (LoRA): peft alone, huggingface merged"
-    export("--format", choices=EXPORTS, default="huggingface", help=format_help)
+    export("--format", choices=EXPORTS, default="huggingface", help="adapters: peft alone, huggingface merged")
     export("--dtype", **dtype)
     tokenizer_help = "huggingface, peft: the tokenizer's folder, or none; default: that of the run's config"
     export("--tokenizer", type=lambda text: str(_local(text)), metavar="PATH|none", help=tokenizer_help)
@@ -124,8 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     imports("source", type=_local, metavar="SOURCE", help="a local file or a folder in another format")
     imports("folder", **run)
     imports("--format", choices=("auto", *FORMATS), default="auto")
-    config_help = "the model's config.json or its folder, if SOURCE has none"
-    imports("--config", type=_local, metavar="PATH", help=config_help)
+    imports("--config", type=_local, metavar="PATH", help="the model's config.json or its folder, if SOURCE lacks it")
     imports("--dtype", **dtype)
     trust_help = "read pickled metadata (dcp), as data: names that aren't torch's metadata are refused"
     imports("--trust_metadata", action="store_true", help=trust_help)
@@ -169,7 +151,7 @@ def _verify(options: argparse.Namespace) -> None:
     paths = [path.resolve() for path in checkpoints_in(options.path)] if options.all else [resolve(options.path)]
     from portable_fsdp.checkpoint.store import Reader
 
-    result: dict[str, list[Any]] = {"whole": [], "damaged": [], "deleted": []}
+    result: dict[str, list[Any]] = {"whole": [], "damaged": []}
     for path in paths:
         try:
             with Reader(path) as reader, _progress(f"verify {path.name}", reader.manifest.bytes) as advance:
@@ -179,18 +161,13 @@ def _verify(options: argparse.Namespace) -> None:
         except StoreError:
             raise
         except CheckpointError as error:
-            if store_of(path).is_committed(path):
+            if store_of(path).is_committed(path):  # else the run's retention deleted it meanwhile
                 result["damaged"].append(str(error))
-            else:  # the run's retention deleted it
-                result["deleted"].append(str(path))
     lines = [f"{row['path']}: whole: {row['files']} files, {report.size_text(row['bytes'])}" for row in result["whole"]]
-    lines += [f"{path}: deleted meanwhile" for path in result["deleted"]]
     if lines or options.json:
         _print(options, result, "\n".join(lines))
-    if result["damaged"]:
-        raise CheckpointError("\n".join(result["damaged"]))
-    if not result["whole"]:
-        raise CheckpointError(f"verify {options.path}: all checkpoints were deleted meanwhile")
+    if result["damaged"] or not result["whole"]:
+        raise CheckpointError("\n".join(result["damaged"]) or f"verify {options.path}: deleted meanwhile")
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -208,13 +185,13 @@ def _diff(options: argparse.Namespace) -> int:
         values = differences["values"].items()
         differences["values"] = {key: str(value) if math.isnan(value) else value for key, value in values}
     _print(options, differences, text)
-    return EXIT_FINISHED if differences["is_equal"] else EXIT_FAILED
+    return errors.EXIT_FINISHED if differences["is_equal"] else errors.EXIT_FAILED
 
 
 def _export(options: argparse.Namespace) -> None:
     newest = resolve(options.path)
     is_run = newest != options.path.resolve()
-    path, reason = best_checkpoint(newest, read_manifest(newest).evaluation if is_run else None)
+    path, reason = format.best_checkpoint(newest, read_manifest(newest).evaluation if is_run else None)
     from portable_fsdp.formats.base import ExportOptions
     from portable_fsdp.formats.exporting import export_checkpoint
 
@@ -227,7 +204,7 @@ def _export(options: argparse.Namespace) -> None:
             settings = ExportOptions(options.dtype, save_tokenizer, advance, options.base)
             export_checkpoint(path, options.format, options.target, settings)
     except OSError as error:
-        cause = commit.with_cause(error, options.target.parent)
+        cause = f"{error}{commit.cause_of(error, options.target.parent)}"
         raise CheckpointError(f"export to {options.target}: can't be written: {cause}") from error
     data = {"checkpoint": str(path), "target": str(options.target), "format": options.format}
     _print(options, data, f"{path}{reason}: exported to {options.target}")
@@ -267,14 +244,13 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
     try:
         model = manifest.config.get("model", {})
         return load_tokenizer(name, model.get("pretrained"), model.get("gguf_file")).save
-    except DataError as error:
+    except errors.DataError as error:
         raise CheckpointError(
             f"{error}\n  Use --tokenizer PATH (a folder, or bytes), or --tokenizer none to export without one."
         ) from None
 
 
 def _import(options: argparse.Namespace) -> None:
-    require_source(options.source)
     from portable_fsdp.formats.importing import import_checkpoint
 
     settings = {name: getattr(options, name) for name in ("config", "dtype", "trust_metadata")}
@@ -320,10 +296,10 @@ def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bo
 
     pruned = Pruned({}, {}, {})
     runs: dict[str, dict[int, Path]] = {}  # the checkpoints of each run by step
-    for path in committed_steps(folder):
+    for path in format.committed_steps(folder):
         try:
             manifest = _require_ours(path)
-            runs.setdefault(run_of(manifest), {})[manifest.step] = path
+            runs.setdefault(format.run_of(manifest), {})[manifest.step] = path
             pruned.kept[path] = manifest.bytes
         except CheckpointError as error:
             pruned.left_alone[path] = str(error).splitlines()[0]

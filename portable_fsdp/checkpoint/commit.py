@@ -2,19 +2,16 @@
 
 On a file system, where the rename of a folder is atomic:
 1. Process 0 creates `step-00000500.tmp-1f3a5c7e/`, named by this attempt, with `model/`, `optimizer/` and the mark.
-2. Each process writes its safetensors files there, and fsyncs them and the folders.
-3. It lists them in `index-00003-1f3a5c7e.json`: pieces, bytes, hashes, digests of replicas; or reports its error there.
-4. Process 0 waits for the index of every process, compares the replicas' digests, merges the files, and checks the
-   result as a reader would: the pieces tile every tensor exactly once.
-5. It removes the index files, writes `manifest.json`, sealed with its own hash (fsync), fsyncs the folders, renames to
-   `step-00000500` (the commit), fsyncs the parent, and removes the mark.
+2. Each process writes its safetensors files there (fsync), then their list or its error to `index-00003-1f3a5c7e.json`.
+3. Process 0 waits for all indexes, compares the replicas' digests, merges the files and checks the result as a reader.
+4. It removes the indexes, writes the sealed `manifest.json` (fsync), renames to `step-00000500` (the commit), fsyncs
+   the parent, and removes the mark.
 
-In an object store nothing can be renamed, and an upload appears whole or not at all. There all processes write under
-`step-00000500/` from the start, with the attempt in every file's name, so that a straggler of an earlier attempt
-overwrites nothing. `manifest.json`, uploaded last, is the commit; process 0 removes the mark after it.
+In an object store nothing can be renamed. All processes write under `step-00000500/` from the start, with the attempt
+in every file's name, so that a straggler overwrites nothing; the upload of `manifest.json` is the commit.
 
 A kill before the commit leaves debris, which no reader opens and the next save of the same run removes: the mark names
-its run, and every deletion removes it last. Older checkpoints stay untouched.
+its run, and every deletion removes it last.
 """
 
 import errno
@@ -72,10 +69,14 @@ def begin(final: Path, run: str) -> str:
     attempt, store = uuid.uuid4().hex, store_of(final)
     folder = store.temporary_of(final, attempt)
     for path in store.unfinished(final.parent, final.name):
-        if other := _other_owner(path, run):
+        if owner := _other_owner(path, run):
+            message = (
+                f"checkpoints in {path.parent}: another run may be saving there: {path.name} belongs to {owner}.\n"
+                f"  Give each run its own run.dir (or checkpoint.dir). If that run has ended, delete {path}."
+            )
             if path == folder:  # the other's manifest could overwrite ours
-                raise CheckpointError(_at_work(path, other))
-            log.warning("%s", _at_work(path, other))
+                raise CheckpointError(message)
+            log.warning("%s", message)
         elif path == folder or _is_debris_of(path, run):
             discard(path)
     store.make_folder(folder)
@@ -96,13 +97,6 @@ def _other_owner(path: Path, run: str) -> str | None:
 def _is_debris_of(path: Path, run: str) -> bool:
     """Whether `run` may delete a folder. One without mark and files has no owner: a kill came before its mark."""
     return _read_mark(path).get("run") == run or set(store_of(path).names(path)) <= MARKS - {MARK}
-
-
-def _at_work(path: Path, owner: str) -> str:
-    return (
-        f"checkpoints in {path.parent}: another run may be saving there: {path.name} belongs to {owner}.\n"
-        f"  Give each run its own run.dir (or checkpoint.dir). If that run has ended, delete {path}."
-    )
 
 
 def remove_debris(run_folder: Path, run: str) -> None:
@@ -127,10 +121,7 @@ def remove_half_deleted(run_folder: Path) -> None:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Announce that this process has written and fsynced its part. Its last action in `folder`.
-
-    No fsync of the folder: process 0 may have renamed it by now.
-    """
+    """Announce that this process has written its part, its last action in `folder`: process 0 may rename it at once."""
     path = folder / _index_name(index.process, index.attempt)
     store_of(path).write(path, [index.model_dump_json().encode()])
 
@@ -219,8 +210,7 @@ def commit(final: Path, attempt: str, manifest: format.Manifest, indexes: Sequen
 
 
 def _require_files(folder: Path, manifest: format.Manifest) -> None:
-    """Check that every file exists and has its length. Otherwise retention would delete an older checkpoint after a
-    rename that failed silently. Raises `CheckpointError`."""
+    """Check that every file exists and has its length, before retention deletes an older one: else CheckpointError."""
     store = store_of(folder)
     sizes = {f"{part}/{name}": size for part in FOLDERS for name, size in store.sizes(folder / part).items()}
     for file in manifest.files:
@@ -289,17 +279,12 @@ _CAUSES = {
 }
 
 
-def with_cause(error: Exception, folder: Path) -> str:
-    """Return the error's text, and below it the cause and the fix, if the system's own text doesn't name them."""
-    return f"{error}{_cause(error, folder)}"
-
-
 def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
     """Return the last lines of a message, each after a line break: cause, newest save in `folder`, and fix.
 
     `needed_bytes`: size of the checkpoint.
     """
-    cause = _cause(error, folder, needed_bytes)
+    cause = cause_of(error, folder, needed_bytes)
     try:
         steps = format.committed_steps(folder)
     except Exception:  # the storage that failed may not answer here either
@@ -314,7 +299,8 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
     return f"{cause}\n  {saved}\n  {rerun}\n  {elsewhere}"
 
 
-def _cause(error: Exception, folder: Path, needed_bytes: int = 0) -> str:
+def cause_of(error: Exception, folder: Path, needed_bytes: int = 0) -> str:
+    """Return a line break, the cause and the fix; "" where the system's own text names them."""
     text = _CAUSES.get(error.errno or 0) if isinstance(error, OSError) else None
     room = f"{in_units(needed_bytes)} are needed" if needed_bytes else "free some"
     return "\n  " + text.format(folder=folder, room=room) if text else ""

@@ -254,20 +254,17 @@ def manifest_text(manifest: Manifest) -> str:
     for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
         match key:
             case "tensors":
-                text = _tensor_lines(value)
-            case "base":
-                tensors = _tensor_lines(value.pop("tensors"))
-                text = f'{json.dumps(value)[:-1]}, "tensors": {tensors}}}'
+                text = (
+                    "{\n"
+                    + ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items())
+                    + "\n}"
+                )
             case "files":
                 text = "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]"
             case _:
                 text = json.dumps(value)
         parts.append(f"{json.dumps(key)}: {text}")
     return seal("{\n" + ",\n".join(parts))
-
-
-def _tensor_lines(tensors: Mapping[str, Any]) -> str:
-    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in tensors.items()) + "\n}"
 
 
 def seal(content: str) -> str:

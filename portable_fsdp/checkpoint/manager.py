@@ -16,20 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Piece, Read, TensorState
-from portable_fsdp.checkpoint import commit, format
+from portable_fsdp.checkpoint import commit, format, resume
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest, way_out
-from portable_fsdp.checkpoint.format import NamedSave
-from portable_fsdp.checkpoint.resume import (
-    Difference,
-    ResumePoint,
-    Search,
-    as_checkpoint_error,
-    check_allow,
-    differences,
-    require_allowed,
-    require_same_base,
-    together,
-)
+from portable_fsdp.checkpoint.resume import Difference, ResumePoint, together
 from portable_fsdp.checkpoint.snapshot import Background, Digests, Snapshot, require_equal
 from portable_fsdp.checkpoint.storage import MANIFEST, is_link, locate, store_of
 from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, remove_files, write_pieces
@@ -99,8 +88,8 @@ class Checkpoints(Closing):
     ) -> None:
         """`folder`: a path or a URL. `config`: the resolved config as JSON. `model_config`: transformers' config as a
         dict. `ties`: FQN -> first FQN of the same weight. `base`: weights of `model.pretrained` that checkpoints leave
-        out. `wait_s`: how long process 0 waits for the other processes' files in a save: less than a process group's
-        timeout, which would end the run without the reason.
+        out. `wait_s`: how long process 0 waits for the other processes' files in a save, less than a process group's
+        timeout.
 
         Raises ConfigError for unknown names in `checkpoint.allow`, CheckpointError for an unknown kind of URL and for
         a config that JSON doesn't round-trip.
@@ -113,13 +102,13 @@ class Checkpoints(Closing):
         self._data, self._ties = data or Fingerprint(), dict(ties or {})
         self._base, self._fingerprint = base, base and _fingerprint_of(base)
         self._run, self._wait_s = format.run_name(config), wait_s
-        self._search = Search(self.folder, backend, self._settings)
+        self._search = resume.Search(self.folder, backend, self._settings)
         self._has_saved = False
         self._unfinished: Path | None = None  # the folder of the last save until its commit
         self._own: dict[int, Path] | None = None  # on process 0: the run's own, intact at the first look
         self._background, self._snapshot = Background(), Snapshot()
         self._finished: list[Saved] = []
-        check_allow(self._settings.allow, config)
+        resume.check_allow(self._settings.allow, config)
         format.check_json({"config": config, "model_config": model_config})
 
     def save(
@@ -144,9 +133,12 @@ class Checkpoints(Closing):
         self._unfinished = self._store.temporary_of(final, attempt)
 
         def take() -> tuple[format.Manifest, dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
-            state = self._backend.state(model, optimizer)
+            state, digests = self._backend.state(model, optimizer), Digests()
             manifest = self._manifest(step, position, evaluation, state)
-            return manifest, *self._take(manifest, state)
+            # One tensor after another: on XLA its pieces are copies on the host.
+            mine = ((key, digests.take(key, state[key].pieces())) for key in manifest.tensors)
+            pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
+            return manifest, pieces, digests.result()
 
         taken = self._together(f"checkpoint of step {step}", take)
         self._background.start(partial(self._write, final, attempt, *taken, began, time.perf_counter() - began))
@@ -161,7 +153,7 @@ class Checkpoints(Closing):
     @property
     def failed(self) -> bool:
         """Whether a background save has failed on this process: `wait` then raises on all. Not collective."""
-        return self._background.failed
+        return self._background.failure is not None
 
     def finished(self) -> list[Saved]:
         """Return the commits since the last call, on process 0; an empty list on other processes."""
@@ -228,16 +220,6 @@ class Checkpoints(Closing):
             tensors=tensors,
         )
 
-    def _take(
-        self, manifest: format.Manifest, state: Mapping[str, TensorState]
-    ) -> tuple[dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
-        """Return the pieces that this process writes, and digests of the replicas that it doesn't."""
-        digests = Digests()
-        # One tensor after another: on XLA its pieces are copies on the host.
-        mine = ((key, digests.take(key, state[key].pieces())) for key in manifest.tensors)
-        pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
-        return pieces, digests.result()
-
     def _write(
         self,
         final: Path,
@@ -291,11 +273,11 @@ class Checkpoints(Closing):
 
     def _as_error(self, final: Path, manifest: format.Manifest | None, error: Exception) -> CheckpointError:
         """The error that all processes raise when one could not write, with the fix."""
-        failure = as_checkpoint_error(f"checkpoint {final.name}", error)
-        if isinstance(error, OSError):
-            needed = 0 if manifest is None else format.bytes_of_tensors(manifest.tensors)
-            return CheckpointError(f"{failure}{way_out(error, self.folder, needed)}")
-        return failure
+        failure = resume.as_checkpoint_error(f"checkpoint {final.name}", error)
+        if not isinstance(error, OSError):
+            return failure
+        needed = 0 if manifest is None else format.bytes_of_tensors(manifest.tensors)
+        return CheckpointError(f"{failure}{way_out(error, self.folder, needed)}")
 
     def _commit(self, final: Path, attempt: str, manifest: format.Manifest) -> None:
         folder, count = self._store.temporary_of(final, attempt), self._backend.process.count
@@ -305,20 +287,14 @@ class Checkpoints(Closing):
         commit.commit(final, attempt, manifest.model_copy(update={"files": files, "tensors": tensors}), indexes)
 
     def _remove_outdated(self, committed: Path, best: int | None) -> tuple[int, ...]:
-        """Delete this run's outdated checkpoints; warn about one that can't be deleted, and forget it.
-
-        Damaged checkpoints don't count, and stay.
-        """
+        """Delete this run's outdated checkpoints, but no damaged one; warn about one that can't be deleted."""
         if self._settings.keep is None:
             return ()
         removed: list[int] = []
         try:
             if self._own is None:
-                self._own = {
-                    format.step_of(path) or 0: path
-                    for path in format.committed_steps(self.folder)
-                    if self._is_own(path)
-                }
+                paths = filter(self._is_own, format.committed_steps(self.folder))
+                self._own = {format.step_of(path) or 0: path for path in paths}
             self._own[format.step_of(committed) or 0] = committed
             for step in commit.outdated(list(self._own), self._settings.keep, self._settings.keep_every, best):
                 commit.delete(self._own.pop(step), self._run)
@@ -338,13 +314,11 @@ class Checkpoints(Closing):
         except CheckpointError:
             return False
 
-    def find(self, resume: str, last_save: NamedSave | None = None) -> ResumePoint | None:
-        """Find the checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or an address.
-        `last_save`: the newest save that the run's events name.
-
-        auto: the newest intact one of the run's own; warns of damaged newer ones. An address: that checkpoint, or the
-        newest of the run's own if this run started there. Raises `CheckpointError` if a second history would join
-        the one in the folder, if all are damaged or none exists despite `last_save`, or if the storage doesn't answer.
+    def find(self, resume: str, last_save: format.NamedSave | None = None) -> ResumePoint | None:
+        """Find the checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or an address (that
+        checkpoint, or the newest of the run's own if this run started there). `last_save`: the newest save that the
+        run's events name. Raises `CheckpointError` if a second history would join the one in the folder, if all are
+        damaged or none exists despite `last_save`, or if the storage doesn't answer.
         """
         return self._search.find(resume, last_save)
 
@@ -362,9 +336,7 @@ class Checkpoints(Closing):
     def load(self, source: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
         """Check that the checkpoint fits, and overwrite model and optimizer with it.
 
-        Raises `CheckpointError` on all processes: other tensors, another config that `checkpoint.allow` doesn't name,
-        another base, a file that can't be read. An error while tensors are read leaves both half overwritten: load
-        again, or exit.
+        Raises `CheckpointError` on all processes; one while tensors are read leaves both half overwritten.
         """
         subject = f"checkpoint {source.path.name}"
         return together(self._backend, subject, lambda: self._load(source, model, optimizer))
@@ -376,13 +348,13 @@ class Checkpoints(Closing):
             if manifest.base is None:  # it holds its base, which may differ from the files: the next saves hold it too
                 self._base = self._fingerprint = None
             expected = self._backend.state(model, optimizer)
-            changes = differences(manifest, self._config, *self._data, self._fingerprint, is_own=source.is_own)
+            changes = resume.differences(manifest, self._config, *self._data, self._fingerprint, is_own=source.is_own)
             shown = [line for change in changes if change.makes_curve and manifest.config for line in change.lines()]
             base = self._base.names if self._base else ()
             reader.check(expected, self._ties, weights_only=weights_only, base=base, config=shown)
-            require_same_base(changes, allow, name)
+            resume.require_same_base(changes, allow, name)
             if not weights_only:
-                require_allowed(changes, allow, name, manifest.config.get("data", {}).get("source", ""))
+                resume.require_allowed(changes, allow, name)
             self._backend.load_state(model, optimizer, _read_from(reader, expected, self._base, weights_only))
             if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:
                 allowed = {change.name: change.now for change in changes}.get("precision.loss_scale")

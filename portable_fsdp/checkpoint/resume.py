@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.checkpoint.format import (
-    BaseFingerprint,
-    Manifest,
-    NamedSave,
-    committed_steps,
-    read_manifest,
-    require_checkpoint,
-    run_name,
-    step_of,
-)
+from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.storage import exists, locate, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
@@ -64,10 +55,10 @@ class Search:
         self._backend = backend
         self._settings = settings
 
-    def find(self, resume: str, last_save: NamedSave | None) -> ResumePoint | None:
+    def find(self, resume: str, last_save: format.NamedSave | None) -> ResumePoint | None:
         """Find the checkpoint to resume from; see `Checkpoints.find`. *collective*"""
         self._require_shared()
-        names = self._on_process_0(lambda: [path.name for path in committed_steps(self._folder)])
+        names = self._on_process_0(lambda: [path.name for path in format.committed_steps(self._folder)])
         own = [self._folder / name for name in names]
         if last_save is not None and resume != "none":
             self._compare(last_save, resume, own)
@@ -93,7 +84,19 @@ class Search:
         # A local folder may not exist yet: probe the nearest parent that does.
         parents = (self._folder, *self._folder.absolute().parents)
         probed = next(path for path in parents if path.exists()) if store.is_local else self._folder
-        probe = self._on_process_0(lambda: self._write_probe(probed))
+
+        def write_probe() -> str:
+            name = _PROBE + uuid.uuid4().hex
+            try:
+                store.write(probed / name, [b""])
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoints in {self._folder}: can't write there: {error}\n"
+                    "  Set checkpoint.dir or run.dir to a writable folder."
+                ) from None
+            return name
+
+        probe = self._on_process_0(write_probe)
 
         def require_probe() -> None:
             if not exists(probed / probe):
@@ -107,17 +110,6 @@ class Search:
             together(self._backend, f"checkpoints in {self._folder}", require_probe)
         finally:
             self._on_process_0(lambda: store.remove(probed / probe))
-
-    def _write_probe(self, folder: Path) -> str:
-        name, store = _PROBE + uuid.uuid4().hex, store_of(folder)
-        try:
-            store.write(folder / name, [b""])
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoints in {self._folder}: can't write there: {error}\n"
-                "  Set checkpoint.dir or run.dir to a writable folder."
-            ) from None
-        return name
 
     def _newest(self, own: list[Path]) -> ResumePoint | None:
         reasons: list[str] = []
@@ -139,7 +131,7 @@ class Search:
             )
         return None
 
-    def _compare(self, last_save: NamedSave, resume: str, own: list[Path]) -> None:
+    def _compare(self, last_save: format.NamedSave, resume: str, own: list[Path]) -> None:
         """Refuse to start over if the run's events name a save; warn if the newest checkpoint is older than that."""
         newest = next(iter(own), None)
         if newest is None and resume != "auto":  # after a full disk: resume from a save, into another folder
@@ -153,10 +145,10 @@ class Search:
                 f"  but there is no checkpoint in {self._folder}. Mount or restore that folder, or set checkpoint.dir "
                 f"to the one\n  that holds it. To start over, without the steps so far: {begin_anew}."
             )
-        if (step_of(newest) or 0) < last_save.step and self._backend.process.index == 0:
+        if (format.step_of(newest) or 0) < last_save.step and self._backend.process.index == 0:
             log.warning(
                 "the newest checkpoint is of step %d, but %s names a save of step %d: %s",
-                *(step_of(newest), last_save.events, last_save.step, last_save.path),
+                *(format.step_of(newest), last_save.events, last_save.step, last_save.path),
             )
 
     def _started_from(self, resume: str, own: list[Path]) -> bool:
@@ -165,27 +157,30 @@ class Search:
         def saved_resume() -> object:
             for path in own:
                 try:
-                    config: Any = read_manifest(path).config
+                    return format.read_manifest(path).config.get("checkpoint", {}).get("resume")
                 except StoreError:
                     raise
                 except CheckpointError:  # `_newest` skips it
                     continue
-                return config.get("checkpoint", {}).get("resume")
             return None
 
         saved = self._on_process_0(saved_resume)
         return saved not in (None, "auto", "none") and _is_same_place(str(saved), without_passwords(resume))
 
     def _named(self, path: Path, own: list[Path]) -> ResumePoint:
-        self._on_process_0(lambda: require_checkpoint(path), f"checkpoint {path.name}")
+        self._on_process_0(lambda: format.require_checkpoint(path), f"checkpoint {path.name}")
         reason = self._damage(path)
         if reason is not None:
             raise CheckpointError(reason)
         weights_only = self._settings.load == "weights_only"
         is_own = any(_is_same_place(str(each), str(path)) for each in own)
-        start = 0 if weights_only else self._on_process_0(lambda: read_manifest(path).step, f"checkpoint {path.name}")
+        start = (
+            0
+            if weights_only
+            else self._on_process_0(lambda: format.read_manifest(path).step, f"checkpoint {path.name}")
+        )
         newest = next(iter(own), None)
-        if newest is not None and (not is_own or (step_of(newest) or 0) > start):
+        if newest is not None and (not is_own or (format.step_of(newest) or 0) > start):
             raise CheckpointError(
                 f"checkpoint.resume: from {path} the run would begin at step {start}, but {self._folder} already\n"
                 f"  has {newest.name} of another history. Use checkpoint.resume: auto to resume from that, or "
@@ -250,7 +245,7 @@ class Difference(NamedTuple):
         return [f"{name}: {saved}, now {now}" for name, saved, now in self.rows()]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return the same in columns. Long values are shortened to the part around the first difference."""
+        """Return the same in columns, long values cut to the part around the first difference."""
         rows: list[tuple[str, str, str]] = []
         for name, values in changed({self.name: self.saved}, {self.name: self.now}).items():
             saved, now = map(json.dumps, values)
@@ -261,25 +256,25 @@ class Difference(NamedTuple):
 
 
 def differences(
-    manifest: Manifest,
+    manifest: format.Manifest,
     config: Mapping[str, Any],
     rows: str | None,
     tokenizer: str | None,
-    base: BaseFingerprint | None = None,
+    base: format.BaseFingerprint | None = None,
     *,
     is_own: bool,
 ) -> list[Difference]:
     """Return all differences except tensors, those that change the curve first. Equal rows and tokenizer count as equal
-    data, an equal base as an equal `model.pretrained`.
-
-    `is_own`: the checkpoint is in this run's folder, and must have its name.
-    """
+    data, an equal base as an equal `model.pretrained`. `is_own`: in this run's folder, so it must have its name."""
     if config and not manifest.config:
         return [Difference("config", "unknown (imported)", "this run's", True)]
-    changes = {
-        name: Difference(name, old, new, name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS)
-        for name, old, new in _config_differences(manifest.config, config)
-    }
+    changes: dict[str, Difference] = {}
+    ours, theirs = _settings(config), _settings(manifest.config)
+    for name in dict.fromkeys([*ours, *theirs]):
+        old, new = _value(theirs, name), _value(ours, name)  # a key that one release lacks has its default
+        if old != new and name not in _IGNORED:
+            makes_curve = name in _CURVE_KEYS or name.split(".")[0] in _CURVE_SECTIONS
+            changes[name] = Difference(name, old, new, makes_curve)
     contents = (("data.rows", manifest.data.rows, rows), ("data.tokenizer", manifest.data.tokenizer, tokenizer))
     if all(old == new and old is not None for _, old, new in contents):
         changes = {name: change for name, change in changes.items() if not name.startswith("data.")}
@@ -292,8 +287,8 @@ def differences(
         changes.pop("model.gguf_file", None)
         if base.fingerprint != manifest.base.fingerprint:
             changes[_BASE] = Difference(_BASE, str(manifest.base), str(base), True)
-    if is_own and run_name(manifest.config) != run_name(config):
-        changes["run.name"] = Difference("run.name", run_name(manifest.config), run_name(config), True)
+    if is_own and format.run_name(manifest.config) != format.run_name(config):
+        changes["run.name"] = Difference("run.name", format.run_name(manifest.config), format.run_name(config), True)
     return sorted(changes.values(), key=lambda change: not change.makes_curve)
 
 
@@ -309,21 +304,15 @@ def require_same_base(changes: Iterable[Difference], allow: Sequence[str], check
             )
 
 
-def require_allowed(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str, source: str = "") -> None:
-    """Refuse changes to the curve that `checkpoint.allow` doesn't name. Raises CheckpointError with a table of them.
-
-    `source`: the saved run's data.source.
-    """
+def require_allowed(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
+    """Refuse changes to the curve that `checkpoint.allow` doesn't name. Raises CheckpointError with a table of them."""
     refused = [change for change in changes if change.makes_curve and not _is_allowed(change.name, allow)]
     if not refused:
         return
     rows = [("", "saved", "now"), *(row for change in refused for row in change.rows())]
     shown, names = table(rows, indent="    "), ", ".join(change.name for change in refused)
-    cause = ""
-    if source in ("python_docs", "python_source") and any(change.name == "data.rows" for change in refused):
-        cause = f"  {source} differs by Python version: resume with the Python that the run began with.\n"
     raise CheckpointError(
-        f"checkpoint {checkpoint}: the config differs from that of the run that saved it:\n{shown}\n{cause}"
+        f"checkpoint {checkpoint}: the config differs from that of the run that saved it:\n{shown}\n"
         f"  To resume with these changes: checkpoint.allow='[{names}]'.\n"
         "  To start a new run from its weights: checkpoint.load=weights_only\n"
         "  checkpoint.resume=FOLDER run.dir=ANOTHER."
@@ -345,14 +334,6 @@ def check_allow(allow: Sequence[str], config: Mapping[str, Any]) -> None:
 
 def _is_allowed(name: str, allow: Sequence[str]) -> bool:
     return any(name == allowed or name.startswith(f"{allowed}.") for allowed in allow)
-
-
-def _config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (key, saved value, present value) where they differ. A key that one release lacks has its default."""
-    ours, theirs = _settings(now), _settings(saved)
-    names = (name for name in dict.fromkeys([*ours, *theirs]) if name not in _IGNORED)
-    values = ((name, _value(theirs, name), _value(ours, name)) for name in names)
-    return [(name, old, new) for name, old, new in values if old != new]
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

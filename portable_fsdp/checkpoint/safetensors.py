@@ -3,8 +3,8 @@
 8 bytes: the header's length N, unsigned, little endian. N bytes of JSON: tensor name -> dtype, shape, data_offsets (of
 the bytes that follow), and `__metadata__`, text to text. Then the tensors, row-major, without gaps.
 
-Our own writer hashes a file while it writes it, a tensor at a time, to any storage. Our own reader reads one slice from
-any storage straight into its place.
+Our writer hashes a file while it writes it, a tensor at a time, to any storage. Our reader reads one slice from any
+storage straight into its place.
 """
 
 import json
@@ -25,7 +25,7 @@ from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import parse_json
 
 _MAX_HEADER = 1 << 25  # bytes; the library's own limit is 100 MB
-_MAX_TENSORS = 150_000  # in one file, which fit into that; Qwen3-30B-A3B has 18,900 in all its files
+_MAX_TENSORS = 150_000  # in one file, which fit into that
 _MAX_COMMAS = 20  # per tensor
 _MAX_RANK = 16
 _CHUNK = 4 << 20  # bytes
@@ -68,10 +68,8 @@ def write(
 
 
 def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, some MiB at a time, so that the cache still holds them between hash and write.
-
-    A chunk is valid until the next one, then released: a reference to it would keep the whole tensor in memory.
-    """
+    """Yield a tensor's bytes, some MiB at a time, so that the cache still holds them between hash and write. A chunk is
+    released after its turn: a reference to it would keep the whole tensor in memory."""
     with bytes_of(tensor.detach().cpu().contiguous()) as content:
         for start in range(0, len(content), _CHUNK):
             with content[start : start + _CHUNK] as chunk:
@@ -110,10 +108,7 @@ def read_header(source: FileReader) -> dict[str, Stored]:
 
 
 def read_slice(source: FileReader, stored: Stored, slices: Sequence[slice], target: Tensor) -> None:
-    """Copy `slices` of a stored tensor into `target`, a view of a host tensor of the same shape and dtype.
-
-    Reads whole rows at once, and drops the parts that other slices leave out.
-    """
+    """Copy `slices` of a stored tensor into `target`, a host tensor of that shape and dtype, by whole rows."""
     rows = slices[0] if slices else slice(0, 1)
     inner = stored.entry.shape[1:]
     whole = all(s.stop - s.start == size for s, size in zip(slices[1:], inner, strict=True))
@@ -168,12 +163,8 @@ def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> 
     tensor = read(key)
     if tuple(tensor.shape) != entry.shape:
         raise CheckpointError(f"{key}: expected {list(entry.shape)}, found {list(tensor.shape)} in the data")
-    flat = tensor.reshape(-1)
-    del tensor
-    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
-        part = converted(key, flat[start : start + _CHUNK_ELEMENTS], entry.dtype).contiguous()
-        with bytes_of(part) as chunk:
-            yield chunk
+    for part in tensor.reshape(-1).split(_CHUNK_ELEMENTS):
+        yield from chunks_of(converted(key, part, entry.dtype))
 
 
 def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:

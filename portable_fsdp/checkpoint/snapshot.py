@@ -2,10 +2,9 @@
 
 With `async_save` training waits only for the copies; a thread (`Background`) does the rest, without collectives.
 
-Replicas of a weight must be equal bit for bit: a save compares their digests and commits nothing where they differ.
-They apply the same reduced gradients to the same weights. Where they differ, memory, a device or a program changed one,
-and a checkpoint would silently hold the first one's values. No process copies a replica to compare it: the host hashes
-it in place with XXH3 (the writer while it writes); any other device sums its bits.
+Replicas of a weight apply the same reduced gradients, so they are equal bit for bit unless memory, a device or a
+program changed one: a save compares their digests and commits nothing where they differ. The host hashes a replica in
+place with XXH3 (the writer while it writes); any other device sums its bits.
 """
 
 import logging
@@ -63,13 +62,8 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None  # of the job
         self.cancelled = threading.Event()  # for a job that waits
-
-    @property
-    def failed(self) -> bool:
-        """Whether the job has failed."""
-        return self._failure is not None
 
     def start(self, work: Callable[[], None]) -> None:
         """Start a job, after `wait` for the one before."""
@@ -79,7 +73,7 @@ class Background:
                 with user_code("the save"):  # a thread would drop a SystemExit
                     work()
             except Exception as error:
-                self._failure = error
+                self.failure = error
 
         # A daemon: a run that fails doesn't wait for it. That kills the save, which is harmless.
         thread = threading.Thread(target=run, name="portable_fsdp save", daemon=True)
@@ -95,7 +89,7 @@ class Background:
         """Wait for the job; raises its error, once."""
         if self._thread is not None:
             self._thread.join()
-        self._thread, failure, self._failure = None, self._failure, None
+        self._thread, failure, self.failure = None, self.failure, None
         if failure is not None:
             raise failure
 
@@ -122,21 +116,17 @@ class Digests:
         """
         written: list[Piece] = []
         for piece in pieces:
-            on_host = piece.data.device.type == "cpu"
-            if piece.replica is not None and piece.data.numel() and (piece.replica or not on_host):
-                self._add(key, piece)
+            on_host, is_copy = piece.data.device.type == "cpu", piece.replica is not None and piece.data.numel() > 0
+            if is_copy and not on_host:
+                self._on_device.append((digest_of(key, piece, ""), sum_of_bits(piece.data)))
+            elif is_copy and piece.replica:
+                digest = xxhash.xxh3_128()
+                for chunk in chunks_of(piece.data):
+                    digest.update(chunk)
+                self._done.append(digest_of(key, piece, digest.hexdigest()))
             if not piece.replica:
                 written.append(piece if on_host else piece._replace(replica=None))
         return written
-
-    def _add(self, key: str, piece: Piece) -> None:
-        if piece.data.device.type == "cpu":
-            digest = xxhash.xxh3_128()
-            for chunk in chunks_of(piece.data):
-                digest.update(chunk)
-            self._done.append(digest_of(key, piece, digest.hexdigest()))
-        else:
-            self._on_device.append((digest_of(key, piece, ""), sum_of_bits(piece.data)))
 
     def result(self) -> tuple[ReplicaDigest, ...]:
         """Return all digests. Waits for the device, once."""

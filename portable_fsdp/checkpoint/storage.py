@@ -30,8 +30,7 @@ _UPLOAD_BYTES = 16 << 20  # one part of a multipart upload, or one download: lar
 class FolderStore:
     """A file system. The rename of a folder is atomic, and is the commit; fsync makes files and names durable.
 
-    The docstrings of its methods hold for both stores. `final` is the folder of a step, `attempt` the id of one attempt
-    to save it.
+    The docstrings of its methods hold for both stores. `final` is a step's folder, `attempt` the id of one attempt.
     """
 
     is_local = True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +38,6 @@ def no_progress(_: int) -> None: ...
 _ALL = Partition(0, 1)
 _ELEMENTS_AT_ONCE = 1 << 22  # in a comparison
 _MAX_OPEN = 64  # files at a time: many systems allow a process 1,024, and a checkpoint may have more
-
-
-class StoredPiece(NamedTuple):
-    """A piece of a global tensor, and the number of its file."""
-
-    file: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 def new_manifest(device: str, backend: str, process_count: int, **fields: Any) -> format.Manifest:
@@ -167,11 +159,9 @@ class Reader(Closing):
         base: Collection[str] = (),
         config: Sequence[str] = (),
     ) -> None:
-        """Check that the checkpoint has exactly the tensors (or weights) of `expected`: keys, shapes, dtypes, ties.
-
-        Tensors in `base` may be in the manifest's base alone. Raises `CheckpointError` with a table of differences,
-        below `config`: the differences of the configs.
-        """
+        """Check that the checkpoint has just the tensors (or weights) of `expected`: keys, shapes, dtypes, ties; those
+        in `base` may be in the manifest's base alone. Raises `CheckpointError` with a table of differences, below
+        `config`: the differences of the configs."""
         left_out = {key: entry for key, entry in self.manifest.left_out.items() if key in base}
         ours, stored = (
             {k: format.describe(t) for k, t in tensors.items() if not weights_only or format.folder_of(k) == "model"}
@@ -218,26 +208,23 @@ class Reader(Closing):
         if list(result.shape) != shape or dtype_name(result.dtype) != tensor.dtype:
             raise TypeError(f"{key}: expected a buffer of {tensor.dtype} {shape}, found {result.dtype} {result.shape}")
         if result.numel():
-            for piece in touching(tensor, slices):
-                self._copy_overlap(key, piece, slices, result)
+            for number, offset, sizes in touching(tensor, slices):
+                inside: list[slice] = []
+                target: list[slice] = []
+                for requested, start, size in zip(slices, offset, sizes, strict=True):
+                    first, last = max(requested.start, start), min(requested.stop, start + size)
+                    inside.append(slice(first - start, last - start))
+                    target.append(slice(first - requested.start, last - requested.start))
+                source = self._file(number)
+                try:
+                    safetensors.read_slice(source, self._headers[number][key], inside, result[tuple(target)])
+                except OSError as error:
+                    raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
         return result
 
     def read_whole(self, key: str) -> Tensor:
         """Read a whole tensor, like `read`."""
         return self.read(key, full_region(self.manifest.tensors[key].shape))
-
-    def _copy_overlap(self, key: str, piece: StoredPiece, slices: Region, result: Tensor) -> None:
-        inside: list[slice] = []
-        target: list[slice] = []
-        for requested, offset, size in zip(slices, piece.offset, piece.shape, strict=True):
-            start, stop = max(requested.start, offset), min(requested.stop, offset + size)
-            inside.append(slice(start - offset, stop - offset))
-            target.append(slice(start - requested.start, stop - requested.start))
-        source = self._file(piece.file)
-        try:
-            safetensors.read_slice(source, self._headers[piece.file][key], inside, result[tuple(target)])
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
 
     def _file(self, number: int) -> FileReader:
         """Return the open file, once its header matches the manifest."""
@@ -258,21 +245,17 @@ class Reader(Closing):
                 header = safetensors.read_header(source)
             except (OSError, ValueError, RecursionError) as error:
                 raise format.damaged(self.folder, file.name, "a safetensors file", str(error)) from None
-            self._check_header(number, header)
+            pieces = self._pieces[number]
+            for key in dict.fromkeys([*header, *pieces]):
+                expected = "nothing"
+                if key in pieces:
+                    tensor, rank, k = self.manifest.tensors[key], len(self.manifest.tensors[key].shape), pieces[key]
+                    expected = f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
+                actual = format.describe(header[key].entry if key in header else None)
+                if actual != expected:
+                    raise format.damaged(self.folder, file.name, f"{key} as {expected} (manifest.json)", actual)
             self._headers[number] = header
         return source
-
-    def _check_header(self, number: int, header: Mapping[str, Stored]) -> None:
-        pieces = self._pieces[number]
-        for key in dict.fromkeys([*header, *pieces]):
-            expected = "nothing"
-            if key in pieces:
-                tensor, rank, k = self.manifest.tensors[key], len(self.manifest.tensors[key].shape), pieces[key]
-                expected = f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
-            actual = format.describe(header[key].entry if key in header else None)
-            if actual != expected:
-                file = self.manifest.files[number].name
-                raise format.damaged(self.folder, file, f"{key} as {expected} (manifest.json)", actual)
 
 
 def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -282,14 +265,14 @@ def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
-def touching(tensor: format.TensorEntry, slices: Region) -> list[StoredPiece]:
-    """Return the pieces that overlap `slices`."""
+def touching(tensor: format.TensorEntry, slices: Region) -> list[tuple[int, list[int], list[int]]]:
+    """Return file number, offset and shape of each piece that overlaps `slices`."""
     count, rank = len(tensor.files), len(tensor.shape)
     offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
     sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
     starts, stops = [s.start for s in slices], [s.stop for s in slices]
     numbers = np.flatnonzero(((offsets < stops) & (offsets + sizes > starts)).all(axis=1))
-    return [StoredPiece(tensor.files[k], tuple(offsets[k].tolist()), tuple(sizes[k].tolist())) for k in numbers]
+    return [(tensor.files[k], offsets[k].tolist(), sizes[k].tolist()) for k in numbers]
 
 
 def _write_shard(

@@ -5,10 +5,6 @@ training run loads `huggingface` or `peft` when it exports, and no other. Read f
 `importing.py`, `exporting.py`, then any format.
 """
 
-from pathlib import Path
-
-from portable_fsdp.runtime.errors import CheckpointError
-
 FORMATS = ("huggingface", "dcp", "gguf", "safetensors", "torch", "xla_fsdp1")
 """The formats that we import, in the order in which `--format auto` tries them."""
 
@@ -23,12 +19,3 @@ OF_TRANSFORMERS = ("huggingface", "peft")
 
 MODULES = {"gguf": "single_file", "peft": "huggingface", "safetensors": "single_file", "torch": "single_file"}
 """Format -> its module in this package, where that has another name."""
-
-WITHOUT_CHECKSUM = ("safetensors", "huggingface", "gguf", "dcp")
-"""Formats in which damage that stays readable goes unnoticed (dcp: in its .metadata). torch.save's have CRC-32s."""
-
-
-def require_source(path: Path) -> None:
-    """Check that `path` exists. Raises CheckpointError."""
-    if not path.exists():
-        raise CheckpointError(f"import {path}: no such file or folder")

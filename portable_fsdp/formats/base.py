@@ -26,25 +26,22 @@ from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.hub import import_transformers
 
-SaveTokenizer = Callable[[Path], None]
-"""Function that writes a tokenizer's files into a folder."""
-
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MAX_LAYERS = 10_000
 
+MAX_FILE_BYTES = 5_000_000_000
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """`dtype`: of the model's floating-point tensors; None: as saved. `save_tokenizer`: for folders of transformers.
-    `base`: the adapters' base model, a folder or hub id; None: as in the run. No file exceeds `max_file_bytes`."""
+    """`dtype`: of the model's floating-point tensors; None: as saved. `save_tokenizer` writes into folders of
+    transformers. `base`: the adapters' base model, a folder or hub id; None: as in the run."""
 
     dtype: str | None = None
-    save_tokenizer: SaveTokenizer | None = None
+    save_tokenizer: Callable[[Path], None] | None = None
     advance: Advance = no_progress
     base: str | None = None
-    max_file_bytes: int = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -150,9 +147,8 @@ def config_of(path: Path) -> dict[str, Any]:
     """Load transformers' config as a dict, from config.json or its folder; runs no code. Raises `CheckpointError`."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        _check_layers(
-            str(file), json.loads(read_regular(file, path if path.is_dir() else None))
-        )  # older releases wrote infinities, which JSON lacks
+        # Not `parse_json`: older releases wrote infinities.
+        _check_layers(str(file), json.loads(read_regular(file, path if path.is_dir() else None)))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a valid config.json: {error}") from None
     transformers = import_transformers()
@@ -192,6 +188,12 @@ def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
             return transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:  # inconsistent sizes fail in many ways
         raise CheckpointError(f"{where}: model_config: {type(error).__name__}: {error}") from None
+
+
+def aliases_of(reader: Reader) -> dict[str, list[str]]:
+    """Return all FQNs of each stored tensor by the config's model, by the first one; {} if transformers has none."""
+    names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
+    return {} if names is None else names.aliases
 
 
 def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:

@@ -29,21 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling, folder_of
+from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling
 from portable_fsdp.checkpoint.safetensors import converted, groups
 from portable_fsdp.checkpoint.storage import store_of
 from portable_fsdp.checkpoint.store import Advance, Reader
-from portable_fsdp.formats.base import (
-    ExportOptions,
-    ForeignCheckpoint,
-    ForeignFormat,
-    as_dtype,
-    check_numbers,
-    check_shape,
-    file_inside,
-    names_of,
-    torch_saving,
-)
+from portable_fsdp.formats import base
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
 from portable_fsdp.formats.single_file import check_members
 from portable_fsdp.formats.unpickle import Record, read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
@@ -54,6 +45,9 @@ METADATA = ".metadata"
 _OPTIMIZER = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(?P<fqn>.+)\.(?P<state>[A-Za-z_]\w*)")
 _STEP_PATH = ("train_state", "step")
 _STEPS = ("step", "train_state.step")
+
+FilePart = tuple[str, int, int]
+"""Of a tensor in an export: the file's name, the start, the length."""
 
 
 class Chunk(NamedTuple):
@@ -73,19 +67,9 @@ class Chunked(NamedTuple):
     chunks: list[Chunk]
 
 
-class DcpEntry(NamedTuple):
-    """A tensor of an export: its nested dictionary keys, and its file, start and length there."""
-
-    path: tuple[str, ...]
-    entry: TensorEntry
-    place: tuple[str, int, int]
-
-
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
-    """Read `.metadata` with an unpickler that knows only torch's metadata classes, and tensors with `weights_only`.
-
-    Holds one tensor, and the largest chunk of it. Raises `CheckpointError`.
-    """
+    """Read `.metadata` as data, and tensors with `weights_only`; hold one, and its largest chunk. Raises
+    `CheckpointError`."""
     folders = _folders(path)
     if not folders:
         raise CheckpointError(f"{path}: not a folder of torch.distributed.checkpoint: it has no {METADATA}")
@@ -107,28 +91,22 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 
 
 def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
-    """Export the checkpoint with its optimizer state, as a folder that `dcp.load` opens.
-
-    Holds one tensor (in both dtypes where it is converted).
-    """
-    names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
-    aliases = {} if names is None else names.aliases
-    tensors = {
-        key: as_dtype(tensor, options.dtype if folder_of(key) == "model" else None)
-        for key, tensor in reader.manifest.tensors.items()
-    }
+    """Export the checkpoint with its optimizer state. Holds one tensor (in both dtypes where it is converted)."""
+    aliases = base.aliases_of(reader)
+    tensors = base.weights_of(reader, options.dtype)
+    tensors |= {key: tensor for key, tensor in reader.manifest.tensors.items() if key not in tensors}
 
     def write(folder: Path) -> None:
-        written: list[DcpEntry] = []
-        files = list(groups(tensors, options.max_file_bytes))
+        written: list[tuple[tuple[str, ...], TensorEntry, FilePart]] = []
+        files = list(groups(tensors, base.MAX_FILE_BYTES))
         for ordinal, keys in enumerate(files):
             entries = {key: tensors[key] for key in keys}
             places = _write_file(folder / f"__0_{ordinal}.distcp", entries, reader.read_whole, options.advance)
-            written += [DcpEntry(path, tensors[key], places[key]) for key in keys for path in _paths_of(key, aliases)]
+            written += [(path, tensors[key], places[key]) for key in keys for path in _paths_of(key, aliases)]
         entry, step = TensorEntry(shape=(), dtype="int64"), torch.tensor(reader.manifest.step)
         last = folder / f"__0_{len(files)}.distcp"
         places = _write_file(last, {"step": entry}, lambda _: step, options.advance)
-        written.append(DcpEntry(_STEP_PATH, entry, places["step"]))
+        written.append((_STEP_PATH, entry, places["step"]))
         store_of(folder).write(folder / METADATA, [pickle.dumps(_metadata(written))])
 
     return write
@@ -144,18 +122,18 @@ def _folders(path: Path) -> list[Path]:
 
 def _read_metadata(folder: Path) -> tuple[dict[str, Chunked], dict[str, tuple[Any, ...]]]:
     """Return tensors by flat key, and the nested dictionary keys of flat keys, if the metadata has them."""
-    metadata = _expect(folder, "Metadata", read_pickle(file_inside(folder, METADATA)))
+    metadata = _expect(folder, "Metadata", read_pickle(base.file_inside(folder, METADATA)))
     places: dict[tuple[str, tuple[int, ...]], Record] = {}
-    for index, info in _items(folder, metadata.get("storage_data")):
+    for index, info in _expect(folder, dict, metadata.get("storage_data")).items():
         record = _expect(folder, "MetadataIndex", index)
         fqn, offset = record.get("fqn"), record.get("offset")
         if not isinstance(fqn, str):
             raise CheckpointError(f"{folder / METADATA}: expected a tensor's name, found {reprlib.repr(fqn)}")
-        numbers = () if offset is None else check_numbers(str(folder), offset)
+        numbers = () if offset is None else base.check_numbers(str(folder), offset)
         places[fqn, numbers] = _expect(folder, "_StorageInfo", info)
     tensors = {
         key: _chunked(folder, key, value, places)
-        for key, value in _items(folder, metadata.get("state_dict_metadata"))
+        for key, value in _expect(folder, dict, metadata.get("state_dict_metadata")).items()
         if isinstance(key, str) and isinstance(value, Record) and value.kind == "TensorStorageMetadata"
     }
     planned: Any = metadata.get("planner_data")
@@ -170,11 +148,11 @@ def _chunked(folder: Path, key: str, value: Record, places: Mapping[tuple[str, t
     dtype = first.removeprefix("torch.") if isinstance(first, str) else "nothing"
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{name}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {dtype}")
-    shape = check_shape(name, value.get("size"))
+    shape = base.check_shape(name, value.get("size"))
     chunks: list[Chunk] = []
     for record in value.get("chunks") or []:
         chunk = _expect(folder, "ChunkStorageMetadata", record)
-        offset, size = check_numbers(name, chunk.get("offsets")), check_shape(name, chunk.get("sizes"))
+        offset, size = base.check_numbers(name, chunk.get("offsets")), base.check_shape(name, chunk.get("sizes"))
         info = places.get((key, offset))
         if info is None:
             raise CheckpointError(f"{name}: no file for its chunk at {list(offset)}")
@@ -198,8 +176,8 @@ def _place(folder: Path, name: str, info: Record) -> tuple[Path, int, int]:
             f"{name}: its bytes are transformed by {extensions}, which we can't undo.\n"
             "  Save it again without extensions."
         )
-    path = file_inside(folder, info.get("relative_path"))
-    start, length = check_numbers(name, (info.get("offset"), info.get("length")), "offset and length")
+    path = base.file_inside(folder, info.get("relative_path"))
+    start, length = base.check_numbers(name, (info.get("offset"), info.get("length")), "offset and length")
     size = path.stat().st_size
     if start + length > size:
         raise CheckpointError(f"{name}: expected {path.name} to hold {start + length:,} bytes, found {size:,}")
@@ -278,8 +256,8 @@ class _View(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
-        return self._file.seek(self._start + max(0, base + offset)) - self._start
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
+        return self._file.seek(self._start + max(0, origin + offset)) - self._start
 
     def tell(self) -> int:
         return self._file.tell() - self._start
@@ -289,28 +267,23 @@ class _View(io.RawIOBase):
         return self._file.readinto(memoryview(buffer)[: min(left, len(buffer))])
 
 
-def _expect(folder: Path, kind: str, value: object) -> Record:
-    if not isinstance(value, Record) or value.kind != kind:
+def _expect(folder: Path, kind: str | type[dict[Any, Any]], value: Any) -> Any:
+    """Return a record of the class `kind`, or a dict. Raises `CheckpointError`."""
+    if not (isinstance(value, kind) if isinstance(kind, type) else isinstance(value, Record) and value.kind == kind):
         raise CheckpointError(f"{folder / METADATA}: expected {kind}, found {type(value).__name__}")
     return value
 
 
-def _items(folder: Path, value: object) -> Iterable[tuple[Any, Any]]:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{folder / METADATA}: expected a dict, found {type(value).__name__}")
-    return cast(dict[Any, Any], value).items()
-
-
 def _write_file(
     path: Path, entries: Mapping[str, TensorEntry], read: Callable[[str], Tensor], advance: Advance
-) -> dict[str, tuple[str, int, int]]:
-    """Write one torch.save after another. Returns file name, start and length for each key."""
-    places: dict[str, tuple[str, int, int]] = {}
+) -> dict[str, FilePart]:
+    """Write one torch.save after another."""
+    places: dict[str, FilePart] = {}
     with path.open("xb") as file:
         for key, entry in entries.items():
             start = file.tell()
             tensor = converted(key, read(key), entry.dtype)
-            with torch_saving(path):
+            with base.torch_saving(path):
                 torch.save(tensor, cast(Any, file))
             del tensor
             gc.collect(0)  # torch.save leaves the tensor in a young reference cycle
@@ -321,8 +294,8 @@ def _write_file(
     return places
 
 
-def _metadata(written: Iterable[DcpEntry]) -> Any:
-    """Make the content of `.metadata`; each tensor is one chunk."""
+def _metadata(written: Iterable[tuple[tuple[str, ...], TensorEntry, FilePart]]) -> Any:
+    """Make the content of `.metadata` from the nested dictionary keys of each tensor; a tensor is one chunk."""
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
 
@@ -345,9 +318,7 @@ def _metadata(written: Iterable[DcpEntry]) -> Any:
 def _paths_of(key: str, aliases: Mapping[str, list[str]]) -> list[tuple[str, ...]]:
     """Return the nested dictionary keys of a tensor, for each of its names."""
     state, slash, fqn = key.rpartition("/")
-    if slash:
-        return [("optimizer", "state", fqn, state)]
-    return [("model", name) for name in aliases.get(key, [key])]
+    return [("optimizer", "state", fqn, state)] if slash else [("model", name) for name in aliases.get(key, [key])]
 
 
 DCP = ForeignFormat(lambda path: bool(_folders(path)), open_checkpoint, export)

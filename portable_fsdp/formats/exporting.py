@@ -10,12 +10,13 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.checkpoint.commit import with_cause
+from portable_fsdp.checkpoint.commit import cause_of
 from portable_fsdp.checkpoint.format import Evaluated, Manifest, best_checkpoint
 from portable_fsdp.checkpoint.storage import part_of
 from portable_fsdp.checkpoint.store import Reader
@@ -53,33 +54,23 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
 def require_replaceable(folder: Path) -> None:
     """Refuse a link, the working directory, and a folder with other files than our export. Raises `CheckpointError`."""
 
-    def problems() -> Iterator[str]:
-        if folder.is_symlink():
-            yield (
-                f"it is a link to {folder.readlink()}, and the export would replace the link,\n"
-                "  not its target. Name the target itself."
-            )
-        if Path(os.path.realpath(folder)) in (Path.cwd(), *Path.cwd().parents):
-            yield (
-                "it is the working directory or one above it, and an export replaces the whole\n"
-                "  folder. Name a new folder inside it."
-            )
-        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-            return
-        exported = _exported(folder)
-        if exported is None:
-            yield (
-                f"it exists and is not an earlier export (whose {MARK} lists its files).\n"
-                "  Name another folder, or an empty one."
-            )
-        for other in (name for name in _names(folder) if name not in (exported or ())):
-            yield (
-                f"{other} is not a file of the earlier export (listed in {MARK}), and would be lost.\n"
-                "  Move it elsewhere, or name another folder."
-            )
-
-    for problem in problems():
+    def refuse(problem: str) -> NoReturn:
         raise CheckpointError(f"export to {folder}: {problem}")
+
+    if folder.is_symlink():
+        refuse(f"it is a link to {folder.readlink()}, which the export would replace.\n  Name the target itself.")
+    if Path(os.path.realpath(folder)) in (Path.cwd(), *Path.cwd().parents):
+        refuse("it is the working directory or one above it.\n  Name a new folder inside it.")
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        exported: Any = parse_json(read_regular(folder / MARK, folder))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        exported = None
+    if not isinstance(exported, list):
+        refuse(f"it exists and is not an earlier export (whose {MARK} lists its files).\n  Name another folder.")
+    if others := [name for name in _names(folder) if name not in exported]:
+        refuse(f"{others[0]} is not a file of the earlier export (listed in {MARK}).\n  Move it elsewhere.")
 
 
 def require_new(file: Path) -> None:
@@ -91,7 +82,6 @@ def require_new(file: Path) -> None:
 @contextmanager
 def new_file(file: Path) -> Generator[Path]:
     """Yield a temporary name to write to. It becomes `file` atomically, or is deleted after an error."""
-    require_new(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _hidden(file)
     try:
@@ -112,29 +102,19 @@ def new_file(file: Path) -> Generator[Path]:
 @contextmanager
 def new_folder(folder: Path, manifest: Manifest) -> Generator[Path]:
     """Yield a temporary folder to write to. It replaces `folder` when the block ends without an error."""
-    require_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _hidden(folder)
     unfinished.mkdir()
     try:
         yield unfinished
         by, files = manifest.written_by.model_dump(), _names(unfinished)
-        hashes = hashes_of(unfinished, files)
-        source = {"step": manifest.step, "written_by": by, "files": [*files, MARK], "hashes": hashes}
+        source: dict[str, Any] = {"step": manifest.step, "written_by": by, "files": [*files, MARK]}
+        source["hashes"] = hashes_of(unfinished, files)
         write_text_atomically(unfinished / MARK, json.dumps(source, indent=2) + "\n")
         require_replaceable(folder)
         _replace(folder, unfinished)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _exported(folder: Path) -> set[str] | None:
-    """Return the files of an export, by its mark; None if that is unreadable."""
-    try:
-        files = parse_json(read_regular(folder / MARK, folder))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return {str(name) for name in files} if isinstance(files, list) else None
 
 
 def _names(folder: Path) -> list[str]:
@@ -192,7 +172,7 @@ def export_run(
 
     def as_error(error: Exception) -> TrainingError:
         again = f"python -m portable_fsdp.checkpoint export {newest.parent} FOLDER{' --format peft' * (kind == 'peft')}"
-        reason = with_cause(error, folder.parent)
+        reason = f"{error}{cause_of(error, folder.parent)}"
         return TrainingError(f"checkpoint.export: {reason}\n  The run itself is saved. To export it: {again}")
 
     on_process_0(backend, export, as_error)  # no process continues before the folder is complete

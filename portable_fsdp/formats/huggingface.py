@@ -2,46 +2,35 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import yaml
 from torch import Tensor, nn
 
-from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors
+from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors, run_name
 from portable_fsdp.checkpoint.safetensors import Stored, groups, header_of, read_tensor, write_tensors
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
-from portable_fsdp.formats.base import (
-    FLOAT_DTYPES,
-    ExportOptions,
-    ForeignCheckpoint,
-    ForeignFormat,
-    as_dtype,
-    config_object,
-    config_of,
-    file_inside,
-    model_on_meta,
-    weights_of,
-)
-from portable_fsdp.formats.model_card import write_card
+from portable_fsdp.formats import base as formats
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
 from portable_fsdp.models.weights import RandomWeights
-from portable_fsdp.runtime.errors import CheckpointError, ConfigError
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError, printable
 from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically
-from portable_fsdp.runtime.hub import import_transformers, local_folder
+from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_folder
 
 log = logging.getLogger("portable_fsdp")
 
 GENERATION = "generation_config.json"
-GENERATING = ("causal_lm", "seq2seq_lm")
-"""Tasks whose models generate text."""
 
 
 def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
@@ -51,7 +40,7 @@ def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], Non
     model that isn't from transformers.
     """
     saved, read = merged(reader, options.base)
-    tensors = {key: as_dtype(tensor, options.dtype) for key, tensor in saved.items()}
+    tensors = {key: formats.as_dtype(tensor, options.dtype) for key, tensor in saved.items()}
     config = _model_config(reader.manifest, reader.folder.name, tensors)
 
     def write(folder: Path) -> None:
@@ -60,11 +49,11 @@ def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], Non
         own = _generation_config(reader.manifest)
         if own is not None:
             (folder / GENERATION).write_bytes(own)
-        elif config is not None and _task_of(reader.manifest) in GENERATING:
+        elif config is not None and _task_of(reader.manifest) in ("causal_lm", "seq2seq_lm"):
             import_transformers().GenerationConfig.from_model_config(config).save_pretrained(folder)
         _write_weights(read, tensors, folder, options)
         opened_by = config.architectures[0] if config is not None and config.architectures else None
-        write_card(folder, reader.manifest, "transformers" if opened_by else "pytorch", opened_by)
+        _write_card(folder, reader.manifest, "transformers" if opened_by else "pytorch", opened_by)
 
     return write
 
@@ -74,21 +63,21 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     stored: dict[str, tuple[Path, Stored]] = {}
     weight_map = _weight_map(path) if (path / INDEX).exists() else None
     for name in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
-        file = file_inside(path, name)
+        file = formats.file_inside(path, name)
         for key, tensor in header_of(file).items():
             if weight_map is None or weight_map.get(key) == name:
                 stored[key] = file, tensor
     for key, name in sorted((weight_map or {}).items()):
         if key not in stored:
             raise CheckpointError(f"{path}: {name} has no tensor {key}, which {INDEX} lists")
-    config = config_of(path) if (path / "config.json").is_file() else None
+    config = formats.config_of(path) if (path / "config.json").is_file() else None
     entries = {key: tensor.entry for key, (_, tensor) in stored.items()}
     return ForeignCheckpoint(entries, lambda key: read_tensor(*stored[key]), 0, config)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Read the index: key -> plain name of a file."""
-    path = file_inside(folder, INDEX)
+    path = formats.file_inside(folder, INDEX)
     try:
         index = parse_json(read_regular(path, folder))
     except (OSError, ValueError) as error:
@@ -96,7 +85,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = cast(dict[str, object], index).get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected a weight_map (tensor -> file), found {str(weight_map)[:80]}")
-    return {key: file_inside(folder, name).name for key, name in cast(dict[str, object], weight_map).items()}
+    return {key: formats.file_inside(folder, name).name for key, name in cast(dict[str, object], weight_map).items()}
 
 
 def _task_of(manifest: Manifest) -> str:
@@ -110,11 +99,11 @@ def _model_config(manifest: Manifest, name: str, tensors: dict[str, TensorEntry]
         return None
     if manifest.architecture is None:
         raise CheckpointError(f"checkpoint {name}: can't be exported: its model_config (transformers) is null")
-    config = config_object(manifest.architecture, f"checkpoint {name}")
+    config = formats.config_object(manifest.architecture, f"checkpoint {name}")
     known = getattr(import_transformers(), mapping_of(_task_of(manifest)))
     if not config.architectures and type(config) in known:
         config.architectures = [known[type(config)].__name__]
-    floating = {tensor.dtype for tensor in tensors.values() if tensor.dtype in FLOAT_DTYPES}
+    floating = {tensor.dtype for tensor in tensors.values() if tensor.dtype in formats.FLOAT_DTYPES}
     if len(floating) == 1:
         config.dtype = floating.pop()
     return config
@@ -138,7 +127,7 @@ def _generation_config(manifest: Manifest) -> bytes | None:
 def _write_weights(
     read: Callable[[str], Tensor], tensors: dict[str, TensorEntry], folder: Path, options: ExportOptions
 ) -> None:
-    shards = list(groups(tensors, options.max_file_bytes))
+    shards = list(groups(tensors, formats.MAX_FILE_BYTES))
     weight_map: dict[str, str] = {}
     for number, keys in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
@@ -148,6 +137,45 @@ def _write_weights(
         metadata = {"total_size": bytes_of_tensors(tensors)}
         index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         write_text_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write_card(folder: Path, manifest: Manifest, library: str, opened_by: str | None) -> None:
+    """Write README.md: base model, data, how to load. `opened_by`: the class of `library` that opens it.
+
+    Names in a checkpoint are untrusted: each is in a code span or in YAML. Local paths are cut to their last part.
+    """
+
+    def without_subset(name: str) -> str:
+        return re.split("[:@]", name)[0]  # of org/name[:subset][@revision]
+
+    def public(name: str) -> str:
+        return name if is_hub_id(without_subset(name)) else Path(name).absolute().name
+
+    def code(text: str) -> str:
+        return "`" + " ".join(printable(text).split()).replace("`", "'") + "`"  # in which nothing is Markdown or HTML
+
+    model, data = manifest.config.get("model", {}), manifest.config.get("data", {})
+    base, sources = str(model.get("pretrained") or ""), data.get("mixture") or [data]
+    paths = [str(source.get("path") or source.get("source") or "") for source in sources]
+    on_hub = [path for path, source in zip(paths, sources, strict=True) if source.get("source") == "huggingface"]
+    front = {
+        "library_name": library,
+        "base_model": base.partition("@")[0] if is_hub_id(base) else None,
+        "datasets": [name for name in map(without_subset, on_hub) if is_hub_id(name)],
+    }
+    facts = {
+        "Base model": public(base) if base else "none: trained from scratch",
+        "License": "see the base model and the data",
+        "Data": data.get("factory") or ", ".join(map(public, paths)),
+        "Checkpoint": f"step {manifest.step}",
+    }
+    text = f"---\n{yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False)}---\n\n"
+    text += f"# {code(run_name(manifest.config) or 'model')}\n\n"
+    text += "".join(f"- {name}: {code(str(value))}\n" for name, value in facts.items())
+    if opened_by and opened_by.isidentifier():
+        how = f'from {library} import {opened_by}\n\nmodel = {opened_by}.from_pretrained("FOLDER")'
+        text += f"\n```python\n{how}\n```\n"
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 # ----------------------------------------------------------------------------------------------------- adapters (LoRA)
@@ -166,7 +194,7 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
 
     pretrained, revision = _base_model(reader.manifest)
     ours = {theirs: key for names in adapters.layers for theirs, key in lora.peft_keys(names)}
-    tensors = {theirs: as_dtype(reader.manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
+    tensors = {theirs: formats.as_dtype(reader.manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
     settings = LoraConfig(
         r=adapters.r,
         lora_alpha=cast(int, int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha),
@@ -184,7 +212,7 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     def write(folder: Path) -> None:
         settings.save_pretrained(str(folder))
         write_tensors(folder / lora.WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {}, options.advance)
-        write_card(folder, reader.manifest, "peft", "AutoPeftModelForCausalLM")
+        _write_card(folder, reader.manifest, "peft", "AutoPeftModelForCausalLM")
 
     return write
 
@@ -220,7 +248,7 @@ class Adapters:
 
 def adapters_of(reader: Reader) -> Adapters | None:
     """Return the adapters of a checkpoint, or None. Raises `CheckpointError`."""
-    layers = lora.adapted_layers(list(weights_of(reader)))
+    layers = lora.adapted_layers(list(formats.weights_of(reader)))
     if not layers:
         return None
     manifest, where = reader.manifest, f"checkpoint {reader.folder.name}"
@@ -232,7 +260,7 @@ def adapters_of(reader: Reader) -> Adapters | None:
             raise CheckpointError(
                 f"{where}: expected r and alpha in model.lora of its config, found {str(settings)[:80]}"
             )
-    base: Any = None if manifest.architecture is None else model_on_meta(manifest.architecture, where)
+    base: Any = None if manifest.architecture is None else formats.model_on_meta(manifest.architecture, where)
     if base is None:
         raise CheckpointError(f"{where}: it has adapters but no model_config (transformers)")
     return Adapters(r, float(alpha), layers, base)
@@ -241,11 +269,10 @@ def adapters_of(reader: Reader) -> Adapters | None:
 def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEntry], Callable[[str], Tensor]]:
     """Return the model's tensors under the base's names, and a function that reads one; unchanged without adapters.
 
-    W + alpha / r * B A, in float32, then rounded to the base's dtype. Reads a base that the checkpoint leaves out from
-    `base`, a folder or hub id; None: as in the run. Reading holds one tensor; if it has an adapter, two in float32.
+    W + alpha / r * B A, in float32, then rounded to the base's dtype: holds two tensors. `base`: see `ExportOptions`.
     Raises `CheckpointError`.
     """
-    tensors = weights_of(reader) | reader.manifest.left_out
+    tensors = formats.weights_of(reader) | reader.manifest.left_out
     adapters = adapters_of(reader)
     if adapters is None:
         return tensors, reader.read_whole

@@ -1,8 +1,8 @@
 """An import: read a foreign checkpoint a tensor at a time, and commit it as ours, like any save."""
 
 import logging
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -12,14 +12,12 @@ from portable_fsdp.checkpoint import commit, format
 from portable_fsdp.checkpoint.safetensors import byte_chunks, groups, write_tensors
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
-from portable_fsdp.formats import FORMATS, WITHOUT_CHECKSUM, require_source
-from portable_fsdp.formats.base import ForeignCheckpoint, ModelNames, as_dtype, config_of, load_format, names_of
+from portable_fsdp.formats import FORMATS, base
+from portable_fsdp.formats.base import ForeignCheckpoint, ModelNames
 from portable_fsdp.models.tensor_files import require_as_exported
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("portable_fsdp")
-
-_MAX_FILE_BYTES = 5_000_000_000
 
 
 def import_checkpoint(
@@ -31,38 +29,40 @@ def import_checkpoint(
     dtype: str | None = None,
     trust_metadata: bool = False,
     advance: Advance = no_progress,
-    max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> Path:
     """Write the model at `path` as a checkpoint below `folder`; returns the checkpoint's folder. For one process.
 
     `folder`: a run's, or its `checkpoints/`. `name`: of `FORMATS`, or `auto`. `config`: a config.json or its folder, in
     place of the source's. `dtype`: of the model's floating-point tensors; None: as in the source. `trust_metadata`:
-    read pickled metadata, restricted. No file exceeds `max_file_bytes`.
+    read pickled metadata, restricted.
 
     Holds one tensor at a time, and what its format needs to make it. Raises `CheckpointError`, and in an object
     store the errors of its client; then it commits nothing.
     """
     kind = detect(path) if name == "auto" else name
     try:
-        is_verified = path.is_dir() and require_as_exported(path)
+        if path.is_dir():
+            require_as_exported(path)
     except ConfigError as error:
         raise CheckpointError(f"import {error}") from None
-    if kind in WITHOUT_CHECKSUM and not is_verified:
-        log.warning("import %s: %s has no checksum: damage that leaves it readable stays unnoticed", path, kind)
-    model_config = None if config is None else config_of(config)
-    source: ForeignCheckpoint = load_format(kind).open_checkpoint(path, trust_metadata=trust_metadata)
+    model_config = None if config is None else base.config_of(config)
+    source: ForeignCheckpoint = base.load_format(kind).open_checkpoint(path, trust_metadata=trust_metadata)
     model_config = model_config or source.model_config
-    names = names_of(model_config, str(config or path))
+    names = base.names_of(model_config, str(config or path))
     keys = choose_tensors(source, names)
     if not keys:
         raise CheckpointError(f"{path}: no tensors (format {kind})")
-    tensors = {key: as_dtype(source.tensors[old], None if "/" in key else dtype) for key, old in keys.items()}
+    tensors = {key: base.as_dtype(source.tensors[old], None if "/" in key else dtype) for key, old in keys.items()}
     try:
-        final = format.step_folder(checkpoints_of(folder), source.step)
-        with _new_checkpoint(final) as (attempt, unfinished):
-            files, entries = _write(
-                unfinished, attempt, tensors, lambda key: source.read(keys[key]), advance, max_file_bytes
-            )
+        is_inner = folder.name == "checkpoints" or format.committed_steps(folder)
+        final = format.step_folder(folder if is_inner else folder / "checkpoints", source.step)
+        store = store_of(final)
+        if store.is_committed(final):
+            raise CheckpointError(f"import to {final}: this step is committed already. Name another run's folder.")
+        attempt = commit.begin(final, format.IMPORTED)
+        unfinished = store.temporary_of(final, attempt)
+        try:
+            files, entries = _write(unfinished, attempt, tensors, lambda key: source.read(keys[key]), advance)
             manifest = new_manifest(
                 device="cpu",
                 backend=f"{format.IMPORT}{kind}",
@@ -76,44 +76,27 @@ def import_checkpoint(
                 tensors=entries,
             )
             commit.commit(final, attempt, manifest, [])
+        except BaseException:
+            with suppress(Exception):  # storage that doesn't answer: raise the first error
+                if unfinished != final or not store.is_committed(final):
+                    commit.discard(unfinished)
+            raise
     except OSError as error:  # errors of the source are CheckpointErrors
         raise CheckpointError(f"import to {folder}: can't be written: {error}") from error
     return final
 
 
-@contextmanager
-def _new_checkpoint(final: Path) -> Generator[tuple[str, Path]]:
-    """Yield the id and the folder of an attempt by a single process; an error removes the folder."""
-    store = store_of(final)
-    if store.is_committed(final):
-        raise CheckpointError(f"import to {final}: this step is committed already. Name another run's folder.")
-    attempt = commit.begin(final, format.IMPORTED)
-    temporary = store.temporary_of(final, attempt)
-    try:
-        yield attempt, temporary
-    except BaseException:
-        with suppress(Exception):  # storage that doesn't answer: raise the first error
-            if temporary != final or not store.is_committed(final):
-                commit.discard(temporary)
-        raise
-
-
 def detect(path: Path) -> str:
     """Return the name of the format at `path`. Raises `CheckpointError`."""
-    require_source(path)
+    if not path.exists():
+        raise CheckpointError(f"import {path}: no such file or folder")
     for name in FORMATS:
-        if load_format(name).matches(path):
+        if base.load_format(name).matches(path):
             return name
     raise CheckpointError(
         f"import {path}: unknown format; expected one of {', '.join(FORMATS)}.\n"
         "  Set --format, or name the folder that has the files."
     )
-
-
-def checkpoints_of(folder: Path) -> Path:
-    """Return the folder of a run's checkpoints; perhaps `folder` itself."""
-    is_that = folder.name == "checkpoints" or bool(format.committed_steps(folder))
-    return folder if is_that else folder / "checkpoints"
 
 
 def _write(
@@ -122,14 +105,13 @@ def _write(
     tensors: Mapping[str, format.TensorEntry],
     read: Callable[[str], Tensor],
     advance: Advance,
-    max_file_bytes: int,
 ) -> tuple[tuple[format.FileEntry, ...], dict[str, format.TensorEntry]]:
     """Write all tensors; return the files, and each tensor with its one piece (none if it is empty)."""
     entries = {key: format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
     files: list[format.FileEntry] = []
     for part in FOLDERS:
         below = {key: entry for key, entry in entries.items() if format.folder_of(key) == part and entry.nbytes}
-        for ordinal, keys in enumerate(groups(below, max_file_bytes) if below else ()):
+        for ordinal, keys in enumerate(groups(below, base.MAX_FILE_BYTES) if below else ()):
             name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # see `commit.py`
             written = {key: below[key] for key in keys}
             for entry in written.values():
@@ -171,7 +153,15 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
             + ".\n  Is the config another model's, or are the names another library's?"
         )
     for first, options in matches.items():
-        _check_tensor(source, first, options, names.shapes[first])
+        shape = names.shapes[first]
+        for name in options:
+            if (actual := source.tensors[name].shape) != shape:
+                raise CheckpointError(f"{name}: expected {list(shape)} (the model's config), found {list(actual)}")
+        if len(options) > 1 and len({_digest(source, name) for name in options}) > 1:
+            raise CheckpointError(
+                f"{first}: the tied weights {' and '.join(options)} have different values.\n"
+                "  Was it saved with tie_word_embeddings=false? Then set that in config.json."
+            )
     chosen = {first: options[0] for first, options in matches.items()}
     for key in source.tensors:
         state, slash, name = key.rpartition("/")
@@ -181,19 +171,6 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
         shown = ", ".join(sorted(left_out)[:3]) + (", ..." if len(left_out) > 3 else "")
         log.warning("ignoring %d tensors that are not the model's: %s", len(left_out), shown)
     return chosen
-
-
-def _check_tensor(source: ForeignCheckpoint, first: str, options: list[str], shape: tuple[int, ...]) -> None:
-    for name in options:
-        if source.tensors[name].shape != shape:
-            raise CheckpointError(
-                f"{name}: expected {list(shape)} (the model's config), found {list(source.tensors[name].shape)}"
-            )
-    if len(options) > 1 and len({_digest(source, name) for name in options}) > 1:
-        raise CheckpointError(
-            f"{first}: the tied weights {' and '.join(options)} have different values.\n"
-            "  Was it saved with tie_word_embeddings=false? Then set that in config.json."
-        )
 
 
 def _digest(source: ForeignCheckpoint, name: str) -> bytes:

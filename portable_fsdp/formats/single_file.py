@@ -14,15 +14,8 @@ from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.safetensors import byte_chunks, header_of, read_tensor, write_tensors
 from portable_fsdp.checkpoint.storage import require_regular, store_of
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.formats.base import (
-    ExportOptions,
-    ForeignCheckpoint,
-    ForeignFormat,
-    check_shape,
-    names_of,
-    torch_saving,
-    weights_of,
-)
+from portable_fsdp.formats import base
+from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
 from portable_fsdp.models.architecture import config_to_json
 from portable_fsdp.models.tensor_files import GgufFile, is_gguf
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -59,9 +52,8 @@ def _export_torch(reader: Reader, options: ExportOptions) -> Callable[[Path], No
 
     torch.save reads the tensors from mapped files beside the target, which need the same disk space again.
     """
-    tensors = weights_of(reader, options.dtype)
-    names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
-    aliases = {} if names is None else names.aliases
+    tensors = base.weights_of(reader, options.dtype)
+    aliases = base.aliases_of(reader)
 
     def write(path: Path) -> None:
         with TemporaryDirectory(prefix=f"{path.name}-", dir=path.parent) as folder:
@@ -75,7 +67,7 @@ def _export_torch(reader: Reader, options: ExportOptions) -> Callable[[Path], No
                     tensor = torch.from_file(str(file), size=entry.nbytes, dtype=torch.uint8)
                 tensor = tensor.view(getattr(torch, entry.dtype)).reshape(entry.shape)
                 saved |= dict.fromkeys(aliases.get(key, [key]), tensor)
-            with torch_saving(path):
+            with base.torch_saving(path):
                 torch.save(saved, path)
 
     return write
@@ -144,7 +136,7 @@ def entry_of(where: str, tensor: Tensor) -> TensorEntry:
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPE_BYTES or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise CheckpointError(f"{where}: expected a plain tensor, found {tensor.dtype} {tensor.layout} {tensor.device}")
-    shape = check_shape(where, tuple(tensor.shape))
+    shape = base.check_shape(where, tuple(tensor.shape))
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise CheckpointError(
             f"{where}: expected {tensor.nbytes:,} bytes for {list(shape)}, found {tensor.untyped_storage().nbytes():,}"
@@ -164,7 +156,7 @@ def _open_safetensors(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 
 def _export_safetensors(reader: Reader, options: ExportOptions) -> Callable[[Path], object]:
     """Export one file; a tied weight occurs once."""
-    tensors = weights_of(reader, options.dtype)
+    tensors = base.weights_of(reader, options.dtype)
     return lambda path: write_tensors(path, tensors, reader.read_whole, {}, options.advance)
 
 
@@ -186,7 +178,7 @@ def _open_gguf(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
 
-    shapes = {key: check_shape(f"{path}: {file.file_of(key)}", list(shape)) for key, shape in file.shapes.items()}
+    shapes = {key: base.check_shape(f"{path}: {file.file_of(key)}", list(shape)) for key, shape in file.shapes.items()}
     entries = {key: TensorEntry(shape=shape, dtype="float32") for key, shape in shapes.items()}
     return ForeignCheckpoint(entries, read, 0, config_to_json(file.config))
 

@@ -24,7 +24,6 @@ log = logging.getLogger("portable_fsdp")
 
 _SHARD = "_fsdp_shard"
 _FLAT = "_fsdp_wrapped_module.flat_param_"
-_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 
 
 class Sharded(NamedTuple):
@@ -131,9 +130,7 @@ def _get(where: str, value: Any, *keys: str) -> Mapping[str, Any]:
 
 
 def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", "")
 
 
 def _read(sharded: Sharded) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from portable_fsdp.checkpoint.commit import with_cause
+from portable_fsdp.checkpoint.commit import cause_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.goodput import Straggler
 from portable_fsdp.runtime.errors import TrainingError
@@ -183,7 +183,7 @@ class Callbacks:
                 if callback in self._ours:
                     if isinstance(error, OSError):
                         folder = Path(error.filename or "run.dir").parent
-                        message = f"the run can't write its files: {with_cause(error, folder)}"
+                        message = f"the run can't write its files: {error}{cause_of(error, folder)}"
                         raise TrainingError(message) from error
                     raise
                 self._all = [other for other in self._all if other is not callback]

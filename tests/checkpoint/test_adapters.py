@@ -41,11 +41,7 @@ AS_PEFT_ASKS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is
 
 
 def train(
-    folder: Path,
-    name: str,
-    targets: Any = "all-linear",
-    dtype: torch.dtype = torch.float32,
-    **changes: Any,
+    folder: Path, name: str, targets: Any = "all-linear", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> tuple[Path, Any]:
     """A base, saved to `folder`/base, and the checkpoint of a run over it, whose adapters have moved."""
     model = base_model(folder / "base", name, dtype)

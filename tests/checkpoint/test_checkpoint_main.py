@@ -141,11 +141,7 @@ def test_diff_sees_a_nan_and_a_sign_of_zero(tmp_path: Path, capsys: Capture) -> 
     ],
 )
 def test_mistakes_end_with_2_and_one_sentence(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("text")
@@ -171,26 +167,11 @@ def test_usage_errors_end_with_2(arguments: list[str], message: str, capsys: Cap
     assert message in capsys.readouterr().err
 
 
-def test_a_store_that_fails_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    class NoCredentialsError(Exception):
-        """As botocore's: neither an OSError nor a ValueError."""
-
-    def refuse(_: Path) -> list[Path]:
-        raise NoCredentialsError("Unable to locate credentials")
-
-    monkeypatch.setattr("portable_fsdp.checkpoint.__main__.checkpoints_below", refuse)
-    for command in ("list", "show", "verify"):
-        assert main([command, "memory://run"]) == 2
-        assert "memory://run: NoCredentialsError: Unable to locate credentials\n" in capsys.readouterr().err
-    with pytest.raises(NoCredentialsError):  # with no store in sight it is a bug
-        main(["list", "run"])
-
-
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     program = (
         "import signal, os, sys\nfrom portable_fsdp.checkpoint import __main__ as command\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
-        "command.checkpoints_below = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
+        "command.format.checkpoints_below = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
         f"sys.exit(command.main(['list', {str(tmp_path)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -259,12 +240,11 @@ def test_a_step_that_retention_deletes_is_not_damaged(
 
     monkeypatch.setattr("portable_fsdp.checkpoint.store.Reader.verify", delete_older)
     assert main(["verify", "--all", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{newest}: whole")
-    assert lines[1:] == [f"{older}: deleted meanwhile"]
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{newest}: whole")
     monkeypatch.setattr("portable_fsdp.checkpoint.__main__.checkpoints_in", lambda _: [older])
     assert main(["verify", "--all", str(tmp_path)]) == 2
-    assert "all checkpoints were deleted meanwhile" in capsys.readouterr().err
+    assert ": deleted meanwhile" in capsys.readouterr().err
     assert report.listing([older]) == []
 
 

@@ -61,11 +61,7 @@ print(json.dumps(both_ways("large", COUNT, ROWS)))
 
 @pytest.mark.parametrize(
     ("source", "format"),
-    [
-        ("huggingface", "safetensors"),
-        ("dcp", "dcp"),
-        pytest.param("torch", "torch", marks=pytest.mark.proof),
-    ],
+    [("huggingface", "safetensors"), ("dcp", "dcp"), pytest.param("torch", "torch", marks=pytest.mark.proof)],
 )
 def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: str, format: str) -> None:
     program = [sys.executable, "-c", PROGRAM, str(COUNT), str(ROWS), source, format, str(tmp_path)]

@@ -12,27 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import (
-    MODELS,
-    TIED,
-    assert_same,
-    build,
-    dcp_save,
-    export,
-    save,
-    tensors_in,
-    trained,
-    weights,
-)
+from foreign_models import MODELS, TIED, assert_same, build, dcp_save, export, save, tensors_in, trained, weights
 from plain_backend import PlainBackend, checkpoints, named_tensors, small_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_torch_load
 
 from portable_fsdp.checkpoint import commit
@@ -346,21 +331,6 @@ def test_no_run_deletes_an_import(tmp_path: Path, hub: Path) -> None:
 
 PAGE = (Path(__file__).parents[2] / "docs/migrating.md").read_text()
 OTHER_NAMES = "are the names another library's?"
-TITAN = {
-    "model.embed_tokens.": "tok_embeddings.",
-    "model.layers.": "layers.",
-    "self_attn.q_proj": "attention.qkv_linear.wq",
-    "self_attn.k_proj": "attention.qkv_linear.wk",
-    "self_attn.v_proj": "attention.qkv_linear.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp.up_proj": "feed_forward.w3",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.norm.": "norm.",
-}
-"""The names of torchtitan 0.3.0's Llama, models/llama3/state_dict_adapter.py."""
 
 
 @pytest.fixture
@@ -372,14 +342,9 @@ def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def titan(name: str) -> str:
-    for ours, theirs in TITAN.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
 def test_torchtitans_folder_opens_under_its_names_alone(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = {titan(name): tensor for name, tensor in llama.state_dict().items()}
+    named = {name.removeprefix("model.").replace("mlp.up_proj", "feed_forward.w3"): name for name in llama.state_dict()}
+    tensors = {theirs: llama.state_dict()[ours] for theirs, ours in named.items()}
     dcp_save({**tensors, "train_state": {"step": torch.tensor(7)}}, Path("step-7"))
     assert main(["import", "step-7", "run", "--config", "hub", "--trust-metadata"]) == 2
     assert OTHER_NAMES in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from foreign_models import MODELS, TIED, assert_same, build, export, save, tensors_in, weights
-from plain_backend import PlainBackend, checkpoints, load
+from plain_backend import PlainBackend, checkpoints, flip_last_byte, load, names
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -18,6 +18,7 @@ from portable_fsdp.checkpoint.storage import part_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Checkpoint, Config, Model, Train
 from portable_fsdp.data.tokenize import ByteTokenizer
+from portable_fsdp.formats import base
 from portable_fsdp.formats.exporting import new_file
 from portable_fsdp.formats.importing import import_checkpoint
 from portable_fsdp.models.architecture import config_from_json, config_to_json
@@ -37,10 +38,6 @@ def llama(tmp_path: Path) -> Path:
 
 def export_llama(checkpoint: Path, folder: Path, save_tokenizer: Callable[[Path], None] | None = None) -> None:
     export(checkpoint, "huggingface", folder, save_tokenizer=save_tokenizer)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------------ exports
@@ -72,10 +69,11 @@ def test_an_export_opens_with_equal_weights(tmp_path: Path, name: str, tied: boo
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_an_export_has_the_requested_dtype_in_files_of_the_requested_size(
-    tmp_path: Path, llama: Path, dtype: str
+    tmp_path: Path, llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "export"
-    export(llama, "huggingface", folder, dtype=dtype, max_file_bytes=3000)
+    monkeypatch.setattr(base, "MAX_FILE_BYTES", 3000)
+    export(llama, "huggingface", folder, dtype=dtype)
     expected = {key: t.to(getattr(torch, dtype)) for key, t in build(MODELS["llama"]).state_dict().items()}
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -132,18 +130,12 @@ def test_a_complete_export_replaces_an_earlier_one(
     assert names(tmp_path) == ["checkpoints", "export"]
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda folder: flip_a_bit(folder / "model.safetensors"), "model.safetensors: damaged: the export wrote "),
-        (lambda folder: flip_a_bit(folder / "generation_config.json"), "generation_config.json: damaged"),
-        (lambda folder: flip_a_bit(folder / "tokenizer.json"), "tokenizer.json: damaged"),
+        (lambda folder: flip_last_byte(folder / "model.safetensors"), "model.safetensors: damaged: the export wrote "),
+        (lambda folder: flip_last_byte(folder / "generation_config.json"), "generation_config.json: damaged"),
+        (lambda folder: flip_last_byte(folder / "tokenizer.json"), "tokenizer.json: damaged"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda folder: (folder / "model-2.safetensors").touch(), r"model-2\.safetensors is not a file of the export"),
         (lambda folder: (folder / "portable_fsdp.json").write_text('{"hashes": 3, "files": []}'), "portable_fsdp.json"),
@@ -153,7 +145,7 @@ def flip_a_bit(path: Path) -> None:
     ],
 )
 def test_a_damaged_export_is_refused_wherever_it_is_opened(
-    tmp_path: Path, llama: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], problem: str | None
+    tmp_path: Path, llama: Path, damage: Callable[[Path], object], problem: str | None
 ) -> None:
     """Protects a model from a bit that flipped while it lay on disk or was copied."""
     folder, tokenizer = tmp_path / "export", ByteTokenizer()
@@ -174,8 +166,6 @@ def test_a_damaged_export_is_refused_wherever_it_is_opened(
         with pytest.raises((ConfigError, CheckpointError), match=problem):
             open_export()
     require_intact(unchecked, PlainBackend())
-    is_import_silent = "has no checksum" not in caplog.text
-    assert is_import_silent == (folder / "portable_fsdp.json").exists()
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path, llama: Path) -> None:
@@ -232,8 +222,7 @@ def test_two_exports_at_once_never_mix(tmp_path: Path, llama: Path, caplog: pyte
 
 
 def test_a_damaged_model_is_not_exported(tmp_path: Path, llama: Path) -> None:
-    shard = sorted((llama / "model").iterdir())[1]
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
+    flip_last_byte(sorted((llama / "model").iterdir())[1])
     with pytest.raises(CheckpointError, match="xxh3_128"):
         export_llama(llama, tmp_path / "export")
     assert not (tmp_path / "export").exists()
@@ -265,10 +254,13 @@ def test_an_interrupted_file_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shard", ["5GB", "2KB"], ids=["single", "sharded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_folder_of_save_pretrained_is_imported(tmp_path: Path, name: str, shard: str) -> None:
+def test_a_folder_of_save_pretrained_is_imported(
+    tmp_path: Path, name: str, shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(MODELS[name])
     model.save_pretrained(tmp_path / "hub", max_shard_size=shard)
-    path = import_checkpoint(tmp_path / "hub", tmp_path / "run", max_file_bytes=3000 if shard == "2KB" else 10**9)
+    monkeypatch.setattr(base, "MAX_FILE_BYTES", 3000 if shard == "2KB" else 10**9)
+    path = import_checkpoint(tmp_path / "hub", tmp_path / "run")
     assert path == tmp_path / "run" / "checkpoints" / "step-00000000"
     assert (len(list((path / "model").iterdir())) > 3) == (shard == "2KB")
     assert_same(tensors_in(path), weights(model))

@@ -305,27 +305,6 @@ def test_background_saves_reuse_their_buffers() -> None:
             assert mine.data.data_ptr() == before.data.data_ptr() != piece.data.data_ptr()
 
 
-def test_a_failed_background_save_fails_the_next_call_on_all_processes(tmp_path: Path) -> None:
-    def work(backend: PlainBackend) -> tuple[str, bool]:
-        opened = checkpoints(tmp_path, backend, {"async_save": True})
-        save(opened, 1)
-        opened.wait()
-        if backend.process.index == 0:
-            (tmp_path / "step-00000002").touch()  # a file in the place of the folder: the rename fails
-        save(opened, 2)
-        deadline = time.monotonic() + 10
-        while backend.process.index == 0 and not opened.failed and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with pytest.raises(CheckpointError) as error:
-            save(opened, 3)
-        return str(error.value), opened.failed
-
-    results = in_processes(2, work)
-    assert results[0] == results[1]
-    assert "NotADirectoryError" in results[0][0]
-    assert [name[:17] for name in names(tmp_path)] == ["step-00000001", "step-00000002"]
-
-
 def test_closing_lets_a_save_commit_whose_other_process_is_a_moment_late(tmp_path: Path) -> None:
     def work(backend: PlainBackend) -> list[Saved]:
         backend.change = lambda _: time.sleep(0.5 * backend.process.index)
