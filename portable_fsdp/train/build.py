@@ -34,14 +34,13 @@ from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dt
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.factory import call_user
-from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.preflight import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 
-if TYPE_CHECKING:  # text without samples loads neither
+if TYPE_CHECKING:  # text doesn't load it
     from portable_fsdp.train.row_trial import RowTrial
-    from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -252,15 +251,11 @@ def build_evaluator(config: Config, backend: Backend, training: Training, corpus
     return Evaluator(backend, training.model, corpus.eval_rows, config.train, training.task)
 
 
-def build_sampler(
-    config: Config, backend: Backend, training: Training, tokenizer: Tokenizer | None
-) -> "Sampler | None":
+def build_sampler(config: Config, backend: Backend, training: Training, tokenizer: Tokenizer | None) -> Sampler | None:
     """Build the sampler for `train.sample_prompts`; None without `train.sample_every`. Raises ConfigError for a prompt
     that doesn't fit."""
     if config.train.sample_every is None or tokenizer is None:  # a rule refuses samples without text
         return None
-    from portable_fsdp.train.sampling import Sampler
-
     return Sampler(backend, training.model, tokenizer, config.train, config.data.seq_len)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.format import Evaluated, step_folder
@@ -34,12 +34,9 @@ from portable_fsdp.runtime.factory import UserExit, user_code
 from portable_fsdp.runtime.signals import Stopped, StopRequest
 from portable_fsdp.train.build import open_batches
 from portable_fsdp.train.control import Votes, decide, is_patience_over
-from portable_fsdp.train.evaluate import Evaluator, updated_history
+from portable_fsdp.train.evaluate import Evaluator, Sampler, updated_history
 from portable_fsdp.train.measures import InFlight, NotFiniteError
 from portable_fsdp.train.run import Exporter, OpenRun, newest_checkpoint, note_commits, open_run, patience_of, recorded
-
-if TYPE_CHECKING:  # a run without samples doesn't load it
-    from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -227,7 +224,7 @@ def _sample(run: OpenRun, step: int) -> bool:
     """Generate samples. Returns whether a stop request interrupted it."""
     began = time.perf_counter()
     with run.measures.timed("wait"):
-        texts = cast("Sampler", run.sampler)(lambda: _wants_stop(run))
+        texts = cast(Sampler, run.sampler)(lambda: _wants_stop(run))
     if texts is None:
         return True
     prompts = run.start.config.train.sample_prompts

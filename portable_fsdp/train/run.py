@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps
@@ -38,12 +38,9 @@ from portable_fsdp.train.build import (
     total_steps,
 )
 from portable_fsdp.train.control import Limits, SaveTriggers
-from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.measures import Measures, NotFiniteError, run_start
 from portable_fsdp.train.preflight import check_profile, check_with_engine, open_data, require_same_model
-
-if TYPE_CHECKING:  # a run without samples doesn't load it
-    from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -69,7 +66,7 @@ class OpenRun:
     corpus: Corpus
     training: Training
     evaluator: Evaluator | None
-    sampler: "Sampler | None"
+    sampler: Sampler | None
     checkpoints: Checkpoints
     limits: Limits
     measures: Measures

@@ -35,7 +35,7 @@ def on_hosts(processes: list[int], host_gib: float, device_gib: float | None = N
     """So many processes on each host; of each host and device so much memory."""
     device = None if device_gib is None else int(device_gib * GIB)
     return [
-        Room((f"host {host}", ""), int(host_gib * GIB), device)
+        ((f"host {host}", ""), int(host_gib * GIB), device)
         for host, count in enumerate(processes)
         for _ in range(count)
     ]
@@ -70,7 +70,7 @@ TOO_MUCH: dict[str, Case] = {
 
 def check(sections: dict[str, Any], rooms: list[Room], devices: int, rests_on_host: bool) -> str:
     settings = config(**sections)
-    axes = mesh_axes(settings, devices, hosts=len({room.host[0] for room in rooms}))
+    axes = mesh_axes(settings, devices, hosts=len({host for (host, _), _, _ in rooms}))
     return check_memory(settings, NEED, rooms, axes, rests_on_host=rests_on_host)
 
 
@@ -89,7 +89,7 @@ def test_what_cannot_fit_is_refused(message: str) -> None:
 
 def test_the_line_says_where_it_rests() -> None:
     """Containers of one machine have limits of their own, and one copy under HYBRID_SHARD, as one host has."""
-    containers = [Room(("machine", f"container {index}"), 4 * GIB, None) for index in range(4)]
+    containers: list[Room] = [(("machine", f"container {index}"), 4 * GIB, None) for index in range(4)]
     each = "at least 4.0 GiB for each of 4 device(s), "
     for sections in ({}, HYBRID):
         assert check(sections, containers, 4, True).endswith(f"{each}4.0 GiB of 4.0 GiB on a host")

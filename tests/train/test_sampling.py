@@ -14,8 +14,8 @@ from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.sample import sample
 from portable_fsdp.train.build import build_training
+from portable_fsdp.train.evaluate import Sampler
 from portable_fsdp.train.loop import train
-from portable_fsdp.train.sampling import Sampler
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 ARCHITECTURE = {"model_type": "llama", "vocab_size": 256, **SIZES}
