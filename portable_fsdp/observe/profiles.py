@@ -134,7 +134,11 @@ def summarize(operations: "Sequence[Operation]", wall: float) -> ProfileSummary:
     busy, compute, communication, exposed = (sum(time[at] for time in times) / max(1, len(times)) for at in range(4))
     own = list(zip(operations, own_seconds, strict=True))
     return ProfileSummary(
-        *(wall, busy, compute, communication, exposed),
+        wall,
+        busy,
+        compute,
+        communication,
+        exposed,
         max((time[4] for time in times), default=0.0),
         _totals((each.name, seconds, each.bytes) for each, seconds in own),
         _totals((each.module, seconds, 0) for each, seconds in own if each.module),

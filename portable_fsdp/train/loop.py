@@ -104,7 +104,7 @@ def _train_steps(run: OpenRun) -> Outcome:
             waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
             placed = [run.engine.place(batch) for batch in rows.micro_batches]
             # The clock of process 0 and its view of the run's folder decide for all processes.
-            own_votes = Votes(_wants_stop(run), run.engine.process.index == 0 and run.triggers.due)
+            own_votes = Votes(run.wants_stop(), run.engine.process.index == 0 and run.triggers.due)
             control = run.measures.control(rows.count, own_votes)
             with run.measures.timed("step"):
                 metrics = run.engine.fetch(run.training.step(placed, lr, control))
@@ -203,7 +203,7 @@ def _evaluate(run: OpenRun, step: int) -> tuple[bool, EvaluationEnd | None]:
     validation set counts."""
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
     with run.measures.timed("wait"):
-        evaluation = evaluator(lambda: _wants_stop(run))
+        evaluation = evaluator(run.wants_stop)
     if evaluation is None:
         return True, None
     if evaluation.tokens == 0 and math.isinf(evaluation.loss):
@@ -224,7 +224,7 @@ def _sample(run: OpenRun, step: int) -> bool:
     """Generate samples. Returns whether a stop request interrupted it."""
     began = time.perf_counter()
     with run.measures.timed("wait"):
-        texts = cast(Sampler, run.sampler)(lambda: _wants_stop(run))
+        texts = cast(Sampler, run.sampler)(run.wants_stop)
     if texts is None:
         return True
     prompts = run.start.config.train.sample_prompts
@@ -242,10 +242,6 @@ def _save(run: OpenRun, position: tuple[int, int], *, wait: bool) -> None:
                 run.checkpoints.wait()
     except CheckpointError as error:  # no longer a usage error: the run has started
         raise TrainingError(str(error)) from error
-
-
-def _wants_stop(run: OpenRun) -> bool:
-    return run.stop.requested or run.checkpoints.failed
 
 
 def _require_finite(run: OpenRun, step: int, values: dict[str, float], loss_scale: float | None = None) -> None:

@@ -1,8 +1,4 @@
-"""A run: the state of the loop, how it is opened, and how its end is recorded.
-
-`open_run` reads top to bottom: checks with the engine, data, model, checks with the model, then the checkpoint to
-resume from and the observers.
-"""
+"""A run: the state of the loop, how it is opened, and how its end is recorded."""
 
 import logging
 import sys
@@ -15,7 +11,7 @@ from typing import Protocol
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps
-from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
+from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.tokenize import Tokenizer
@@ -80,6 +76,9 @@ class OpenRun:
     misses_evaluation: bool = False  # the resumed checkpoint lacks its evaluation, because of a stop request
     outcome: Outcome = "finished"
 
+    def wants_stop(self) -> bool:
+        return self.stop.requested or self.checkpoints.failed
+
 
 def open_run(
     config: Config,
@@ -114,16 +113,21 @@ def open_run(
     named = on_process_0(engine, lambda: last_save(Path(config.run.dir) / "events.jsonl"))
     point = checkpoints.find(config.checkpoint.resume, named)
     resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
-    start = run_start(
-        config, engine, training.built.size, steps, resumed, training.trial.cost if training.trial else None
-    )
+    cost = training.trial.cost if training.trial else None
+    start = run_start(config, engine, training.built.size, steps, resumed, cost)
     is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
     check_profile(config, steps, start.step, is_new=is_new)
 
     last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
     limits = Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every)
+    history = resumed.evaluation if resumed and evaluator else None
     evaluated = resumed.evaluation.step if resumed and resumed.evaluation else 0
+    if history is not None and evaluator is not None and history.rows != evaluator.fingerprint:
+        log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
+        history = None
     observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
+    is_own = point is not None and point.is_own
+    misses_evaluation = is_own and evaluated < start.step and limits.evaluates(start.step)
     run = OpenRun(
         start,
         engine,
@@ -139,12 +143,9 @@ def open_run(
         observers,
         Profiles(engine, start, observers, stop),
         step=start.step,
-        history=_earlier_history(resumed, evaluator),
+        history=history,
         last_checkpoint=resumed.path if resumed else None,
-        misses_evaluation=point is not None
-        and point.is_own
-        and evaluated < start.step
-        and limits.evaluates(start.step),
+        misses_evaluation=misses_evaluation,
     )
     try:
         on_process_0(engine, lambda: run.callbacks.call(Callback.on_start, start))
@@ -178,17 +179,6 @@ def _displays(config: Config) -> Iterator[Callback]:
         from portable_fsdp.observe.trackers import Trackers
 
         yield Trackers()
-
-
-def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:
-    """Return the checkpoint's evaluation history, if it evaluated the same rows."""
-    history = resumed.evaluation if resumed else None
-    if history is None or evaluator is None:
-        return None
-    if history.rows != evaluator.fingerprint:
-        log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
-        return None
-    return history
 
 
 @contextmanager
