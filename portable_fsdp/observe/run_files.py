@@ -104,10 +104,8 @@ class EventsFile(_LinesFile):
 
 
 def last_save(path: Path) -> NamedSave | None:
-    """Return the newest save in events.jsonl at or before the step of every later start, or None.
-
-    Reads the last 64 MiB and skips damaged lines. Raises UsageError if it isn't a regular file.
-    """
+    """Return the newest save in the last 64 MiB of events.jsonl at or before the step of every later start, or None;
+    skips damaged lines. Raises UsageError if it isn't a regular file."""
     saves: list[NamedSave] = []
     for line in _tail(path).split(b"\n"):
         event = parse_line(line) or {}
@@ -127,10 +125,8 @@ def utc_text(seconds: float) -> str:
 
 
 def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
-    """Read all rows of a file that may be written at the same time: an incomplete last line is left out.
-
-    Raises OSError like `open_regular` with `folder`, and UsageError for any other line that isn't a JSON object.
-    """
+    """Read all rows of a file, except for an incomplete last line, which may be being written. Raises OSError like
+    `open_regular` with `folder`, and UsageError for any other line that isn't a JSON object."""
     rows: list[dict[str, Any]] = []
     with open_regular(path, folder, MAX_LOG_BYTES) as file:
         for number, line in enumerate(lines_of(file), start=1):
@@ -239,9 +235,8 @@ class RunFiles(Callback):
         self._events.write("save", **save._asdict() | {"path": save.path.absolute()})
 
     def on_profile(self, profile: ProfileEnd) -> None:
-        figures = profile.summary._asdict()
-        collectives = {kind.name: kind._asdict() for kind in figures.pop("collectives")}
-        shares = {name: value for name, value in figures.items() if isinstance(value, float)}
+        collectives = {kind.name: kind._asdict() for kind in profile.summary.collectives}
+        shares = {name: value for name, value in profile.summary._asdict().items() if isinstance(value, float)}
         steps = {"step": profile.last, "first_step": profile.first, "seconds": profile.seconds}
         self._events.write("profile", **steps, path=profile.folder, **shares, collectives=collectives)
 
@@ -250,8 +245,7 @@ class RunFiles(Callback):
         reason = {} if kind == "finish" else {"reason": end.reason}
         self._events.write(kind, step=end.step, **reason, **end.values)
         if end.outcome == "stopped":
-            content = json.dumps({"reason": end.reason, "step": end.step})
-            write_text_atomically(self._folder / "STOPPED", content + "\n")
+            write_text_atomically(self._folder / "STOPPED", _line({"reason": end.reason, "step": end.step}))
 
 
 def _evaluation_row(evaluation: EvaluationEnd) -> dict[str, object]:
@@ -278,14 +272,12 @@ def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
 
 
 def _process_start() -> float:
-    """Return the start of this process in seconds since 1970. psutil's boot time has whole seconds; the kernel's clock
-    since boot is exact."""
+    """Seconds since 1970; psutil's boot time has whole seconds, but the kernel's clock since boot is exact."""
     after_boot = psutil.Process().create_time() - psutil.boot_time()
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot)
 
 
 def environment() -> dict[str, str]:
-    """Return host name and versions, for later readers of the run."""
     versions = {"host": socket.gethostname(), "python": platform.python_version()}
     for package in ("portable_fsdp", "torch", "torch_xla", "transformers"):
         with suppress(PackageNotFoundError):

@@ -102,10 +102,9 @@ class RunRecord:
         end = self.attempts[-1].end if self.attempts else None
         if end is None:
             return "running, or killed"
-        if end["event"] == "finish":
-            return f"finished at step {end['step']}"
-        verb = "stopped" if end["event"] == "stop" else "failed"
-        return f"{verb} after step {end['step']} ({end.get('reason', 'unknown')})"
+        verb = {"finish": "finished at", "stop": "stopped after", "fail": "failed after"}[end["event"]]
+        reason = "" if end["event"] == "finish" else f" ({end.get('reason', 'unknown')})"
+        return f"{verb} step {end['step']}{reason}"
 
 
 def name_of(folder: Path, config: Mapping[str, Any]) -> str:
@@ -182,7 +181,7 @@ def read_records(
 
 
 def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:
-    """True if all that the report reads of a record is present and has its type; null means unknown."""
+    """Whether all that the report reads of a record is present and has its type; null means unknown."""
     if any(record.get(key) is None for key in (*needed, *_NEEDED.get(str(record.get("event")), ()))):
         return False
     values = ((record.get(key), check) for keys, check in _CHECKS for key in keys)
@@ -234,7 +233,7 @@ def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:
 
 
 def figures(run: RunRecord) -> Table:
-    """Return name and value of each figure, as text; unknown figures are left out."""
+    """Return name and value of each known figure, as text."""
     engines = dict.fromkeys(engine(attempt.start) for attempt in run.attempts)
     rows: Table = [("status", run.status), ("engine", " → ".join(engines) or "?")]
     if run.rows:
@@ -316,8 +315,7 @@ def markdown(runs: Sequence[RunRecord]) -> str:
         for sample in run.samples[-_MOST_SAVES:]:
             parts.append(f"Sample of step {sample['step']}:\n\n{_quoted(str(sample.get('text')))}")
         parts += [*map(_quoted, run.profiles), *filter(None, [run.damage])]
-    differing = config_differences(runs)
-    if len(runs) > 1 and len(differing) > 1:
+    if len(runs) > 1 and len(differing := config_differences(runs)) > 1:
         parts += ["## Config differences", _markdown_table(differing)]
     return "\n\n".join(parts) + "\n"
 

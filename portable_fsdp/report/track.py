@@ -1,8 +1,8 @@
 """Send a run's metrics to an experiment tracker, through accelerate's classes: during the run or afterwards.
 
 A run starts one such process per tracker (`observe/trackers.py`), so one that raises or hangs doesn't disturb training,
-and accelerate, which would start XLA in a worker, is never imported there. Like a later `report RUN --track=NAME`, it
-reads the files of the run's folder, and stores the last sent step in `trackers/NAME.json`.
+and accelerate, which would start XLA in a worker, is never imported there. It reads the files of the run's folder, and
+stores the last sent step in `trackers/NAME.json`.
 """
 
 import json
@@ -42,18 +42,14 @@ class Sent:
     config: bool = False
 
 
+# Trackers that choose the id of a run themselves -> how to read it.
 _OWN_IDS = {"mlflow": lambda run: run.info.run_id, "aim": lambda run: run.hash, "clearml": lambda task: task.id}
-"""Trackers that choose the id of a run themselves -> how to read it."""
-
 _TAKE_TEXTS = ("comet_ml", "dvclive", "swanlab", "tensorboard", "trackio", "wandb")
-"""Trackers whose class in accelerate accepts texts in addition to numbers."""
+"""Trackers whose class in accelerate also accepts texts."""
 
 
 def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
-    """Return the arguments of accelerate's class for a tracker, so it writes below `folder` and to the run's own curve.
-
-    Raises KeyError for an unknown tracker.
-    """
+    """Return the arguments of accelerate's class for a tracker, so it writes below `folder` and to the run's curve."""
     project = {"run_name": _PROJECT}
     return {
         "aim": {"run_name": run, "logging_dir": str(folder), "run_hash": sent.id or None},
@@ -70,10 +66,8 @@ def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
 
 
 def track(run: Path, name: str, *, follow: bool) -> int:
-    """Send new rows; with `follow` keep sending until standard input closes. Returns the last step sent.
-
-    Raises UsageError for a folder that is no run and while another process sends, TrackerError for a library's error.
-    """
+    """Send new rows; with `follow` until standard input closes. Returns the last step sent. Raises UsageError for a
+    folder that is no run and while another process sends, TrackerError for a library's error."""
     config, folder = read_config(run), run / FOLDER
     if folder.is_symlink() or (folder / f"{name}.lock").is_symlink():
         raise UsageError(f"--track: {folder}: this folder or {name}.lock in it is a symbolic link.\n  Remove the link.")

@@ -220,9 +220,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
 
 def total_steps(config: Config, rows: int) -> int:
     """Return the optimizer updates of the whole run: train.steps, or the full steps in train.epochs over `rows` rows.
-
-    Raises ConfigError if the epochs don't fill one step, or the schedule doesn't fit into the steps.
-    """
+    Raises ConfigError if the epochs don't fill one step, or the schedule doesn't fit into the steps."""
     train = config.train
     if train.steps is None and rows >= ENDLESS:
         raise ConfigError(
@@ -242,7 +240,7 @@ def total_steps(config: Config, rows: int) -> int:
 
 
 def build_evaluator(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Evaluator | None:
-    """Build the evaluator for the rows of `data.eval_split`; None without `train.eval_every`."""
+    """Build the evaluator for `data.eval_split`; None without `train.eval_every`."""
     if corpus.eval_rows is None:
         return None
     if config.train.eval_every is None:
@@ -252,8 +250,7 @@ def build_evaluator(config: Config, backend: Backend, training: Training, corpus
 
 
 def build_sampler(config: Config, backend: Backend, training: Training, tokenizer: Tokenizer | None) -> Sampler | None:
-    """Build the sampler for `train.sample_prompts`; None without `train.sample_every`. Raises ConfigError for a prompt
-    that doesn't fit."""
+    """Build the sampler; None without `train.sample_every`. Raises ConfigError for a prompt that doesn't fit."""
     if config.train.sample_every is None or tokenizer is None:  # a rule refuses samples without text
         return None
     return Sampler(backend, training.model, tokenizer, config.train, config.data.seq_len)
@@ -295,14 +292,12 @@ def open_batches(
 def saved_config(config: Config) -> dict[str, Any]:
     """Return the config for checkpoints: JSON values, with the content of the file in `model.architecture`, which may
     change before the run is resumed, and without passwords, since checkpoints are copied."""
+
+    def as_json(value: object) -> object:  # as transformers does: JSON has no infinities
+        is_infinite = isinstance(value, float) and math.isinf(value)
+        return {"__float__": "Infinity" if value == math.inf else "-Infinity"} if is_infinite else value
+
     values = config.model_dump(mode="json")
     if config.model.architecture is not None:
-        values["model"]["architecture"] = each_value(architecture_mapping(config.model.architecture), _as_json)
+        values["model"]["architecture"] = each_value(architecture_mapping(config.model.architecture), as_json)
     return json.loads(without_passwords(json.dumps(values)))
-
-
-def _as_json(value: object) -> object:
-    """Encode infinities as transformers does: JSON has none."""
-    if isinstance(value, float) and math.isinf(value):
-        return {"__float__": "Infinity" if value > 0 else "-Infinity"}
-    return value

@@ -54,10 +54,8 @@ class Decision:
 
 
 def decide(limits: Limits, step: int, votes: Votes, history: Evaluated | None) -> Decision:
-    """Decide what follows `step`; call again after reading its votes, and after its evaluation.
-
-    A stop request has priority: it skips evaluation and samples, and saves. The last and the best step are saved.
-    """
+    """Decide what follows `step`; call again after reading its votes, and after its evaluation. A stop request has
+    priority: it skips evaluation and samples, and saves. The last and the best step are saved."""
     is_last = step >= limits.last
     end: Outcome | None = "finished" if is_last else None
     if votes.stop:
@@ -91,10 +89,8 @@ _Request = tuple[int, int]
 
 
 class SaveTriggers:
-    """Triggers of saves: `every_minutes` since the last one, or the file `SAVE` (`touch RUN/SAVE`).
-
-    One file causes one save. The commit of that save, perhaps in the background, deletes the file.
-    """
+    """Triggers of saves: `every_minutes` since the last one, or the file `SAVE` (`touch RUN/SAVE`), which causes one
+    save. The commit of that save, perhaps in the background, deletes the file."""
 
     def __init__(self, folder: Path, every_minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: monotonic seconds."""

@@ -55,10 +55,8 @@ class Evaluator:
     def __init__(
         self, backend: Backend, model: nn.Module, rows: Rows, train: schema.Train, task: Task = CAUSAL_LM
     ) -> None:
-        """Choose all `rows` in order, or train.eval_batches * train.global_batch of them, evenly spread.
-
-        Raises ConfigError if they don't fill one batch of a task that can't count its labels.
-        """
+        """Choose all `rows` in order, or train.eval_batches * train.global_batch of them, evenly spread. Raises
+        ConfigError if they don't fill one batch of a task that can't count its labels."""
         limit = len(rows) if train.eval_batches is None else train.eval_batches * train.global_batch
         count = min(len(rows), limit)
         self._backend, self._model, self._task, self._rows = backend, model, task, rows

@@ -93,12 +93,9 @@ class Measures:
         self._elsewhere[part] += time.perf_counter() - began
 
     def control(self, count: float, votes: Votes) -> list[float]:
-        """Return a step's control numbers: `count` of this process's losses, its request to stop, and VOTES numbers per
-        process, zeros except its own: seconds of its last step, of its own work and of waiting for rows, peak memory
-        (bytes), and its request to save.
-
-        The step sums them over all processes, so all processes know them in the same step.
-        """
+        """Return a step's control numbers, which the step sums over all processes: `count` of this process's losses,
+        its request to stop, and VOTES numbers per process, zeros except its own: seconds of its last step, of its own
+        work and of waiting for rows, peak memory (bytes), and its request to save."""
         process, memory = self._backend.process, self._backend.memory()
         peak = memory.peak_bytes if memory else math.nan
         numbers, own = control_numbers(process.count), 2 + VOTES * process.index

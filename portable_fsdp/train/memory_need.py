@@ -86,9 +86,7 @@ def check_memory(
     config: Config, need: MemoryNeed, rooms: Sequence[Room], axes: Mapping[str, int], *, rests_on_host: bool
 ) -> str:
     """Return one line about memory needed and available; `rooms`: of all processes. Raises ConfigError if it can't fit.
-
-    `rests_on_host`: weights, gradients and optimizer state are in host memory (offload, or the CPU as device).
-    """
+    `rests_on_host`: weights, gradients and optimizer state are in host memory (offload, or the CPU as device)."""
     devices, copies = math.prod(axes.values()), axes["replicate"]
     on_device = need.total * copies // devices
     limits = [limit for _, _, limit in rooms if limit is not None]

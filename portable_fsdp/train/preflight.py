@@ -197,11 +197,8 @@ def _problem_of_model(config: Config) -> str:
 
 
 def require_same_model(backend: "Backend", config: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all processes if the commit of `model.pretrained`, or its config.json, differs between them.
-    *collective*
-
-    `config`: the transformers config of the opened model; empty for other models.
-    """
+    """Raise ConfigError on all processes if the commit of `model.pretrained`, or its config.json (`config`; empty for
+    other models), differs between them. *collective*"""
     opened = Path(str(config.get("_name_or_path", "")))
     rest = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     facts = {

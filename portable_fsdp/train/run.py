@@ -89,10 +89,8 @@ def open_run(
     keep_output: Callable[[Path, int], None],
     exporter: Exporter | None,
 ) -> OpenRun:
-    """Check, build, and resume according to `checkpoint.resume`; for the arguments see `loop.train`. *collective*
-
-    `held` closes the resources of the run.
-    """
+    """Check, build, and resume according to `checkpoint.resume`; for the arguments see `loop.train`. `held` closes the
+    resources of the run. *collective*"""
     process = engine.process.index
     configure_log(process)
     run_file = held.enter_context(run_log(process))
@@ -170,7 +168,7 @@ def _record_early(config: Config, engine: Backend, run_file: RunLog, error: Base
 
 
 def _displays(config: Config) -> Iterator[Callback]:
-    """Optional built-in callbacks. One that raises is removed and the run continues, as for user callbacks."""
+    """Yield built-in callbacks that, like a user's, are removed if they raise."""
     if sys.stderr.isatty():
         from portable_fsdp.observe.live_display import LiveDisplay
 
@@ -209,7 +207,7 @@ def note_commits(run: OpenRun) -> None:
 
 
 def _record_failure(run: OpenRun, error: BaseException) -> None:
-    """Notify the callbacks, and add the last step and checkpoint to the message of an error that lost work."""
+    """Notify the callbacks; add the last step and checkpoint to the message of an error that lost work."""
     values = error.values if isinstance(error, NotFiniteError) else {}
     end = _end_of(run, "not finite" if values else "failed", values, error)
     with suppress(Exception), user_code():  # the disk may be full: the run's own error takes precedence
@@ -244,5 +242,4 @@ def _end_of(run: OpenRun, outcome: Outcome, values: Mapping[str, float], error: 
 
 
 def patience_of(run: OpenRun) -> str:
-    """Return the reason of early stopping."""
     return f"no improvement in {run.history.without_improvement if run.history else 0} evaluations"

@@ -3,8 +3,6 @@
 The loss is a sum over the global batch divided by its count, so gradients are sums too and don't depend on the number
 of devices or micro batches. If only the loss itself can count (the user's own task), backward divides by the number of
 rows, and gradients are corrected once all counts are known.
-
-`train_step` combines the functions above it, which are in the order in which a step runs them.
 """
 
 from collections.abc import Callable, Sequence
