@@ -8,8 +8,8 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -95,7 +95,12 @@ def _train_steps(run: OpenRun) -> Outcome:
     if (ended := _evaluate_before(run)) is not None:
         return ended
     opened = open_batches(config, run.engine, run.training, run.corpus, run.start.resumed)
-    with opened as batches, _no_collections():
+    with opened as batches, ExitStack() as undo:
+        gc.collect()
+        gc.freeze()  # what exists before the first step is never collected
+        gc.disable()  # other processes would wait for a collection in the middle of a step
+        undo.callback(gc.unfreeze)
+        undo.callback(gc.enable)
         for step in range(run.step + 1, run.limits.last + 1):
             with run.measures.timed("wait"):
                 until = run.profiles.before_step(step, in_flight and in_flight.metrics)
@@ -158,20 +163,6 @@ def _evaluate_before(run: OpenRun) -> Outcome | None:
     why = f" ({patience_of(run)})" if is_over and run.step < run.limits.last else ""
     log.info("step %d of %d is already saved: nothing left to train%s", run.step, run.limits.last, why)
     return "finished"
-
-
-@contextmanager
-def _no_collections() -> Generator[None]:
-    """Turn off automatic garbage collection, since other processes would wait for one in the middle of a step; freeze
-    the objects that exist before the first step."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def _next_rows(run: OpenRun, batches: Batches, in_flight: InFlight | None) -> StepRows:

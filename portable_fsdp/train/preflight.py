@@ -19,6 +19,7 @@ from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.optim.optimizer import check_schedule
+from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 from portable_fsdp.runtime.files import require_unused
 from portable_fsdp.runtime.hub import before_transformers, is_hub_id, require_folder_or_hub_id
@@ -144,7 +145,6 @@ def check_with_engine(config: Config, backend: "Backend", *, writes: bool = True
     """Raise on all processes for folders that aren't writable and for a wrong architecture, before minutes of
     tokenizing. *collective*"""
     from portable_fsdp.models.architecture import read_architecture
-    from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 
     if writes:
         on_process_0(backend, lambda: _together(_folders(config)))
@@ -160,7 +160,6 @@ def open_data(config: Config, backend: "Backend") -> "Corpus":
     error also has what is wrong with the model, whose weights are not read.
     """
     from portable_fsdp.data.build import build_data
-    from portable_fsdp.runtime.collective_errors import on_each_process
 
     def build() -> "Corpus":
         try:

@@ -35,10 +35,6 @@ def parts(events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str,
     return {name: seconds for name, seconds in accounts.parts.items() if abs(seconds) > 1e-6}
 
 
-def test_a_run_without_a_start_has_no_accounts() -> None:
-    assert goodput([{"event": "save", "time": at(0)}], steps(1, [1.0], 0)) is None
-
-
 def test_one_start() -> None:
     rows = steps(1, [5.0, 2.0, 2.0, 2.0], ready=10, data=0.5)
     events = [
@@ -82,15 +78,15 @@ def test_files_of_older_runs_lack_began_lost_and_row_times() -> None:
     assert parts(events, rows) == pytest.approx({"steps": 1, "other": 1})
 
 
-def test_each_part_has_its_description() -> None:
+def test_each_part_has_its_description_and_without_a_start_there_is_none() -> None:
+    assert goodput([{"event": "save", "time": at(0)}], steps(1, [1.0], 0)) is None
     accounts = goodput([start(0, 1)], [])
     assert accounts is not None
     assert accounts.parts.keys() == PARTS.keys()
     assert accounts.share == 0
 
 
-EVEN = (1.0, 1.1, 1.0, 0.9)
-SLOW = (1.0, 1.1, 1.8, 0.9)
+EVEN, SLOW = (1.0, 1.1, 1.0, 0.9), (1.0, 1.1, 1.8, 0.9)
 
 
 def test_a_process_is_named_once_when_it_was_slow_in_9_of_10_steps() -> None:

@@ -78,13 +78,10 @@ def whole(opened: Opened, rows: HeldOut, indices: list[int]) -> Evaluation:
     return Evaluation((loss / tokens).item(), int(tokens))
 
 
-ALL = list(range(7))
-
-
 @pytest.mark.parametrize(
     ("count", "train", "chosen", "size"),
     [
-        *((7, {"micro_batch": size}, ALL, size) for size in (1, 2, 4)),
+        *((7, {"micro_batch": size}, [*range(7)], size) for size in (1, 2, 4)),
         (21, {"eval_batches": 2, "micro_batch": 4}, [0, 2, 5, 7, 10, 13, 15, 18], 4),  # spread over the rows
         (3, {"eval_batches": 5}, [0, 1, 2], 1),  # fewer than that
     ],
