@@ -200,7 +200,7 @@ def _is_time(value: object) -> bool:
 
 
 _NEEDED = {
-    **dict.fromkeys(("start", "save", "finish", "stop", "fail"), ("step",)),
+    **{"start": ("step",), "save": ("step",), "finish": ("step",), "stop": ("step",), "fail": ("step",)},
     **{"evaluation": ("step", "loss"), "straggler": ("step", "process", "ratio")},
 }
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool]], ...] = (
