@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from portable_fsdp.config.describe import default_of, option_names, shortened, value_of, yaml_value
-from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.observe.goodput import duration, goodput
 from portable_fsdp.observe.run_files import read_jsonl
@@ -20,21 +19,26 @@ log = logging.getLogger("portable_fsdp")
 class Console(Callback):
     """Logs a line per event, and every `train.log_every` steps."""
 
+    _warned_of_empty = False
+
     def on_start(self, start: RunStart) -> None:
-        self._start, self._warned_of_empty = start, False
-        if (resumed := start.resumed) is not None:
-            if resumed.weights_only:
-                log.info("new run from the weights of %s", resumed.path)
-            else:
-                log.info("resumed from %s: step %d", resumed.path, resumed.step)
-                for change in (change for change in resumed.changes if change.makes_curve):
-                    log.warning("changed since the checkpoint (checkpoint.allow): %s", change)
+        self._start = start
+        if start.resumed is not None and start.resumed.weights_only:
+            log.info("new run from the weights of %s", start.resumed.path)
+        elif start.resumed is not None:
+            log.info("resumed from %s: step %d", start.resumed.path, start.resumed.step)
+            for change in (change for change in start.resumed.changes if change.makes_curve):
+                log.warning("changed since the checkpoint (checkpoint.allow): %s", change)
         trained = "" if start.trained_parameters == start.parameters else f" ({start.trained_parameters:,} train)"
         log.info(
             f"{start.engine} on {start.devices} x {start.device} ({start.processes} process(es)): "
             f"{start.parameters:,} parameters{trained}, {start.steps} steps of {start.tokens:,} tokens"
         )
-        log.info("run folder: %s; %s", start.folder, _own_settings(start.config))
+        # The options that differ from their default.
+        config, names = start.config, (name for name in option_names() if name != "run.dir")
+        changed = [name for name in names if value_of(config, name) != default_of(name)]
+        settings = (f"{name}={shortened(yaml_value(value_of(config, name)))}" for name in changed)
+        log.info("run folder: %s; %s", start.folder, " ".join(settings))
 
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:
@@ -77,13 +81,6 @@ class Console(Callback):
             log.info("%s", _summary(self._start, end))
 
 
-def _own_settings(config: Config) -> str:
-    """Format the options that differ from their default, without run.dir."""
-    changed = [option for option in option_names() if value_of(config, option) != default_of(option)]
-    settings = [f"{option}={shortened(yaml_value(value_of(config, option)))}" for option in changed]
-    return " ".join(setting for setting in settings if not setting.startswith("run.dir="))
-
-
 def _step_line(step: StepEnd) -> str:
     """Format a step with torchtitan's names, without unknown values: tps is over all devices, tflops per device."""
     line = f"step: {step.step}/{step.steps}  loss: {step.loss:.4f}  grad_norm: {step.grad_norm:.4f}"
@@ -100,9 +97,7 @@ def _step_line(step: StepEnd) -> str:
 
 def _log_evaluation(evaluation: EvaluationEnd) -> None:
     scores = evaluation.metrics or {"perplexity": evaluation.perplexity}
-    words = "  ".join(
-        f"{name}: {value:.4f}" if name != "perplexity" else f"{name}: {value:.2f}" for name, value in scores.items()
-    )
+    words = "  ".join(f"{name}: {value:.{2 if name == 'perplexity' else 4}f}" for name, value in scores.items())
     log.info(
         f"step: {evaluation.step}  eval_loss: {evaluation.loss:.4f}  {words}  "
         f"tokens: {evaluation.tokens:,}  seconds: {evaluation.seconds:.1f}{'  best so far' * evaluation.is_best}"

@@ -53,7 +53,7 @@ class Attempt:
 
     @property
     def began(self) -> float:
-        """Start time of its process, in seconds since 1970."""
+        """Start of its process, in seconds since 1970."""
         return _seconds_of(self.start.get("began") or self.start["time"])
 
     @property
@@ -67,11 +67,6 @@ class Attempt:
         """The event of its end; None while it runs, and after a kill."""
         ends = [event for event in self.events if event["event"] in ("finish", "stop", "fail")]
         return ends[-1] if ends else None
-
-    @property
-    def was_asked_to_end(self) -> bool:
-        """Whether it finished or stopped on request, so that the time after it isn't due to a failure."""
-        return self.end is not None and self.end["event"] != "fail" and self.end.get("reason") != "not finite"
 
 
 def attempts(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Attempt]:
@@ -103,7 +98,9 @@ def goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any
         ended = attempt.last_seen if until is None else max(attempt.last_seen, _seconds_of(until))
         spent["other"] = ended - attempt.began - sum(spent.values())
         if following is not None:
-            spent["stopped" if attempt.was_asked_to_end else "waiting"] = following.began - ended
+            end = attempt.end or {"event": "fail"}  # it was killed
+            is_failure = end["event"] == "fail" or end.get("reason") == "not finite"
+            spent["waiting" if is_failure else "stopped"] = following.began - ended
         for part, seconds in spent.items():
             parts[part] += seconds
     return Goodput(sum(parts.values()), parts)
@@ -114,23 +111,23 @@ def _parts_of(attempt: Attempt, usual_step: float) -> dict[str, float]:
     first = 0.0
     if attempt.rows and attempt.rows[0]["step"] == attempt.start["step"] + 1:
         first = max(0.0, computing[0] - statistics.median(computing[1:] or [usual_step]))
+
+    def sum_of(kind: str, key: str = "seconds") -> float:
+        return sum(float(event.get(key) or 0) for event in attempt.events if event["event"] == kind)
+
     return {
         "start": _seconds_of(attempt.start["time"]) - attempt.began,
         "steps": sum(computing) - first,
         "compile": first,
         "data": sum(map(_waited, attempt.rows)),
-        "evaluation": sum(_sum_of(attempt.events, kind, "seconds") for kind in ("evaluation", "samples")),
-        "save": _sum_of(attempt.events, "save", "blocked_seconds"),
-        "profile": _sum_of(attempt.events, "profile", "seconds"),
+        "evaluation": sum_of("evaluation") + sum_of("samples"),
+        "save": sum_of("save", "blocked_seconds"),
+        "profile": sum_of("profile"),
     }
 
 
 def _waited(row: Mapping[str, Any]) -> float:
     return row.get("data_seconds") or 0.0  # rows of older releases have none
-
-
-def _sum_of(events: Sequence[Mapping[str, Any]], kind: str, key: str) -> float:
-    return sum(float(event.get(key) or 0) for event in events if event["event"] == kind)
 
 
 def _seconds_of(time: str) -> float:
@@ -154,8 +151,7 @@ class Pace:
         self._began, self._count = 0.0, -1
 
     def time_left(self, now: float, steps: int) -> float | None:
-        """Return the seconds of `steps` more steps after one that ended at `now`; None after the first, which
-        compiles."""
+        """Return the seconds of `steps` more steps after one that ended at `now`; None after the first: it compiles."""
         self._count += 1
         if self._count == 0:
             self._began = now
@@ -163,11 +159,9 @@ class Pace:
         return (now - self._began) / self._count * steps
 
 
-WINDOW, ENOUGH, RATIO = 10, 9, 1.3
-"""A straggler takes `RATIO` times the median or more in `ENOUGH` of the last `WINDOW` steps."""
-
-SHARE = 0.03
-"""Share of a step. A delay over the median below this share doesn't matter, whatever its ratio."""
+WINDOW, ENOUGH, RATIO, SHARE = 10, 9, 1.3, 0.03
+"""A straggler takes `RATIO` times the median or more in `ENOUGH` of the last `WINDOW` steps, and `SHARE` of a step more
+than the median."""
 
 
 class Straggler(NamedTuple):
@@ -188,8 +182,7 @@ class StragglerWatch:
     """Detects stragglers; reports each once."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        """`hosts`: host name of each process."""
-        self._hosts = hosts
+        self._hosts = hosts  # name of each process's host
         self._ratios = [deque[float](maxlen=WINDOW) for _ in hosts]
         self._named = set[int]()
 

@@ -1,7 +1,7 @@
 """Profiles of steps: those of `observe.profile`, and the next steps when a file `PROFILE` appears.
 
-Only process 0 records itself, between two steps. A profile that fails is dropped with one log line, and so is an
-unfinished one when the run ends early: a launcher gives a stopped run only seconds, which its save needs.
+Only process 0 records itself, between two steps. A profile that fails is dropped, and so is an unfinished one when the
+run ends early: a launcher gives a stopped run only seconds, which its save needs.
 """
 
 import logging
@@ -34,8 +34,7 @@ class Profiles:
         self._last = min(start.steps, start.config.train.stop_at or start.steps)
         first, last = start.config.observe.profile.steps if start.config.observe.profile else (0, 0)
         self._planned = max(first, start.step + 1), last  # the rest of observe.profile
-        self._file, self._noise = start.folder / "PROFILE", stderr_file(start.folder, 0)
-        self._is_on = engine.process.index == 0
+        self._file, self._is_on = start.folder / "PROFILE", engine.process.index == 0
         self._stop: Callable[[], Callable[[], list[Operation]]] | None = None
 
     def before_step(self, step: int, previous: "Pending | None") -> float:
@@ -69,7 +68,7 @@ class Profiles:
         self._folder = self._start.folder / "profile" / f"step-{steps[0]}-{steps[1]}"
         shutil.rmtree(self._folder, ignore_errors=True)  # left by an earlier start
         self._folder.mkdir(parents=True)
-        with stderr_into(self._noise):
+        with stderr_into(stderr_file(self._start.folder, 0)):
             self._stop = self._engine.start_trace(self._folder)
         self._began = time.perf_counter()
         self._cost = self._began - began
@@ -78,7 +77,7 @@ class Profiles:
         ended, stop, (first, last) = time.perf_counter(), self._stop, self._steps
         self._stop, wall = None, ended - self._began
         assert stop is not None
-        with stderr_into(self._noise):
+        with stderr_into(stderr_file(self._start.folder, 0)):
             read = stop()
         if drop or self._request.requested:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -169,18 +168,18 @@ def _own_times(operations: "Sequence[Operation]") -> Iterator[tuple[int, float, 
 def _times_of(edges: Sequence[tuple[float, int, str]]) -> tuple[float, float, float, float, float]:
     """Return (busy, compute, communication, exposed communication, longest gap) of one device, in seconds."""
     running = Counter[str]()
-    busy = compute = communication = exposed = longest_pause = 0.0
+    busy = compute = communication = exposed = longest_gap = 0.0
     for (begin, change, kind), (until, _, _) in pairwise(edges):
         running[kind] += change
-        span = until - begin
-        if not any(running.values()):
-            longest_pause = max(longest_pause, span)
-            continue
-        busy += span
-        compute += span * (running["compute"] > 0)
-        communication += span * (running["communication"] > 0)
-        exposed += span * (running["communication"] > 0 and running["compute"] == 0)
-    return busy, compute, communication, exposed, longest_pause
+        span, computes, communicates = until - begin, running["compute"] > 0, running["communication"] > 0
+        if any(running.values()):
+            busy += span
+            compute += span * computes
+            communication += span * communicates
+            exposed += span * (communicates and not computes)
+        else:
+            longest_gap = max(longest_gap, span)
+    return busy, compute, communication, exposed, longest_gap
 
 
 def _totals(rows: Iterable[tuple[str, float, int]]) -> list[Total]:
@@ -193,13 +192,12 @@ def _totals(rows: Iterable[tuple[str, float, int]]) -> list[Total]:
 
 def summary_text(summary: ProfileSummary, title: str) -> str:
     """Format shares of the wall time, then tables of operations, modules and collectives."""
-    gaps = max(0.0, summary.wall - summary.busy)
     shares = (
         ("device busy", summary.busy, ""),
         ("  compute", summary.compute, ""),
         ("  communication", summary.communication, ""),
         ("    exposed", summary.exposed, "without computation at the same time"),
-        ("host gaps", gaps, f"the longest {1e3 * summary.longest_gap:.2f} ms"),
+        ("host gaps", max(0.0, summary.wall - summary.busy), f"the longest {1e3 * summary.longest_gap:.2f} ms"),
     )
     lines = [f"{name:<18}{time:>10.4f} s {time / summary.wall:>7.1%}  {note}".rstrip() for name, time, note in shares]
     for heading, totals in (("operation", summary.operations), ("module", summary.modules)):

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
@@ -35,42 +35,27 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES = 64 << 20
 
-_START_KEYS = ("step", "device", "devices", "processes", "hosts", "steps", "parameters")
-
-_KEYS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "tokens_per_second",
-    "mfu",
-    "memory_bytes",
-    "seconds",
-    "data_seconds",
-    "imbalance",
+ROW_KEYS = (
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_bytes"),
+    *("seconds", "data_seconds", "imbalance"),
 )
 """Keys of each row of metrics.jsonl, which user scripts read. Some rows also have `processes`, `eval_*`, in float16
 `loss_scale` and `skipped_steps`, and `is_empty` (1) in a step in which nothing counted."""
 
 
-class LostSteps(NamedTuple):
-    """Steps after the resumed checkpoint, which the run repeats."""
-
-    steps: int
-    seconds: float
-    until: str | None  # end of the last one, in UTC (ISO 8601)
-
-
 class _LinesFile:
-    """A file of JSON objects, one per line. One writer at a time."""
+    """A file of JSON objects, one per line. One writer at a time. The first one completes or removes a torn line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        _cut_torn_line(path)
+        last = _tail(path).rpartition(b"\n")[2]
+        if last and parse_line(last) is not None:
+            self._append("\n")
+        elif last:
+            os.truncate(path, path.stat().st_size - len(last))
 
     def _append(self, text: str) -> None:
-        # Open it for each line: truncate_after replaces the file, and an old handle would write to the old one.
+        # An old handle would write to the file that truncate_after has replaced.
         with self._path.open("ab", buffering=0) as file:
             begin, line = file.tell(), memoryview(text.encode())
             try:
@@ -87,7 +72,6 @@ class MetricsFile(_LinesFile):
     """metrics.jsonl (one row per step) or samples.jsonl (one row per text), in the order of steps."""
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one row; the operating system has it when this returns."""
         self._append(_line(row))
 
     def add(self, step: int, values: Mapping[str, object]) -> None:
@@ -95,22 +79,20 @@ class MetricsFile(_LinesFile):
         rows = [{**row, **values} if row.get("step") == step else row for row in read_jsonl(self._path)]
         write_text_atomically(self._path, "".join(map(_line, rows)))
 
-    def truncate_after(self, step: int) -> LostSteps | None:
-        """Drop the rows of later steps, which a resumed run repeats, and return their number and time; atomic.
-
-        Raises UsageError for a line that isn't a row of metrics.
-        """
-        if not self._path.exists():
-            return None
-        rows = read_jsonl(self._path)
+    def truncate_after(self, step: int) -> dict[str, object]:
+        """Drop the rows of later steps, which a resumed run repeats; atomic. Returns the event's `lost`: their number,
+        their seconds, and `until`, the end of the last one in UTC (ISO 8601); empty without such rows. Raises
+        UsageError for a line that isn't a row of metrics."""
+        rows = read_jsonl(self._path) if self._path.exists() else []
         for number, row in enumerate(rows, start=1):
             if not isinstance(row.get("step"), int):
                 raise UsageError(f"{self._path}: row {number}: expected an integer `step`, found {row.get('step')!r}.")
         dropped = [row for row in rows if row["step"] > step]
         if not dropped:
-            return None
+            return {}
         write_text_atomically(self._path, "".join(_line(row) for row in rows if row["step"] <= step))
-        return LostSteps(len(dropped), sum(row.get("seconds") or 0 for row in dropped), dropped[-1].get("time"))
+        seconds = sum(row.get("seconds") or 0 for row in dropped)
+        return {"steps": len(dropped), "seconds": seconds, "until": dropped[-1].get("time")}
 
 
 class EventsFile(_LinesFile):
@@ -122,10 +104,8 @@ class EventsFile(_LinesFile):
 
 
 def last_save(path: Path) -> NamedSave | None:
-    """Return the newest save in events.jsonl at or before the step of every later start, or None.
-
-    Reads the last 64 MiB and skips damaged lines. Raises UsageError if it isn't a regular file.
-    """
+    """Return the newest save in the last 64 MiB of events.jsonl at or before the step of every later start, or None;
+    skips damaged lines. Raises UsageError if it isn't a regular file."""
     saves: list[NamedSave] = []
     for line in _tail(path).split(b"\n"):
         event = parse_line(line) or {}
@@ -145,10 +125,8 @@ def utc_text(seconds: float) -> str:
 
 
 def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
-    """Read all rows of a file that may be written at the same time: an incomplete last line is left out.
-
-    Raises OSError like `open_regular` with `folder`, and UsageError for any other line that isn't a JSON object.
-    """
+    """Read all rows of a file, except for an incomplete last line, which may be being written. Raises OSError like
+    `open_regular` with `folder`, and UsageError for any other line that isn't a JSON object."""
     rows: list[dict[str, Any]] = []
     with open_regular(path, folder, MAX_LOG_BYTES) as file:
         for number, line in enumerate(lines_of(file), start=1):
@@ -174,7 +152,7 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
 
 
 def _tail(path: Path) -> bytes:
-    """Read the last bytes of a file; empty if it doesn't exist. Raises UsageError for a file that can't be read."""
+    """Read the last bytes of a file; empty without it. Raises UsageError for a file that can't be read."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -183,16 +161,6 @@ def _tail(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}.\n  Move it away.") from error
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Make the file end with a complete line, so that the next append starts a new one."""
-    last = _tail(path).rpartition(b"\n")[2]
-    if last and parse_line(last) is not None:
-        with path.open("ab") as file:
-            file.write(b"\n")
-    elif last:
-        os.truncate(path, path.stat().st_size - len(last))
 
 
 def _line(row: Mapping[str, object]) -> str:
@@ -207,7 +175,6 @@ class RunFiles(Callback):
     """Writes config.yaml, metrics.jsonl, samples.jsonl, events.jsonl and STOPPED."""
 
     def on_start(self, start: RunStart) -> None:
-        """Create the folder and drop the rows of steps that run again."""
         self._folder, self._hosts, self._first = start.folder, start.hosts, start.step
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
@@ -222,10 +189,11 @@ class RunFiles(Callback):
             "start",
             name=start.config.run.name,
             backend=start.engine,
-            **{name: getattr(start, name) for name in _START_KEYS},
+            **{key: getattr(start, key) for key in ("step", "device", "devices", "processes", "hosts", "steps")},
+            parameters=start.parameters,
             began=utc_text(_process_start()),
             environment=environment(),
-            **({"lost": lost._asdict()} if lost else {}),
+            **({"lost": lost} if lost else {}),
         )
         if (resumed := start.resumed) is not None:
             self._events.write(
@@ -240,7 +208,7 @@ class RunFiles(Callback):
     def on_step(self, step: StepEnd) -> None:
         if (kinds := step.collectives) is not None:
             self._events.write("collectives", **{kind: traffic._asdict() for kind, traffic in kinds.items()})
-        row = {name: getattr(step, name) for name in _KEYS} | {"time": utc_text(step.ended)}
+        row = {name: getattr(step, name) for name in ROW_KEYS} | {"time": utc_text(step.ended)}
         if step.is_logged:
             row["processes"] = processes_row(step, self._hosts)
         if step.loss_scale is not None:
@@ -267,9 +235,8 @@ class RunFiles(Callback):
         self._events.write("save", **save._asdict() | {"path": save.path.absolute()})
 
     def on_profile(self, profile: ProfileEnd) -> None:
-        figures = profile.summary._asdict()
-        collectives = {kind.name: kind._asdict() for kind in figures.pop("collectives")}
-        shares = {name: value for name, value in figures.items() if isinstance(value, float)}
+        collectives = {kind.name: kind._asdict() for kind in profile.summary.collectives}
+        shares = {name: value for name, value in profile.summary._asdict().items() if isinstance(value, float)}
         steps = {"step": profile.last, "first_step": profile.first, "seconds": profile.seconds}
         self._events.write("profile", **steps, path=profile.folder, **shares, collectives=collectives)
 
@@ -278,22 +245,17 @@ class RunFiles(Callback):
         reason = {} if kind == "finish" else {"reason": end.reason}
         self._events.write(kind, step=end.step, **reason, **end.values)
         if end.outcome == "stopped":
-            content = json.dumps({"reason": end.reason, "step": end.step})
-            write_text_atomically(self._folder / "STOPPED", content + "\n")
+            write_text_atomically(self._folder / "STOPPED", _line({"reason": end.reason, "step": end.step}))
 
 
 def _evaluation_row(evaluation: EvaluationEnd) -> dict[str, object]:
-    """Return the evaluation's part of a row of metrics.jsonl."""
     values = {name: getattr(evaluation, name) for name in ("loss", "perplexity", "tokens")}
     return {f"eval_{name}": value for name, value in {**values, **evaluation.metrics}.items()}
 
 
 def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
-    """Return the load of the processes, by process index, as measured at the start of this step.
-
-    Own seconds exclude waiting for other processes, which makes wall times equal (observe/goodput.py). An imbalance is
-    the largest value over the median; `host_imbalance` compares the hosts' mean own times (None for one host).
-    """
+    """Return the load of the processes, by process index, as measured at the start of this step. `host_imbalance`
+    compares the hosts' mean own times (None for one host)."""
     by_host = defaultdict[str, list[float]](list)
     for host, own in zip(hosts, step.process_own_seconds, strict=True):
         by_host[host].append(own)
@@ -310,16 +272,12 @@ def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
 
 
 def _process_start() -> float:
-    """Return the start of this process in seconds since 1970. psutil's boot time has whole seconds; the kernel's clock
-    since boot is exact."""
-    if not hasattr(time, "CLOCK_BOOTTIME"):  # not Linux
-        return psutil.Process().create_time()
+    """Seconds since 1970; psutil's boot time has whole seconds, but the kernel's clock since boot is exact."""
     after_boot = psutil.Process().create_time() - psutil.boot_time()
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot)
 
 
 def environment() -> dict[str, str]:
-    """Return host name and versions, for later readers of the run."""
     versions = {"host": socket.gethostname(), "python": platform.python_version()}
     for package in ("portable_fsdp", "torch", "torch_xla", "transformers"):
         with suppress(PackageNotFoundError):

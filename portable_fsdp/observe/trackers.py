@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, cast
 
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.runtime.errors import ConfigError
@@ -45,22 +45,15 @@ def require_installed(names: Iterable[str], key: str, way_out: str) -> None:
         raise ConfigError(f"{key}: {', '.join(missing)}: not installed: pip install {packages}\n  or {way_out}.")
 
 
-class _Running(NamedTuple):
-    process: subprocess.Popen[bytes]
-    pipe: IO[bytes]  # its stdin
-    output: Path
-    begin: int  # bytes written by earlier starts
-
-
 class Trackers(Callback):
     """Starts the trackers of a run, notices those that failed, and lets them finish at its end."""
 
     def on_start(self, start: RunStart) -> None:
         self._folder = start.folder
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
         for name in start.config.observe.trackers:
             try:
-                self._running[name] = _start(start.folder, name)
+                self._running[name] = self._start(name)
             except OSError as error:
                 log.warning("tracker %s can't start: %s", name, error)
 
@@ -69,47 +62,42 @@ class Trackers(Callback):
             self._drop_failed()
 
     def on_end(self, end: RunEnd) -> None:
-        for running in self._running.values():
-            running.pipe.close()  # the tracker sends the rest and exits
+        for tracker in self._running.values():
+            cast(IO[bytes], tracker.stdin).close()  # the tracker sends the rest and exits
         deadline = time.monotonic() + END_S
-        for name, running in list(self._running.items()):
+        for name, tracker in list(self._running.items()):
             try:
-                running.process.wait(max(0.0, deadline - time.monotonic()))
+                tracker.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                running.process.kill()
-                running.process.wait()
+                tracker.kill()
+                tracker.wait()
                 self._drop(name, f": not done after {END_S:.0f} s")
         self._drop_failed()
 
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        self._log(name).parent.mkdir(exist_ok=True)
+        # Not a process of the launcher's job, and without a device.
+        environ = {key: value for key, value in os.environ.items() if key not in LAUNCH_VARIABLES}
+        environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "portable_fsdp.report", str(self._folder), f"--track={name}", "--follow"]
+        with self._log(name).open("ab") as file:
+            # In its own session: Ctrl-C reaches only the run, which then lets its trackers finish.
+            return subprocess.Popen(
+                command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._folder / "logs" / f"tracker-{name}.log"
+
     def _drop_failed(self) -> None:
-        for name, running in list(self._running.items()):
-            if code := running.process.poll():
-                self._drop(name, f" dropped: {_last_line(running) or f'exit code {code}'}")
+        for name, tracker in list(self._running.items()):
+            if code := tracker.poll():
+                lines = [f"exit code {code}"]
+                with suppress(OSError):  # the file may have been deleted
+                    lines += self._log(name).read_text(errors="replace").splitlines()
+                self._drop(name, f" dropped: {lines[-1]}")
 
     def _drop(self, name: str, reason: str) -> None:
-        self._running.pop(name).pipe.close()
+        cast(IO[bytes], self._running.pop(name).stdin).close()
         later = f"python -m portable_fsdp.report {self._folder} --track={name} sends the missing rows"
         log.warning("tracker %s%s; %s", name, reason, later)
-
-
-def _last_line(running: _Running) -> str:
-    with suppress(OSError):  # the file may have been deleted
-        text = running.output.read_bytes()[running.begin :].decode(errors="replace")
-        return next(reversed(text.splitlines()), "")
-    return ""
-
-
-def _start(run: Path, name: str) -> _Running:
-    output = run / "logs" / f"tracker-{name}.log"
-    output.parent.mkdir(exist_ok=True)
-    # Not a process of the launcher's job, and without a device.
-    environ = {key: value for key, value in os.environ.items() if key not in LAUNCH_VARIABLES}
-    environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "portable_fsdp.report", str(run), f"--track={name}", "--follow"]
-    with output.open("ab") as file:
-        begin = file.tell()
-        # In its own session: Ctrl-C reaches only the run, which then lets its trackers finish.
-        process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
-        )
-    return _Running(process, cast(IO[bytes], process.stdin), output, begin)

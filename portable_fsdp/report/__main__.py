@@ -42,7 +42,12 @@ def _report(options: argparse.Namespace) -> int:
     if options.out is not None and options.out.suffix not in (".html", ".htm"):
         raise UsageError(f"--out: expected a file that ends in .html, found {options.out}.")
     if options.track is not None:
-        return _track(options)
+        if options.track not in PACKAGES:
+            raise UsageError(f"--track: expected one of {', '.join(PACKAGES)}, found {options.track}.")
+        require_installed([options.track], "--track", "send to another tracker: metrics.jsonl holds the same rows")
+        for run in options.runs:
+            to_stdout(f"{run}: sent up to step {track(run, options.track, follow=options.follow)}")
+        return EXIT_FINISHED
     runs = [read_run(folder) for folder in options.runs]
     gc.freeze()  # else every garbage collection while drawing traverses all rows
     if options.markdown:
@@ -58,15 +63,6 @@ def _report(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"--out: {target} can't be written: {error.strerror}") from None
     to_stdout(f"wrote {target}")
-    return EXIT_FINISHED
-
-
-def _track(options: argparse.Namespace) -> int:
-    if options.track not in PACKAGES:
-        raise UsageError(f"--track: expected one of {', '.join(PACKAGES)}, found {options.track}.")
-    require_installed([options.track], "--track", "send to another tracker: metrics.jsonl holds the same rows")
-    for run in options.runs:
-        to_stdout(f"{run}: sent up to step {track(run, options.track, follow=options.follow)}")
     return EXIT_FINISHED
 
 

@@ -1,6 +1,7 @@
 """The report as one HTML file that opens offline: bokeh draws, jinja2 writes the page (`page.html`)."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -64,17 +65,11 @@ def page(runs: Sequence[RunRecord]) -> str:
         differences=read.config_differences(runs) if len(runs) > 1 else [],
         version=__version__,
         read=read,
-        **{
-            "duration": duration,
-            "meanings": PARTS,
-            "part_colours": dict(zip(PARTS, _PART_COLOURS, strict=True)),
-            "yaml": _yaml,
-        },
+        duration=duration,
+        meanings=PARTS,
+        part_colours=dict(zip(PARTS, _PART_COLOURS, strict=True)),
+        yaml=partial(yaml.safe_dump, sort_keys=False, default_flow_style=None, width=100),
     )
-
-
-def _yaml(run: RunRecord) -> str:
-    return yaml.safe_dump(dict(run.config), sort_keys=False, default_flow_style=None, width=100)
 
 
 def _tabs(runs: Sequence[RunRecord]) -> Tabs:
@@ -91,8 +86,8 @@ def _grid(runs: Sequence[RunRecord], x_of: Callable[[RunRecord], Numbers], label
     """Draw the charts that have data. All share the x range, so zooming one zooms all."""
     ends = [x_of(run)[-1] for run in runs if run.rows]
     shared = Range1d(start=0, end=max(ends, default=1.0) * 1.01 or 1.0)
-    charts = [figure_ for chart in _CHARTS if (figure_ := _draw(chart, runs, x_of, shared, label)) is not None]
-    return gridplot(charts, ncols=2, sizing_mode="stretch_width", toolbar_location="right")
+    charts = filter(None, (_draw(chart, runs, x_of, shared, label) for chart in _CHARTS))
+    return gridplot([*charts], ncols=2, sizing_mode="stretch_width", toolbar_location="right")
 
 
 def _draw(
@@ -122,8 +117,11 @@ def _draw(
         legend = {"legend_label": run.name} if len(runs) > 1 and chart.keys == ("loss",) else {}
         plot.line("x", "y", source=source, color=colour, line_width=1.5 + 2 * min(above, 3), name=run.name, **legend)
         _mark_starts(plot, run, x)
-        if chart.keys == ("loss",):
-            _draw_evaluations(plot, run, x, colour)
+        losses = run.column("eval_loss")
+        if chart.keys == ("loss",) and (known := np.isfinite(losses)).any():
+            source = ColumnDataSource({"x": x[known], "y": losses[known]})
+            name = f"{run.name}, evaluation"
+            plot.scatter("x", "y", source=source, color=colour, size=7, marker="diamond", name=name)
     return plot
 
 
@@ -137,18 +135,10 @@ def _mark_starts(plot: Any, run: RunRecord, x: Numbers) -> None:
             plot.add_layout(Span(location=float(at), dimension="height", line_color=colour, line_dash="dashed"))
 
 
-def _draw_evaluations(plot: Any, run: RunRecord, x: Numbers, colour: str) -> None:
-    losses = run.column("eval_loss")
-    if (known := np.isfinite(losses)).any():
-        source = ColumnDataSource({"x": x[known], "y": losses[known]})
-        plot.scatter("x", "y", source=source, color=colour, size=7, marker="diamond", name=f"{run.name}, evaluation")
-
-
 def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
     """Thin a curve to at most `_MOST_POINTS` points: minimum and maximum of each stretch, in order."""
     if len(x) <= _MOST_POINTS:
         return x, y
     stretches = np.array_split(np.arange(len(x)), _MOST_POINTS // 2)
-    ends = [(part[np.argmin(y[part])], part[np.argmax(y[part])]) for part in stretches]
-    kept = np.unique(np.array(ends).ravel())
+    kept = np.unique([(part[np.argmin(y[part])], part[np.argmax(y[part])]) for part in stretches])
     return x[kept], y[kept]

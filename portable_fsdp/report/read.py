@@ -2,9 +2,9 @@
 left out."""
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from portable_fsdp.checkpoint.report import time_text
 from portable_fsdp.config import yaml_text
 from portable_fsdp.observe.goodput import PARTS, Attempt, Goodput, attempts, duration, goodput
-from portable_fsdp.observe.run_files import parse_line
+from portable_fsdp.observe.run_files import ROW_KEYS, parse_line
 from portable_fsdp.runtime.errors import UsageError, printable
 from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, names_in, open_regular, read_regular
 
@@ -33,10 +33,6 @@ _MOST_BYTES = 20_000  # limit on a profile's summary
 _SMALL_BYTES = 1 << 20
 _MOST_EVENT_BYTES = 1 << 25  # some hundred thousand events
 _MOST_ROWS = 200_000  # in memory; of a longer run only every second, fourth, ... row is kept
-_ROW_KEYS = (
-    *("step", "seconds", "data_seconds", "loss", "eval_loss", "grad_norm", "lr"),
-    *("tokens", "tokens_per_second", "mfu", "memory_bytes", "imbalance"),
-)
 
 
 @dataclass(frozen=True)
@@ -50,16 +46,13 @@ class RunRecord:
     samples: Sequence[JsonObject]  # the newest of samples.jsonl
     skipped: Mapping[str, int]  # file name -> number of damaged lines
     every: int = 1  # 1 of this many lines of metrics.jsonl was read
-    _columns: dict[tuple[str, ...], Numbers] = field(default_factory=dict[tuple[str, ...], Numbers], repr=False)
 
     @property
     def name(self) -> str:
-        """Name: `run.name` if set, and the folder's name."""
         return name_of(self.folder, self.config)
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """Starts of this run."""
         return attempts(self.events, self.rows)
 
     @cached_property
@@ -72,20 +65,17 @@ class RunRecord:
 
     def column(self, *keys: str) -> Numbers:
         """Return a number per row, NaN if missing: `column("loss")`, `column("processes", "seconds_imbalance")`."""
-        if keys not in self._columns:
-            values: list[Any] = [*self.rows]
-            for key in keys:  # isinstance with Mapping would be slow
-                values = [value.get(key) if type(value) is dict else None for value in values]
-            self._columns[keys] = np.array([value if _is_number(value) else np.nan for value in values], dtype=float)
-        return self._columns[keys]
+        values: list[Any] = [*self.rows]
+        for key in keys:  # isinstance with Mapping would be slow
+            values = [value.get(key) if type(value) is dict else None for value in values]
+        return np.array([value if _is_number(value) else np.nan for value in values], dtype=float)
 
     @cached_property
     def hours(self) -> Numbers:
-        """Hours of training at the end of each row's step: time in steps of its start and of those before it."""
+        """Hours of training, all starts together, at the end of each row's step."""
         return np.cumsum(np.nan_to_num(self.column("seconds"))) * self.every / 3600
 
     def of_kind(self, kind: str) -> list[JsonObject]:
-        """Return the events of one kind."""
         return [event for event in self.events if event["event"] == kind]
 
     @cached_property
@@ -100,7 +90,7 @@ class RunRecord:
 
     @property
     def damage(self) -> str:
-        """Summary of what was left out: damaged lines, and rows of a long run; empty if nothing was."""
+        """What was left out, damaged lines and rows of a long run, in words; else empty."""
         total, files = sum(self.skipped.values()), ", ".join(name for name, count in self.skipped.items() if count)
         damaged = [f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}"] * (total > 0)
         long = [f"the run is long: 1 of {self.every} rows was read, and tokens and goodput are left out"]
@@ -112,10 +102,9 @@ class RunRecord:
         end = self.attempts[-1].end if self.attempts else None
         if end is None:
             return "running, or killed"
-        if end["event"] == "finish":
-            return f"finished at step {end['step']}"
-        verb = "stopped" if end["event"] == "stop" else "failed"
-        return f"{verb} after step {end['step']} ({end.get('reason', 'unknown')})"
+        verb = {"finish": "finished at", "stop": "stopped after", "fail": "failed after"}[end["event"]]
+        reason = "" if end["event"] == "finish" else f" ({end.get('reason', 'unknown')})"
+        return f"{verb} step {end['step']}{reason}"
 
 
 def name_of(folder: Path, config: Mapping[str, Any]) -> str:
@@ -145,7 +134,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def _part_of(row: JsonObject) -> JsonObject:
     """Return the part of a row that the report needs: a run of many processes has long rows."""
-    part = {key: row[key] for key in _ROW_KEYS if _is_number(row.get(key))}
+    part = {key: row[key] for key in (*ROW_KEYS, "eval_loss") if _is_number(row.get(key))}
     if isinstance(row.get("processes"), dict) and _is_number(shared := row["processes"].get("memory_imbalance")):
         part["processes"] = {"memory_imbalance": shared}
     return part | {"time": row.get("time")}
@@ -192,16 +181,11 @@ def read_records(
 
 
 def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:
-    """True if all that the report reads of a record is present and has its type; null means unknown."""
-    for key in (*needed, *_NEEDED.get(str(record.get("event")), ())):
-        if record.get(key) is None:
-            return False
+    """Whether all that the report reads of a record is present and has its type; null means unknown."""
+    if any(record.get(key) is None for key in (*needed, *_NEEDED.get(str(record.get("event")), ()))):
+        return False
     values = ((record.get(key), check) for keys, check in _CHECKS for key in keys)
     return all(value is None or check(value) for value, check in values)
-
-
-def _is_step(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**53
 
 
 def _is_number(value: object) -> bool:
@@ -215,24 +199,15 @@ def _is_time(value: object) -> bool:
         return False
 
 
-def _is_object(value: object) -> bool:
-    return isinstance(value, Mapping) and _is_whole(cast(JsonObject, value), ())
-
-
 _NEEDED = {
-    "start": ("step",),
-    "save": ("step",),
-    "finish": ("step",),
-    "stop": ("step",),
-    "fail": ("step",),
-    "evaluation": ("step", "loss"),
-    "straggler": ("step", "process", "ratio"),
+    **{"start": ("step",), "save": ("step",), "finish": ("step",), "stop": ("step",), "fail": ("step",)},
+    **{"evaluation": ("step", "loss"), "straggler": ("step", "process", "ratio")},
 }
-_CHECKS = (
-    (("step", "process"), _is_step),
+_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool]], ...] = (
+    (("step", "process"), lambda value: type(value) is int and 0 <= value < 2**53),
     (("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"), _is_number),
     (("time", "began", "until"), _is_time),
-    (("lost", "environment"), _is_object),
+    (("lost", "environment"), lambda value: isinstance(value, dict) and _is_whole(value, ())),
 )
 
 
@@ -258,7 +233,7 @@ def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:
 
 
 def figures(run: RunRecord) -> Table:
-    """Return name and value of each figure, as text; unknown figures are left out."""
+    """Return name and value of each known figure, as text."""
     engines = dict.fromkeys(engine(attempt.start) for attempt in run.attempts)
     rows: Table = [("status", run.status), ("engine", " → ".join(engines) or "?")]
     if run.rows:
@@ -295,33 +270,24 @@ def accounts(run: RunRecord) -> list[tuple[str, float, float]]:
     return [(name, seconds, seconds / run.goodput.wall_seconds) for name, seconds in parts if round(seconds, 3) > 0]
 
 
-def starts(run: RunRecord) -> list[list[str]]:
-    """Return a row per start: time, first step, engine, last step, end."""
-    rows = [["started (UTC)", "from step", "engine", "last step", "end"]]
+def tables(run: RunRecord) -> dict[str, list[list[str]]]:
+    """Return the tables that have rows, by title: the starts, the newest checkpoints, the environment of the last
+    start. The first row of each is its head."""
+    starts = [["started (UTC)", "from step", "engine", "last step", "end"]]
     for attempt in run.attempts:
-        end, unknown = attempt.end, "-" if attempt is run.attempts[-1] else "no end recorded"
-        rows.append(
-            [
-                time_text(attempt.start["time"]),
-                str(attempt.start["step"]),
-                engine(attempt.start),
-                str(attempt.rows[-1]["step"]) if attempt.rows else "-",
-                unknown if end is None else f"{end['event']} {end.get('reason', '')}".strip(),
-            ]
-        )
-    return rows
-
-
-def saves(run: RunRecord) -> list[list[str]]:
-    """Return step, time and name of the newest checkpoints."""
-    newest = run.of_kind("save")[-_MOST_SAVES:]
-    return [[str(e["step"]), time_text(e["time"]), Path(str(e.get("path", ""))).name] for e in newest]
-
-
-def environment(run: RunRecord) -> list[list[str]]:
-    """Return host and versions of the newest start."""
-    newest = run.attempts[-1].start if run.attempts else {}
-    return [[str(name), str(value)] for name, value in (newest.get("environment") or {}).items()]
+        last = str(attempt.rows[-1]["step"]) if attempt.rows else "-"
+        end = "-" if attempt is run.attempts[-1] else "no end recorded"
+        if attempt.end is not None:
+            end = f"{attempt.end['event']} {attempt.end.get('reason', '')}".strip()
+        step = str(attempt.start["step"])
+        starts.append([time_text(attempt.start["time"]), step, engine(attempt.start), last, end])
+    saves = [["step", "saved (UTC)", "checkpoint"]]
+    for event in run.of_kind("save")[-_MOST_SAVES:]:
+        saves.append([str(event["step"]), time_text(event["time"]), Path(str(event.get("path", ""))).name])
+    newest = (run.attempts[-1].start.get("environment") or {}) if run.attempts else {}
+    environment = [["environment", "version"], *([str(name), str(value)] for name, value in newest.items())]
+    titled = {"Starts": starts, "Newest checkpoints": saves, "Environment of the last start": environment}
+    return {title: rows for title, rows in titled.items() if len(rows) > 1}
 
 
 def engine(start: Mapping[str, object]) -> str:
@@ -345,17 +311,11 @@ def markdown(runs: Sequence[RunRecord]) -> str:
         if spent := accounts(run):
             body = [[name, duration(seconds), f"{share:.1%}", PARTS[name]] for name, seconds, share in spent]
             parts.append(_markdown_table([["part", "time", "share", "meaning"], *body]))
-        checkpoints = [["step", "saved (UTC)", "checkpoint"], *saves(run)]
-        tables = starts(run), checkpoints, [["environment", "version"], *environment(run)]
-        parts += [_markdown_table(table) for table in tables if len(table) > 1]
+        parts += map(_markdown_table, tables(run).values())
         for sample in run.samples[-_MOST_SAVES:]:
             parts.append(f"Sample of step {sample['step']}:\n\n{_quoted(str(sample.get('text')))}")
-        for text in run.profiles:
-            parts.append(_quoted(text))
-        if run.damage:
-            parts.append(run.damage)
-    differing = config_differences(runs)
-    if len(runs) > 1 and len(differing) > 1:
+        parts += [*map(_quoted, run.profiles), *filter(None, [run.damage])]
+    if len(runs) > 1 and len(differing := config_differences(runs)) > 1:
         parts += ["## Config differences", _markdown_table(differing)]
     return "\n\n".join(parts) + "\n"
 

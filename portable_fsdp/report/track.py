@@ -1,8 +1,8 @@
 """Send a run's metrics to an experiment tracker, through accelerate's classes: during the run or afterwards.
 
 A run starts one such process per tracker (`observe/trackers.py`), so one that raises or hangs doesn't disturb training,
-and accelerate, which would start XLA in a worker, is never imported there. Like a later `report RUN --track=NAME`, it
-reads the files of the run's folder, and stores the last sent step in `trackers/NAME.json`.
+and accelerate, which would start XLA in a worker, is never imported there. It reads the files of the run's folder, and
+stores the last sent step in `trackers/NAME.json`.
 """
 
 import json
@@ -11,7 +11,8 @@ import select
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -41,18 +42,14 @@ class Sent:
     config: bool = False
 
 
+# Trackers that choose the id of a run themselves -> how to read it.
 _OWN_IDS = {"mlflow": lambda run: run.info.run_id, "aim": lambda run: run.hash, "clearml": lambda task: task.id}
-"""Trackers that choose the id of a run themselves -> how to read it."""
-
 _TAKE_TEXTS = ("comet_ml", "dvclive", "swanlab", "tensorboard", "trackio", "wandb")
-"""Trackers whose class in accelerate accepts texts in addition to numbers."""
+"""Trackers whose class in accelerate also accepts texts."""
 
 
 def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
-    """Return the arguments of accelerate's class for a tracker, so it writes below `folder` and to the run's own curve.
-
-    Raises KeyError for an unknown tracker.
-    """
+    """Return the arguments of accelerate's class for a tracker, so it writes below `folder` and to the run's curve."""
     project = {"run_name": _PROJECT}
     return {
         "aim": {"run_name": run, "logging_dir": str(folder), "run_hash": sent.id or None},
@@ -69,10 +66,8 @@ def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
 
 
 def track(run: Path, name: str, *, follow: bool) -> int:
-    """Send new rows; with `follow` keep sending until standard input closes. Returns the last step sent.
-
-    Raises UsageError for a folder that is no run and while another process sends, TrackerError for a library's error.
-    """
+    """Send new rows; with `follow` until standard input closes. Returns the last step sent. Raises UsageError for a
+    folder that is no run and while another process sends, TrackerError for a library's error."""
     config, folder = read_config(run), run / FOLDER
     if folder.is_symlink() or (folder / f"{name}.lock").is_symlink():
         raise UsageError(f"--track: {folder}: this folder or {name}.lock in it is a symbolic link.\n  Remove the link.")
@@ -90,24 +85,30 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
     folder = run / FOLDER
     state, began = folder / f"{name}.json", time.monotonic()
     psutil.cpu_percent()  # the first value is 0
-    sent = _read_state(state) or Sent("" if name in _OWN_IDS else uuid.uuid4().hex)
+    sent = Sent("" if name in _OWN_IDS else uuid.uuid4().hex)
+    with suppress(OSError, ValueError, TypeError):  # missing, or no run wrote it
+        sent = Sent(**parse_json(read_regular(state, folder)))
     try:
         tracker = _open(name, folder, name_of(run, config), sent)
         if name in _OWN_IDS:
             sent = replace(sent, id=str(_OWN_IDS[name](tracker.tracker)))
         if not sent.config:
-            tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
+            others = {
+                key: json.dumps(v, default=str) for key, v in config.items() if not isinstance(v, str | int | float)
+            }
+            tracker.store_init_configuration(config | others)
             sent = replace(sent, config=True)
         samples, offset = list[JsonObject](), 0  # a run writes samples before the row of their step
         for rows in _batches(run / "metrics.jsonl", sent.step, follow=follow):
             for row in rows:
                 new, _, offset, _ = read_records(run / "samples.jsonl", "step", offset=offset)
                 samples = [sample for sample in (*samples, *new) if sample["step"] >= row["step"]]
-                texts = _texts(samples, row["step"]) if name in _TAKE_TEXTS else {}
-                tracker.log({**_values(row), **texts}, step=row["step"])
+                texts = [str(sample.get("text")) for sample in samples if sample["step"] == row["step"]]
+                numbered = {f"samples/{number}": text for number, text in enumerate(texts, start=1)}
+                tracker.log(_values(row) | (numbered if name in _TAKE_TEXTS else {}), step=row["step"])
                 sent = replace(sent, step=row["step"])
             if rows:
-                _write_state(state, sent)
+                write_text_atomically(state, json.dumps(asdict(sent)) + "\n")
             if time.monotonic() - began > _SYSTEM_EVERY_S:
                 load = {"cpu_percent": psutil.cpu_percent(), "memory_percent": psutil.virtual_memory().percent}
                 tracker.log({f"system/{name}": value for name, value in load.items()}, step=sent.step)
@@ -116,7 +117,7 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
     except (Exception, SystemExit) as error:
         raise TrackerError(f"tracker {name}: {type(error).__name__}: {error}") from error
     finally:
-        _write_state(state, sent)
+        write_text_atomically(state, json.dumps(asdict(sent)) + "\n")
     return sent.step
 
 
@@ -135,7 +136,10 @@ def _batches(path: Path, after: int, *, follow: bool) -> Iterator[list[JsonObjec
     """Yield new rows of steps after `after`, each step once; with `follow` poll every `_POLL_S`."""
     offset, pause, is_last = 0, 0.0, False
     while not is_last:
-        is_last = not follow or _parent_is_gone(pause)
+        # The run keeps this process's standard input open while it lives.
+        is_last = not follow or (
+            any(select.select([sys.stdin], [], [], pause)) and not os.read(sys.stdin.fileno(), 4096)
+        )
         pause = _POLL_S
         rows, _, offset, _ = read_records(path, "step", offset=offset)
         new = {row["step"]: row for row in rows if row["step"] > after}
@@ -143,38 +147,11 @@ def _batches(path: Path, after: int, *, follow: bool) -> Iterator[list[JsonObjec
         yield [new[step] for step in sorted(new)]
 
 
-def _parent_is_gone(seconds: float) -> bool:
-    """Wait up to `seconds`; return True if standard input closed, which the run keeps open while it lives."""
-    ready, _, _ = select.select([sys.stdin], [], [], seconds)
-    return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
-
-
-def _values(row: JsonObject) -> dict[str, float]:
+def _values(row: JsonObject) -> dict[str, Any]:
     """Return the numbers of a row, grouped for trackers: `train/loss`, `eval/loss`, `processes/seconds_imbalance`."""
-    flat: dict[str, Any] = {f"train/{key}": value for key, value in row.items() if not key.startswith("eval_")}
-    flat |= {f"eval/{key[5:]}": value for key, value in row.items() if key.startswith("eval_")}
-    loads = row.get("processes")
-    flat |= {f"processes/{key}": value for key, value in loads.items()} if isinstance(loads, Mapping) else {}
-    numbers = {key: value for key, value in flat.items() if isinstance(value, int | float)}
-    return {key: value for key, value in numbers.items() if key != "train/step"}
-
-
-def _texts(samples: Sequence[JsonObject], step: int) -> dict[str, str]:
-    """Return `samples/1`, ... -> text."""
-    texts = [str(sample.get("text")) for sample in samples if sample["step"] == step]
-    return {f"samples/{number}": text for number, text in enumerate(texts, start=1)}
-
-
-def _plain(value: object) -> str | int | float | bool:
-    return value if isinstance(value, str | int | float | bool) else json.dumps(value, default=str)
-
-
-def _read_state(path: Path) -> Sent | None:
-    try:
-        return Sent(**parse_json(read_regular(path, path.parent)))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _write_state(path: Path, sent: Sent) -> None:
-    write_text_atomically(path, json.dumps(asdict(sent)) + "\n")
+    loads: object = row.get("processes")
+    pairs = [
+        (f"eval/{key[5:]}" if key.startswith("eval_") else f"train/{key}", row[key]) for key in row if key != "step"
+    ]
+    pairs += [(f"processes/{key}", value) for key, value in loads.items()] if isinstance(loads, Mapping) else []
+    return {key: value for key, value in pairs if isinstance(value, int | float)}

@@ -1,7 +1,6 @@
 """Resolve `train.micro_batch: auto`: the run's earlier value when it resumes, else the largest that the plan fits.
 
-A training run doesn't import the planner: process 0 starts `plan --largest-batch` as a child process. The global batch
-stays the same, and so does the loss curve.
+A training run doesn't import the planner: process 0 starts `plan --largest-batch` as a child process.
 """
 
 import json
@@ -36,8 +35,8 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "TORCHELASTIC_", "SL
 def with_resolved_micro_batch(config: Config, *, device: str, backend: str, num_devices: int | None) -> Config:
     """Return the config with a number for `auto`, identical on all processes. *collective*
 
-    Opens the engine with micro batch 1 and closes it again: an engine's programs depend on the number. Raises
-    BackendError if the engine has no planner, ConfigError if the plan gives no number.
+    Opens an engine of its own: an engine's programs depend on the number. Raises BackendError if the engine has no
+    planner, ConfigError if the plan gives no number.
     """
     device, backend = resolve(device, backend)
     require_supported(config, Deployment(backend, device))
@@ -59,12 +58,11 @@ def _kept(config: Config, engine: Backend) -> int | None:
         return None
     with suppress(UsageError, LookupError, OSError):  # written by another release, or incomplete: plan again
         saved = read_file(path).config
-        size, start = saved.train.resolved_micro_batch, {}
-        for event in read_jsonl(path.with_name("events.jsonl")):
-            start = event if event["event"] == "start" else start
+        size, events = saved.train.resolved_micro_batch, read_jsonl(path.with_name("events.jsonl"))
+        start = [event for event in events if event["event"] == "start"][-1]
         is_same = all(getattr(saved, name) == getattr(config, name) for name in DECIDE_MEMORY)
-        sizes = micro_batches(config.train.global_batch, engine.row_shards)
-        if is_same and now.items() <= start.items() and size in sizes:
+        fits = size in micro_batches(config.train.global_batch, engine.row_shards)
+        if is_same and now.items() <= start.items() and fits:
             log.info("train.micro_batch: %d, as before in this run (%s)", size, path)
             return size
     return None

@@ -34,14 +34,13 @@ from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dt
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.factory import call_user
-from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.preflight import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 
-if TYPE_CHECKING:  # text without samples loads neither
+if TYPE_CHECKING:  # text doesn't load it
     from portable_fsdp.train.row_trial import RowTrial
-    from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -221,9 +220,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
 
 def total_steps(config: Config, rows: int) -> int:
     """Return the optimizer updates of the whole run: train.steps, or the full steps in train.epochs over `rows` rows.
-
-    Raises ConfigError if the epochs don't fill one step, or the schedule doesn't fit into the steps.
-    """
+    Raises ConfigError if the epochs don't fill one step, or the schedule doesn't fit into the steps."""
     train = config.train
     if train.steps is None and rows >= ENDLESS:
         raise ConfigError(
@@ -243,7 +240,7 @@ def total_steps(config: Config, rows: int) -> int:
 
 
 def build_evaluator(config: Config, backend: Backend, training: Training, corpus: Corpus) -> Evaluator | None:
-    """Build the evaluator for the rows of `data.eval_split`; None without `train.eval_every`."""
+    """Build the evaluator for `data.eval_split`; None without `train.eval_every`."""
     if corpus.eval_rows is None:
         return None
     if config.train.eval_every is None:
@@ -252,15 +249,10 @@ def build_evaluator(config: Config, backend: Backend, training: Training, corpus
     return Evaluator(backend, training.model, corpus.eval_rows, config.train, training.task)
 
 
-def build_sampler(
-    config: Config, backend: Backend, training: Training, tokenizer: Tokenizer | None
-) -> "Sampler | None":
-    """Build the sampler for `train.sample_prompts`; None without `train.sample_every`. Raises ConfigError for a prompt
-    that doesn't fit."""
+def build_sampler(config: Config, backend: Backend, training: Training, tokenizer: Tokenizer | None) -> Sampler | None:
+    """Build the sampler; None without `train.sample_every`. Raises ConfigError for a prompt that doesn't fit."""
     if config.train.sample_every is None or tokenizer is None:  # a rule refuses samples without text
         return None
-    from portable_fsdp.train.sampling import Sampler
-
     return Sampler(backend, training.model, tokenizer, config.train, config.data.seq_len)
 
 
@@ -300,14 +292,12 @@ def open_batches(
 def saved_config(config: Config) -> dict[str, Any]:
     """Return the config for checkpoints: JSON values, with the content of the file in `model.architecture`, which may
     change before the run is resumed, and without passwords, since checkpoints are copied."""
+
+    def as_json(value: object) -> object:  # as transformers does: JSON has no infinities
+        is_infinite = isinstance(value, float) and math.isinf(value)
+        return {"__float__": "Infinity" if value == math.inf else "-Infinity"} if is_infinite else value
+
     values = config.model_dump(mode="json")
     if config.model.architecture is not None:
-        values["model"]["architecture"] = each_value(architecture_mapping(config.model.architecture), _as_json)
+        values["model"]["architecture"] = each_value(architecture_mapping(config.model.architecture), as_json)
     return json.loads(without_passwords(json.dumps(values)))
-
-
-def _as_json(value: object) -> object:
-    """Encode infinities as transformers does: JSON has none."""
-    if isinstance(value, float) and math.isinf(value):
-        return {"__float__": "Infinity" if value > 0 else "-Infinity"}
-    return value

@@ -1,6 +1,7 @@
 """Decide what follows a step, a pure function of values that all processes have; and detect requests for a save."""
 
 import logging
+import math
 import stat
 import time
 from collections.abc import Callable, Iterable
@@ -53,10 +54,8 @@ class Decision:
 
 
 def decide(limits: Limits, step: int, votes: Votes, history: Evaluated | None) -> Decision:
-    """Decide what follows `step`; call again after reading its votes, and after its evaluation.
-
-    A stop request has priority: it skips evaluation and samples, and saves. The last and the best step are saved.
-    """
+    """Decide what follows `step`; call again after reading its votes, and after its evaluation. A stop request has
+    priority: it skips evaluation and samples, and saves. The last and the best step are saved."""
     is_last = step >= limits.last
     end: Outcome | None = "finished" if is_last else None
     if votes.stop:
@@ -85,52 +84,41 @@ def _is_due(step: int, every: int | None) -> bool:
 
 log = logging.getLogger("portable_fsdp")
 
-
-class _Request(NamedTuple):
-    """Identity of a file `SAVE`; a file created or touched later has another."""
-
-    inode: int
-    modified_ns: int
+_Request = tuple[int, int]
+"""Inode and time (ns) of a file `SAVE`; a file created or touched later has others."""
 
 
 class SaveTriggers:
-    """Triggers of saves: `every_minutes` since the last one, or the file `SAVE` (`touch RUN/SAVE`).
-
-    One file causes one save. The commit of that save, perhaps in the background, deletes the file.
-    """
+    """Triggers of saves: `every_minutes` since the last one, or the file `SAVE` (`touch RUN/SAVE`), which causes one
+    save. The commit of that save, perhaps in the background, deletes the file."""
 
     def __init__(self, folder: Path, every_minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: monotonic seconds."""
-        self._file = folder / "SAVE"
-        self._every_s = None if every_minutes is None else 60 * every_minutes
-        self._clock = clock
-        self._last = clock()
+        self._file, self._clock, self._last = folder / "SAVE", clock, clock()
+        self._every_s = math.inf if every_minutes is None else 60 * every_minutes
         self._taken: tuple[int, _Request] | None = None  # step of the save that answers it, and the request
         self._has_warned = False
 
     @property
     def due(self) -> bool:
         """Whether a save is due. True until `began` is called."""
-        by_clock = self._every_s is not None and self._clock() - self._last >= self._every_s
         request = self._request()
-        return by_clock or (request is not None and (self._taken is None or self._taken[1] != request))
+        is_new = request is not None and (self._taken is None or self._taken[1] != request)
+        return is_new or self._clock() - self._last >= self._every_s
 
     def began(self, step: int) -> None:
         """Record that a save of `step` began, for any reason; it fulfils earlier requests."""
         self._last = self._clock()
-        request = self._request()
-        if request is not None:
+        if (request := self._request()) is not None:
             self._taken = step, request
 
     def committed(self, steps: Iterable[int]) -> None:
         """Record that `steps` were committed; only process 0 knows it and deletes the file `SAVE` they fulfil."""
         if self._taken is None or not any(step >= self._taken[0] for step in steps):
             return
-        if self._request() != self._taken[1]:  # already deleted, or created again
-            self._taken = None
-            return
         try:
-            self._file.unlink()
+            if self._request() == self._taken[1]:  # else already deleted, or created again
+                self._file.unlink()
             self._taken = None
         except OSError as error:  # not a reason to end the run or to save again
             log.warning("%s: saved, but the file can't be deleted: %s", self._file, error.strerror)
@@ -141,7 +129,7 @@ class SaveTriggers:
         except OSError:
             return None
         if stat.S_ISREG(status.st_mode):
-            return _Request(status.st_ino, status.st_mtime_ns)
+            return status.st_ino, status.st_mtime_ns
         if not self._has_warned:
             self._has_warned = True
             log.warning("%s: not a regular file; ignoring it. To request a save, remove it and touch it", self._file)

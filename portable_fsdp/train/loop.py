@@ -8,11 +8,11 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.format import Evaluated, step_folder
@@ -34,12 +34,9 @@ from portable_fsdp.runtime.factory import UserExit, user_code
 from portable_fsdp.runtime.signals import Stopped, StopRequest
 from portable_fsdp.train.build import open_batches
 from portable_fsdp.train.control import Votes, decide, is_patience_over
-from portable_fsdp.train.evaluate import Evaluator, updated_history
+from portable_fsdp.train.evaluate import Evaluator, Sampler, updated_history
 from portable_fsdp.train.measures import InFlight, NotFiniteError
 from portable_fsdp.train.run import Exporter, OpenRun, newest_checkpoint, note_commits, open_run, patience_of, recorded
-
-if TYPE_CHECKING:  # a run without samples doesn't load it
-    from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -98,7 +95,12 @@ def _train_steps(run: OpenRun) -> Outcome:
     if (ended := _evaluate_before(run)) is not None:
         return ended
     opened = open_batches(config, run.engine, run.training, run.corpus, run.start.resumed)
-    with opened as batches, _no_collections():
+    with opened as batches, ExitStack() as undo:
+        gc.collect()
+        gc.freeze()  # what exists before the first step is never collected
+        gc.disable()  # other processes would wait for a collection in the middle of a step
+        undo.callback(gc.unfreeze)
+        undo.callback(gc.enable)
         for step in range(run.step + 1, run.limits.last + 1):
             with run.measures.timed("wait"):
                 until = run.profiles.before_step(step, in_flight and in_flight.metrics)
@@ -107,7 +109,7 @@ def _train_steps(run: OpenRun) -> Outcome:
             waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
             placed = [run.engine.place(batch) for batch in rows.micro_batches]
             # The clock of process 0 and its view of the run's folder decide for all processes.
-            own_votes = Votes(_wants_stop(run), run.engine.process.index == 0 and run.triggers.due)
+            own_votes = Votes(run.wants_stop(), run.engine.process.index == 0 and run.triggers.due)
             control = run.measures.control(rows.count, own_votes)
             with run.measures.timed("step"):
                 metrics = run.engine.fetch(run.training.step(placed, lr, control))
@@ -163,20 +165,6 @@ def _evaluate_before(run: OpenRun) -> Outcome | None:
     return "finished"
 
 
-@contextmanager
-def _no_collections() -> Generator[None]:
-    """Turn off automatic garbage collection, since other processes would wait for one in the middle of a step; freeze
-    the objects that exist before the first step."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
 def _next_rows(run: OpenRun, batches: Batches, in_flight: InFlight | None) -> StepRows:
     """Return the rows of the next step. If they can't be read, the step in flight still gets its row of metrics."""
     try:
@@ -206,7 +194,7 @@ def _evaluate(run: OpenRun, step: int) -> tuple[bool, EvaluationEnd | None]:
     validation set counts."""
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
     with run.measures.timed("wait"):
-        evaluation = evaluator(lambda: _wants_stop(run))
+        evaluation = evaluator(run.wants_stop)
     if evaluation is None:
         return True, None
     if evaluation.tokens == 0 and math.isinf(evaluation.loss):
@@ -227,7 +215,7 @@ def _sample(run: OpenRun, step: int) -> bool:
     """Generate samples. Returns whether a stop request interrupted it."""
     began = time.perf_counter()
     with run.measures.timed("wait"):
-        texts = cast("Sampler", run.sampler)(lambda: _wants_stop(run))
+        texts = cast(Sampler, run.sampler)(run.wants_stop)
     if texts is None:
         return True
     prompts = run.start.config.train.sample_prompts
@@ -245,10 +233,6 @@ def _save(run: OpenRun, position: tuple[int, int], *, wait: bool) -> None:
                 run.checkpoints.wait()
     except CheckpointError as error:  # no longer a usage error: the run has started
         raise TrainingError(str(error)) from error
-
-
-def _wants_stop(run: OpenRun) -> bool:
-    return run.stop.requested or run.checkpoints.failed
 
 
 def _require_finite(run: OpenRun, step: int, values: dict[str, float], loss_scale: float | None = None) -> None:

@@ -22,8 +22,7 @@ from portable_fsdp.train.control import Votes
 if TYPE_CHECKING:  # text doesn't load it
     from portable_fsdp.train.row_trial import RowCost
 
-VOTES = 5
-"""Numbers of each process in the control vector."""
+VOTES = 5  # numbers of each process in the control vector
 
 
 def control_numbers(processes: int) -> list[float]:
@@ -78,7 +77,7 @@ class Measures:
         return time.perf_counter() - self._began
 
     def begin_step(self) -> float:
-        """Begin a step and end the previous one, whose own time is now known. Returns time.perf_counter() (seconds)."""
+        """Begin a step and end the previous one, whose own time is now known. Returns time.perf_counter()."""
         now, compute = time.perf_counter(), self._backend.compute_seconds()
         self._own = now - self._began_step - self._elsewhere["wait"]
         if compute is not None:
@@ -94,12 +93,9 @@ class Measures:
         self._elsewhere[part] += time.perf_counter() - began
 
     def control(self, count: float, votes: Votes) -> list[float]:
-        """Return a step's control numbers: `count` of this process's losses, its request to stop, and VOTES numbers per
-        process, zeros except its own: seconds of its last step, of its own work and of waiting for rows, peak memory
-        (bytes), and its request to save.
-
-        The step sums them over all processes, so all processes know them in the same step.
-        """
+        """Return a step's control numbers, which the step sums over all processes: `count` of this process's losses,
+        its request to stop, and VOTES numbers per process, zeros except its own: seconds of its last step, of its own
+        work and of waiting for rows, peak memory (bytes), and its request to save."""
         process, memory = self._backend.process, self._backend.memory()
         peak = memory.peak_bytes if memory else math.nan
         numbers, own = control_numbers(process.count), 2 + VOTES * process.index
@@ -108,10 +104,8 @@ class Measures:
         return numbers
 
     def read(self, late: InFlight, until: float | None = None) -> tuple[StepEnd, Votes]:
-        """Wait for a step's metrics: the only place where the loop waits for the device.
-
-        All processes read the same values. The step ended when the next one began (`until`), or now.
-        """
+        """Wait for a step's metrics, the same on all processes: the only place where the loop waits for the device. The
+        step ended when the next one began (`until`), or now."""
         with self.timed("wait"):
             metrics = late.metrics.result()
         stop, by_process = metrics.pop("votes").tensor_split([1])
@@ -188,8 +182,5 @@ def tokens_and_flops(size: ModelSize, seq_len: int, cost: "RowCost | None") -> t
     processes every token (experts). `cost`: of a row that isn't text of `seq_len` tokens."""
     if cost is not None:
         return cost.tokens, None if cost.flops is None else cost.flops / cost.tokens
-    if size.has_experts:
-        return seq_len, None
-    return seq_len, model_flops_per_token(
-        size.parameters, size.embedding_parameters, size.layers, size.hidden, seq_len, size.frozen_parameters
-    )
+    sizes = size.parameters, size.embedding_parameters, size.layers, size.hidden
+    return seq_len, None if size.has_experts else model_flops_per_token(*sizes, seq_len, size.frozen_parameters)

@@ -7,9 +7,9 @@ assumes even shards, and counts memory used by other programs as free.
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -44,12 +44,9 @@ class MemoryNeed:
         return ", ".join(f"{name} {in_units(part)}" for name, part in parts.items() if part)
 
 
-class Room(NamedTuple):
-    """Memory available to a process."""
-
-    host: tuple[str, str]  # (machine, container); processes with the same pair share one limit
-    host_bytes: int  # shared by all processes of the host
-    device_bytes: int | None  # per device; None if the engine doesn't know it
+Room = tuple[tuple[str, str], int, int | None]
+"""Memory of a process: its host (machine, container), the host's bytes, shared by its processes, and the bytes of each
+device; None if the engine doesn't know them."""
 
 
 def memory_need(
@@ -80,7 +77,7 @@ def memory_need(
 def require_memory(config: Config, backend: Backend, need: MemoryNeed) -> None:
     """Log the memory need. Raises ConfigError, identical on all processes, if it exceeds the memory. *collective*"""
     memory = backend.memory()
-    room = Room(host_identity(), host_memory_bytes(), None if memory is None else memory.limit_bytes)
+    room = host_identity(), host_memory_bytes(), None if memory is None else memory.limit_bytes
     rests_on_host = config.memory.cpu_offload or backend.device_name == "cpu"
     log.info("%s", check_memory(config, need, backend.gather(room), backend.axes, rests_on_host=rests_on_host))
 
@@ -89,15 +86,13 @@ def check_memory(
     config: Config, need: MemoryNeed, rooms: Sequence[Room], axes: Mapping[str, int], *, rests_on_host: bool
 ) -> str:
     """Return one line about memory needed and available; `rooms`: of all processes. Raises ConfigError if it can't fit.
-
-    `rests_on_host`: weights, gradients and optimizer state are in host memory (offload, or the CPU as device).
-    """
-    devices, copies, processes = math.prod(axes.values()), axes["replicate"], Counter(room.host for room in rooms)
+    `rests_on_host`: weights, gradients and optimizer state are in host memory (offload, or the CPU as device)."""
+    devices, copies = math.prod(axes.values()), axes["replicate"]
     on_device = need.total * copies // devices
-    limits = [room.device_bytes for room in rooms if room.device_bytes is not None]
+    limits = [limit for _, _, limit in rooms if limit is not None]
     by_host = [
-        (on_device * devices // len(rooms) * count, min(room.host_bytes for room in rooms if room.host == host), count)
-        for host, count in processes.items()
+        (on_device * devices // len(rooms) * count, min(size for other, size, _ in rooms if other == host), count)
+        for host, count in Counter(host for host, _, _ in rooms).items()
     ]
     on_host, host_limit, count = max(by_host, key=lambda host: host[0] / host[1])  # the fullest
     times = f", {copies} times" if copies > 1 else ""
@@ -113,24 +108,19 @@ def check_memory(
         if limits and on_device > min(limits):
             problem = f"{in_units(on_device)} on each of {devices} device(s),\n  which has {in_units(min(limits))}"
     if problem:
+        lora, offload = config.model.lora, config.memory.cpu_offload
+        fixes = {
+            "sharding.strategy=FULL_SHARD, one replica over all devices": copies > 1,
+            "more hosts" if offload else "more devices or hosts": True,
+            "precision.master=bfloat16, which needs half": config.precision.master == "float32",
+            "model.lora={}, with gradients and optimizer state only of adapters": lora is None,
+            "precision.frozen=bfloat16": lora is not None and config.precision.frozen == "auto",
+            "on GPUs memory.cpu_offload=true": not offload,
+            "a smaller model": True,
+        }
         raise ConfigError(
             f"model: the run doesn't fit into memory: {need.parameters:,} parameters need at least "
-            f"{problem}: {need}{times}.\n  Fixes: {'; '.join(_fixes(config, copies))}."
+            f"{problem}: {need}{times}.\n  Fixes: {'; '.join(fix for fix, helps in fixes.items() if helps)}."
         )
     trained = "" if need.trained == need.parameters else f" ({need.trained:,} train)"
     return f"{need.parameters:,} parameters{trained}: {need}{times}; at least {place} on a host"
-
-
-def _fixes(config: Config, copies: int) -> Iterator[str]:
-    if copies > 1:
-        yield "sharding.strategy=FULL_SHARD, one replica over all devices"
-    yield "more hosts" if config.memory.cpu_offload else "more devices or hosts"
-    if config.precision.master == "float32":
-        yield "precision.master=bfloat16, which needs half"
-    if config.model.lora is None:
-        yield "model.lora={}, with gradients and optimizer state only of adapters"
-    elif config.precision.frozen == "auto":
-        yield "precision.frozen=bfloat16"
-    if not config.memory.cpu_offload:
-        yield "on GPUs memory.cpu_offload=true"
-    yield "a smaller model"

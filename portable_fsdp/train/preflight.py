@@ -1,14 +1,13 @@
 """Checks before a run starts, each once: without torch, then with the engine, then with the model.
 
 All problems of one stage are reported together. `launch` runs the first stage before it imports torch and transformers,
-which takes seconds. Each process opens files and hub repositories by itself, without a collective: a file may differ
-between hosts, and a branch of the hub may move in between.
+which takes seconds. Each process opens files and hub repositories by itself, so they may differ between processes.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,9 @@ from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.optim.optimizer import check_schedule
+from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
+from portable_fsdp.runtime.files import require_unused
 from portable_fsdp.runtime.hub import before_transformers, is_hub_id, require_folder_or_hub_id
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def check_config(config: Config, deployment: Deployment | None, *, writes: bool 
     `deployment`: None if it is not known yet; then only the config's own values are checked. `writes`: whether the
     command writes into the run's folders. Raises one error with all problems.
     """
-    _together(*_checks(config, deployment, writes=writes))
+    _together(_checks(config, deployment, writes=writes))
 
 
 def problems_of(config: Config, deployment: Deployment | None) -> list[str]:
@@ -45,32 +46,24 @@ def problems_of(config: Config, deployment: Deployment | None) -> list[str]:
     return [str(error) for error in _errors(_checks(config, deployment))]
 
 
-def _checks(config: Config, deployment: Deployment | None, *, writes: bool = True) -> list[Callable[[], None]]:
-    if deployment is None:
-        return _values(config)
-    return [
-        lambda: require_supported(config, deployment),
-        *_values(config),
-        *(_folders(config) if writes else ()),
-        lambda: _require_model(config),
-        lambda: _require_data(config),
-    ]
+def _checks(config: Config, deployment: Deployment | None, *, writes: bool = True) -> Iterator[Callable[[], None]]:
+    if deployment is not None:
+        yield lambda: require_supported(config, deployment)
+    if (steps := config.train.steps) is not None:  # else they follow from the data
+        yield from (lambda: check_schedule(config.optim, steps), lambda: check_profile(config, steps))
+    if deployment is not None:
+        yield from _folders(config) if writes else ()
+        yield from (lambda: _require_model(config), lambda: _require_data(config))
 
 
-def _values(config: Config) -> list[Callable[[], None]]:
-    if (steps := config.train.steps) is None:  # the steps follow from the data
-        return []
-    return [lambda: check_schedule(config.optim, steps), lambda: check_profile(config, steps)]
-
-
-def _together(*checks: Callable[[], object]) -> None:
+def _together(checks: Iterable[Callable[[], None]]) -> None:
     """Run all checks. Raises the error of the first that fails, with the messages of all."""
     if errors := _errors(checks):
         errors[0].args = ("\n".join(map(str, errors)),)
         raise errors[0]
 
 
-def _errors(checks: Iterable[Callable[[], object]]) -> list[PortableFSDPError]:
+def _errors(checks: Iterable[Callable[[], None]]) -> list[PortableFSDPError]:
     errors: list[PortableFSDPError] = []
     for check in checks:
         try:
@@ -80,12 +73,10 @@ def _errors(checks: Iterable[Callable[[], object]]) -> list[PortableFSDPError]:
     return errors
 
 
-def _folders(config: Config) -> tuple[Callable[[], None], ...]:
-    return (
-        lambda: require_writable(Path(config.run.dir)),
-        lambda: _require_trackers(config),
-        lambda: _require_resume(config),
-    )
+def _folders(config: Config) -> Iterator[Callable[[], None]]:
+    folder = Path(config.run.dir)
+    yield from (lambda: _require_writable(folder), lambda: require_unused(folder))
+    yield from (lambda: _require_trackers(config), lambda: _require_resume(config))
 
 
 def _require_model(config: Config) -> None:
@@ -112,7 +103,6 @@ def _require_resume(config: Config) -> None:
 
 
 def _require_trackers(config: Config) -> None:
-    """Raise ConfigError for trackers that aren't installed."""
     if config.observe.trackers:
         from portable_fsdp.observe.trackers import require_installed
 
@@ -120,8 +110,7 @@ def _require_trackers(config: Config) -> None:
         require_installed(config.observe.trackers, "observe.trackers", later)
 
 
-def require_writable(folder: Path) -> None:
-    """Raise ConfigError for a run.dir that can't be created or written to."""
+def _require_writable(folder: Path) -> None:
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         problem = "a folder without write permission" if nearest.is_dir() else "a file"
@@ -132,8 +121,8 @@ def require_writable(folder: Path) -> None:
 
 
 def check_profile(config: Config, steps: int, resumed_step: int = 0, *, is_new: bool = True) -> None:
-    """Raise ConfigError for an observe.profile past the last step, or, if `is_new`, before the step to resume from. An
-    old one is no error there, so that the same command can resume the run."""
+    """Raise ConfigError for an observe.profile past the last step, or, if `is_new`, before the step to resume from: the
+    same command must resume a run whose profile is over."""
     if config.observe.profile is None:
         return
     (begin, end), last = config.observe.profile.steps, min(steps, config.train.stop_at or steps)
@@ -156,10 +145,9 @@ def check_with_engine(config: Config, backend: "Backend", *, writes: bool = True
     """Raise on all processes for folders that aren't writable and for a wrong architecture, before minutes of
     tokenizing. *collective*"""
     from portable_fsdp.models.architecture import read_architecture
-    from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 
     if writes:
-        on_process_0(backend, lambda: _together(*_folders(config)))
+        on_process_0(backend, lambda: _together(_folders(config)))
     if (architecture := config.model.architecture) is not None:
         before_transformers()
         on_each_process(backend, lambda: read_architecture(architecture, config.train.task, logs=False))
@@ -172,7 +160,6 @@ def open_data(config: Config, backend: "Backend") -> "Corpus":
     error also has what is wrong with the model, whose weights are not read.
     """
     from portable_fsdp.data.build import build_data
-    from portable_fsdp.runtime.collective_errors import on_each_process
 
     def build() -> "Corpus":
         try:
@@ -209,11 +196,8 @@ def _problem_of_model(config: Config) -> str:
 
 
 def require_same_model(backend: "Backend", config: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all processes if the commit of `model.pretrained`, or its config.json, differs between them.
-    *collective*
-
-    `config`: the transformers config of the opened model; empty for other models.
-    """
+    """Raise ConfigError on all processes if the commit of `model.pretrained`, or its config.json (`config`; empty for
+    other models), differs between them. *collective*"""
     opened = Path(str(config.get("_name_or_path", "")))
     rest = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     facts = {

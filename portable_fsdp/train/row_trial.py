@@ -33,7 +33,7 @@ class RowTrial(NamedTuple):
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> int:
-    """Return the tokens of each row: the length of `input_ids`, or 1 without `input_ids`."""
+    """Return the tokens of each row: the length of `input_ids`, or 1 without them."""
     ids = batch.get("input_ids")
     return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
 
@@ -46,18 +46,14 @@ Shapes = dict[str, tuple[int, ...]]
 class RowCheck:
     """Raises DataError for rows unlike the first. Picklable: `data.workers` call it in their processes."""
 
-    shapes: tuple[Shapes, ...] | None
-    """Shapes that rows may have; None: any."""
-    classes: int | None
-    """Number of classes, or of labels per row if the problem isn't SINGLE_LABEL."""
-    problem: str = SINGLE_LABEL
+    shapes: tuple[Shapes, ...] | None  # that rows may have; None: any
+    classes: int | None  # number of classes, or of labels per row if the problem isn't SINGLE_LABEL
+    problem: str
 
     def __call__(self, batch: Mapping[str, Tensor], place: Callable[[int], str]) -> None:
         if self.shapes is not None and (actual := _shapes(batch)) not in self.shapes:
             raise _other_shape(self.shapes, actual, place(0))
-        if self.classes is not None and self.problem == SINGLE_LABEL:
-            _require_range(batch["labels"], self.classes, place)
-        elif self.classes is not None:
+        if self.classes is not None:
             _require_values(batch["labels"], self.classes, self.problem, place)
 
 
@@ -165,9 +161,7 @@ def _shapes(batch: Mapping[str, Tensor]) -> Shapes:
 def _other_shape(shapes: tuple[Shapes, ...], actual: Shapes, first: str) -> DataError:
     nearest = max(shapes, key=lambda shape: len(shape.items() & actual.items()))
     name = next(name for name in {**nearest, **actual} if actual.get(name) != nearest.get(name))
-    of_buckets = len(shapes) > 1
-    expected = "a shape of data.buckets" if of_buckets else "one shape"
-    before = "in the nearest bucket" if of_buckets else "first"
+    expected, before = ("a shape of data.buckets", "in the nearest bucket") if shapes[1:] else ("one shape", "first")
     return DataError(
         f"data.factory: expected rows of {expected}, since XLA compiles one program per shape; found {name} "
         f"{list(nearest.get(name, ()))} {before}, {list(actual.get(name, ()))} from {first} on.\n"
@@ -196,27 +190,22 @@ def _require_labels(task: Task, batch: Mapping[str, Tensor]) -> None:
 
 
 def _require_values(labels: Tensor, outputs: int, problem: str, place: Callable[[int], str]) -> None:
-    values = labels.float().view(len(labels), -1)
-    is_in_range = (values >= 0) & (values <= 1) if problem == MULTI_LABEL else values.isfinite()
-    if values.shape[1] == outputs and is_in_range.all():
+    values, has_shape = labels.reshape(len(labels), -1), True
+    if problem == SINGLE_LABEL:
+        is_right = ((values >= 0) & (values < outputs)) | (values == IGNORED)
+        expected = f"expected labels from 0 to {outputs - 1} (the model's classes), or {IGNORED} (ignored)"
+        fix = "Give the model more classes, or correct the labels."
+    else:
+        is_right = (values >= 0) & (values <= 1) if problem == MULTI_LABEL else values.isfinite()
+        numbers = "numbers from 0 to 1" if problem == MULTI_LABEL else "finite numbers"
+        expected = f"{problem} expects {outputs} {numbers} per row as labels, one for each output of the model "
+        expected += "(num_labels)"
+        fix, has_shape = "Correct the labels, or num_labels and problem_type.", values.shape[1] == outputs
+    if has_shape and is_right.all():
         return
     row, actual = 0, f"labels of shape {list(labels.shape[1:])}"
-    if values.shape[1] == outputs:
-        row = int((~is_in_range).any(dim=1).nonzero()[0])
-        actual = f"{values[row][~is_in_range[row]][0].item():g}"
-    numbers = "numbers from 0 to 1" if problem == MULTI_LABEL else "finite numbers"
-    raise DataError(
-        f"data.factory: {problem} expects {outputs} {numbers} per row as labels, one for each output of the model "
-        f"(num_labels), found {actual} in {place(row)}.\n  Correct the labels, or num_labels and problem_type."
-    )
-
-
-def _require_range(labels: Tensor, classes: int, place: Callable[[int], str]) -> None:
-    wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= classes)
-    if wrong.any():
-        row = int(wrong.view(len(labels), -1).any(dim=1).nonzero()[0])
-        value = int(labels[row][wrong[row]].flatten()[0])
-        raise DataError(
-            f"data.factory: expected labels from 0 to {classes - 1} (the model's classes), or {IGNORED} (ignored), "
-            f"found {value} in {place(row)}.\n  Give the model more classes, or correct the labels."
-        )
+    if has_shape:
+        row = int((~is_right).any(dim=1).nonzero()[0])
+        value = values[row][~is_right[row]][0].item()
+        actual = f"{value:g}" if isinstance(value, float) else f"{value}"
+    raise DataError(f"data.factory: {expected}, found {actual} in {place(row)}.\n  {fix}")

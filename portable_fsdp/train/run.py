@@ -1,8 +1,4 @@
-"""A run: the state of the loop, how it is opened, and how its end is recorded.
-
-`open_run` reads top to bottom: checks with the engine, data, model, checks with the model, then the checkpoint to
-resume from and the observers.
-"""
+"""A run: the state of the loop, how it is opened, and how its end is recorded."""
 
 import logging
 import sys
@@ -11,11 +7,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps
-from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
+from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.tokenize import Tokenizer
@@ -38,12 +34,9 @@ from portable_fsdp.train.build import (
     total_steps,
 )
 from portable_fsdp.train.control import Limits, SaveTriggers
-from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.measures import Measures, NotFiniteError, run_start
 from portable_fsdp.train.preflight import check_profile, check_with_engine, open_data, require_same_model
-
-if TYPE_CHECKING:  # a run without samples doesn't load it
-    from portable_fsdp.train.sampling import Sampler
 
 log = logging.getLogger("portable_fsdp")
 
@@ -69,7 +62,7 @@ class OpenRun:
     corpus: Corpus
     training: Training
     evaluator: Evaluator | None
-    sampler: "Sampler | None"
+    sampler: Sampler | None
     checkpoints: Checkpoints
     limits: Limits
     measures: Measures
@@ -83,6 +76,9 @@ class OpenRun:
     misses_evaluation: bool = False  # the resumed checkpoint lacks its evaluation, because of a stop request
     outcome: Outcome = "finished"
 
+    def wants_stop(self) -> bool:
+        return self.stop.requested or self.checkpoints.failed
+
 
 def open_run(
     config: Config,
@@ -93,10 +89,8 @@ def open_run(
     keep_output: Callable[[Path, int], None],
     exporter: Exporter | None,
 ) -> OpenRun:
-    """Check, build, and resume according to `checkpoint.resume`; for the arguments see `loop.train`. *collective*
-
-    `held` closes the resources of the run.
-    """
+    """Check, build, and resume according to `checkpoint.resume`; for the arguments see `loop.train`. `held` closes the
+    resources of the run. *collective*"""
     process = engine.process.index
     configure_log(process)
     run_file = held.enter_context(run_log(process))
@@ -117,16 +111,21 @@ def open_run(
     named = on_process_0(engine, lambda: last_save(Path(config.run.dir) / "events.jsonl"))
     point = checkpoints.find(config.checkpoint.resume, named)
     resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
-    start = run_start(
-        config, engine, training.built.size, steps, resumed, training.trial.cost if training.trial else None
-    )
+    cost = training.trial.cost if training.trial else None
+    start = run_start(config, engine, training.built.size, steps, resumed, cost)
     is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
     check_profile(config, steps, start.step, is_new=is_new)
 
     last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
     limits = Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every)
+    history = resumed.evaluation if resumed and evaluator else None
     evaluated = resumed.evaluation.step if resumed and resumed.evaluation else 0
+    if history is not None and evaluator is not None and history.rows != evaluator.fingerprint:
+        log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
+        history = None
     observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
+    is_own = point is not None and point.is_own
+    misses_evaluation = is_own and evaluated < start.step and limits.evaluates(start.step)
     run = OpenRun(
         start,
         engine,
@@ -142,12 +141,9 @@ def open_run(
         observers,
         Profiles(engine, start, observers, stop),
         step=start.step,
-        history=_earlier_history(resumed, evaluator),
+        history=history,
         last_checkpoint=resumed.path if resumed else None,
-        misses_evaluation=point is not None
-        and point.is_own
-        and evaluated < start.step
-        and limits.evaluates(start.step),
+        misses_evaluation=misses_evaluation,
     )
     try:
         on_process_0(engine, lambda: run.callbacks.call(Callback.on_start, start))
@@ -172,7 +168,7 @@ def _record_early(config: Config, engine: Backend, run_file: RunLog, error: Base
 
 
 def _displays(config: Config) -> Iterator[Callback]:
-    """Optional built-in callbacks. One that raises is removed and the run continues, as for user callbacks."""
+    """Yield built-in callbacks that, like a user's, are removed if they raise."""
     if sys.stderr.isatty():
         from portable_fsdp.observe.live_display import LiveDisplay
 
@@ -181,17 +177,6 @@ def _displays(config: Config) -> Iterator[Callback]:
         from portable_fsdp.observe.trackers import Trackers
 
         yield Trackers()
-
-
-def _earlier_history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:
-    """Return the checkpoint's evaluation history, if it evaluated the same rows."""
-    history = resumed.evaluation if resumed else None
-    if history is None or evaluator is None:
-        return None
-    if history.rows != evaluator.fingerprint:
-        log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
-        return None
-    return history
 
 
 @contextmanager
@@ -222,7 +207,7 @@ def note_commits(run: OpenRun) -> None:
 
 
 def _record_failure(run: OpenRun, error: BaseException) -> None:
-    """Notify the callbacks, and add the last step and checkpoint to the message of an error that lost work."""
+    """Notify the callbacks; add the last step and checkpoint to the message of an error that lost work."""
     values = error.values if isinstance(error, NotFiniteError) else {}
     end = _end_of(run, "not finite" if values else "failed", values, error)
     with suppress(Exception), user_code():  # the disk may be full: the run's own error takes precedence
@@ -257,5 +242,4 @@ def _end_of(run: OpenRun, outcome: Outcome, values: Mapping[str, float], error: 
 
 
 def patience_of(run: OpenRun) -> str:
-    """Return the reason of early stopping."""
     return f"no improvement in {run.history.without_improvement if run.history else 0} evaluations"

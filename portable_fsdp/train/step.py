@@ -3,8 +3,6 @@
 The loss is a sum over the global batch divided by its count, so gradients are sums too and don't depend on the number
 of devices or micro batches. If only the loss itself can count (the user's own task), backward divides by the number of
 rows, and gradients are corrected once all counts are known.
-
-`train_step` combines the functions above it, which are in the order in which a step runs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Batch, Metrics
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction
-from portable_fsdp.optim.counting import LossScaler, nothing_changed_if, set_step_numbers, step_numbers
+from portable_fsdp.optim.counting import nothing_changed_if, set_step_numbers, step_numbers
 
 Step = Callable[..., Metrics]
 """`step(batches, lr, control)`, see `train_step`."""
@@ -64,19 +62,6 @@ def mean_loss(backend: Backend, model: nn.Module, task: Task, sums: Sums) -> tup
     return torch.where(is_empty, 0.0, loss), is_empty
 
 
-def clip(backend: Backend, model: nn.Module, limit: float | None, is_empty: Tensor) -> Tensor:
-    """Undo loss scaling and clip gradients; returns the norm before clipping, 0-dim. *collective*"""
-    return torch.where(is_empty, 0.0, backend.clip_grad_norm(model, limit))
-
-
-def adapt_loss_scale(scaler: LossScaler | None, grad_norm: Tensor, is_empty: Tensor) -> tuple[Metrics, Tensor]:
-    """Return (metrics of float16, whether to skip the update because gradients overflowed or nothing counts)."""
-    if scaler is None:
-        return {}, is_empty
-    overflows = ~grad_norm.isfinite()
-    return scaler.update(overflows, is_empty), is_empty | overflows
-
-
 def train_step(
     backend: Backend,
     model: nn.Module,
@@ -123,9 +108,13 @@ def train_step(
             batch, control, keeps = only
             sums = micro_batch(batch, control, sums, keeps, last=True)
         loss, is_empty = mean_loss(backend, model, task, sums)
-        grad_norm = clip(backend, model, max_grad_norm, is_empty)
-        metrics, skipped = adapt_loss_scale(backend.loss_scaler, grad_norm, is_empty)
-        with nothing_changed_if(skipped, optimizer):
+        grad_norm = torch.where(is_empty, 0.0, backend.clip_grad_norm(model, max_grad_norm))  # undoes loss scaling too
+        metrics: Metrics = {}
+        is_skipped = is_empty
+        if backend.loss_scaler is not None:
+            overflows = ~grad_norm.isfinite()
+            metrics, is_skipped = backend.loss_scaler.update(overflows, is_empty), is_empty | overflows
+        with nothing_changed_if(is_skipped, optimizer):
             optimizer.step()
         if accumulation == 1 or drops_in_program:
             backend.zero_gradients(optimizer, keep=accumulation > 1)

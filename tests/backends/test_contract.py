@@ -20,9 +20,8 @@ from workers import GetWorkers, Group, JobFailed, Run
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.data.tokenize import ByteTokenizer
 from portable_fsdp.runtime.errors import BackendError, ConfigError
-from portable_fsdp.train.evaluate import Evaluator
+from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.preflight import require_same
-from portable_fsdp.train.sampling import Sampler
 
 ADAMW = Case(model="llama", steps=50)
 # Plain SGD, unclipped: AdamW and clipping both hide a wrong gradient scale.

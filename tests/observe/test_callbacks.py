@@ -6,7 +6,8 @@ import logging
 import math
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import toy
+from cases import TINY
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.utils import logging as transformers_log
 
@@ -32,10 +34,6 @@ from portable_fsdp.train.loop import train
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(portable_fsdp.__file__).parent
-MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64} | {
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +46,7 @@ def toy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    base: dict[str, dict[str, Any]] = {
-        "run": {"dir": "run"},
-        "model": {"architecture": MODEL},
-        "data": {"source": "python_docs", "seq_len": 32},
-        "train": {"steps": 4, "global_batch": 4, "log_every": 2},
-        "optim": {"warmup_steps": 1},
-    }
+    base = TINY | {"train": TINY["train"] | {"log_every": 2}}
     return Config.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
 
 
@@ -130,6 +122,14 @@ def test_callbacks_that_raise_are_dropped_and_harm_nothing(
     assert [row["step"] for row in read_jsonl(Path("run/metrics.jsonl"))] == [1, 2, 3, 4]
 
 
+@contextmanager
+def files_of_at_most(limit_bytes: int) -> Generator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "config.yaml"])
 def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> None:
     """A file can grow no further; the lines before stay whole, and the same command resumes."""
@@ -138,14 +138,9 @@ def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> 
     if file in lines:
         folder.mkdir()
         (folder / file).write_text(json.dumps(lines[file] | {"long": "x" * (limit - 1300)}) + "\n")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     settings = config(train={"steps": 4, "micro_batch": 4}, checkpoint={"every": 1, "keep": 1})
-    try:
-        with pytest.raises(TrainingError) as raised:
-            train(settings, device="cpu", backend="toy")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_of_at_most(limit), pytest.raises(TrainingError) as raised:
+        train(settings, device="cpu", backend="toy")
     message = str(raised.value)
     assert message.startswith(f"the run can't write its files: [Errno 27] File too large: 'run/{file}'\n")
     assert "\n  A file in run may not become that large: raise the limit (ulimit -f)." in message
@@ -158,91 +153,62 @@ def test_a_full_disk_ends_the_run_with_a_sentence(file: str, tmp_path: Path) -> 
         assert [row["step"] for row in read_jsonl(folder / file)] == [*range(5)]
 
 
-ROWS_THAT_END = """
-from pathlib import Path
+ROWS = """
 import torch
+from pathlib import Path
 
 class Rows(torch.utils.data.Dataset):
     reads = 0
 
-    def __init__(self, split):
-        pass
+    def __init__(self, counted, ends=False):
+        self.counted, self.ends = counted, ends
 
     def __len__(self):
         return 8
 
     def __getitem__(self, row):
         Rows.reads += Path("run/config.yaml").exists()  # the run has begun
-        if Rows.reads > 1:
+        if self.ends and Rows.reads > 1:
             raise OSError("the archive is broken")
-        return {"input_ids": torch.arange(6), "labels": torch.arange(6)}
-"""
-
-
-def test_an_error_of_the_data_is_not_hidden_by_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Protects the cause: the row of the step in flight can't be written either."""
-    (tmp_path / "rows_that_end.py").write_text(ROWS_THAT_END)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    bert = {"model_type": "bert", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_labels": 16}
-    settings = config(
-        model={"architecture": {**bert, "num_hidden_layers": 1, "num_attention_heads": 2}},
-        train={"task": "token_classification", "steps": 8, "global_batch": 1},
-    )
-    settings = settings.model_copy(update={"data": Data.model_validate({"factory": "rows_that_end:Rows"})})
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 0, "long": "x" * ((1 << 20) - 100)}) + "\n")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
-        with pytest.raises(DataError, match="the archive is broken"):
-            train(settings, device="cpu", backend="native")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_loss_that_is_not_finite_reaches_the_callbacks() -> None:
-    recorder = Recorder()
-    with pytest.raises(
-        TrainingError, match=r"expected a finite loss and gradient norm, found loss .* and grad_norm nan"
-    ):
-        train(config(optim={"lr": 1e30, "schedule": "constant"}), device="cpu", backend="toy", callbacks=[recorder])
-    end = recorder.seen[-1]
-    assert (end.outcome, end.reason, list(end.values)) == ("not finite", "not finite", ["loss", "grad_norm"])
-    stop = read_jsonl(Path("run/events.jsonl"))[-1]
-    assert (stop["event"], stop["step"], stop["reason"], stop["grad_norm"]) == ("stop", end.step, "not finite", None)
-
-
-ROWS_WITHOUT_LABELS = """
-import torch
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, counted):
-        self.counted = counted
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, row):
         ids = (torch.arange(6) * (row + 3)) % 16
         return {"input_ids": ids, "labels": ids if row in self.counted else torch.full((6,), -100)}
 
-def rows(split):
+def end(split):
+    return Rows(range(8), ends=True)
+
+def lack_labels(split):
     return Rows([] if split == "test" else [0, 5])
 """
 
 
-def test_steps_and_evaluations_in_which_nothing_counts_are_said_and_the_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "rows_without_labels.py").write_text(ROWS_WITHOUT_LABELS)
+@pytest.fixture
+def classifier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Config]:
+    """The config of a model of tokens on ROWS."""
+    (tmp_path / "callback_rows.py").write_text(ROWS)
     monkeypatch.syspath_prepend(str(tmp_path))
     bert = {"model_type": "bert", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_labels": 16}
-    settings = config(
-        model={"architecture": {**bert, "num_hidden_layers": 1, "num_attention_heads": 2}},
-        train={"task": "token_classification", "steps": 8, "global_batch": 1, "eval_every": 4},
-    )
-    data = Data.model_validate({"factory": "rows_without_labels:rows", "eval_split": "test"})
-    settings = settings.model_copy(update={"data": data})
+    bert |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+
+    def settings(function: str, train: dict[str, Any], **data: Any) -> Config:
+        train = {"task": "token_classification", "steps": 8, "global_batch": 1, **train}
+        values = config(model={"architecture": bert}, train=train)
+        return values.model_copy(update={"data": Data(factory=f"callback_rows:{function}", **data)})
+
+    return settings
+
+
+def test_an_error_of_the_data_is_not_hidden_by_a_full_disk(classifier: Callable[..., Config], tmp_path: Path) -> None:
+    """Protects the cause: the row of the step in flight can't be written either."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 0, "long": "x" * ((1 << 20) - 100)}) + "\n")
+    with files_of_at_most(1 << 20), pytest.raises(DataError, match="the archive is broken"):
+        train(classifier("end", {}), device="cpu", backend="native")
+
+
+def test_steps_and_evaluations_in_which_nothing_counts_are_said_and_the_run_goes_on(
+    classifier: Callable[..., Config],
+) -> None:
+    settings = classifier("lack_labels", {"eval_every": 4}, eval_split="test")
     recorder = Recorder()
     assert train(settings, device="cpu", backend="native", callbacks=[recorder]) == 0
     steps = [data for data in recorder.seen if isinstance(data, StepEnd)]
@@ -270,7 +236,9 @@ def test_gradients_that_overflow_at_every_scale_end_the_run(monkeypatch: pytest.
     assert [(step.loss_scale, step.skipped_steps, step.is_skipped) for step in steps] == [(4, 1, True), (2, 2, True)]
     rows = read_jsonl(Path("run/metrics.jsonl"))
     assert [(row["loss_scale"], row["skipped_steps"], row["grad_norm"]) for row in rows] == [(4, 1, None), (2, 2, None)]
-    assert recorder.seen[-1].outcome == "not finite"
+    end, stop = recorder.seen[-1], read_jsonl(Path("run/events.jsonl"))[-1]
+    assert (end.outcome, end.reason, list(end.values)) == ("not finite", "not finite", ["loss", "grad_norm"])
+    assert (stop["event"], stop["step"], stop["reason"], stop["grad_norm"]) == ("stop", 3, "not finite", None)
 
 
 @pytest.mark.parametrize("engine", ["native", "toy"])

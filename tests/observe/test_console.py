@@ -1,87 +1,32 @@
 """What a run prints: its lines, its summary, and the live display on a terminal."""
 
-import io
 import os
 import pty
 import re
 import subprocess
 import sys
-import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console as Terminal
-from rich.progress import Task, TaskID
+from cases import TINY
 
-from portable_fsdp.config.schema import Config
-from portable_fsdp.observe.callbacks import RunStart, StepEnd
+from portable_fsdp.observe.callbacks import StepEnd
 from portable_fsdp.observe.console import Console
 from portable_fsdp.observe.goodput import Pace
-from portable_fsdp.observe.live_display import _Figures
 from portable_fsdp.observe.run_files import processes_row
 
-STEP = StepEnd(
-    step=10,
-    loss=2.3125,
-    grad_norm=0.9,
-    lr=3e-4,
-    tokens=6200,
-    tokens_per_second=3100.0,
-    mfu=0.0775,
-    memory_bytes=3 * 2**29,
-    seconds=2.0,
-    ended=1.7e9,
-    data_seconds=0.25,
-    steps=20,
-    seconds_left=8.0,
-    elapsed=25.0,
-    device_flops=7.75e12,
-    is_logged=True,
-    memory_limit=15 * 2**30,
-    process_seconds=(2.0,),
-    process_own_seconds=(1.5,),
-    process_data_seconds=(0.25,),
-    process_memory_bytes=(1.0,),
-    imbalance=None,
-    stragglers=(),
-    collectives=None,
-)
-
-START = RunStart(
-    config=Config.model_validate(
-        {"model": {"architecture": {"model_type": "llama"}}, "train": {"steps": 20, "stop_at": 16}}
-    ),
-    folder=Path("run"),
-    engine="native",
-    device="cpu",
-    devices=1,
-    processes=1,
-    hosts=("host1",),
-    step=0,
-    steps=20,
-    tokens=6200,
-    parameters=1,
-    trained_parameters=1,
-    flops_per_token=None,
-    peak_flops=None,
-    resumed=None,
-)
-
-ARCHITECTURE = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+VALUES: dict[str, Any] = {
+    **dict.fromkeys(field.name for field in fields(StepEnd)),
+    **{"step": 10, "steps": 20, "loss": 2.3125, "grad_norm": 0.9, "tokens_per_second": 3100.0, "mfu": 0.0775},
+    **{"memory_bytes": 3 * 2**29, "memory_limit": 15 * 2**30, "device_flops": 7.75e12, "seconds_left": 8.0},
+    **{"is_logged": True, "stragglers": (), "process_seconds": (2.0, 2.0)},
 }
-CONFIG = {
-    "run": {"dir": "run"},
-    "model": {"architecture": ARCHITECTURE},
+STEP = StepEnd(**VALUES)
+
+CONFIG = TINY | {
     "data": {"source": "python_docs", "seq_len": 32, "eval_split": "2%"},
     "train": {"steps": 30, "global_batch": 2, "log_every": 10, "eval_every": 15},
     "optim": {"lr": 0.003},
@@ -100,8 +45,6 @@ def test_a_line_leaves_out_what_is_unknown(
     changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     step, console = replace(STEP, **changes), Console()
-    console.on_start(START)
-    caplog.clear()
     with caplog.at_level("INFO"):
         console.on_step(replace(step, seconds_left=None))
         console.on_step(replace(step, step=11, is_logged=False))
@@ -170,20 +113,6 @@ def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
     pattern = r"last loss \d\.\d{4}; best eval loss \d\.\d{4} \(step \d+\); goodput \d+% of .* since the first process"
     assert re.search(pattern, lines[summary]), lines[summary]
     assert "  last checkpoint: run/checkpoints/step-00000030" in lines
-
-
-def test_a_line_that_a_narrower_terminal_wrapped_is_erased() -> None:
-    written = io.StringIO()
-    terminal = Terminal(file=written, width=100, force_terminal=True)
-    figures = _Figures(terminal)
-    task = Task(TaskID(0), "", 1, 0, _get_time=time.monotonic, fields={"now": "loss 1"})
-    assert str(figures.render(task)) == "loss 1"
-    assert written.getvalue() == ""
-    terminal.width = 30
-    figures.render(task)
-    assert written.getvalue() == "\r\x1b[3A\x1b[J"  # 100 columns had become four lines
-    figures.render(task)
-    assert written.getvalue().count("J") == 1
 
 
 def _read_all(descriptor: int) -> str:

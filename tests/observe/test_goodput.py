@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from portable_fsdp.observe.goodput import PARTS, StragglerWatch, goodput, imbalance
+from portable_fsdp.observe.goodput import PARTS, StragglerWatch, goodput
 
 DAY = 1_700_000_000.0
 
@@ -35,10 +35,6 @@ def parts(events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str,
     return {name: seconds for name, seconds in accounts.parts.items() if abs(seconds) > 1e-6}
 
 
-def test_a_run_without_a_start_has_no_accounts() -> None:
-    assert goodput([{"event": "save", "time": at(0)}], steps(1, [1.0], 0)) is None
-
-
 def test_one_start() -> None:
     rows = steps(1, [5.0, 2.0, 2.0, 2.0], ready=10, data=0.5)
     events = [
@@ -54,28 +50,13 @@ def test_one_start() -> None:
     assert parts(events, rows) == pytest.approx(expected)
 
 
-def test_a_kill_and_a_resume_from_an_earlier_step() -> None:
-    """Steps 3 and 4 ran, were lost, and ran again in the second start."""
-    rows = steps(1, [1.0, 1.0], ready=10) + steps(3, [1.0, 1.0, 1.0], ready=30)
-    lost = {"steps": 2, "seconds": 2.0, "until": at(14)}
-    events = [start(0, 10), start(20, 30, step=2, lost=lost), {"event": "finish", "time": at(33), "step": 5}]
-    assert parts(events, rows) == pytest.approx({"start": 20, "steps": 5, "lost": 2, "waiting": 6})
-
-
-def test_time_after_a_requested_end_is_not_waiting() -> None:
+@pytest.mark.parametrize(("reason", "part"), [("SIGTERM", "stopped"), ("not finite", "waiting")])
+def test_time_after_a_requested_end_is_not_waiting(reason: str, part: str) -> None:
     rows = steps(1, [1.0], ready=1) + steps(2, [1.0], ready=103)
-    events = [
-        start(0, 1),
-        {"event": "stop", "time": at(2), "step": 1, "reason": "SIGTERM"},
-        start(102, 103, step=1),
-    ]
-    assert parts(events, rows) == pytest.approx({"start": 2, "steps": 2, "stopped": 100})
-
-
-def test_time_after_a_loss_that_is_not_finite_is_waiting() -> None:
-    rows = steps(1, [1.0], ready=1) + steps(2, [1.0], ready=103)
-    stop = {"event": "stop", "time": at(2), "step": 1, "reason": "not finite"}
-    assert parts([start(0, 1), stop, start(102, 103, step=1)], rows)["waiting"] == pytest.approx(100)
+    stop = {"event": "stop", "time": at(2), "step": 1, "reason": reason}
+    assert parts([start(0, 1), stop, start(102, 103, step=1)], rows) == pytest.approx(
+        {"start": 2, "steps": 2, part: 100}
+    )
 
 
 def test_steps_repeated_twice_count_once() -> None:
@@ -97,15 +78,15 @@ def test_files_of_older_runs_lack_began_lost_and_row_times() -> None:
     assert parts(events, rows) == pytest.approx({"steps": 1, "other": 1})
 
 
-def test_each_part_has_its_description() -> None:
+def test_each_part_has_its_description_and_without_a_start_there_is_none() -> None:
+    assert goodput([{"event": "save", "time": at(0)}], steps(1, [1.0], 0)) is None
     accounts = goodput([start(0, 1)], [])
     assert accounts is not None
     assert accounts.parts.keys() == PARTS.keys()
     assert accounts.share == 0
 
 
-EVEN = (1.0, 1.1, 1.0, 0.9)
-SLOW = (1.0, 1.1, 1.8, 0.9)
+EVEN, SLOW = (1.0, 1.1, 1.0, 0.9), (1.0, 1.1, 1.8, 0.9)
 
 
 def test_a_process_is_named_once_when_it_was_slow_in_9_of_10_steps() -> None:
@@ -132,9 +113,3 @@ def test_a_process_is_named_once_when_it_was_slow_in_9_of_10_steps() -> None:
 def test_who_is_slow(own: tuple[float, ...], seconds: float, processes: list[int]) -> None:
     watch = StragglerWatch([f"host{index}" for index in range(len(own))])
     assert [straggler.process for _ in range(9) for straggler in watch.add(own, seconds)] == processes
-
-
-def test_imbalance_is_over_the_median_and_unknown_where_a_value_is() -> None:
-    assert imbalance((2.0, 6.0, 1.0)) == 3.0
-    assert imbalance((2.0, 3.0)) == 1.5
-    assert imbalance((2.0, math.nan)) is None

@@ -122,14 +122,10 @@ OPERATIONS = [
 ]
 
 
-def test_shares_of_one_device() -> None:
+def test_shares_of_one_device_count_time_inside_an_operation_once() -> None:
     summary = summarize(OPERATIONS, 12.0)
     times = (summary.busy, summary.compute, summary.communication, summary.exposed, summary.longest_gap)
     assert times == pytest.approx((7.5, 5.0, 4.0, 2.0, 1.5))
-
-
-def test_time_inside_an_operation_is_not_counted_twice() -> None:
-    summary = summarize(OPERATIONS, 12.0)
     seconds = {name: (calls, seconds) for name, calls, seconds, _ in summary.operations}
     assert seconds == {"all_gather": (1, 4.0), "matmul": (2, 4.0), "copy_": (1, 1.0), "memcpy": (1, 0.5)}
     assert [(total.name, total.seconds) for total in summary.modules] == [("layers.0", 4.0), ("layers.1", 1.0)]

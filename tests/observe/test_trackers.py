@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from cases import TINY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from portable_fsdp.config.schema import Config
@@ -20,23 +21,10 @@ from portable_fsdp.train.loop import train
 
 pytestmark = pytest.mark.slow
 
-ARCHITECTURE = {
-    **{"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32},
-    **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
-}
-
 
 def config(folder: Path, **observe: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"dir": str(folder)},
-            "model": {"architecture": ARCHITECTURE},
-            "data": {"source": "python_docs", "seq_len": 32},
-            "train": {"steps": 12, "global_batch": 2, "log_every": 2},
-            "optim": {"lr": 0.003, "warmup_steps": 2},
-            "observe": observe,
-        }
-    )
+    train = {"steps": 12, "global_batch": 2, "log_every": 2}
+    return Config.model_validate(TINY | {"run": {"dir": str(folder)}, "train": train, "observe": observe})
 
 
 def losses(folder: Path) -> list[float]:
@@ -131,12 +119,10 @@ def test_trackers_that_cannot_start_are_left_out(tmp_path: Path, capsys: pytest.
     assert "Traceback" not in err
 
 
-def hang(tracker: psutil.Process) -> None:
-    tracker.suspend()
-
-
-def fill_disk(tracker: psutil.Process) -> None:
-    tracker.rlimit(psutil.RLIMIT_FSIZE, (100, 100))
+ACTS: dict[str, Callable[[psutil.Process], object]] = {
+    "hangs": psutil.Process.suspend,
+    "its disk is full": lambda tracker: tracker.rlimit(psutil.RLIMIT_FSIZE, (100, 100)),
+}
 
 
 @of_each_tracker
@@ -150,7 +136,6 @@ def test_a_tracker_in_trouble_is_dropped_and_leaves_the_run_as_it_was(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("portable_fsdp.observe.trackers.END_S", 0.5 if trouble == "hangs" else 120.0)
-    acts = {"hangs": hang, "its disk is full": fill_disk}
     expected = f"tracker {name}"
     if trouble == "hangs":
         later = f"python -m portable_fsdp.report {tmp_path} --track={name} sends the missing rows"
@@ -163,7 +148,7 @@ def test_a_tracker_in_trouble_is_dropped_and_leaves_the_run_as_it_was(
         (tmp_path / "trackers/tensorboard").write_text("a file where it wants a folder")
         errors = {"tensorboard": "tracker tensorboard: FileExistsError", "wandb": "tracker wandb: AuthenticationError"}
         expected = f"tracker {name} dropped: {errors.get(name, '')}"  # mlflow's has several lines
-    callbacks = [ToTheTracker(acts[trouble])] if trouble in acts else []
+    callbacks = [ToTheTracker(ACTS[trouble])] if trouble in ACTS else []
     assert train(config(tmp_path, trackers=[name]), device="cpu", callbacks=callbacks) == 0
     assert losses(tmp_path) == undisturbed
     assert expected in capsys.readouterr().err

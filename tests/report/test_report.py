@@ -39,6 +39,11 @@ class Page(HTMLParser):
         self.text += "" if self._hidden else data
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
 @pytest.mark.slow  # as each that draws a page: bokeh takes a second
 def test_a_page_of_two_runs_that_opens_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", lr=0.002)
@@ -47,18 +52,9 @@ def test_a_page_of_two_runs_that_opens_offline(tmp_path: Path, capsys: pytest.Ca
     content = (first / "report.html").read_text(encoding="utf-8")
     page = Page(content)
     assert page.addresses == []
-    for words in (
-        "finished at step 40",
-        "40 of 40",
-        "xla, 2 x cpu",
-        "optim.lr",
-        "0.002",
-        "step-00000040",
-        "2.9.0",
-        "on host2",
-    ):
-        assert words in page.text, words
-    assert "Where the time went" in page.text
+    words = ("finished at step 40", "40 of 40", "xla, 2 x cpu", "optim.lr", "0.002", "step-00000040", "2.9.0")
+    for word in (*words, "on host2", "Where the time went", "Newest checkpoints"):
+        assert word in page.text, word
     assert len(content) < 5_000_000
 
 
@@ -94,8 +90,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert Path("runs/demo/trackers/tensorboard.json").is_file()
 
 
-def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run")
+def test_damaged_lines_are_left_out_and_counted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 41, "loss"\n[1, 2]\n{"loss": 1}\n' + "[" * 5000 + "\n" + '{"step": 42, "lo')  # torn
     with (run / "events.jsonl").open("ab") as file:
@@ -123,9 +118,8 @@ def test_a_longer_run_than_memory_holds_is_drawn_by_every_second_row(tmp_path: P
 
 
 def test_the_newest_samples_are_kept_and_events_without_end_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(tmp_path / "run")
     (run / "samples.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)), encoding="utf-8")
     assert [sample["step"] for sample in read_run(run).samples] == [*range(950, 1000)]
     os.truncate(run / "events.jsonl", 2**26)
@@ -155,9 +149,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in DAMAGE.items() for line in lines])
 def test_a_line_that_is_no_record_is_left_out(
-    tmp_path: Path, name: str, line: str, capsys: pytest.CaptureFixture[str]
+    run: Path, name: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(tmp_path / "run")
     assert main([str(run), "--markdown"]) == 0
     before = capsys.readouterr().out
     with (run / name).open("a", encoding="utf-8") as file:
@@ -172,8 +165,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1]\n" + "".join(
 
 
 @pytest.mark.parametrize("text", [": [", BOMB, "a: &a [*a]", "[" * 5000, "!!python/object/apply:os.getpid []", "\0"])
-def test_a_config_that_no_run_wrote_is_left_out(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run")
+def test_a_config_that_no_run_wrote_is_left_out(run: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").write_text(text, encoding="utf-8")
     assert read_run(run).config == {}
     assert main([str(run), "--markdown"]) == 0
@@ -191,8 +183,7 @@ def test_runs_of_one_name_are_told_apart_and_names_are_printable(
 
 
 @pytest.mark.slow
-def test_a_run_under_way_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run")
+def test_a_run_under_way_without_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
     (run / "events.jsonl").write_text(events[0] + "\n", encoding="utf-8")
     (run / "metrics.jsonl").unlink()
@@ -251,13 +242,8 @@ def opened(page: Path) -> tuple[list[str], int]:
     from matplotlib.image import imread  # here: the other tests need none
 
     picture = page.with_suffix(".png")
-    command = [
-        str(CHROMIUM),
-        "--headless=new",
-        "--disable-gpu",
-        "--window-size=1200,2400",
-        "--virtual-time-budget=8000",
-    ]
+    command = [str(CHROMIUM), "--headless=new", "--disable-gpu"]
+    command += ["--window-size=1200,2400", "--virtual-time-budget=8000"]
     command += ["--no-sandbox"] * (os.geteuid() == 0)  # root has none
     command += ["--enable-logging=stderr", "--hide-scrollbars", f"--user-data-dir={page.parent / 'profile'}"]
     command += [f"--screenshot={picture}", page.as_uri()]

@@ -32,8 +32,12 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_run_arrives_whole_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run")
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def test_a_run_arrives_whole_and_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--track=tensorboard"]) == 0
     assert main([str(run), "--track=tensorboard"]) == 0  # nothing is sent twice
     assert capsys.readouterr().out == f"{run}: sent up to step 40\n" * 2
@@ -42,8 +46,7 @@ def test_a_run_arrives_whole_and_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [step for step, _ in curve(run, "processes/seconds_imbalance")] == [10, 20, 30, 40]
 
 
-def test_samples_arrive_as_texts_of_their_steps(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
+def test_samples_arrive_as_texts_of_their_steps(run: Path) -> None:
     samples = [{"step": step, "prompt": "a", "text": f"a {number}"} for step in (5, 12) for number in (1, 2)]
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples), encoding="utf-8")
     assert main([str(run), "--track=tensorboard"]) == 0
@@ -55,19 +58,21 @@ def test_samples_arrive_as_texts_of_their_steps(tmp_path: Path) -> None:
         assert sent == [(step, [f"a {number}".encode()]) for step in (5, 12)]
 
 
-def test_a_tracker_follows_a_run_that_is_killed_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_follows_a_run_that_is_killed_and_resumes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps 11 to 20 are repeated, as after a kill; the tracker ends with the run, whose end of the pipe closes."""
-    run = write_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:20]) + lines[20][:30], encoding="utf-8")
     with subprocess.Popen([*FOLLOW, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            _wait_until_sent(run, 20)
+            state, deadline = run / "trackers/tensorboard.json", time.monotonic() + 60
+            while not state.exists() or json.loads(state.read_text())["step"] != 20:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
             assert main([str(run), "--track=tensorboard"]) == 2  # else it would send all again
             assert "the run itself or another command is sending; wait for it" in capsys.readouterr().err
             (run / "metrics.jsonl").write_text("".join(lines[:10]), encoding="utf-8")
             time.sleep(1.5)  # it looks every second
-            assert json.loads((run / "trackers/tensorboard.json").read_text())["step"] == 20
+            assert json.loads(state.read_text())["step"] == 20
             with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(lines[10:]))
             out, _ = process.communicate(timeout=60)
@@ -75,20 +80,6 @@ def test_a_tracker_follows_a_run_that_is_killed_and_resumes(tmp_path: Path, caps
             process.kill()
     assert (process.returncode, out) == (0, f"{run}: sent up to step 40\n")
     assert curve(run, "train/loss") == [(row["step"], pytest.approx(row["loss"])) for row in rows(run)]
-
-
-def _wait_until_sent(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while not (run / "trackers/tensorboard").is_dir() or not any(sent == step for sent, _ in _curve_so_far(run)):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def _curve_so_far(run: Path) -> list[tuple[int, float]]:
-    try:
-        return curve(run, "train/loss")
-    except (KeyError, OSError):  # nothing yet
-        return []
 
 
 def test_a_disk_without_room_ends_the_tracker_with_a_sentence(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +33,6 @@ class HeldOut(Rows):
 
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         self.requested.append(indices.tolist())
-        return self.all_rows(indices)
-
-    def all_rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(5)
         ids = torch.randint(0, VOCABULARY, (self.count, SEQ_LEN + 1), generator=generator)[indices]
         labels = ids[:, 1:].clone()
@@ -50,9 +47,7 @@ class HeldOut(Rows):
         return "held out"
 
 
-class Opened(NamedTuple):
-    backend: Backend
-    training: Training
+Opened = tuple[Backend, Training]
 
 
 def config(**train: Any) -> Config:
@@ -68,28 +63,25 @@ def config(**train: Any) -> Config:
 @pytest.fixture(scope="module")
 def opened() -> Iterator[Opened]:
     with open_backend(config(), device="cpu", backend="native") as backend:
-        yield Opened(backend, build_training(config(), backend, VOCABULARY))
+        yield backend, build_training(config(), backend, VOCABULARY)
 
 
 def evaluator(opened: Opened, rows: HeldOut, **train: Any) -> Evaluator:
-    return Evaluator(opened.backend, opened.training.model, rows, config(**train).train)
+    return Evaluator(opened[0], opened[1].model, rows, config(**train).train)
 
 
 def whole(opened: Opened, rows: HeldOut, indices: list[int]) -> Evaluation:
     """All of them in one batch. That a batch's loss is a plain model's, the contract's tests say."""
-    batch = rows.all_rows(np.array(indices))
-    with opened.backend.evaluate():
-        loss, tokens = opened.training.model(batch["input_ids"], batch["labels"])
+    batch = HeldOut(rows.count).rows(np.array(indices))
+    with opened[0].evaluate():
+        loss, tokens = opened[1].model(batch["input_ids"], batch["labels"])
     return Evaluation((loss / tokens).item(), int(tokens))
-
-
-ALL = list(range(7))
 
 
 @pytest.mark.parametrize(
     ("count", "train", "chosen", "size"),
     [
-        *((7, {"micro_batch": size}, ALL, size) for size in (1, 2, 4)),
+        *((7, {"micro_batch": size}, [*range(7)], size) for size in (1, 2, 4)),
         (21, {"eval_batches": 2, "micro_batch": 4}, [0, 2, 5, 7, 10, 13, 15, 18], 4),  # spread over the rows
         (3, {"eval_batches": 5}, [0, 1, 2], 1),  # fewer than that
     ],
@@ -117,12 +109,9 @@ def test_only_losses_over_the_same_rows_can_be_compared(opened: Opened) -> None:
     assert prints[0] == prints[2] != prints[1]
 
 
-def test_perplexity() -> None:
+def test_the_history_of_evaluations() -> None:
     assert Evaluation(2.0, 1).perplexity == pytest.approx(7.389056)
     assert Evaluation(1e4, 1).perplexity == float("inf")
-
-
-def test_the_history_of_evaluations() -> None:
     history = None
     actual: list[tuple[int, float, int, float, int]] = []
     for step, loss in ((2, 3.0), (4, 2.0), (6, 2.0), (8, 2.5), (10, 1.5)):

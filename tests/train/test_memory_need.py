@@ -35,7 +35,7 @@ def on_hosts(processes: list[int], host_gib: float, device_gib: float | None = N
     """So many processes on each host; of each host and device so much memory."""
     device = None if device_gib is None else int(device_gib * GIB)
     return [
-        Room((f"host {host}", ""), int(host_gib * GIB), device)
+        ((f"host {host}", ""), int(host_gib * GIB), device)
         for host, count in enumerate(processes)
         for _ in range(count)
     ]
@@ -43,60 +43,48 @@ def on_hosts(processes: list[int], host_gib: float, device_gib: float | None = N
 
 NO_SHARD, HYBRID = {"sharding": {"strategy": "NO_SHARD"}}, {"sharding": {"strategy": "HYBRID_SHARD"}}
 OFFLOAD = {"memory": {"cpu_offload": True}}
-Case = tuple[dict[str, Any], list[Room], int, bool]  # sections, rooms, devices, and whether it rests on the host
-FITS: dict[str, Case] = {
-    "a CPU": ({}, on_hosts([1], 16), 1, True),
-    "two processes of a host, which share it": ({}, on_hosts([2], 16), 2, True),
-    "two hosts": ({}, on_hosts([1, 1], 8), 2, True),
-    "four virtual devices of one process": ({}, on_hosts([1], 16), 4, True),
-    "two copies in one host": (NO_SHARD, on_hosts([2], 32), 2, True),
-    "a copy for each host": (HYBRID, on_hosts([2, 2], 16), 4, True),
-    "GPUs, whatever the host has": ({}, on_hosts([4], 1, 4), 4, False),
-    "GPUs with offload, whatever they have": (OFFLOAD, on_hosts([4], 16, 0.1), 4, True),
-    "devices that don't tell": ({}, on_hosts([1], 1), 4, False),
-}
-# A hundredth less where it counts.
-TOO_MUCH: dict[str, Case] = {
-    r"at least 16\.0 GiB on a host with 1 of the 1 process.* has 15\.9 GiB": ({}, on_hosts([1], 15.9), 1, True),
-    r"16\.0 GiB on a host with 2 of the 2": ({}, on_hosts([2], 15.9), 2, True),
-    r"12\.0 GiB on a host with 3 of the 4": ({}, on_hosts([1, 3], 11.9), 4, True),
-    r"64\.0 GiB .*\n.*, 4 times": (NO_SHARD, on_hosts([1], 63.9), 4, True),
-    r"2 times\.\n  Fixes: sharding\.strategy=FULL_SHARD": (HYBRID, on_hosts([2, 2], 15.9), 4, True),
-    r"4\.0 GiB on each of 4 device.* which has 3\.9 GiB": ({}, on_hosts([4], 64, 3.9), 4, False),
-    r"4\.0 GiB on each of 4": ({}, [*on_hosts([3], 64, 8), *on_hosts([1], 64, 3.9)], 4, False),  # the smallest GPU
-    r"16\.0 GiB on a host with 4 of the 4": (OFFLOAD, on_hosts([4], 15.9, 80), 4, True),
+GPUS = [*on_hosts([3], 64, 8), *on_hosts([1], 64, 4)]
+# Message with three hundredths less -> sections, rooms with just enough, devices, and whether it rests on the host.
+CASES: dict[str, tuple[dict[str, Any], list[Room], int, bool]] = {
+    r"at least 16\.0 GiB on a host with 1 of the 1 process.* has 15\.5 GiB": ({}, on_hosts([1], 16), 1, True),
+    r"16\.0 GiB on a host with 2 of the 2": ({}, on_hosts([2], 16), 2, True),
+    r"8\.0 GiB on a host with 1 of the 2": ({}, on_hosts([1, 1], 8), 2, True),
+    r"12\.0 GiB on a host with 3 of the 4": ({}, on_hosts([1, 3], 12), 4, True),
+    r"64\.0 GiB .*\n.*, 4 times": (NO_SHARD, on_hosts([1], 64), 4, True),
+    r"2 times\.\n  Fixes: sharding\.strategy=FULL_SHARD": (HYBRID, on_hosts([2, 2], 16), 4, True),
+    r"4\.0 GiB on each of 4 device.* which has 3\.9 GiB": ({}, on_hosts([4], 1, 4), 4, False),
+    r"4\.0 GiB on each of 4": ({}, GPUS, 4, False),  # the smallest GPU
+    r"16\.0 GiB on a host with 4 of the 4": (OFFLOAD, on_hosts([4], 16, 0.1), 4, True),
 }
 
 
 def check(sections: dict[str, Any], rooms: list[Room], devices: int, rests_on_host: bool) -> str:
     settings = config(**sections)
-    axes = mesh_axes(settings, devices, hosts=len({room.host[0] for room in rooms}))
+    axes = mesh_axes(settings, devices, hosts=len({host for (host, _), _, _ in rooms}))
     return check_memory(settings, NEED, rooms, axes, rests_on_host=rests_on_host)
 
 
-@pytest.mark.parametrize("name", FITS)
-def test_what_may_fit_is_told(name: str) -> None:
-    line = check(*FITS[name])
-    assert line.startswith("1,073,741,824 parameters: weights 4.0 GiB, gradients 4.0 GiB, optimizer state 8.0 GiB")
-
-
-@pytest.mark.parametrize("message", TOO_MUCH)
+@pytest.mark.parametrize("message", CASES)
 def test_what_cannot_fit_is_refused(message: str) -> None:
+    sections, rooms, devices, on_host = CASES[message]
+    line = check(sections, rooms, devices, on_host)
+    assert line.startswith("1,073,741,824 parameters: weights 4.0 GiB, gradients 4.0 GiB, optimizer state 8.0 GiB")
+    less = [(host, size * 97 // 100, limit and limit * 97 // 100) for host, size, limit in rooms]
     expected = rf"(?s)1,073,741,824 parameters.*{message}.*; precision\.master=bfloat16, which needs half"
     with pytest.raises(ConfigError, match=expected):
-        check(*TOO_MUCH[message])
+        check(sections, less, devices, on_host)
 
 
 def test_the_line_says_where_it_rests() -> None:
     """Containers of one machine have limits of their own, and one copy under HYBRID_SHARD, as one host has."""
-    containers = [Room(("machine", f"container {index}"), 4 * GIB, None) for index in range(4)]
+    containers: list[Room] = [(("machine", f"container {index}"), 4 * GIB, None) for index in range(4)]
     each = "at least 4.0 GiB for each of 4 device(s), "
     for sections in ({}, HYBRID):
         assert check(sections, containers, 4, True).endswith(f"{each}4.0 GiB of 4.0 GiB on a host")
     assert check({}, on_hosts([2, 2], 64, 80), 4, True).endswith(f"{each}8.0 GiB of 64.0 GiB on a host")
-    assert check({}, on_hosts([4], 64, 80), 4, False).endswith(
-        "at least 4.0 GiB of 80.0 GiB on each of 4 device(s), 1.0 GiB on a host"
-    )
+    for limit, of in ((80, " of 80.0 GiB"), (None, "")):  # a device may not tell
+        expected = f"at least 4.0 GiB{of} on each of 4 device(s), 1.0 GiB on a host"
+        assert check({}, on_hosts([4], 64, limit), 4, False).endswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import TINY
 
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Model
 from portable_fsdp.data.tokenize import ByteTokenizer, load_tokenizer
 from portable_fsdp.formats import exporting
 from portable_fsdp.observe.callbacks import Callback, SamplesEnd, StepEnd
@@ -14,25 +15,16 @@ from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.sample import sample
 from portable_fsdp.train.build import build_training
+from portable_fsdp.train.evaluate import Sampler
 from portable_fsdp.train.loop import train
-from portable_fsdp.train.sampling import Sampler
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-ARCHITECTURE = {"model_type": "llama", "vocab_size": 256, **SIZES}
 SAMPLED: dict[str, Any] = {"sample_every": 3, "sample_prompts": ["The ", "Grüße"], "sample_tokens": 12}
 
 
 def config(folder: Path, *, export: bool = False, **settings: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"dir": str(folder)},
-            "model": {"architecture": ARCHITECTURE},
-            "data": {"source": "python_docs", "seq_len": 32},
-            "train": {"steps": 8, "global_batch": 2, **settings},
-            "optim": {"warmup_steps": 1},
-            "checkpoint": {"every": 4, "export": export},
-        }
-    )
+    train = {"steps": 8, "global_batch": 2, **settings}
+    checkpoint = {"every": 4, "export": export}
+    return Config.model_validate(TINY | {"run": {"dir": str(folder)}, "train": train, "checkpoint": checkpoint})
 
 
 class Hooks(Callback):
@@ -65,13 +57,11 @@ def test_a_run_samples_what_its_export_writes(tmp_path: Path) -> None:
 
 
 def test_a_text_ends_with_an_end_and_a_request_to_stop_ends_all(tmp_path: Path) -> None:
-    architecture = {**ARCHITECTURE, "eos_token_id": list(range(256))}
-    settings = config(tmp_path, **SAMPLED).model_copy(
-        update={"model": config(tmp_path).model.model_copy(update={"architecture": architecture})}
-    )
+    model = Model(architecture=TINY["model"]["architecture"] | {"eos_token_id": list(range(256))})
+    settings = config(tmp_path, **SAMPLED).model_copy(update={"model": model})
     with open_backend(settings, device="cpu", backend="native") as backend:
-        model = build_training(settings, backend, 256).model
-        sampler = Sampler(backend, model, ByteTokenizer(), settings.train, 32)
+        training = build_training(settings, backend, 256)
+        sampler = Sampler(backend, training.model, ByteTokenizer(), settings.train, 32)
         assert [len(text) for text in sampler() or []] == [5, 6]
         assert sampler(lambda: True) is None
 

@@ -1,7 +1,6 @@
 """The train step against a plain one, on the native engine with one device in this process."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,10 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.contract import Backend, Batch, Metrics
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Config
-from portable_fsdp.formats.base import ExportOptions
-from portable_fsdp.formats.exporting import export_checkpoint
 from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.loss import Loss
@@ -157,15 +153,6 @@ def test_one_step_equals_plain_pytorch(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_second_step_starts_from_no_gradient(backend: Backend, accumulation: int) -> None:
-    trained = run(backend, accumulation)
-    first = fetched(backend, take(trained, accumulation, 0.0))
-    again = fetched(backend, take(trained, accumulation, 0.0))
-    assert again["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-6)
-    assert again["loss"] == pytest.approx(first["loss"], rel=1e-6), "the learning rate was 0"
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_of_others_do_not_count_and_rates_of_groups_stay_the_users(
     backend: Backend, accumulation: int
 ) -> None:
@@ -205,16 +192,6 @@ def test_an_empty_step_leaves_the_loss_scale_and_its_window() -> None:
     assert scaler.state() == {"scale": 128.0, "finite_steps": 0, "skipped_steps": 0}
 
 
-def test_the_learning_rate_is_that_of_the_call(backend: Backend) -> None:
-    first, other = run(backend), run(backend)
-    before = weights(first.model)
-    take(first, 1, LR)
-    take(other, 1, LR / 4)
-    moved = {name: weight - before[name] for name, weight in weights(first.model).items()}
-    for name, weight in weights(other.model).items():
-        torch.testing.assert_close((weight - before[name]) * 4, moved[name], rtol=1e-3, atol=1e-6)
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_groups_take_their_share_of_it_and_what_is_frozen_stays(backend: Backend, accumulation: int) -> None:
     frozen = {"architecture": ARCHITECTURE, "freeze": ["model.embed_tokens"]}
@@ -246,27 +223,3 @@ def test_metrics_stay_on_the_device_and_what_rides_along_arrives(
         assert not value.requires_grad
     assert {name for name, value in metrics.items() if value.dim()} == {"votes"}
     assert fetched(backend, metrics)["votes"] == [stop, 2.0, 3.0]
-
-
-def test_a_pretrained_folder_trains_a_step_and_comes_back_as_a_folder(backend: Backend, tmp_path: Path) -> None:
-    stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
-    stock.save_pretrained(tmp_path / "folder")
-    trained = run(backend, model={"pretrained": str(tmp_path / "folder")})
-    for name, weight in weights(trained.model).items():
-        assert torch.equal(weight, stock.get_parameter(name)), name
-    take(trained, 1, LR)
-
-    checkpoints = Checkpoints(
-        tmp_path / "checkpoints",
-        backend,
-        config={},
-        model_config=trained.built.config,
-    )
-    saved = checkpoints.save(1, trained.model, trained.optimizer, (0, ROWS))
-    export_checkpoint(saved, "huggingface", tmp_path / "export", ExportOptions())
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    after = weights(trained.model)
-    assert after.keys() == dict(opened.named_parameters()).keys()
-    for name, weight in opened.named_parameters():
-        assert torch.equal(weight, after[name]), name
-        assert not torch.equal(weight, stock.get_parameter(name)), name
