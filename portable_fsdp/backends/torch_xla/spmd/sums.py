@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from portable_fsdp.backends.contract import Forward, dtype_name
 from portable_fsdp.backends.torch_xla.spmd.forward import Copies, Mark
-from portable_fsdp.backends.torch_xla.spmd.head import ChunkedHead, chunk_length
-from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, product_in
+from portable_fsdp.backends.torch_xla.spmd.scatter import ChunkedHead, Scatter, chunk_length, product_in
 from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
 from portable_fsdp.backends.weight_uses import Use
 from portable_fsdp.runtime.errors import BackendError
