@@ -12,6 +12,7 @@ from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import GetWorkers, Group, Run
 
 from portable_fsdp.backends.contract import parameter_slots
+from portable_fsdp.backends.open import local_processes
 from portable_fsdp.backends.torch_xla.fsdp1.shards import boxes, check_rows
 from portable_fsdp.backends.torch_xla.runtime import require_devices
 from portable_fsdp.runtime.errors import BackendError
@@ -169,6 +170,10 @@ def test_boxes_tile_a_range_in_order() -> None:
             for stop in range(start, whole.numel() + 1):
                 pieces = [whole[box].flatten() for box in boxes(shape, start, stop)]
                 assert torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).tolist() == list(range(start, stop))
+
+
+def test_it_starts_one_process_on_cpu() -> None:
+    assert local_processes("cpu", "xla_fsdp1", None) == 1
 
 
 @pytest.mark.parametrize(("device", "way"), [("cpu", "start another one"), ("tpu", "Leave --num_devices")])
