@@ -18,15 +18,12 @@ import json
 import math
 import os
 import platform
-import resource
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
@@ -38,7 +35,7 @@ import numpy as np
 import torch
 from loop_overhead import cpu_model
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
@@ -57,26 +54,20 @@ CURVES_GOAL = 1e-4  # nats between two curves at any step
 FALL_GOAL = 0.2  # of the held-out perplexity
 PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "gguf")
 Step = dict[str, float]
-"""`step`, `loss`, `grad_norm`, `lr`, `seconds`."""
+"""`step`, `loss`, `grad_norm`, `lr`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one way said of itself, and what it took."""
+    """The results of one way."""
 
     steps: list[Step]
     losses_held_out: tuple[float, float]  # before the first step and after the last, in nats
     tokens_held_out: int
-    seconds: float = math.nan  # of its command, all in all
-    cpu_seconds: float = math.nan  # of all its processes
 
     @property
     def losses(self) -> list[float]:
         return [step["loss"] for step in self.steps]
-
-    @property
-    def step_seconds(self) -> float:
-        return statistics.median(step["seconds"] for step in self.steps)
 
     @property
     def perplexities(self) -> tuple[float, float]:
@@ -118,56 +109,37 @@ def trained(config: Path, overrides: Sequence[str], steps: int) -> dict[str, Run
         for number, (name, flags) in enumerate(OURS.items()):
             folder = Path(temporary) / str(number)
             words = ["-m", "portable_fsdp.launch", "--device=cpu", *flags, *common, f"run.dir='{folder}'"]
-            taken = measured(name, words, Path(temporary))
-            runs[name] = said_by(folder, *taken)
+            finish(name, words, Path(temporary))
+            runs[name] = read_run(folder)
             shutil.rmtree(folder)  # three times the model's weights
-        told = Path(temporary) / "trainer.json"
-        seconds, cpu_seconds = measured(TRAINER, [__file__, f"--trainer={told}", *common], Path(temporary))
-        runs[TRAINER] = replace(Run(**json.loads(told.read_text())), seconds=seconds, cpu_seconds=cpu_seconds)
+        result = Path(temporary) / "trainer.json"
+        finish(TRAINER, [__file__, f"--trainer={result}", *common], Path(temporary))
+        runs[TRAINER] = Run(**json.loads(result.read_text()))
     counted = {name: run.tokens_held_out for name, run in runs.items()}
     assert len(set(counted.values())) == 1, f"expected the same held-out rows, found these tokens: {counted}"
     return runs
 
 
-def measured(name: str, words: Sequence[str], folder: Path) -> tuple[float, float]:
-    """Run `python WORDS`; returns its seconds, and the CPU seconds of it and all that it started."""
+def finish(name: str, words: Sequence[str], folder: Path) -> None:
+    """Run `python WORDS`."""
     print(f"{name} ...", file=sys.stderr, flush=True)
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     console = folder / "console"
     with console.open("w") as file:
         done = subprocess.run([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != 0:
         raise SystemExit(f"{console.read_text()[-8000:]}\n{name}: ended with {done.returncode}")
-    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.perf_counter() - began, cpu_seconds
 
 
-def said_by(folder: Path, seconds: float, cpu_seconds: float) -> Run:
-    """What one of our runs has written."""
-    told = [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == "evaluation"]
-    first, last = told
+def read_run(folder: Path) -> Run:
+    """Read the files of one of our runs."""
+    first, last = (event for event in read_jsonl(folder / "events.jsonl") if event["event"] == "evaluation")
     rows = read_jsonl(folder / "metrics.jsonl")
     assert (first["step"], last["step"], first["tokens"]) == (0, len(rows), last["tokens"])
-    keys = ("step", "loss", "grad_norm", "lr", "seconds")
-    steps = [{key: row[key] for key in keys} for row in rows]
-    return Run(steps, (first["loss"], last["loss"]), last["tokens"], seconds, cpu_seconds)
+    steps = [{key: row[key] for key in ("step", "loss", "grad_norm", "lr")} for row in rows]
+    return Run(steps, (first["loss"], last["loss"]), last["tokens"])
 
 
 # ----------------------------------------------------------------------------------------------- transformers' own
-
-
-class Clock(TrainerCallback):
-    """Takes the seconds of each step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
 
 
 def trained_by_trainer(config: Config) -> Run:
@@ -176,14 +148,12 @@ def trained_by_trainer(config: Config) -> Run:
     assert corpus.eval_rows is not None
     positions = np.arange(cast(int, config.train.steps) * config.train.global_batch)
     held_out = unshifted(corpus.eval_rows, evenly_spread(len(corpus.eval_rows), config))
-    clock = Clock()
     with tempfile.TemporaryDirectory() as output:
         trainer: Any = Trainer(
             model=opened(config),
             args=cast(Any, TrainingArguments)(output, **arguments(config)),
             train_dataset=cast(Any, unshifted(corpus.rows, corpus.rows.order(config.run.seed, positions))),
             eval_dataset=cast(Any, held_out),
-            callbacks=[clock],
         )
         before = trainer.evaluate()["eval_loss"]
         trainer.lr_scheduler = our_schedule(config, trainer.create_optimizer())
@@ -192,10 +162,7 @@ def trained_by_trainer(config: Config) -> Run:
     assert "torch_xla" not in sys.modules, "expected a Trainer without torch_xla"
     keys = {"step": "step", "loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
     logged = [row for row in trainer.state.log_history if "loss" in row]
-    steps = [
-        {**{ours: row[theirs] for ours, theirs in keys.items()}, "seconds": seconds}
-        for row, seconds in zip(logged, clock.seconds, strict=True)
-    ]
+    steps = [{ours: row[theirs] for ours, theirs in keys.items()} for row in logged]
     return Run(steps, (before, after), sum(int((row["labels"] != IGNORED).sum()) for row in held_out))
 
 
@@ -291,6 +258,9 @@ def report(config: Config, overrides: Sequence[str], runs: dict[str, Run]) -> st
     steps, rows, length = cast(int, config.train.steps), config.train.global_batch, config.data.seq_len
     shown = sorted({1, steps, *range(5, steps + 1, 5)})
     losses = [[str(at), *(f"{run.losses[at - 1]:.6f}" for run in runs.values())] for at in shown]
+    perplexities = [
+        [when, *(f"{run.perplexities[at]:.4f}" for run in runs.values())] for at, when in enumerate(("before", "after"))
+    ]
     head = ["two ways", "largest difference of losses", "at step", "of gradient norms, relative"]
     lines = [
         "# Beside transformers' Trainer",
@@ -302,10 +272,7 @@ def report(config: Config, overrides: Sequence[str], runs: dict[str, Run]) -> st
         "",
         *goals(runs),
         "",
-        *table(["", *runs], summary(runs)),
-        "",
-        "In all: with start, compilation, both evaluations and, but for the Trainer, a checkpoint of weights and",
-        "moments. One run each, beside other work that came and went: no comparison of speed.",
+        *table(["held-out perplexity", *runs], perplexities),
         "",
         *table(["loss of step", *runs], losses),
         "",
@@ -337,17 +304,6 @@ shift labels themselves, and would leave out the last target of each row. Of a m
 transformers says that it is quantized, and its Trainer refuses it; the script takes that word back, since the weights
 are plain float32.
 """
-
-
-def summary(runs: dict[str, Run]) -> list[list[str]]:
-    every = runs.values()
-    return [
-        ["held-out perplexity before", *(f"{run.perplexities[0]:.4f}" for run in every)],
-        ["held-out perplexity after", *(f"{run.perplexities[1]:.4f}" for run in every)],
-        ["seconds of a step, median", *(f"{run.step_seconds:.2f}" for run in every)],
-        ["seconds in all", *(f"{run.seconds:.0f}" for run in every)],
-        ["CPU seconds in all", *(f"{run.cpu_seconds:.0f}" for run in every)],
-    ]
 
 
 def pairs(runs: dict[str, Run]) -> list[list[str]]:

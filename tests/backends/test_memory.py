@@ -34,9 +34,8 @@ from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.offload import ActivationOffload
 from portable_fsdp.backends.native.units import local_part, recompute
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.backends.torch_xla.spmd.attention import _Attention, _Options
+from portable_fsdp.backends.torch_xla.spmd.attention import _Attention
 from portable_fsdp.backends.torch_xla.spmd.scan import _recompute
-from portable_fsdp.backends.torch_xla.spmd.splash import Kernel
 from portable_fsdp.config.schema import Train
 from portable_fsdp.train.build import build_training, shard_policy
 
@@ -366,11 +365,9 @@ def test_a_scanned_layer_gets_its_input_back_from_the_host() -> None:
 @pytest.mark.xla
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_second_run_of_a_scanned_layer_calls_no_attention(offload: bool) -> None:
-    options = _Options(mesh="", rows=(), splits_heads=False, kernel=Kernel())
-
     def layer(hidden: Tensor, weight: Tensor) -> Tensor:
         query = (hidden @ weight)[:, None]
-        out, _ = cast(Any, _Attention.apply(query, query, query, None, None, options, None))
+        out, _ = cast(Any, _Attention.apply("", None, query, query, query, None, None))
         return hidden + torch.tanh(out[:, 0])
 
     with FakeTensorMode():

@@ -17,8 +17,9 @@ from jobs import device_count
 from test_xla import xla_run
 from workers import GetWorkers, Group, Workers
 
-from portable_fsdp.backends.torch_xla.spmd import head, scatter
+from portable_fsdp.backends.torch_xla.spmd import scatter
 from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, scatter_over
+from portable_fsdp.models.loss import LossInput
 
 STEPS = 6
 LLAMA = {"model.architecture": ARCHITECTURES["llama"] | {"vocab_size": 1024}}
@@ -67,13 +68,13 @@ def xla_run_on_chips(case: Case, folder: str, torus: tuple[int, ...], global_bat
     with (
         _chips(chips or [{"name": "CPU:0"}]),
         patch.object(scatter, "LARGEST_OF_COMPILER", 1),
-        patch.object(head, "POSITIONS", 16),
-        patch.object(head, "product_in", wraps=head.product_in) as products,
+        patch.object(scatter, "POSITIONS", 16),
+        patch.object(LossInput, "gradient", autospec=True, side_effect=LossInput.gradient) as chunks,
         patch.object(jobs, "GLOBAL_BATCH", global_batch),
     ):
         run = xla_run(replace(case, settings=case.settings | rows), folder)
-    dtypes = {str(call.args[1].dtype).removeprefix("torch.") for call in products.call_args_list}
-    return {**run, "head_chunks": products.call_count, "head_dtypes": dtypes}
+    dtypes = {str(call.args[1].dtype).removeprefix("torch.") for call in chunks.call_args_list}
+    return {**run, "head_chunks": chunks.call_count, "head_dtypes": dtypes}
 
 
 def torus_of_chips(chips: list[dict[str, Any]]) -> tuple[int, ...]:

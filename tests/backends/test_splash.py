@@ -219,5 +219,5 @@ def test_what_a_layer_keeps_fills_the_lanes_of_a_tpu(width: int, kept: tuple[int
     """A TPU pads the last dimension to a multiple of 128."""
     with FakeTensorMode():
         query, key = (torch.empty(2, heads, 256, width, dtype=torch.bfloat16) for heads in (4, 2))
-        out, lse = _operations()[0](query, key, key, None, None, "")
+        out, lse = _operations()[0]([query, key, key, None, None], "")
     assert (out.shape, lse.shape) == (kept, (2, 4, 256))

@@ -3,17 +3,16 @@
 import re
 from typing import Any, cast
 
-import jobs
 import pytest
 import torch
 from cases import Case, CaseRows, assemble, assert_equal_states
 from jobs import running
 from reference import reference
 from test_curves import BF16_20_STEPS, assert_equal_curves
-from workers import GetWorkers, Group, JobFailed, Run
+from workers import GetWorkers, Group, Run
 
 from portable_fsdp.backends.contract import parameter_slots
-from portable_fsdp.backends.open import local_processes, resolve
+from portable_fsdp.backends.open import local_processes
 from portable_fsdp.backends.torch_xla.fsdp1.shards import boxes, check_rows
 from portable_fsdp.backends.torch_xla.runtime import require_devices
 from portable_fsdp.runtime.errors import BackendError
@@ -127,25 +126,15 @@ def test_gradients_are_reduced_in_the_dtype_asked_for(workers: GetWorkers) -> No
         assert program["gathered"] == {"bf16"}
 
 
-def test_flatten_parameters_joins_a_unit(workers: GetWorkers) -> None:
-    program = _program(workers, Case(optim=NO_DECAY, settings=FLAT))
-    assert program["reduce-scatter"] == 5  # two layers, embedding, head, and the root
-
-
-def test_shard_param_on_dim_0_false_pads_flat(workers: GetWorkers) -> None:
-    by_rows, flat = (
-        _program(workers, Case(settings={"xla_fsdp1.shard_param_on_dim_0": value}))["shards"] for value in (True, False)
-    )
-    assert by_rows["lm_head.weight"] == (505, 72)  # of 1009 rows
-    assert flat["lm_head.weight"] == (36352,)  # of 1009 * 72 elements: half of the next multiple of 256
-
-
-def test_pin_layout_fixes_the_layout_of_collectives(workers: GetWorkers) -> None:
-    free, pinned = (
-        _program(workers, Case(settings={"xla_fsdp1.pin_layout_in_collective_ops": value})) for value in (False, True)
-    )
-    assert free["all-gather"] > 0 == pinned["all-gather"]  # there is no pinned all-gather: an all-reduce stands for it
-    assert free["pinned"] == 0 < pinned["pinned"]
+def test_how_a_unit_is_sharded_and_how_its_collectives_are_laid_out(workers: GetWorkers) -> None:
+    joined = _program(workers, Case(optim=NO_DECAY, settings=FLAT))
+    assert joined["reduce-scatter"] == 5  # two layers, embedding, head, and the root
+    options = ("shard_param_on_dim_0", True), ("shard_param_on_dim_0", False), ("pin_layout_in_collective_ops", True)
+    rows, flat, pinned = (_program(workers, Case(settings={f"xla_fsdp1.{key}": value})) for key, value in options)
+    assert rows["shards"]["lm_head.weight"] == (505, 72)  # of 1009 rows
+    assert flat["shards"]["lm_head.weight"] == (36352,)  # of 1009 * 72 elements: half of the next multiple of 256
+    assert rows["all-gather"] > 0 == pinned["all-gather"]  # there is no pinned all-gather: an all-reduce stands for it
+    assert rows["pinned"] == 0 < pinned["pinned"]  # on CPUs layouts are not pinned by default
 
 
 def test_buffer_dtype_casts_buffers(workers: GetWorkers) -> None:
@@ -183,16 +172,7 @@ def test_boxes_tile_a_range_in_order() -> None:
                 assert torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).tolist() == list(range(start, stop))
 
 
-def test_c5_refused_when_it_opens(workers: GetWorkers) -> None:
-    """By its table, which tests/backends/test_refusals.py walks."""
-    with pytest.raises(JobFailed, match=r"xla_fsdp1\.flatten_parameters=true with weight decay") as failure:
-        workers(ONE).run(jobs.opened, case=Case(settings=FLAT))
-    assert failure.value.kind == "BackendError"
-
-
-def test_it_is_refused_on_cuda_and_starts_one_process_on_cpu() -> None:
-    with pytest.raises(BackendError, match="backend xla_fsdp1 on cuda: torch_xla dropped its CUDA support"):
-        resolve("cuda", "xla_fsdp1")
+def test_it_starts_one_process_on_cpu() -> None:
     assert local_processes("cpu", "xla_fsdp1", None) == 1
 
 

@@ -4,8 +4,9 @@ Imports neither torch nor torch_xla: plans use the compiler options without them
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from portable_fsdp.backends.open import EngineSpec, Package, PlanMethod, ProcessCount
+from portable_fsdp.backends.open import EngineSpec, Package
 from portable_fsdp.backends.refusals import (
     Rule,
     is_selective,
@@ -17,25 +18,24 @@ from portable_fsdp.backends.refusals import (
 )
 
 _NO_LOSS_SCALING = "float16 needs loss scaling, which only native has; bfloat16 has the range of float32"
-_READS_MASKS = "transformers then reads a mask on the host in every step, which adds a program and a wait"
-_SORTS_TOKENS = "it sorts tokens by expert, into shapes that XLA doesn't know when it compiles"
-_NO_CACHE = "torch_xla 2.9 writes compiled programs but can't load them (github.com/pytorch/xla/issues/9094)"
-_IN_DEVICE_MEMORY = "torch_xla keeps parameters and optimizer state in device memory"
-_NOTHING_BETWEEN = "weights are either sharded over all devices of a replica or gathered"
 
 RULES = (
     *refused_each(
         "on XLA",
         {
-            "model.attention=sdpa|eager": _READS_MASKS,
+            "model.attention=sdpa|eager": (
+                "transformers then reads a mask on the host in every step, which adds a program and a wait"
+            ),
             "model.attention=flex": "torch has no kernel of flex_attention for it",
-            "model.experts=grouped_mm": _SORTS_TOKENS,
-            "sharding.reshard_after_forward": _NOTHING_BETWEEN,
+            "model.experts=grouped_mm": "it sorts tokens by expert, into shapes that XLA doesn't know when it compiles",
+            "sharding.reshard_after_forward": "weights are either sharded over all devices of a replica or gathered",
             "memory.gradient_checkpointing=budget": "the partitioner of torch.compile applies the budget",
-            "compile.cache_dir": _NO_CACHE,
+            "compile.cache_dir": (
+                "torch_xla 2.9 writes compiled programs but can't load them (github.com/pytorch/xla/issues/9094)"
+            ),
             "precision.products=float8|float8_rowwise": "compiled for v6e it takes 1.11 times as long as bfloat16",
             "optim.name=adamw8bit": "bitsandbytes has no kernel for it",
-            "memory.cpu_offload": _IN_DEVICE_MEMORY,
+            "memory.cpu_offload": "torch_xla keeps parameters and optimizer state in device memory",
         },
         "--backend=native",
     ),
@@ -63,37 +63,6 @@ DELEGATED = {
     "compile.enabled": _COMPILES,
     "compile.backend": _COMPILES,
 }
-
-
-def _spec(
-    engine: str,
-    *,
-    rules: tuple[Rule, ...],
-    processes: ProcessCount,
-    notes: Mapping[str, str] = {},
-    planned_by: Mapping[str, PlanMethod] = {},
-) -> EngineSpec:
-    """Return the spec of a torch_xla engine: its own options, and those that both share."""
-    checkout = "In a checkout of portable_fsdp: pip install"
-    return EngineSpec(
-        engine=engine,
-        packages={
-            "cpu": Package("torch_xla", f"{checkout} '.[xla]'"),
-            "tpu": Package("torch_xla", f"{checkout} '.[tpu]'"),
-        },
-        example_device="tpu",
-        rules=(*RULES, *rules),
-        notes={**NOTES, **notes},
-        delegated=DELEGATED,
-        processes=processes,
-        planned_by=planned_by,
-        launcher_counts_devices=False,
-        other_devices={
-            "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"
-            "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
-        },
-    )
-
 
 # ------------------------------------------------------------------------------------------------------------------ xla
 
@@ -196,12 +165,23 @@ SPMD_NOTES = {
     ),
 }
 
-SPMD = _spec(
-    "portable_fsdp.backends.torch_xla.spmd.engine:XlaBackend",
-    rules=SPMD_RULES,
-    notes=SPMD_NOTES,
-    planned_by={"tpu": "compiled step"},
+SPMD = EngineSpec(
+    engine="portable_fsdp.backends.torch_xla.spmd.engine:XlaBackend",
+    packages={
+        "cpu": Package("torch_xla", "In a checkout of portable_fsdp: pip install '.[xla]'"),
+        "tpu": Package("torch_xla", "In a checkout of portable_fsdp: pip install '.[tpu]'"),
+    },
+    example_device="tpu",
+    rules=(*RULES, *SPMD_RULES),
     processes=lambda device, requested, count: 1,  # it drives all devices of the host
+    launcher_counts_devices=False,
+    planned_by={"tpu": "compiled step"},
+    notes={**NOTES, **SPMD_NOTES},
+    delegated=DELEGATED,
+    other_devices={
+        "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"
+        "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
+    },
 )
 
 
@@ -269,9 +249,12 @@ FSDP1_RULES = (
     ),
 )
 
-FSDP1 = _spec(
-    "portable_fsdp.backends.torch_xla.fsdp1.engine:XlaFsdp1Backend",
-    rules=FSDP1_RULES,
+FSDP1 = replace(
+    SPMD,
+    engine="portable_fsdp.backends.torch_xla.fsdp1.engine:XlaFsdp1Backend",
+    rules=(*RULES, *FSDP1_RULES),
+    notes=NOTES,
+    planned_by={},
     # One per chip. PJRT's CPU devices can't communicate across processes.
     processes=lambda device, requested, count: count(device) if device == "tpu" else 1,
 )

@@ -107,7 +107,8 @@ class PjrtBackend(Backend):
             ) from error
         generation = _generation() if device == "tpu" else ""
         require_supported(config, Deployment(self.name, device, count, hosts, generation))
-        self.device_name = _tpu_name() if device == "tpu" else device
+        # As PJRT writes it (TPU v5p, TPU v5 lite); MFU is unknown for an unknown name.
+        self.device_name = f"TPU {generation.replace('v5e', 'v5 lite')}" if device == "tpu" else device
         self.process = self.data_shard = rank
         self.devices, self.axes = count, mesh_axes(config, count, hosts)
         self.row_shards = count_row_shards(self.axes)
@@ -165,14 +166,6 @@ class PjrtBackend(Backend):
         return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
 
 
-def _tpu_name() -> str:
-    """Return the chip's name as PJRT writes it (TPU v5p, TPU v5 lite); MFU is unknown for an unknown name."""
-    from torch_xla._internal import tpu
-
-    kind = str(cast(Any, tpu).get_tpu_env()["ACCELERATOR_TYPE"]).split("-")[0]  # v5litepod, v5p, v6e
-    return f"TPU {kind.replace('litepod', ' lite')}"
-
-
 def require_devices(engine: str, device: str, num_devices: int | None, count: int, on_cpu: str) -> None:
     """Raise BackendError unless `num_devices` (None: any) is the run's `count`. `on_cpu`: the fix on CPU."""
     if num_devices is not None and num_devices != count:
@@ -185,8 +178,7 @@ def require_devices(engine: str, device: str, num_devices: int | None, count: in
 class Compiler(Protocol):
     """Compiles functions into programs, as `Backend.compile`, and counts them."""
 
-    @property
-    def compilations(self) -> int: ...
+    compilations: int
 
     def compile(self, fn: Callable[..., Metrics], name: str, shapes: int = 1) -> Callable[..., Metrics]:
         """Compile `fn`. `shapes`: number of shapes that its inputs may have; each has its program."""
@@ -216,9 +208,11 @@ class Programs:
             for at, group in enumerate(optimizer.param_groups):
                 numbers = {key: value for key, value in group.items() if type(value) in (int, float, tuple)}
                 self._at_update |= {f"{key} of optimizer group {at}": value for key, value in numbers.items()}
-            trained = {name: weight.grad for name, weight in parameters.items() if weight.requires_grad}
-            facts = {name: "absent" if gradient is None else "present" for name, gradient in trained.items()}
-            self._at_update |= {f"the gradient of {name}": fact for name, fact in facts.items()}
+            self._at_update |= {
+                f"the gradient of {name}": "absent" if weight.grad is None else "present"
+                for name, weight in parameters.items()
+                if weight.requires_grad
+            }
 
         optimizer.register_step_pre_hook(note)
 
@@ -233,9 +227,10 @@ class Programs:
             inputs = _described(args)
             facts, previous = inputs | self._at_update, last
             compiled, last, self.compilations = compiled + new, facts, self.compilations + new
-            if new:
-                compiled_for.add(str([fact for fact in inputs.values() if isinstance(fact, str)]))
-            if new and compiled > (expected := min(len(compiled_for), shapes)):
+            if not new:
+                return out
+            compiled_for.add(str([fact for fact in inputs.values() if isinstance(fact, str)]))
+            if compiled > (expected := min(len(compiled_for), shapes)):
                 changed = [key for key in {**previous, **facts} if previous.get(key) != facts.get(key)]
                 # A number is usually an input of the program: it may change without being the cause.
                 causes = [key for key in changed if isinstance(facts.get(key, ""), str)] or changed
@@ -284,10 +279,9 @@ def require_no_dropout(model: nn.Module, recompute: Sequence[str]) -> None:
             )
 
 
-class Keep(Protocol):
-    """Context of a recomputed forward: its first run adds tensors to `kept`, and the second, `again`, reuses them."""
-
-    def __call__(self, kept: list[Tensor], *, again: bool) -> AbstractContextManager[None]: ...
+Keep = Callable[..., AbstractContextManager[None]]
+"""`keep(kept, again=...)`: context of a recomputed forward. Its first run adds tensors to the list `kept`, and the
+second, `again`, reuses them."""
 
 
 def recomputed(

@@ -262,16 +262,15 @@ class XlaFsdp1Backend(PjrtBackend):
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
         self._xla.sync(wait=True)
         states: dict[str, contract.TensorState] = {}
-        on_host = functools.lru_cache(maxsize=1)(_flat_on_host)  # the parameters of one shard come one after another
+        on_host = functools.lru_cache(maxsize=1)(lambda t: t.detach().cpu().flatten())  # of the spans of one shard
         for key_of, tensor, shard in self._cut(model, optimizer):
             flat = functools.partial(on_host, tensor)
             for span in shard.spans:
                 pieces = functools.partial(self._pieces, shard, span.fqn, flat)
                 states[key_of(span.fqn)] = contract.TensorState(span.shape, tensor.dtype, pieces)
         for key, tensor in self._uncut(model, optimizer).items():
-            states[key] = contract.TensorState(
-                tuple(tensor.shape), tensor.dtype, functools.partial(self._whole_piece, tensor)
-            )
+            whole = functools.partial(self._whole_piece, tensor)
+            states[key] = contract.TensorState(tuple(tensor.shape), tensor.dtype, whole)
         return states
 
     def _pieces(self, shard: Shard, fqn: str, flat: Callable[[], Tensor]) -> list[contract.Piece]:
@@ -305,7 +304,7 @@ class XlaFsdp1Backend(PjrtBackend):
         """Yield parameters and their state: a function from an FQN in the shard to its key, the tensor, the shard."""
         for shard in self._shards_of[model].values():
             yield str, shard.parameter, shard
-            for name, value in self._states(shard, optimizer):
+            for name, value in contract.tensors_of(optimizer.state.get(shard.parameter, {})).items():
                 if value.shape == shard.parameter.shape:
                     yield functools.partial(contract.state_key, name), value, shard
 
@@ -316,14 +315,11 @@ class XlaFsdp1Backend(PjrtBackend):
         counts = {
             contract.state_key(name, span.fqn): value
             for shard in self._shards_of[model].values()
-            for name, value in self._states(shard, optimizer)
+            for name, value in contract.tensors_of(optimizer.state.get(shard.parameter, {})).items()
             if value.shape != shard.parameter.shape
             for span in shard.spans
         }
         return {**contract.persistent_buffers(model), **counts}
-
-    def _states(self, shard: Shard, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-        return list(contract.tensors_of(optimizer.state.get(shard.parameter, {})).items())
 
     def memory(self) -> contract.MemoryStats:
         return self._memory_of(str(self.device))
@@ -359,10 +355,6 @@ class _ReduceScatter:
 
     def __call__(self, gradient: Tensor, done: Callable[[Tensor], None]) -> None:
         self._scatter(gradient.to(self._dtype), done)
-
-
-def _flat_on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().flatten()
 
 
 def _start_process(device: str, runtime: Any) -> None:

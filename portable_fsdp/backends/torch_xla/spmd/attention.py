@@ -10,9 +10,9 @@ import json
 import logging
 import math
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from typing import Any, cast
 
@@ -82,23 +82,24 @@ class LayerAttention:
         value: Tensor,
         documents: Tensor | None,
         *,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        scale: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Compute causal attention; arguments as of `models.attention.attend`."""
         splits_heads = self._tensor > 1 and query.shape[1] % self._tensor == 0
         if splits_heads and (times := self._tensor // math.gcd(self._tensor, key.shape[1])) > 1:
             key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))  # fewer than devices
-        options = _Options(self._mesh, self._rows, splits_heads, Kernel(window, softcap, self._interpret))
+        kernel = Kernel(window, softcap, self._interpret)
+        options = json.dumps((self._mesh, self._rows, splits_heads, asdict(kernel)))
         query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
         documents = None if documents is None else documents[:, 0, 0].to(torch.int32)
         sinks = None if sinks is None else sinks.float() * 1  # an argument of the program can't be split by hand
         known = None
         if self._kept and self._runs_again:
             known, self._kept[:2] = tuple(self._kept[:2]), []
-        out, lse = cast(tuple[Tensor, Tensor], _Attention.apply(query, key, value, documents, sinks, options, known))
+        out, lse = cast(tuple[Tensor, Tensor], _Attention.apply(options, known, query, key, value, documents, sinks))
         if self._kept is not None and not self._runs_again:
             self._kept += [out.detach(), lse]
         return _with_width(out, query)
@@ -108,7 +109,7 @@ class _Caught(TorchFunctionMode):
     def __init__(self, attend: Callable[..., Tensor], models: Callable[..., Tensor] | None) -> None:
         super().__init__()
         self._attend = attend
-        self._read = {F.scaled_dot_product_attention: _torchs} | ({models: _models} if models else {})
+        self._read = {F.scaled_dot_product_attention: _torchs, models: _models}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = self._read.get(func)
@@ -127,8 +128,7 @@ def _torchs(
     enable_gqa: bool = False,
 ) -> dict[str, Any] | None:
     """Translate a call of torch's function to the kernel's arguments; None if the kernel can't run it."""
-    options: dict[str, Any] = {"scale": scale, "window": None, "softcap": None, "sinks": None}
-    return _models(query, key, value, attn_mask, None, causal=is_causal, dropout=dropout_p, **options)
+    return _models(query, key, value, attn_mask, None, causal=is_causal, dropout=dropout_p, scale=scale)
 
 
 def _models(
@@ -147,104 +147,74 @@ def _models(
     if not causal or dropout or mask is not None or query.dim() != 4 or key.shape[-2] != length:
         return None
     if length % 128 or any(width % 64 for width in widths):
-        _note_formula(length, widths)
+        _warn(
+            f"{length} tokens in heads of {widths[0]} and {widths[1]} keep all scores in memory: the kernel needs a "
+            "multiple of 128 tokens, and head sizes that are multiples of 64"
+        )
         return None
-    if block_of(length) < min(512, length):
-        _note_blocks(length)
+    if (block := block_of(length)) < min(512, length):
+        _warn(
+            f"{length} tokens run in blocks of {block}, and each block writes a gradient of all queries: a multiple of "
+            "512 or 1024 tokens needs less time and memory"
+        )
     return {"query": query, "key": key, "value": value, "documents": documents, **options}
 
 
 @cache  # once per process
-def _note_formula(length: int, widths: tuple[int, int]) -> None:
-    log.warning(
-        "attention: %d tokens in heads of %d and %d keep all scores in memory: the kernel needs a multiple of 128 "
-        "tokens, and head sizes that are multiples of 64",
-        *(length, *widths),
-    )
-
-
-@cache
-def _note_blocks(length: int) -> None:
-    log.warning(
-        "attention: %d tokens run in blocks of %d, and each block writes a gradient of all queries: a multiple of 512 "
-        "or 1024 tokens needs less time and memory",
-        *(length, block_of(length)),
-    )
+def _warn(message: str) -> None:
+    log.warning("attention: %s", message)
 
 
 # ------------------------------------------------------------------------------------------------ over all devices
 
 
-@dataclass(frozen=True)
-class _Options:
-    mesh: str
-    rows: tuple[str, ...]
-    splits_heads: bool
-    kernel: Kernel
-
-
 class _Attention(torch.autograd.Function):
-    """Returns (out, log-sum-exp); `known`: both, from a recomputed layer's first run."""
+    """Returns (out, log-sum-exp) of query, key, value, documents and sinks, or `known`: a layer's first run's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Tensor | None,
-        sinks: Tensor | None,
-        options: _Options,
-        known: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        words = json.dumps(asdict(options))
-        out, lse = known or _operations()[0](query, key, value, documents, sinks, words)
-        ctx.save_for_backward(query, key, value, documents, sinks, out, lse)
-        ctx.words = words
+    def forward(ctx: Any, options: str, known: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = known or _operations()[0](list(tensors), options)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.options = options
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        d_query, d_key, d_value, *d_sinks = _operations()[1](*ctx.saved_tensors, outputs[0], ctx.words)
-        return d_query, d_key, d_value, None, d_sinks[0].sum(0) if d_sinks else None, None, None
+        d_query, d_key, d_value, *d_sinks = _operations()[1]([*ctx.saved_tensors, outputs[0]], ctx.options)
+        return None, None, d_query, d_key, d_value, None, d_sinks[0].sum(0) if d_sinks else None
 
 
 @cache  # once per process: the dispatcher registers them by name
 def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return forward and backward as torch operations, which `scan` can trace."""
+    """Return forward and backward as torch operations, which `scan` can trace.
+
+    They take the tensors of `Kernel.forward` and `Kernel.backward`, and the options as JSON: mesh, axes of the rows,
+    whether the axis `tensor` splits heads, and the kernel.
+    """
 
     @torch.library.custom_op("portable_fsdp::attention", mutates_args=())
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, sinks: Tensor | None, options: str
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _on_each_device("forward", options, query, key, value, documents, sinks)
+    def forward(tensors: Sequence[Tensor | None], options: str) -> tuple[Tensor, Tensor]:
+        out, lse = _on_each_device("forward", options, *tensors)
         return _without_padding(out), lse
 
     @forward.register_fake
-    def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def _(tensors: Any, options: str) -> tuple[Tensor, Tensor]:
+        query, _, value, *_ = tensors
         out = query.new_empty([*query.shape[:-1], value.shape[-1]])
         return _without_padding(out), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
     @torch.library.custom_op("portable_fsdp::attention_backward", mutates_args=())
-    def backward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Tensor | None,
-        sinks: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        gradient: Tensor,
-        options: str,
-    ) -> list[Tensor]:
-        out, gradient = _with_width(out, query), _with_width(gradient, query)
-        return _on_each_device("backward", options, query, key, value, documents, sinks, out, lse, gradient)
+    def backward(tensors: Sequence[Tensor | None], options: str) -> list[Tensor]:
+        *inputs, out, lse, gradient = cast(Any, tensors)
+        out, gradient = (_with_width(tensor, inputs[0]) for tensor in (out, gradient))
+        return _on_each_device("backward", options, *inputs, out, lse, gradient)
 
     @backward.register_fake
-    def _(query: Tensor, key: Tensor, value: Tensor, _: Any, sinks: Tensor | None, *__: Any) -> list[Tensor]:
+    def _(tensors: Any, options: str) -> list[Tensor]:
+        query, key, value, _, sinks, *_ = tensors
         of_sinks = [] if sinks is None else [sinks.new_empty([query.shape[0], *sinks.shape])]
-        return [*(torch.empty_like(tensor) for tensor in (query, key, value)), *of_sinks]
+        return [*map(torch.empty_like, (query, key, value)), *of_sinks]
 
     return forward, backward
 
@@ -265,25 +235,24 @@ def is_kept(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and str(source.target) == "portable_fsdp.attention.default"
 
 
-def _on_each_device(method: str, words: str, *tensors: Tensor | None) -> list[Tensor]:
+def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[Tensor]:
     """Run a kernel's method on each device's rows and heads; XLA's partitioner can't split kernels."""
     import torch_xla.distributed.spmd as spmd
 
     shards: Any = spmd
-    values: dict[str, Any] = json.loads(words)
-    options = _Options(values["mesh"], tuple(values["rows"]), values["splits_heads"], Kernel(**values["kernel"]))
-    mesh = shards.Mesh.from_str(options.mesh)
-    heads = "tensor" if options.splits_heads else None
-    devices = math.prod(mesh.shape()[axis] for axis in options.rows)
+    name, rows, splits_heads, kernel = json.loads(options)
+    mesh = shards.Mesh.from_str(name)
+    heads = "tensor" if splits_heads else None
+    devices = math.prod(mesh.shape()[axis] for axis in rows)
     parts = mesh.shape()[heads] if heads else 1
 
     def spec(tensor: Tensor) -> tuple[Any, ...]:
         if tensor.dim() == 1:  # sinks
             return (heads,)
-        return (options.rows, heads if tensor.is_floating_point() else None, *(None for _ in tensor.shape[2:]))
+        return (tuple(rows), heads if tensor.is_floating_point() else None, *(None for _ in tensor.shape[2:]))
 
     own = [t if t is None else shards.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]
-    results = [cast(Tensor, result) for result in getattr(options.kernel, method)(*own)]
+    results = [cast(Tensor, result) for result in getattr(Kernel(**kernel), method)(*own)]
     sizes = [(devices * result.shape[0], parts * result.shape[1], *result.shape[2:]) for result in results]
     return [
         shards.disable_manual_sharding(result, spec(result), size, mesh=mesh).global_tensor

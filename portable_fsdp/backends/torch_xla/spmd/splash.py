@@ -78,11 +78,12 @@ def block_of(length: int, limit: int = _BACKWARD_KEYS) -> int:
     return max(size for size in range(128, limit + 1, 128) if length % size == 0)
 
 
-def _blocks(length: int) -> Any:
+def _splash(kernel: Kernel, heads: int, length: int) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     forward, keys = block_of(length, _FORWARD_BLOCK), block_of(length, _BACKWARD_KEYS)
-    return splash.BlockSizes(
+    blocks = splash.BlockSizes(
         block_q=forward,
         block_kv=forward,
         block_kv_compute=block_of(forward, _AT_ONCE),
@@ -91,17 +92,11 @@ def _blocks(length: int) -> Any:
         block_kv_dkv_compute=block_of(keys, _AT_ONCE),
         use_fused_bwd_kernel=True,
     )
-
-
-def _splash(kernel: Kernel, heads: int, length: int) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
     shape = (length, length)
     mask = masks.CausalMask(shape) if kernel.window is None else masks.LocalMask(shape, (kernel.window - 1, 0), 0)
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
-        block_sizes=_blocks(length),
+        block_sizes=blocks,
         head_shards=1,
         q_seq_shards=1,
         save_residuals=True,
@@ -180,8 +175,7 @@ def _computation(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kin
         program = xla_client._xla.mlir.mlir_module_to_xla_computation(
             mlir.module_to_bytecode(module), use_tuple_args=False, return_tuple=True
         )
-    proto = program.as_serialized_hlo_module_proto()
-    return computation_from_module_proto("attention", proto)
+    return computation_from_module_proto("attention", program.as_serialized_hlo_module_proto())
 
 
 def _flops(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...]) -> int:

@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from portable_fsdp.backends.contract import Forward, dtype_name
 from portable_fsdp.backends.torch_xla.spmd.forward import Copies, Mark
-from portable_fsdp.backends.torch_xla.spmd.head import ChunkedHead, chunk_length
-from portable_fsdp.backends.torch_xla.spmd.scatter import Scatter, product_in
+from portable_fsdp.backends.torch_xla.spmd.scatter import ChunkedHead, Scatter, chunk_length, product_in
 from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
 from portable_fsdp.backends.weight_uses import Use
 from portable_fsdp.runtime.errors import BackendError
@@ -45,21 +44,16 @@ def replace_forwards(
     in_int8: Collection[nn.Module],
 ) -> None:
     """Replace forwards of modules that have a use that `splits_gradient` or a gradient for `scatter`, or `in_int8`."""
-    ours = {
-        id(use.module)
-        for use in uses.values()
-        if use.splits_gradient
-        or use.module in in_int8
-        or (scatter is not None and use.leaf == "weight" and use.weight.requires_grad)
-    }
     by_module: dict[nn.Module, dict[str, Use]] = {}
     for use in uses.values():
-        if id(use.module) in ours:
-            by_module.setdefault(use.module, {})[use.leaf] = use
+        by_module.setdefault(use.module, {})[use.leaf] = use
     for module, own in by_module.items():
         if make := _maker(module):
-            sums = SummedGradients(partial(shard, spec=own["weight"].spec), scatter, module in in_int8)
-            module.forward = make(module, own, copies, sums)
+            weight, is_int8 = own["weight"], module in in_int8
+            is_scattered = scatter is not None and weight.weight.requires_grad
+            if is_int8 or is_scattered or any(use.splits_gradient for use in own.values()):
+                sums = SummedGradients(partial(shard, spec=weight.spec), scatter, is_int8)
+                module.forward = make(module, own, copies, sums)
 
 
 class SummedGradients(NamedTuple):
@@ -193,8 +187,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _refusal(others: list[str], first: Use) -> BackendError:
-    ends = sorted({fqn.split(".")[-2] for fqn in others})
-    modules = ", ".join(f'"*{end}": float32' for end in ends)
+    modules = ", ".join(f'"*{end}": float32' for end in sorted({fqn.split(".")[-2] for fqn in others}))
     dtype = dtype_name(first.dtype)
     return BackendError(
         "backend xla: precision.reduce=float32 cannot be honoured: XLA sums a gradient over devices in the dtype in "
@@ -209,9 +202,8 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
     return cast(Tensor, _int8_operator()(x, weight))
 
 
-@cache
+@cache  # one operator, so that `scan` can trace it
 def _int8_operator() -> Any:
-    """Register one operator, so that `scan` can trace it."""
 
     @torch.library.custom_op("portable_fsdp::int8_product", mutates_args=())
     def product(x: Tensor, weight: Tensor) -> Tensor:
