@@ -323,10 +323,9 @@ def _misfit(problem: str, error: Exception) -> ConfigError:
 def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | None:
     """Run a row through a model on meta: sizes that don't fit each other fail here, not in step 1.
 
-    Returns the steps from the head's output to the logits, see `trace_logits`; None if unknown.
-
-    Takes a third of a second for 80 layers. If the model reads values (transformers looks for padding), the run ends
-    there without an error, except for experts that choose their tokens on the host.
+    Returns the steps from the head's output to the logits, see `trace_logits`; None if unknown. If the model reads
+    values (transformers looks for padding), the run ends there without an error, except for experts that choose their
+    tokens on the host.
     """
     try:
         with torch.no_grad(), torch.device("meta"):
