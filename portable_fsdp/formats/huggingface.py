@@ -315,7 +315,7 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedW
     hint = "\n  Name it: --base FOLDER (or org/name@revision). Adapters only: --format peft."
     try:
         require_as_exported(Path(place))
-        file = open_pretrained(Model(pretrained=place, gguf_file=base.gguf_file)).file
+        _, file = open_pretrained(Model(pretrained=place, gguf_file=base.gguf_file))
         if (actual := fingerprint(file)) != base.fingerprint:
             raise CheckpointError(f"{problem}  found another in {place} (fingerprint {actual}).{hint}")
         for parameter in model.parameters():

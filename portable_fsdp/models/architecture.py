@@ -102,16 +102,24 @@ def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal
             f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}: dropout is not supported yet.\n"
             "  Leave it out."
         )
-    failure: Exception | None = None
     config: Any = None
+    failure: Exception | None = None
     try:
         config = _read(values)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         failure = error
     unknown = dict(unknown_keys(config, values))
-    if unknown and not is_published:
-        _refuse_unknown_key(*next(iter(unknown.items())), where)
-    _refuse_sizes(kind, config, values, where)
+    for name, part in unknown.items() if not is_published else ():
+        known = sorted(_names(part))
+        near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+        hint = f"nearest: {near[0]}" if near else f"It has: {', '.join(known)}"
+        raise ConfigError(f"{where}{name}: unknown key of {part.__name__}.\n  {hint}.")
+    if missing := dict(_missing_sizes(kind, config, values)):
+        defaults = ", ".join(f"{name}={default}" for name, default in missing.items())
+        raise ConfigError(
+            f"{where.rstrip('.: ')}: missing sizes of {kind.__name__}: {', '.join(missing)}.\n"
+            f"  Add {'them' if len(missing) > 1 else 'it'}; transformers' defaults are {defaults}."
+        )
     if failure is not None:
         raise ConfigError(
             f"{where.rstrip('.: ')}: transformers refuses it: {last_line(failure)}\n  Change the key that it names."
@@ -189,8 +197,7 @@ def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iter
     kind, known = type(config), _names(type(config))
     # A converted key is no attribute. A key that begins with _ is transformers' own; nobody writes it.
     names = [name for name in values if name in vars(config) and name not in known and not name.startswith("_")]
-    undeclared = {name: vars(config)[name] for name in names}
-    unknown = undeclared.keys() - _deciding(kind, undeclared)
+    unknown = set(names) - _deciding(kind, {name: vars(config)[name] for name in names})
     for name, value in values.items():
         if name in config.sub_configs and isinstance(value, dict):
             yield from unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
@@ -223,13 +230,6 @@ def log_unknown_keys(key: str, config: Any, unknown: Iterable[str]) -> None:
     log.warning("%s: %s declares no %s: probably without effect", key, type(config).__name__, ", ".join(unknown))
 
 
-def _refuse_unknown_key(name: str, kind: Any, where: str) -> None:
-    known = sorted(_names(kind))
-    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
-    hint = f"nearest: {near[0]}" if near else f"It has: {', '.join(known)}"
-    raise ConfigError(f"{where}{name}: unknown key of {kind.__name__}.\n  {hint}.")
-
-
 def _names(kind: Any) -> set[str]:
     return {*_fields(kind), *kind.attribute_map, *kind.attribute_map.values(), *_READ_BY_NAME}
 
@@ -242,19 +242,11 @@ def _fields(kind: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- sizes
 
 
-def _refuse_sizes(kind: Any, config: Any, values: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for missing sizes: the defaults are a published model's, 6.7 billion parameters for llama."""
-    missing = dict(_missing_sizes(kind, config, values))
-    if missing:
-        defaults = ", ".join(f"{name}={default}" for name, default in missing.items())
-        raise ConfigError(
-            f"{where.rstrip('.: ')}: missing sizes of {kind.__name__}: {', '.join(missing)}.\n"
-            f"  Add {'them' if len(missing) > 1 else 'it'}; transformers' defaults are {defaults}."
-        )
-
-
 def _missing_sizes(kind: Any, config: Any, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name and default of each size that no key sets, by any of its names or one that transformers converts."""
+    """Yield name and default of each size that no key sets, by any of its names or one that transformers converts.
+
+    The defaults are a published model's: 6.7 billion parameters for llama.
+    """
     aliases, defaults = kind.attribute_map, _fields(kind)
     given = {aliases.get(key, key) for key in values}
     for name in dict.fromkeys(aliases.get(size, size) for size in _SIZES):

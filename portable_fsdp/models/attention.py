@@ -90,15 +90,21 @@ def formula(
     """
     length = query.shape[-2]
     mask = mask if documents is None else documents
-    if softcap is not None or sinks is not None:
-        bias = _bias(length, causal, window, mask, query.device)
-        return _explicit(query, key, value, bias, dropout, scale, softcap, sinks)
-    keep = None
-    if mask is not None or window is not None:
+    is_explicit, keep = softcap is not None or sinks is not None, None
+    if is_explicit or mask is not None or window is not None:
         # Kernels with a mask support no grouped heads: torch would choose its formula, with all scores in memory.
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        keep = _bias(length, causal, window, mask, query.device).to(query.dtype)
+        bias = _bias(length, causal, window, mask, query.device)
+        if is_explicit:  # SDPA can't express these: float32 scores in memory
+            scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+            scores = (scores if softcap is None else torch.tanh(scores / softcap) * softcap) + bias
+            if sinks is not None:
+                column = sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
+                scores = torch.cat([scores, column], dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]].to(value.dtype)
+            return F.dropout(weights, dropout) @ value
+        keep = bias.to(query.dtype)
     if documents is not None and window is None:
         keep = _keep(length, causal, None, query.device) & _same_document(documents)  # one byte per value
     return F.scaled_dot_product_attention(
@@ -177,30 +183,6 @@ def _bias(length: int, causal: bool, window: int | None, mask: Tensor | None, de
     if mask is not None:
         keep = keep & (_same_document(mask) if _is_documents(mask) else mask)
     return torch.zeros(keep.shape, device=device).masked_fill(~keep, _MASKED)
-
-
-def _explicit(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Attend with float32 scores in memory, for options that SDPA can't express."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + bias
-    if s_aux is not None:
-        sinks = s_aux.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]].to(value.dtype)
-    return F.dropout(weights, dropout) @ value
 
 
 # --------------------------------------------------------------------------------------------------------- experts

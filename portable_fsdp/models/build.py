@@ -38,7 +38,7 @@ from portable_fsdp.runtime.factory import call_factory
 from portable_fsdp.runtime.hub import before_transformers
 
 if TYPE_CHECKING:  # a run without model.pretrained loads neither
-    from portable_fsdp.models.pretrained import Base, Pretrained
+    from portable_fsdp.models.pretrained import Base
 
 log = logging.getLogger("portable_fsdp")
 
@@ -99,13 +99,14 @@ def build_model(
     if model.factory is not None:
         return _of_factory(model, precision, seed)
     before_transformers()
-    pretrained = None
-    if model.pretrained is not None:
+    file = rows_before = None
+    if model.pretrained is None:
+        config = read_architecture(model.architecture or {}, task.name)
+    else:
         from portable_fsdp.models.pretrained import open_pretrained
 
-        pretrained = open_pretrained(model, task.name)
-    config = read_architecture(model.architecture or {}, task.name) if pretrained is None else pretrained.config
-    rows_before = None if pretrained is None else _grow(config, vocabulary, pretrained.file, keeps_ids)
+        config, file = open_pretrained(model, task.name)
+        rows_before = _grow(config, vocabulary, file, keeps_ids)
     _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
     _switch_off(config)
@@ -128,16 +129,16 @@ def build_model(
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
     choose_experts(bare, model.experts, compute.itemsize)
-    built = with_values(built, twin, master, pretrained, model.allow, rows_before)
+    built = with_values(built, twin, master, file, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
     if is_causal_lm:
         attach_loss(bare, DTYPES.get(precision.output), eager, loss, documents, steps, compiler)
     built.model.train()
     if model.lora is not None:
-        built = with_adapters(built, model.lora, seed, master, pretrained, rows_before is not None)
+        built = with_adapters(built, model.lora, seed, master, file, rows_before is not None)
     built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
-    if model.lora is not None and pretrained is not None:
-        built = with_base(built, model, pretrained)
+    if model.lora is not None and file is not None:
+        built = with_base(built, model, file)
     return replace(built, size=size_of(built.model))
 
 
@@ -158,19 +159,19 @@ def with_values(
     built: BuiltModel,
     twin: Any,
     master: torch.dtype,
-    pretrained: "Pretrained | None",
+    file: TensorFile | None,
     allow: tuple[str, ...],
     rows_before: int | None,
 ) -> BuiltModel:
-    """Create real buffers, and weights in the master dtype; use the values that `pretrained` has."""
+    """Create real buffers, and weights in the master dtype; use the values that `file` has."""
     model, drawn = built.model, cast(RandomWeights, built.fill)
     unset = fill_buffers(model, twin)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(master)
-    if pretrained is not None:
+    if file is not None:
         from portable_fsdp.models.pretrained import PretrainedWeights
 
-        weights = PretrainedWeights(pretrained.file, model, twin, drawn, allow=allow, rows_before=rows_before)
+        weights = PretrainedWeights(file, model, twin, drawn, allow=allow, rows_before=rows_before)
         stored = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
         for name, buffer in stored.items():
             buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
@@ -184,17 +185,17 @@ def with_values(
 
 
 def with_adapters(
-    built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype, pretrained: "Pretrained | None", grows: bool
+    built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype, file: TensorFile | None, grows: bool
 ) -> BuiltModel:
     """Add adapters; only these train. All of the base must come from files, since no checkpoint saves it."""
     from portable_fsdp.models.lora import add_adapters, start_from
     from portable_fsdp.models.pretrained import PretrainedWeights
 
     drawn = built.fill.drawn if isinstance(built.fill, PretrainedWeights) else []
-    if pretrained is not None and (drawn or grows):
+    if file is not None and (drawn or grows):
         missing = f"{drawn[0]} (model.allow)" if drawn else "rows for new tokens in the embedding"
         raise ConfigError(
-            f"model.lora: {pretrained.file.where} doesn't hold the whole base: {missing} would be drawn here, and no "
+            f"model.lora: {file.where} doesn't hold the whole base: {missing} would be drawn here, and no "
             "adapter trains it.\n  Use the model's own tokenizer and all of its weights, or train without model.lora."
         )
     fill = add_adapters(built.model, lora, seed, master, built.fill)
@@ -221,13 +222,13 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
     return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
 
 
-def with_base(built: BuiltModel, model: schema.Model, pretrained: "Pretrained") -> BuiltModel:
+def with_base(built: BuiltModel, model: schema.Model, file: TensorFile) -> BuiltModel:
     """Record the base weights, which checkpoints of adapters leave out."""
     from portable_fsdp.models.lora import is_adapter
     from portable_fsdp.models.pretrained import Base, stored_tensors
 
     names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name))
-    return replace(built, base=Base(str(model.pretrained), model.gguf_file, pretrained.file, names, built.fill))
+    return replace(built, base=Base(str(model.pretrained), model.gguf_file, file, names, built.fill))
 
 
 # ------------------------------------------------------------------------------------------------ the architecture
@@ -246,24 +247,14 @@ def _grow(config: Any, vocabulary: int, file: TensorFile, keeps_ids: Callable[[]
     return before
 
 
-def _int(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else None
-
-
 def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) -> None:
-    positions, ids = _int(config, "max_position_embeddings"), _int(config, "vocab_size")
-    heads, kv_heads = _int(config, "num_attention_heads"), _int(config, "num_key_value_heads")
-    if positions is not None and 0 < positions < seq_len:
+    positions, ids = (getattr(config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    if isinstance(positions, int) and 0 < positions < seq_len:
         raise ConfigError(
             f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
             f"  Lower {seq_len_key}, or use a model with more positions."
         )
-    if heads is not None and kv_heads and heads % kv_heads:
-        raise ConfigError(
-            f"model: expected num_key_value_heads that divides num_attention_heads={heads}, found {kv_heads}."
-        )
-    if ids is not None and ids < vocabulary:
+    if isinstance(ids, int) and ids < vocabulary:
         raise ConfigError(
             f"model: expected vocab_size of at least {vocabulary} (the ids of data.tokenizer), found {ids}.\n"
             f"  Set model.architecture.vocab_size={vocabulary}, or name the model's own tokenizer in data.tokenizer.\n"
@@ -332,10 +323,9 @@ def _misfit(problem: str, error: Exception) -> ConfigError:
 def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | None:
     """Run a row through a model on meta: sizes that don't fit each other fail here, not in step 1.
 
-    Returns the steps from the head's output to the logits, see `trace_logits`; None if unknown.
-
-    Takes a third of a second for 80 layers. If the model reads values (transformers looks for padding), the run ends
-    there without an error, except for experts that choose their tokens on the host.
+    Returns the steps from the head's output to the logits, see `trace_logits`; None if unknown. If the model reads
+    values (transformers looks for padding), the run ends there without an error, except for experts that choose their
+    tokens on the host.
     """
     try:
         with torch.no_grad(), torch.device("meta"):

@@ -61,7 +61,7 @@ def document_arguments(
 def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: bool) -> None:
     """Raise ConfigError if a small copy of `model` lets documents of one row see each other.
 
-    `build(config)` returns a model of that transformers config on the host, with random weights, in float32.
+    `build(config)` returns a model of that transformers config on the host, in float32.
     """
     with torch.no_grad(), warnings.catch_warnings():
         # On the CPU attention over blocks runs uncompiled, and torch warns.
@@ -141,11 +141,8 @@ def _small(config: Any) -> Iterator[Any]:
 def _cut_layers(config: Any, most: int) -> None:
     """Keep the first `most` layers, or more until there is one of each kind."""
     layers = config.num_hidden_layers
-    kinds = {
-        key: value
-        for key, value in config.to_dict().items()
-        if isinstance(value, list) and len(value) == layers and all(isinstance(kind, str | int) for kind in value)
-    }
+    lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list) and len(value) == layers}
+    kinds = {key: value for key, value in lists.items() if all(isinstance(kind, str | int) for kind in value)}
     firsts = [value.index(kind) + 1 for value in kinds.values() for kind in set(value)]
     kept = min(layers, max([most, *firsts]))
     for key, value in kinds.items():
@@ -168,7 +165,6 @@ def _cut_heads(config: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- attention over blocks
-
 
 # torch's flex_attention skips the blocks of scores that no position sees. A `BlockMask` lists the blocks of 128 by 128
 # scores to compute, and has a function of two positions for partly visible blocks. A forward makes its masks before the
@@ -223,7 +219,7 @@ def block_attention(
         query,
         key,
         value,
-        score_mod=None if softcap is None else _capped(softcap),
+        score_mod=None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap),
         block_mask=mask,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -281,13 +277,6 @@ def _seen(window: int | None, segments: Tensor | None) -> Callable[..., Tensor]:
         return keep if segments is None else keep & (segments[row, query] == segments[row, key])
 
     return seen
-
-
-def _capped(softcap: float) -> Callable[..., Tensor]:
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return capped
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

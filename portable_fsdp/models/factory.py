@@ -145,12 +145,12 @@ class RecordedWeights:
     def __init__(self, values: dict[str, Tensor], recording: Recording, seed: int, dtype: torch.dtype) -> None:
         self._values, self._recording, self._seed, self._dtype = values, recording, seed, dtype
         self._names = recording.names({_storage(value): fqn for fqn, value in reversed(values.items())})
-        self._last: tuple[str, Tensor] | None = None
+        self._last = "", torch.empty(0)
 
     def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
-        if self._last is None or self._last[0] != fqn:
+        if self._last[0] != fqn:
             value = self.draw(fqn)
-            self._last = (fqn, value.to(self._dtype) if value.is_floating_point() else value)
+            self._last = fqn, value.to(self._dtype) if value.is_floating_point() else value
         return self._last[1][slices].clone()
 
     def draw(self, fqn: str) -> Tensor:
@@ -170,9 +170,8 @@ def open_factory(
     with recording, torch.device("meta"), _Constants():
         model = make()
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{name}: expected it to return a torch.nn.Module, found {type(cast(object, model)).__name__}."
-        )
+        actual = type(cast(object, model)).__name__
+        raise ConfigError(f"{name}: expected it to return a torch.nn.Module, found {actual}.")
     named = [*model.named_parameters(), *model.named_buffers()]
     for fqn, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -204,7 +203,7 @@ def open_factory(
 
 
 def plain_size(model: nn.Module) -> ModelSize:
-    """Return the sizes of any module; its FLOPs are counted, not computed from sizes."""
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    """Return the sizes of any module; its FLOPs are counted, not computed from them."""
+    frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
     every = sum(weight.numel() for weight in model.parameters())
-    return ModelSize(parameters=every, frozen_parameters=every - trained, trained_parameters=trained)
+    return ModelSize(parameters=every, frozen_parameters=frozen, trained_parameters=every - frozen)

@@ -112,31 +112,25 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2 has both
         peft.inject_adapter_in_model(settings, model)
-    for name in targets:
-        layer = cast(Any, model.get_submodule(name))
-        layer.cast_input_dtype_enabled = False  # each engine casts weights at use, and inputs have their dtype
-    drawn: dict[str, tuple[int, ...]] = {}
+    for name in targets:  # each engine casts weights at use, and inputs have their dtype
+        cast(Any, model.get_submodule(name)).cast_input_dtype_enabled = False
+    drawn: dict[str, torch.Size] = {}
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(fqn))
         if is_adapter(fqn):
             parameter.data = parameter.data.to(dtype)
-            drawn[fqn] = tuple(parameter.shape)
+            drawn[fqn] = parameter.shape
 
     def with_adapters(fqn: str, slices: TensorSlices) -> Tensor:
-        if fqn in drawn:
-            return _draw(fqn, drawn[fqn], seed)[slices].to(dtype)
-        return fill(plain_name(fqn), slices)
+        if fqn not in drawn:
+            return fill(plain_name(fqn), slices)
+        weight = torch.zeros(drawn[fqn])  # the whole, in float32, as in peft's LoraLayer.reset_lora_parameters
+        if _A in fqn:
+            with seeded(seed, fqn):
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        return weight[slices].to(dtype)
 
     return with_adapters
-
-
-def _draw(fqn: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw a whole weight in float32, like `peft.tuners.lora.LoraLayer.reset_lora_parameters`, from (seed, FQN)."""
-    weight = torch.zeros(shape)
-    if _A in fqn:
-        with seeded(seed, fqn):
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-    return weight
 
 
 def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:

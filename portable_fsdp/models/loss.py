@@ -163,7 +163,7 @@ def cross_entropy_to_compile(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return loss, ((exact - log_sums).exp().sub(is_label.float()) * counted).to(logits.dtype)
 
 
-# ---------------------------------------------------------------------------------------------- the loss in the head
+# ------------------------------------------------------------------------------------ the model's changes to its logits
 
 LogitSteps = tuple[Callable[[Tensor], Tensor], ...]
 """The element-wise steps from the head's output to the model's logits, in order."""
@@ -173,9 +173,6 @@ GradientLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _SCALES = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
 _MAPS = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous})
-
-
-# --------------------------------------------------------------------------------------------------------- tracing
 
 
 class TracedLogits(Tensor):
@@ -248,63 +245,71 @@ def _takes_chunks(head: nn.Module | None) -> bool:
 # ------------------------------------------------------------------------------------------------- the head's loss
 
 
-def _changed(steps: LogitSteps, output: torch.dtype | None, logits: Tensor) -> Tensor:
-    for step in steps:
-        logits = step(logits)
-    return logits if output is None else logits.to(output)
-
-
 class LossInput(NamedTuple):
     """Inputs of the loss besides hidden states: a head with a parameter `loss_input` may return the loss."""
 
     labels: Tensor
-    change: Callable[[Tensor], Tensor]
+    steps: LogitSteps
+    output: torch.dtype | None
+
+    def changed(self, logits: Tensor) -> Tensor:
+        """Return the logits of the model from those of its head, in the dtype that the loss takes."""
+        for step in self.steps:
+            logits = step(logits)
+        return logits if self.output is None else logits.to(self.output)
 
     def gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a part of the head's logits, and its gradient for them."""
-        return with_gradient(logits, labels, self.change)
+        return with_gradient(logits, labels, self.changed)
 
     def by_chunks(
-        self, head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, loss: "GradientLoss"
+        self, head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, loss: GradientLoss
     ) -> Tensor | None:
-        """See `loss_by_chunks`; `loss` takes the logits after `change`."""
-        return loss_by_chunks(head, forward, hidden, self.labels, (self.change,), None, loss)
+        """Return the summed `loss` of a linear head's `forward(hidden)`, a chunk of positions at a time.
+
+        None where only all logits will do: in float16, whose gradients need a scale that would overflow their sums for
+        a weight, under autocast, and if the model dropped positions.
+        """
+        weight: Tensor = cast(Any, getattr(head, "base_layer", head)).weight
+        is_float16 = torch.float16 in (hidden.dtype, weight.dtype, self.output)
+        # Autocast would keep its copy of a weight, and with it the graph of the first chunk.
+        device = hidden.device.type
+        is_autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if is_float16 or is_autocast or hidden.shape[:-1].numel() != self.labels.numel():
+            return None
+        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        is_product = _is_linear(head) and cast(Any, head).weight.requires_grad  # the first of `trained`
+
+        def add_gradients(hidden: Tensor, labels: Tensor, sums: list[Tensor]) -> tuple[Tensor, Tensor]:
+            leaf = hidden.detach().requires_grad_()
+            with torch.enable_grad():
+                raw = forward(leaf)
+                logits = self.changed(raw)
+            total, gradient = loss(logits.detach(), labels)
+            of_raw, of_leaf, *more = torch.autograd.grad(logits, [raw, leaf, *trained[is_product:]], gradient)
+            if is_product:  # in place: no second gradient of the vocabulary's size
+                torch.addmm(sums[0], of_raw.T, hidden, out=sums[0])
+            for sum_, addend in zip(sums[is_product:], more, strict=True):
+                sum_.add_(addend)
+            return total, of_leaf
+
+        return cast(Tensor, _HeadLoss.apply(add_gradients, weight.shape[0], self.labels, hidden, *trained))
 
 
-class _Chunk(NamedTuple):
-    """The computation of the logits and the loss of some positions."""
-
-    forward: Callable[[Tensor], Tensor]
-    steps: LogitSteps
-    output: torch.dtype | None
-    trained: list[nn.Parameter]
-    is_product: bool  # the first of `trained` is a linear layer's weight
-    loss: GradientLoss
-
-    def add_gradients(self, hidden: Tensor, labels: Tensor, sums: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss of `hidden` `[positions, width]` and its gradient; add those of `trained` to `sums`."""
-        leaf = hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            raw = self.forward(leaf)
-            logits = _changed(self.steps, self.output, raw)
-        loss, gradient = self.loss(logits.detach(), labels)
-        rest = self.trained[self.is_product :]
-        of_raw, of_leaf, *more = torch.autograd.grad(logits, [raw, leaf, *rest], gradient)
-        if self.is_product:  # in place: no second gradient of the vocabulary's size
-            torch.addmm(sums[0], of_raw.T, hidden, out=sums[0])
-        for total, addend in zip(sums[self.is_product :], more, strict=True):
-            total.add_(addend)
-        return loss, of_leaf
+AddGradients = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Tensor]]
+"""(hidden `[positions, width]`, labels, sums) -> loss, gradient for `hidden`; adds those of the weights to `sums`."""
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunk: _Chunk, vocabulary: int, labels: Tensor, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, add: AddGradients, vocabulary: int, labels: Tensor, hidden: Tensor, *trained: Tensor
+    ) -> Tensor:
         positions, labels = hidden.flatten(0, -2), labels.flatten()
         sums = [torch.zeros_like(weight) for weight in trained]
         gradient, losses = torch.empty_like(positions), list[Tensor]()
         for start, stop in chunks(len(positions), len(positions) * vocabulary):
-            loss, gradient[start:stop] = chunk.add_gradients(positions[start:stop], labels[start:stop], sums)
+            loss, gradient[start:stop] = add(positions[start:stop], labels[start:stop], sums)
             losses.append(loss)
         ctx.gradients = [gradient.view_as(hidden), *sums]
         return torch.stack(losses).sum()
@@ -316,40 +321,8 @@ class _HeadLoss(torch.autograd.Function):
         return (None, None, None, *(scaled(grad, outputs[0], out=torch.empty_like(grad)) for grad in gradients))
 
 
-def loss_by_chunks(
-    head: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    labels: Tensor,
-    steps: LogitSteps,
-    output: torch.dtype | None,
-    loss: GradientLoss,
-) -> Tensor | None:
-    """Return the summed `loss` of a linear head's `forward(hidden)` after `steps`, a chunk of positions at a time.
-
-    None where only all logits will do: in float16, whose gradients need a scale that would overflow their sums for a
-    weight, under autocast, and if the model dropped positions.
-    """
-    weight: Tensor = cast(Any, getattr(head, "base_layer", head)).weight
-    is_float16 = torch.float16 in (hidden.dtype, weight.dtype, output)
-    # Autocast would keep its copy of a weight, and with it the graph of the first chunk.
-    device = hidden.device.type
-    is_autocast = is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if is_float16 or is_autocast or hidden.shape[:-1].numel() != labels.numel():
-        return None
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    chunk = _Chunk(forward, steps, output, trained, _is_linear(head) and cast(Any, head).weight.requires_grad, loss)
-    return cast(Tensor, _HeadLoss.apply(chunk, weight.shape[0], labels, hidden, *trained))
-
-
 @contextmanager
-def _loss_in_head(
-    model: nn.Module,
-    steps: LogitSteps,
-    labels: Tensor,
-    output: torch.dtype | None,
-    loss: GradientLoss | None,
-) -> Generator[list[Tensor]]:
+def _loss_in_head(model: nn.Module, inputs: LossInput, loss: GradientLoss | None) -> Generator[list[Tensor]]:
     """Context in which the model's head returns its loss, collected in the list; or logits, if it can't chunk.
 
     `loss`: computes the loss of a chunk of logits; None: the engine may chunk the logits itself.
@@ -361,13 +334,13 @@ def _loss_in_head(
     plain, has_own = head.forward, "forward" in vars(head)
 
     def by_chunks(hidden: Tensor) -> Tensor:
-        summed = loss_by_chunks(head, plain, hidden, labels, steps, output, cast(Any, loss))
+        summed = inputs.by_chunks(head, plain, hidden, cast(Any, loss))
         return plain(hidden) if summed is None else summed
 
     if loss is not None and _takes_chunks(head):
         head.forward = by_chunks
     elif has_own and "loss_input" in signature(plain).parameters:  # an engine's
-        head.forward = partial(plain, loss_input=LossInput(labels, partial(_changed, steps, output)))
+        head.forward = partial(plain, loss_input=inputs)
     try:
         yield losses
     finally:
@@ -416,7 +389,7 @@ def attach_loss(
         more = {} if documents is None else documents(input_ids, positions, segments)
         run = partial(cast(Any, type(self)).forward, self, input_ids=input_ids, use_cache=False, **more)
         if labels is not None and in_head is not None and torch.is_grad_enabled():
-            with _loss_in_head(self, in_head, labels, output, head_loss) as losses:
+            with _loss_in_head(self, LossInput(labels, in_head, output), head_loss) as losses:
                 logits: Tensor = run().logits
             if losses:
                 return losses[0], (labels != IGNORED).sum().float()

@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -33,7 +33,7 @@ from portable_fsdp.tensor_plan import (
     TensorPlan,
 )
 
-_VOCABULARY = ("embedding_rowwise",)  # the embedding is split over the vocabulary anyway
+_VOCABULARY = "embedding_rowwise"  # the embedding is split over the vocabulary anyway
 _HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size")
 """Attributes by which an attention module counts heads, or the width of all of them."""
 
@@ -51,7 +51,10 @@ def tensor_plan(model: Any, config: Config) -> TensorPlan:
         splits_rows = config.data.seq_len % size == 0
     splits_vocabulary = config.train.task == "causal_lm" and hasattr(model, "get_output_embeddings")
     words = _words(model, own)
-    embedding, head = _vocabulary(model) if splits_vocabulary else ("", "")
+    embedding = head = ""
+    if splits_vocabulary:
+        names = {module: name for name, module in model.named_modules()}
+        embedding, head = names[model.get_input_embeddings()], names[model.get_output_embeddings()]
     for name in {embedding, head} & words.keys():
         word = words.pop(name)
         if any(fnmatchcase(name, pattern) for pattern in own):
@@ -90,12 +93,8 @@ def tensor_plan(model: Any, config: Config) -> TensorPlan:
         # What works on a part of the rows: all in the layers but blocks, and the biases that are added to their sums.
         inside = tuple(f"{name}." for name in (*blocks, *whole_blocks))
         of_layers = tuple(f"{name}." for name in layers)
-        biases = {
-            f"{name}.{leaf}"
-            for name in words
-            for leaf in ("bias", "base_layer.bias")
-            if words[name] in (ROWWISE, SPLIT_INPUT)
-        }
+        takes_parts = [name for name, word in words.items() if word in (ROWWISE, SPLIT_INPUT)]
+        biases = {f"{name}.{leaf}" for name in takes_parts for leaf in ("bias", "base_layer.bias")}
         summed |= {
             fqn
             for fqn, _ in model.named_parameters()
@@ -133,12 +132,12 @@ def _words(model: Any, own: Mapping[str, str]) -> dict[str, str]:
             f"sharding.tensor: {type(model).__name__} has no tensor-parallel plan in transformers.\n"
             "  Name its modules in sharding.plan (docs/sharding.md), or set sharding.tensor=1."
         )
+    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), word) for key, word in theirs.items()]
     found: dict[str, str] = {}
-    modules = dict(model.named_modules())
     for name in names:
         short, owner = name.removeprefix(f"{base}."), name.rpartition(".")[0]
-        word = given.get(name) or next((word for key, word in theirs.items() if _matches(key, short)), None)
-        if word is None or word in _VOCABULARY or found.get(owner) == EXPERTS:
+        word = given.get(name) or next((word for pattern, word in patterns if pattern.fullmatch(short)), None)
+        if word in (None, _VOCABULARY) or found.get(owner) == EXPERTS:
             continue
         if word not in WORDS:
             raise ConfigError(
@@ -147,20 +146,16 @@ def _words(model: Any, own: Mapping[str, str]) -> dict[str, str]:
                 "modules whole, or sharding.tensor=1."
             )
         found[name] = word
-    _use_packed(model, modules, found)
+    _use_packed(model, found)
     return {name: word for name, word in found.items() if word != WHOLE}
 
 
-def _matches(key: str, name: str) -> bool:
-    return re.fullmatch(re.escape(key).replace(r"\*", r"\d+"), name) is not None
-
-
-def _use_packed(model: Any, modules: Mapping[str, nn.Module], words: dict[str, str]) -> None:
+def _use_packed(model: Any, words: dict[str, str]) -> None:
     """Split weights of several matrices (Phi-3's) matrix by matrix: their own words would gather and split again."""
     for name, word in [*words.items()]:
         owner = name.rpartition(".")[0]
         after = [other for other, w in words.items() if other.rpartition(".")[0] == owner and w == SPLIT_INPUT]
-        if word == GATHERED and len(after) == 1 and _sizes_or_none(model, name, modules[name]):
+        if word == GATHERED and len(after) == 1 and _packed_sizes(model.config, model.get_submodule(name)):
             words[name], words[after[0]] = PACKED, ROWWISE
 
 
@@ -169,13 +164,19 @@ def _parts_of_linear(model: Any, name: str, word: str, size: int) -> tuple[dict[
     inputs. A bias of split inputs is added to the sum, and has neither."""
     module, parts, whole = model.get_submodule(name), dict[str, Part](), set[str]()
     splits_inputs = word in (ROWWISE, SPLIT_INPUT)
-    sizes = _packed_sizes(model, name, module) if word == PACKED else None
+    sizes = _packed_sizes(model.config, module) if word == PACKED else None
+    if word == PACKED and sizes is None:
+        raise ConfigError(
+            f"sharding.plan: {name}: packed_colwise: can't tell which matrices its weight packs: neither q, k and v of "
+            "the config's heads, nor gate and up of its intermediate_size."
+        )
     for leaf, weight in module.named_parameters():
         fqn = f"{name}.{leaf}"
+        is_transposed = not is_adapter(fqn) and holds_inputs_first(_base(module))
         if (".lora_B." if splits_inputs else ".lora_A.") in fqn:
             whole.add(fqn)
         elif weight.dim() > 1:
-            parts[fqn] = _part(fqn, weight.shape, int(splits_inputs != _holds_inputs_first(module, fqn)), size, sizes)
+            parts[fqn] = _part(fqn, weight.shape, int(splits_inputs != is_transposed), size, sizes)
         elif not splits_inputs:
             parts[fqn] = _part(fqn, weight.shape, 0, size, sizes)
     return parts, whole
@@ -210,23 +211,14 @@ def _fitting(fits: Callable[[int], bool], most: int) -> str:
     return f"Set sharding.tensor={' or '.join(str(size) for size in range(1, most + 1) if fits(size))}."
 
 
-def _holds_inputs_first(module: nn.Module, fqn: str) -> bool:
-    return ".lora_" not in fqn and holds_inputs_first(getattr(module, "base_layer", module))
+def _base(module: nn.Module) -> Any:
+    """Return the layer under its adapters, if it has any."""
+    return getattr(module, "base_layer", module)
 
 
-def _packed_sizes(model: Any, name: str, module: nn.Module) -> tuple[int, ...]:
-    sizes = _sizes_or_none(model, name, module)
-    if sizes is None:
-        raise ConfigError(
-            f"sharding.plan: {name}: packed_colwise: can't tell which matrices its weight packs: neither q, k and v of "
-            "the config's heads, nor gate and up of its intermediate_size."
-        )
-    return sizes
-
-
-def _sizes_or_none(model: Any, name: str, module: nn.Module) -> tuple[int, ...] | None:
+def _packed_sizes(config: Any, module: nn.Module) -> tuple[int, ...] | None:
     """Return the outputs of the matrices in one weight: q, k and v by the config's heads, or gate and up."""
-    config, layer = model.config, cast(Any, getattr(module, "base_layer", module))
+    layer = _base(module)
     outputs = layer.weight.shape[1 if holds_inputs_first(layer) else 0]
     heads, kv_heads, width = _heads(config)
     if outputs == (heads + 2 * kv_heads) * width:
@@ -248,8 +240,7 @@ def _key_value_heads(model: Any, name: str, size: int) -> tuple[int, int] | None
     if not name.endswith(("k_proj", "v_proj")):
         return None
     _, kv_heads, width = _heads(model.config)
-    layer = model.get_submodule(name)
-    outputs = getattr(layer, "base_layer", layer).weight.shape[0]
+    outputs = _base(model.get_submodule(name)).weight.shape[0]
     return (kv_heads, width) if outputs == kv_heads * width and kv_heads < size and size % kv_heads == 0 else None
 
 
@@ -304,8 +295,8 @@ def _check_blocks(model: Any, words: Mapping[str, str], blocks: Mapping[str, set
                 f"sharding.plan: {name}: {word}: {owner} has no layer that is split by its {missing} it.\n"
                 f'  Add a pattern for one with {partner}, or set "{_pattern_of(owner)}": {WHOLE}.'
             )
-        holds_packed = word == COLWISE and holds_inputs_first(getattr(module, "base_layer", module))
-        if holds_packed and _sizes_or_none(model, name, module):
+        holds_packed = word == COLWISE and holds_inputs_first(_base(module))
+        if holds_packed and _packed_sizes(model.config, module):
             raise ConfigError(f"sharding.plan: {name}: {word}: its weight packs several matrices.\n  Use {PACKED}.")
     for block, found in blocks.items():
         if {GATHERED, ROWWISE} <= found or (SPLIT_INPUT in found and found & {COLWISE, PACKED}):
@@ -330,19 +321,14 @@ def _pattern_of(owner: str) -> str:
 
 def _whole_blocks(model: Any, layers: tuple[str, ...], blocks: tuple[str, ...]) -> tuple[str, ...]:
     """Return the attention modules in layers that the plan leaves whole: they need whole rows."""
-    found: list[str] = []
-    for layer in layers:
-        for child, module in model.get_submodule(layer).named_children():
-            name = f"{layer}.{child}"
-            if name not in blocks and "attn" in child.lower() + type(module).__name__.lower() and [*module.children()]:
-                found.append(name)
-    return tuple(found)
-
-
-def _vocabulary(model: Any) -> tuple[str, str]:
-    """Return the FQNs of the embedding and of the head of a causal model."""
-    names = {module: name for name, module in model.named_modules()}
-    return names[model.get_input_embeddings()], names[model.get_output_embeddings()]
+    children = [(layer, *child) for layer in layers for child in model.get_submodule(layer).named_children()]
+    return tuple(
+        f"{layer}.{leaf}"
+        for layer, leaf, module in children
+        if f"{layer}.{leaf}" not in blocks
+        and "attn" in leaf.lower() + type(module).__name__.lower()
+        and [*module.children()]
+    )
 
 
 def _attributes(

@@ -31,14 +31,6 @@ _ROWS = 4096  # rows of a table read at a time
 
 
 @dataclass(frozen=True)
-class Pretrained:
-    """The model's transformers config, and the file of its tensors."""
-
-    config: Any
-    file: TensorFile
-
-
-@dataclass(frozen=True)
 class Base:
     """The base of adapters: weights that come whole from `model.pretrained`, and that no step changes."""
 
@@ -63,17 +55,20 @@ def fingerprint(file: TensorFile) -> str:
     return digest.hexdigest()
 
 
-def open_pretrained(model: schema.Model, task: str = "causal_lm") -> Pretrained:
-    """Open `model.pretrained`, after a download if it is on the hub. Raises ConfigError if that fails."""
+def open_pretrained(model: schema.Model, task: str = "causal_lm") -> tuple[Any, TensorFile]:
+    """Open `model.pretrained`, after a download if it is on the hub: the transformers config, and the tensors' file.
+
+    Raises ConfigError if that fails.
+    """
     name = cast(str, model.pretrained)
     if model.gguf_file is not None:
         path = local_folder("model.pretrained", name, (model.gguf_file,)) / model.gguf_file
         if not path.is_file():
             raise ConfigError(f"model.gguf_file: no such file in {path.parent}: {path.name}.")
         gguf = GgufFile(path)
-        return Pretrained(gguf.config, gguf)
+        return gguf.config, gguf
     folder = local_folder("model.pretrained", name, MODEL_FILES)
-    return Pretrained(_config(folder, task), SafetensorsFolder(folder))
+    return _config(folder, task), SafetensorsFolder(folder)
 
 
 def _config(folder: Path, task: str) -> Any:
@@ -136,7 +131,7 @@ class PretrainedWeights:
         _refuse_missing(file, model, missing, len(aliases), allow)
         _refuse_unexpected(file, model, self._tensors.unexpected, allow)
         self._where = {first: names[0] for first, names in stored_names.items() if names}
-        self._rows = {} if rows_before is None else dict.fromkeys(_vocabulary_tables(model, aliases), rows_before)
+        self._rows = {} if rows_before is None else dict.fromkeys(_vocabulary_tables(model), rows_before)
         self._means: dict[str, Tensor] = {}
         for first, names in stored_names.items():
             for name in names:
@@ -187,9 +182,8 @@ class PretrainedWeights:
         expected = (self._rows[fqn], *tensor.shape[1:]) if fqn in self._rows else tuple(tensor.shape)
         if shape != expected:
             config = "config.json" if self._file.where.is_dir() else "its metadata"
-            raise ConfigError(
-                f"{where} {list(expected)} ({config}), found {list(shape)} in {self._file.file_of(keys[0])}."
-            )
+            actual = f"{list(shape)} in {self._file.file_of(keys[0])}"
+            raise ConfigError(f"{where} {list(expected)} ({config}), found {actual}.")
         other = next((key for key in keys if self._file.dtype_of(key) not in FLOATS), None)
         if tensor.is_floating_point() and other is not None:
             raise ConfigError(
@@ -274,11 +268,11 @@ def _aliases(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[s
     return {next(iter(each)): list(each) for each in names.values()}
 
 
-def _vocabulary_tables(model: Any, aliases: Mapping[str, list[str]]) -> list[str]:
+def _vocabulary_tables(model: Any) -> list[str]:
     """First FQNs of the embedding and the head, with its bias: tensors with one row per id."""
-    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    modules = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
     tables = {id(parameter) for module in modules for parameter in module.parameters()}
-    return [first for first in aliases if id(dict(model.named_parameters()).get(first)) in tables]
+    return [fqn for fqn, parameter in model.named_parameters() if id(parameter) in tables]
 
 
 # --------------------------------------------------------------------------------------------- names of older releases
@@ -321,42 +315,30 @@ class ConvertedTensors:
         return self._last[1][name][slices].clone()
 
     def _sort(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        from transformers.core_model_loading import dot_natural_key
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        named = self._model.state_dict()
-        rename, converters = self._tables(named)
+        tables = get_model_conversion_mapping(self._model)
+        renamings: Any = [table for table in tables if isinstance(table, WeightRenaming)]
+        converters: Any = [table for table in tables if isinstance(table, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        base, named = self._model.base_model_prefix, dict(self._model.state_dict())
         groups: dict[str, _Group] = {}
         for key in sorted(shapes, key=dot_natural_key):
-            name, pattern = rename(key)
+            name, pattern = rename_source_key(key, renamings, converters, base, named)
+            if name not in named and key in named:
+                name, pattern = rename_source_key(key, [], [], base, named)
             if name not in named:
                 self.unexpected.append(key)
             elif pattern is None:
                 self._add(name, [key], shapes[key])
             else:
-                groups.setdefault(name, _Group(converters[pattern], name)).sources.append((pattern, key))
+                groups.setdefault(name, _Group(by_pattern[pattern], name)).sources.append((pattern, key))
         for group in groups.values():
             tensors = self._make(group, lambda key: torch.empty(shapes[key], device="meta"))
             for name, tensor in tensors.items():
                 self._add(name, [key for _, key in group.sources], tuple(tensor.shape))
                 self._groups[name] = group
-
-    def _tables(self, named: Mapping[str, Tensor]) -> tuple[Any, dict[str, Any]]:
-        """Return functions key -> (name, the converter's pattern or None), and pattern -> converter."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        tables = get_model_conversion_mapping(self._model)
-        renamings: Any = [table for table in tables if isinstance(table, WeightRenaming)]
-        converters: Any = [table for table in tables if isinstance(table, WeightConverter)]
-        base, names = self._model.base_model_prefix, dict(named)
-
-        def rename(key: str) -> tuple[str, str | None]:
-            name, pattern = rename_source_key(key, renamings, converters, base, names)
-            if name not in names and key in names:
-                return rename_source_key(key, [], [], base, names)
-            return name, pattern
-
-        return rename, {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
     def _add(self, name: str, keys: list[str], shape: tuple[int, ...]) -> None:
         if name in self.keys:

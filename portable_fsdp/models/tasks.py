@@ -28,7 +28,6 @@ number."""
 
 TaskFunction = Callable[[nn.Module, TaskBatch], Scores]
 
-
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 
 
@@ -174,10 +173,11 @@ def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> N
         raise ConfigError(
             f"train.task: {task.name} failed on {type(model).__name__} and a batch of {shapes}:\n  {described(error)}"
         ) from error
-    parts = cast("tuple[object, ...]", scores) if isinstance(scores, tuple) else (scores,)
-    numbers = [part for part in parts[:2] if isinstance(part, Tensor) and part.dim() == 0]
-    if len(parts) not in (2, 3) or len(numbers) != 2 or not all(isinstance(part, Mapping) for part in parts[2:]):
-        raise _no_scores(task.name, scores)
+    match scores:
+        case (Tensor(ndim=0), Tensor(ndim=0)) | (Tensor(ndim=0), Tensor(ndim=0), Mapping()) if type(scores) is tuple:
+            return
+        case _:
+            raise _no_scores(task.name, scores)
 
 
 def _no_scores(name: str, scores: object) -> ConfigError:

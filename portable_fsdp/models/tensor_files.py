@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,14 +38,15 @@ class SafetensorsFolder(TensorFile):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
         for path in sorted(set(self._files.values())):
+            keys = [key for key, holder in self._files.items() if holder == path]
             with open_safetensors(_KEY, path) as file:
                 held = set(cast(list[str], list(file.keys())))
-                for key in (key for key, holder in self._files.items() if holder == path):
-                    if key not in held:
-                        raise ConfigError(
-                            f"{_KEY}: {folder}: {path.name} doesn't have {key}, which {INDEX} lists.\n"
-                            "  Download the folder again."
-                        )
+                if missing := [key for key in keys if key not in held]:
+                    raise ConfigError(
+                        f"{_KEY}: {folder}: {path.name} doesn't have {missing[0]}, which {INDEX} lists.\n"
+                        "  Download the folder again."
+                    )
+                for key in keys:
                     tensor = file.get_slice(key)
                     self.shapes[key] = tuple(cast(list[int], tensor.get_shape()))
                     self._dtypes[key] = str(tensor.get_dtype())
@@ -76,20 +77,17 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         with open_safetensors(_KEY, folder / SINGLE) as file:
             files = dict.fromkeys(cast(list[str], list(file.keys())), folder / SINGLE)
     else:
-        _refuse(folder)
+        others = [path.name for pattern in ("*.gguf", *_PICKLES) for path in sorted(folder.glob(pattern))]
+        raise ConfigError(
+            f"{_KEY}: expected {SINGLE} or {INDEX} in {folder}, found {others[0] if others else 'neither'}.\n"
+            "  For a GGUF file set model.gguf_file. A pickle may run any code when it is opened, and is never "
+            "downloaded:\n"
+            "  if you trust it, convert it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER)."
+        )
     absent = sorted({path.name for path in files.values() if not path.is_file()})
     if absent:
         raise ConfigError(f"{_KEY}: {folder}: no such file: {absent[0]}, which {INDEX} lists.")
     return files
-
-
-def _refuse(folder: Path) -> NoReturn:
-    others = [path.name for pattern in ("*.gguf", *_PICKLES) for path in sorted(folder.glob(pattern))]
-    raise ConfigError(
-        f"{_KEY}: expected {SINGLE} or {INDEX} in {folder}, found {others[0] if others else 'neither'}.\n"
-        "  For a GGUF file set model.gguf_file. A pickle may run any code when it is opened, and is never downloaded:\n"
-        "  if you trust it, convert it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER)."
-    )
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -201,7 +199,13 @@ class GgufFile(TensorFile):
         self.where = path
         reader = _opened(path)
         self.config, self._processor, names = _transformers_view(path, reader)
-        self._tensors = {_hf_name(path, names, str(tensor.name)): tensor for tensor in reader.tensors}
+        tensors = {str(tensor.name): tensor for tensor in reader.tensors}
+        if unknown := tensors.keys() - names.keys():
+            raise ConfigError(
+                f"{path}: transformers has no name for the tensor {min(unknown)[:200]!r}, whose content would be lost."
+                "\n  Use the model's Hugging Face folder instead."
+            )
+        self._tensors = {names[name]: tensor for name, tensor in tensors.items()}
         self.shapes = {key: tuple(map(int, reversed(tensor.shape))) for key, tensor in self._tensors.items()}
         self._last: tuple[str, Tensor] | None = None
 
@@ -269,16 +273,14 @@ def _transformers_view(path: Path, reader: Any) -> tuple[Any, Any, dict[str, str
     width = reader.fields.get(f"{architecture}.attention.key_length")
     if width is not None:  # transformers 5.23 overlooks it for qwen3
         loaded["config"].setdefault("head_dim", int(width.contents()))
-    processor: Any = cast(Any, tables).TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)(
-        config=loaded["config"]
-    )
+    make_processor: Any = cast(Any, tables).TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)
     try:
         config = config_from_json(loaded["config"])
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         raise ConfigError(f"{path}: can't build a model from its metadata: {type(error).__name__}: {error}") from None
-    return config, processor, _names(architecture, model)
+    return config, make_processor(config=loaded["config"]), _names(architecture, model)
 
 
 def _names(architecture: str, model: Any) -> dict[str, str]:
@@ -303,12 +305,3 @@ def _check_architecture(path: Path, reader: Any) -> str:
     if count > len(reader.tensors):  # building a model for its names takes time for each layer
         raise ConfigError(f"{path}: expected tensors for each of {count:,} layers, found {len(reader.tensors)} in all")
     return architecture
-
-
-def _hf_name(path: Path, names: dict[str, str], name: str) -> str:
-    if name not in names:
-        raise ConfigError(
-            f"{path}: transformers has no name for the tensor {name[:200]!r}, whose content would be lost.\n"
-            "  Use the model's Hugging Face folder instead."
-        )
-    return names[name]

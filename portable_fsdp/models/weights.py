@@ -94,14 +94,12 @@ class RandomWeights:
     """
 
     def __init__(self, twin: nn.Module, seed: int, dtype: torch.dtype) -> None:
-        self._twin = twin
-        self._seed = seed
-        self._dtype = dtype
-        self._last: tuple[str, Tensor] | None = None
+        self._twin, self._seed, self._dtype = twin, seed, dtype
+        self._last = "", torch.empty(0)
 
     def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
-        if self._last is None or self._last[0] != fqn:
-            self._last = (fqn, self._draw(fqn).to(self._dtype))
+        if self._last[0] != fqn:
+            self._last = fqn, self._draw(fqn).to(self._dtype)
         return self._last[1][slices].clone()
 
     def _draw(self, fqn: str) -> Tensor:
@@ -112,8 +110,11 @@ class RandomWeights:
         weight = nn.Parameter(unset, requires_grad=False)
         module._parameters[leaf] = weight
         try:
+            # transformers' own initialisation of the module, and of those around it up to the root.
+            parts = owner.split(".") if owner else []
             with seeded(self._seed, fqn), torch.no_grad():
-                _initialise(self._twin, owner)
+                for length in range(len(parts), -1, -1):
+                    cast(Any, self._twin)._init_weights(self._twin.get_submodule(".".join(parts[:length])))
         except NotImplementedError as error:  # torch's, for a copy from a weight that is on meta here
             raise _no_value(fqn, module, "has an initial value computed from other weights") from error
         finally:
@@ -121,15 +122,6 @@ class RandomWeights:
         if weight.isnan().any():
             raise _no_value(fqn, module, "has no initial value of its own")
         return weight.data
-
-
-def _initialise(model: Any, owner: str) -> None:
-    """Run transformers' own initialisation of `owner` and of the modules around it up to the root, in that order."""
-    while True:
-        model._init_weights(model.get_submodule(owner))
-        if not owner:
-            return
-        owner = owner.rpartition(".")[0]
 
 
 def _no_value(fqn: str, module: nn.Module, problem: str) -> ConfigError:
@@ -155,10 +147,9 @@ class ModelSize:
 
 def size_of(model: Any) -> ModelSize:
     """Return the sizes of a transformers model. Raises ConfigError if its config has no layers of one width."""
-    tables = {id(table.weight): table.weight for table in model.modules() if isinstance(table, nn.Embedding)}
-    head = model.get_output_embeddings()
-    if head is not None:
-        tables.pop(id(head.weight), None)
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    weights = [table.weight for table in model.modules() if isinstance(table, nn.Embedding)]
+    tables = {id(weight): weight for weight in weights if weight is not head}
     config = model.config.get_text_config()
     if missing := [key for key in ("hidden_size", "num_hidden_layers") if not hasattr(config, key)]:
         raise ConfigError(

@@ -19,14 +19,16 @@ def find_layers(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     one. A model outside transformers may have none. Raises ConfigError for a class of `wrap_classes` that can't be a
     unit, and if the model has no layer.
     """
-    _check_units(model, sharding.wrap_classes)
-    classes = set(sharding.wrap_classes) or set(getattr(model, "_no_split_modules", None) or ())
-    if not classes and not hasattr(model, "_no_split_modules"):  # no model of transformers
-        classes = set(_repeated(model))
-        if not classes:
-            return ()
+    own, classes = _of_wrap_classes(model, sharding.wrap_classes), set(sharding.wrap_classes)
+    if not classes:
+        classes = set(getattr(model, "_no_split_modules", None) or ())
+        if not classes and not hasattr(model, "_no_split_modules"):  # no model of transformers
+            classes = set(_repeated(model))
+            if not classes:
+                return ()
+        own = [name for name, kind in _possible_units(model).items() if kind in classes]
     tables = _tables(model)
-    layers = _outermost(name for name in _of_classes(model, classes) if name not in tables)
+    layers = _outermost(name for name in own if name not in tables)
     if not layers:
         blocks = _repeated(model) or sorted({*_possible_units(model).values()})
         raise ConfigError(
@@ -56,14 +58,13 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     by_hand = set(_of_patterns(model, sharding.wrap_modules))
     by_policy: set[str] = set()
     if sharding.wrap == "TRANSFORMER_BASED_WRAP":
-        _check_units(model, sharding.wrap_classes)
-        by_hand |= set(_of_classes(model, sharding.wrap_classes))
+        by_hand |= set(_of_wrap_classes(model, sharding.wrap_classes))
         by_policy = set() if sharding.wrap_classes else set(find_layers(model, sharding))
         by_policy |= {name for name in _tables(model) if not any(_is_inside(name, u) for u in by_hand | by_policy)}
     elif sharding.wrap == "SIZE_BASED_WRAP" and sharding.min_num_params is not None:
         by_policy = set(_by_size(model, sharding.min_num_params))
     for places in _shared(model):
-        splitting = {name for name in by_hand | by_policy if 0 < _count_inside(name, places) < len(places)}
+        splitting = {name for name in by_hand | by_policy if len({_is_inside(place, name) for place in places}) > 1}
         for name in sorted(splitting & by_hand):
             raise ConfigError(
                 f"sharding: {name} ({type(model.get_submodule(name)).__name__}) can't be a unit: a weight belongs "
@@ -83,8 +84,7 @@ def recomputed_layers(model: nn.Module, layers: Sequence[str], memory: Memory) -
         return ()
     if memory.classes:
         kinds = {name: type(module).__name__ for name, module in model.named_modules() if name and _has_forward(module)}
-        _check_classes("memory.classes", "run", model, memory.classes, kinds)
-        layers = _outermost(name for name, kind in kinds.items() if kind in memory.classes)
+        layers = _outermost(_of_classes("memory.classes", "run", model, memory.classes, kinds))
     if not layers:
         raise ConfigError(
             "memory.gradient_checkpointing: the model has no repeated blocks.\n"
@@ -94,8 +94,7 @@ def recomputed_layers(model: nn.Module, layers: Sequence[str], memory: Memory) -
     if every > len(layers):
         raise ConfigError(
             f"memory.every: expected at most {len(layers)} (the layers of the model, or of memory.classes), found "
-            f"{every}.\n"
-            "  Lower it, or set memory.gradient_checkpointing=full and memory.every=null."
+            f"{every}.\n  Lower it, or set memory.gradient_checkpointing=full and memory.every=null."
         )
     return tuple(layers[::every])
 
@@ -127,21 +126,16 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
                 "applies.\n  Leave it out, or put it first."
             )
     for places in _shared(model):
-        _share_dtype(dtypes, [place.rpartition(".")[0] for place in places])
+        owners = [place.rpartition(".")[0] for place in places]
+        shared = {owner: dtypes[outer] for owner in owners for outer in dtypes if _is_inside(owner, outer)}
+        if len(set(shared.values())) > 1:
+            raise ConfigError(
+                f"precision.modules: expected one dtype for {' and '.join(owners)}, which share a weight, found "
+                f"{' and '.join(sorted(set(shared.values())))}.\n  Set the same dtype for them."
+            )
+        if shared:
+            dtypes |= {owner: next(iter(shared.values())) for owner in owners if owner not in shared}
     return {name: dtypes[name] for name in names if name in dtypes}
-
-
-def _share_dtype(dtypes: dict[str, str], owners: list[str]) -> None:
-    """Set the dtype of one module for all modules that share a weight with it."""
-    given = {owner: dtypes[outer] for owner in owners for outer in dtypes if _is_inside(owner, outer)}
-    if len(set(given.values())) > 1:
-        raise ConfigError(
-            f"precision.modules: expected one dtype for {' and '.join(owners)}, which share a weight, found "
-            f"{' and '.join(sorted(set(given.values())))}.\n  Set the same dtype for them."
-        )
-    for owner in owners if given else ():
-        if owner not in given:
-            dtypes[owner] = next(iter(given.values()))
 
 
 def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
@@ -153,7 +147,7 @@ def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
     homes = {id(parameter): fqn.rpartition(".")[0] for fqn, parameter in model.named_parameters()}
     for places in _shared(model):
         home = places[0].rpartition(".")[0]
-        while _count_inside(home, places) < len(places):
+        while not all(_is_inside(place, home) for place in places):
             home = home.rpartition(".")[0]
         homes[id(model.get_parameter(places[0]))] = home
     units: list[str] = []
@@ -182,10 +176,6 @@ def _is_inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def _count_inside(module: str, places: Iterable[str]) -> int:
-    return sum(_is_inside(place, module) for place in places)
-
-
 def _outermost(names: Iterable[str]) -> list[str]:
     """Return the names that are inside no other; `names` are in definition order."""
     kept: list[str] = []
@@ -206,23 +196,22 @@ def _possible_units(model: nn.Module) -> dict[str, str]:
     return {name: type(m).__name__ for name, m in modules.items() if any(True for _ in m.parameters())}
 
 
-def _check_classes(key: str, what: str, model: nn.Module, classes: Iterable[str], kinds: Mapping[str, str]) -> None:
-    """Raise ConfigError for unknown `classes`. `kinds`: FQN -> class of the modules that satisfy `what`."""
+def _of_classes(key: str, what: str, model: nn.Module, classes: Collection[str], kinds: Mapping[str, str]) -> list[str]:
+    """Return the FQNs of the modules of `classes`. `kinds`: FQN -> class of the modules that satisfy `what`.
+
+    Raises ConfigError for unknown `classes`.
+    """
     known = sorted({*kinds.values()})
-    wrong = [name for name in classes if name not in known]
-    if wrong:
+    if wrong := [name for name in classes if name not in known]:
         raise ConfigError(
             f"{key}: expected classes of modules in {type(model).__name__} that {what}, found {', '.join(wrong)}.\n"
             f"  The model has: {', '.join(known)}."
         )
+    return [name for name, kind in kinds.items() if kind in classes]
 
 
-def _check_units(model: nn.Module, classes: Iterable[str]) -> None:
-    _check_classes("sharding.wrap_classes", "run and hold parameters", model, classes, _possible_units(model))
-
-
-def _of_classes(model: nn.Module, classes: Collection[str]) -> list[str]:
-    return [name for name, kind in _possible_units(model).items() if kind in classes]
+def _of_wrap_classes(model: nn.Module, classes: Collection[str]) -> list[str]:
+    return _of_classes("sharding.wrap_classes", "run and hold parameters", model, classes, _possible_units(model))
 
 
 def _of_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:

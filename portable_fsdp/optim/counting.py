@@ -38,7 +38,7 @@ class CountingOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
         self.placed: Mapping[str, Tensor] = {}
         self.skips: dict[Tensor, Tensor] = {}
@@ -106,7 +106,7 @@ def step_numbers(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float
 
     Names may change with the step; their number doesn't while the same parameters train.
     """
-    rates = {_rate(group): lr * _share(group) for group in optimizer.param_groups}
+    rates = {f"lr * {share}": lr * share for share in map(_share, optimizer.param_groups)}
     compiled = _compiled(optimizer)
     return rates | compiled.counts() if compiled else rates
 
@@ -122,7 +122,7 @@ def set_step_numbers(
     if compiled := _compiled(optimizer):
         compiled.placed = placed
     for group in optimizer.param_groups:
-        rate = _rate(group)
+        rate = f"lr * {_share(group)}"
         group["lr"] = placed[rate] if isinstance(group["lr"], Tensor) else numbers[rate]
 
 
@@ -163,10 +163,6 @@ def _share(group: dict[str, Any]) -> float:
     return group.get("lr_share", 1.0)  # groups made elsewhere have none
 
 
-def _rate(group: dict[str, Any]) -> str:
-    return f"lr * {_share(group)}"
-
-
 # ------------------------------------------------------------------------------------------------------------- float16
 
 
@@ -176,11 +172,8 @@ GROWTH, BACKOFF = 2.0, 0.5
 class LossScaler:
     """Dynamic loss scaling: float16 rounds gradients below 6e-8 to 0, so backward starts from a multiple of the loss.
 
-    The rule of torch.amp.GradScaler (torch/amp/grad_scaler.py), on the device: nothing waits for it.
-
-    The scale is multiplied by BACKOFF after a step whose gradients aren't finite, and by GROWTH after each `window` of
-    finite steps, between LEAST_LOSS_SCALE and LARGEST_LOSS_SCALE. The optimizer skips the former: weights, moments and
-    step counts stay as they are.
+    The rule of torch.amp.GradScaler (torch/amp/grad_scaler.py), on the device: nothing waits for it. The optimizer
+    skips steps whose gradients aren't finite: weights, moments and step counts stay as they are.
     """
 
     def __init__(self, scale: float, window: int, device: torch.device) -> None:

@@ -79,39 +79,37 @@ def make_optimizer(optim: Optim, compute: "torch.dtype | None" = None) -> "MakeO
     own.py, whose state has the names, shapes and dtypes of torch's. `compute`: the dtype of Muon's iteration;
     None: float32. Raises ConfigError for a missing package, and for a factory that can't be used.
     """
-    if optim.factory is None and optim.name != "adamw8bit":
-        return lambda groups, compiled: _make(optim, compute, groups, compiled)
-    from portable_fsdp.optim.own import from_bitsandbytes, from_factory
+    if optim.factory is not None or optim.name == "adamw8bit":
+        from portable_fsdp.optim.own import from_bitsandbytes, from_factory
 
-    return from_bitsandbytes(optim) if optim.factory is None else from_factory(optim, optim.factory)
+        return from_bitsandbytes(optim) if optim.factory is None else from_factory(optim, optim.factory)
 
+    def make(groups: list[dict[str, Any]], compiled: bool) -> "torch.optim.Optimizer":
+        import torch
 
-def _make(
-    optim: Optim, compute: "torch.dtype | None", groups: list[dict[str, Any]], compiled: bool
-) -> "torch.optim.Optimizer":
-    import torch
+        devices = {parameter.device.type for group in groups for parameter in group["params"]}
+        if optim.name in ("adamw", "adam") and not compiled and "tpu" not in devices:
+            torchs = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+            has_fused = devices in ({"cuda"}, {"cpu"})
+            # fused=None: torch's default, which refuses no device. Only a fused optimizer can skip a step.
+            return torchs(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True if has_fused else None)
+        from portable_fsdp.optim import own
 
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    if optim.name in ("adamw", "adam") and not compiled and "tpu" not in devices:
-        torchs = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
-        has_fused = devices in ({"cuda"}, {"cpu"})
-        # fused=None: torch's default, which refuses no device. Only a fused optimizer can skip a step.
-        return torchs(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True if has_fused else None)
-    from portable_fsdp.optim import own
+        lr = torch.tensor(optim.lr) if compiled else optim.lr
+        adamw: dict[str, Any] = {"lr": lr, "betas": optim.betas, "eps": optim.eps}
+        match optim.name:
+            case "sgd":
+                return own.SGD(groups, lr=lr, momentum=optim.momentum)
+            case "lion":
+                return own.Lion(groups, lr=lr, betas=optim.betas)
+            case "adafactor":
+                return own.Adafactor(groups, lr=lr)
+            case "muon":
+                return own.Muon(groups, **adamw, momentum=optim.momentum, compute=compute or torch.float32)
+            case _:
+                return own.AdamW(groups, **adamw, decoupled=optim.name == "adamw")
 
-    lr = torch.tensor(optim.lr) if compiled else optim.lr
-    match optim.name:
-        case "sgd":
-            return own.SGD(groups, lr=lr, momentum=optim.momentum)
-        case "lion":
-            return own.Lion(groups, lr=lr, betas=optim.betas)
-        case "adafactor":
-            return own.Adafactor(groups, lr=lr)
-        case "muon":
-            options: dict[str, Any] = {"lr": lr, "betas": optim.betas, "eps": optim.eps, "momentum": optim.momentum}
-            return own.Muon(groups, **options, compute=compute or torch.float32)
-        case _:
-            return own.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, decoupled=optim.name == "adamw")
+    return make
 
 
 # -------------------------------------------------------------------------------------------------- the learning rate

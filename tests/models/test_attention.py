@@ -70,13 +70,6 @@ def test_a_window_wider_than_the_row_is_plain_causal() -> None:
     assert not torch.allclose(narrow[:, 5], wide[:, 5])
 
 
-def test_nothing_is_read_on_the_host() -> None:
-    model = materialise(build("gemma2"))
-    with Operators() as operators:
-        logits(model, token_ids())
-    operators.require_no_reads()
-
-
 @pytest.mark.parametrize(("window", "grouped"), [(2, False), (None, True)])
 def test_a_mask_comes_with_as_many_key_heads_as_query_heads(
     window: int | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
@@ -125,21 +118,13 @@ def test_every_implementation_gives_what_the_loop_gives(name: str) -> None:
         assert model.config._experts_implementation == implementation
         tensors = loss_and_gradients(model)
         assert tensors.keys() == expected.keys()
-        for fqn, tensor in expected.items():
-            torch.testing.assert_close(
-                tensors[fqn],
-                tensor,
-                rtol=1e-4,
-                atol=1e-6,
-                msg=lambda text, where=f"{experts} {fqn}": f"{where}: {text}",
-            )
+        torch.testing.assert_close(tensors, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", families(EXPERTS))
 def test_nothing_depends_on_the_routing(name: str) -> None:
     """The same operators on the same shapes whatever the tokens are, and none that asks the host."""
-
     model = build_with(name, "dense")
     runs: list[list[Any]] = []
     for ids in (token_ids(), torch.zeros_like(token_ids())):
@@ -150,20 +135,13 @@ def test_nothing_depends_on_the_routing(name: str) -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", ["dense", "batched_mm", "grouped_mm"])
-def test_experts_of_a_dense_model_are_refused(experts: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.experts: expected auto, found {experts}: LlamaForCausalLM has no"):
-        build_with("llama", experts)
-
-
-def test_rows_that_the_grouped_product_cannot_take_are_refused() -> None:
+def test_experts_that_cannot_be_set_are_refused() -> None:
+    for experts in ("dense", "batched_mm", "grouped_mm"):
+        with pytest.raises(
+            ConfigError, match=rf"model\.experts: expected auto, found {experts}: LlamaForCausalLM has no"
+        ):
+            build("llama", keys={"experts": experts})
     with pytest.raises(ConfigError, match=r"experts=grouped_mm: .*16 bytes, .* model\.layers\.0\.mlp\.experts\..*\["):
         build_with("qwen3_moe", "grouped_mm", moe_intermediate_size=18)
     with pytest.raises(ConfigError, match=r"with 2 bytes per value"):
         build_with("qwen3_moe", "grouped_mm", {"compute": "bfloat16"})  # 20 numbers: 40 bytes
-
-
-def test_an_auxiliary_loss_is_refused_and_not_dropped() -> None:
-    with pytest.raises(ConfigError, match=r"output_router_logits=false, found true.*auxiliary loss"):
-        build("mixtral", output_router_logits=True)

@@ -15,7 +15,6 @@ from foreign_models import build as build_foreign
 from safetensors.torch import load_file, save_file
 from small_models import (
     ARCHITECTURES,
-    SEQ_LEN,
     VOCABULARY,
     build,
     edit,
@@ -32,7 +31,7 @@ from test_gguf import ARCHITECTURES as GGUF
 from test_gguf import TYPE, write
 from transformers import AutoModelForCausalLM
 
-from portable_fsdp.config.schema import Model, Precision
+from portable_fsdp.config.schema import Model
 from portable_fsdp.layout import full_region, rows_of_shard
 from portable_fsdp.models import tensor_files
 from portable_fsdp.models.build import BuiltModel, build_model
@@ -334,9 +333,8 @@ def test_another_tokenizer_makes_nothing_grow_and_a_smaller_one_nothing_shrink(t
         )
 
 
-def open_file(folder: Path, file: str = "m.gguf", vocabulary: int = 4, **precision: Any) -> BuiltModel:
-    section = Model(pretrained=str(folder), gguf_file=file)
-    return build_model(section, Precision(**precision), seed=0, seq_len=SEQ_LEN, vocabulary=vocabulary)
+def open_file(folder: Path, file: str = "m.gguf", vocabulary: int = 4, **options: Any) -> BuiltModel:
+    return open_folder(folder, vocabulary=vocabulary, keys={"gguf_file": file}, **options)
 
 
 @pytest.mark.parametrize(
@@ -377,8 +375,7 @@ def test_it_grows_with_its_tokenizer(tmp_path: Path) -> None:
     model = build_foreign(GGUF["llama_tied"])
     write(tmp_path / "m.gguf", model)
     ids = model.config.vocab_size
-    section = Model(pretrained=str(tmp_path), gguf_file="m.gguf")
-    built = build_model(section, seed=0, seq_len=SEQ_LEN, vocabulary=ids + 2, keeps_ids=lambda: True)
+    built = open_file(tmp_path, vocabulary=ids + 2, keeps_ids=True)
     table = model.get_input_embeddings().weight
     actual = built.fill("model.embed_tokens.weight", full_region((ids + 2, table.shape[1])))
     assert torch.equal(actual[:ids], table)
@@ -390,7 +387,7 @@ def test_what_is_not_there_or_not_done_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.gguf_file: no such file in .*: other\.gguf\."):
         open_file(tmp_path, "other.gguf")
     with pytest.raises(ConfigError, match=r"no config\.json in .*\n.*model\.gguf_file"):
-        build_model(Model(pretrained=str(tmp_path)), seed=0, seq_len=SEQ_LEN, vocabulary=4)
+        open_folder(tmp_path)
     write(tmp_path / "b.gguf", build_foreign(GGUF["llama"]), architecture="bloom")
     with pytest.raises(ConfigError, match=r"b\.gguf: expected an architecture of llama, qwen2, qwen3; found bloom"):
         open_file(tmp_path, "b.gguf")

@@ -283,18 +283,19 @@ def test_the_last_step_has_the_floor(schedule: str, last: float, warmup: int) ->
     assert learning_rate(config, 25, 20) == pytest.approx(last)
 
 
-def test_linear_falls_by_equal_amounts() -> None:
-    assert rates(optim("linear", warmup_steps=2), 10)[1:] == pytest.approx([LR - 0.05 * i for i in range(9)])
-    # Without warmup the first step has begun to decay.
-    assert learning_rate(optim("linear"), 1, 10) == pytest.approx(LR - 0.04)
-    assert learning_rate(optim("constant"), 1, 10) == LR
+WSD = {**dict.fromkeys(range(5, 31), LR), **{30 + i: LR - 0.04 * i for i in range(1, 11)}}
+SHAPES_OF_DECAY: list[tuple[Optim, int, dict[int, float]]] = [
+    (optim("linear", warmup_steps=2), 10, {2 + i: LR - 0.05 * i for i in range(9)}),
+    (optim("linear"), 10, {1: LR - 0.04}),  # without warmup the first step has begun to decay
+    (optim("constant"), 10, {1: LR}),
+    (optim("cosine", warmup_steps=10), 110, {60: 0.3, 35: 0.3 + 0.2 * math.sqrt(0.5), 85: 0.3 - 0.2 * math.sqrt(0.5)}),
+    (optim("wsd", warmup_steps=5, decay_ratio=0.25), 40, WSD),
+]
 
 
-def test_cosine_is_half_a_wave() -> None:
-    config = optim("cosine", warmup_steps=10)
-    assert learning_rate(config, 60, 110) == pytest.approx((LR + 0.1) / 2)
-    assert learning_rate(config, 35, 110) == pytest.approx(0.1 + 0.4 * (1 + math.sqrt(0.5)) / 2)
-    assert learning_rate(config, 85, 110) == pytest.approx(0.1 + 0.4 * (1 - math.sqrt(0.5)) / 2)
+@pytest.mark.parametrize(("config", "total", "expected"), SHAPES_OF_DECAY)
+def test_the_decay_has_the_shape_of_its_schedule(config: Optim, total: int, expected: dict[int, float]) -> None:
+    assert {step: learning_rate(config, step, total) for step in expected} == pytest.approx(expected)
 
 
 def test_a_share_of_warmup_is_rounded_up_as_by_the_trainer() -> None:
@@ -302,12 +303,6 @@ def test_a_share_of_warmup_is_rounded_up_as_by_the_trainer() -> None:
     for steps in (1, 20, 21, 61):
         assert rates(config, steps) == rates(optim("linear", warmup_steps=math.ceil(0.05 * steps)), steps)
     check_schedule(config, 1)
-
-
-def test_wsd_is_stable_then_falls_in_its_last_share() -> None:
-    actual = rates(optim("wsd", warmup_steps=5, decay_ratio=0.25), 40)
-    assert actual[4:30] == [LR] * 26
-    assert actual[30:] == pytest.approx([LR - 0.04 * i for i in range(1, 11)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
