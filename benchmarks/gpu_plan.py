@@ -174,7 +174,7 @@ def tracked(config: Config, devices: int) -> int:
     most = 0
     with (
         cuda._ranks(devices, min(devices, PER_HOST)),
-        cuda.PlannedBackend(config, fake, recorder, whole=True) as backend,
+        cuda.planned_backend(config, fake, recorder, whole=True) as backend,
         cuda._seen_by(recorder),
         patch.object(F, "scaled_dot_product_attention", cuda.gpu_attention),
     ):

@@ -354,7 +354,7 @@ class Checkpoints(Closing):
             reader.check(expected, self._ties, weights_only=weights_only, base=base, config=shown)
             resume.require_same_base(changes, allow, name)
             if not weights_only:
-                resume.require_allowed(changes, allow, name)
+                resume.require_allowed(changes, allow, name, manifest.config.get("data", {}).get("source", ""))
             self._backend.load_state(model, optimizer, _read_from(reader, expected, self._base, weights_only))
             if (scaler := self._backend.loss_scaler) and (saved := manifest.loss_scale) and not weights_only:
                 allowed = {change.name: change.now for change in changes}.get("precision.loss_scale")

@@ -304,15 +304,21 @@ def require_same_base(changes: Iterable[Difference], allow: Sequence[str], check
             )
 
 
-def require_allowed(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
-    """Refuse changes to the curve that `checkpoint.allow` doesn't name. Raises CheckpointError with a table of them."""
+def require_allowed(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str, source: str = "") -> None:
+    """Refuse changes to the curve that `checkpoint.allow` doesn't name. Raises CheckpointError with a table of them.
+
+    `source`: the saved run's data.source.
+    """
     refused = [change for change in changes if change.makes_curve and not _is_allowed(change.name, allow)]
     if not refused:
         return
     rows = [("", "saved", "now"), *(row for change in refused for row in change.rows())]
     shown, names = table(rows, indent="    "), ", ".join(change.name for change in refused)
+    cause = ""
+    if source in ("python_docs", "python_source") and any(change.name == "data.rows" for change in refused):
+        cause = f"  {source} differs by Python version: resume with the Python that the run began with.\n"
     raise CheckpointError(
-        f"checkpoint {checkpoint}: the config differs from that of the run that saved it:\n{shown}\n"
+        f"checkpoint {checkpoint}: the config differs from that of the run that saved it:\n{shown}\n{cause}"
         f"  To resume with these changes: checkpoint.allow='[{names}]'.\n"
         "  To start a new run from its weights: checkpoint.load=weights_only\n"
         "  checkpoint.resume=FOLDER run.dir=ANOTHER."

@@ -13,12 +13,13 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -200,12 +201,23 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
         ) from error
 
 
+def _run_of(environ: Mapping[str, str]) -> bytes:
+    """Identify the run of this process: a launcher's, which its other processes have too, or the process itself."""
+    launched = [environ[name] for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT") if name in environ]
+    return " ".join(launched or [f"{socket.gethostname()} {os.getpid()}"]).encode()
+
+
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process builds the entry. Yields False if the file system has no locks."""
     with path.open("ab+", buffering=0) as file:  # closing unlocks; the file stays for others; +: a pipe doesn't block
-        lock = try_lock(file.fileno())
-        if lock is False:
+        lock, owner, other = try_lock(file.fileno()), _run_of(os.environ), b""
+        with suppress(OSError):  # a pipe in its place has no length and no offset
+            if lock:
+                file.truncate(0)
+                file.write(owner)
+            other = os.pread(file.fileno(), len(owner) + 1, 0)
+        if lock is False and other != owner:
             log.info("data: another process tokenizes this corpus; waiting for it (%s)", path)
         while lock is False:  # polled: NFS lets a blocked lock wait for up to 30 s
             time.sleep(0.1)

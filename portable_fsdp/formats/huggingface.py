@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tens
 from portable_fsdp.checkpoint.safetensors import Stored, groups, header_of, read_tensor, write_tensors
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Model
+from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.formats import base as formats
 from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
 from portable_fsdp.layout import full_region
@@ -140,7 +142,7 @@ def _write_weights(
 
 
 def _write_card(folder: Path, manifest: Manifest, library: str, opened_by: str | None) -> None:
-    """Write README.md: base model, data, how to load. `opened_by`: the class of `library` that opens it.
+    """Write README.md: base model, license, data, how to load. `opened_by`: the class of `library` that opens it.
 
     Names in a checkpoint are untrusted: each is in a code span or in YAML. Local paths are cut to their last part.
     """
@@ -160,12 +162,13 @@ def _write_card(folder: Path, manifest: Manifest, library: str, opened_by: str |
     on_hub = [path for path, source in zip(paths, sources, strict=True) if source.get("source") == "huggingface"]
     front = {
         "library_name": library,
+        "license": _license(base),
         "base_model": base.partition("@")[0] if is_hub_id(base) else None,
         "datasets": [name for name in map(without_subset, on_hub) if is_hub_id(name)],
     }
     facts = {
         "Base model": public(base) if base else "none: trained from scratch",
-        "License": "see the base model and the data",
+        "License": front["license"] or "unknown: see the base model and the data",
         "Data": data.get("factory") or ", ".join(map(public, paths)),
         "Checkpoint": f"step {manifest.step}",
     }
@@ -176,6 +179,15 @@ def _write_card(folder: Path, manifest: Manifest, library: str, opened_by: str |
         how = f'from {library} import {opened_by}\n\nmodel = {opened_by}.from_pretrained("FOLDER")'
         text += f"\n```python\n{how}\n```\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _license(base: str) -> str:
+    """Return the license that a local base's README.md states; empty if unknown."""
+    with suppress(OSError, ValueError, yaml.YAMLError, AttributeError, IndexError):
+        text = read_regular(Path(base) / "README.md", Path(base)).decode()
+        license = parse(text.split("---")[1])[1].get("license") if text.startswith("---") else ""
+        return license if isinstance(license, str) else ""
+    return ""
 
 
 # ----------------------------------------------------------------------------------------------------- adapters (LoRA)

@@ -9,8 +9,17 @@ from typing import IO, Any, cast
 
 from rich.console import Console as Terminal
 from rich.file_proxy import FileProxy
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
+from rich.text import Text
 
 from portable_fsdp.checkpoint.format import step_of
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
@@ -28,13 +37,12 @@ class LiveDisplay(Callback):
         # Use a duplicate: the run's logs redirect the descriptor of stderr.
         file = self._undo.enter_context(os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace"))
         terminal = Terminal(file=file)
-        cut_off = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             *([BarColumn(20)] if terminal.width >= 100 else []),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}", markup=False, table_column=cut_off),
+            _Figures(terminal),
             console=terminal,
             refresh_per_second=4,
             transient=True,
@@ -69,6 +77,21 @@ class LiveDisplay(Callback):
 
     def on_end(self, end: RunEnd) -> None:
         self._undo.close()
+
+
+class _Figures(ProgressColumn):
+    """The newest metrics: the only column that is cut off. Erases a line that a narrower terminal has wrapped."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__(table_column=Column(ratio=1, no_wrap=True))
+        self._terminal, self._width = terminal, terminal.width
+
+    def render(self, task: Task) -> Text:
+        width, before = self._terminal.width, self._width
+        if width < before:  # rich moves up by the lines that it drew, not by those that the terminal made of them
+            self._terminal.file.write(f"\r\x1b[{-(-before // width) - 1}A\x1b[J")
+        self._width = width
+        return Text(task.fields["now"], overflow="ellipsis")
 
 
 class _LinesAbove(FileProxy):

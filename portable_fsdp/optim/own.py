@@ -17,32 +17,10 @@ from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 from portable_fsdp.runtime.factory import call_user, described, load_factory
 
 
-class AdamW(CountingOptimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) for a compiled step, as torch's.
-
-    m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
-    parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
-    With `decoupled` false it is torch's Adam: w * parameter is added to the gradient.
-    """
-
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        first, second = (_bias_correction(beta, count) for beta in group["betas"])
-        return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        state, (beta1, beta2), (shrink, size, root) = self.state[parameter], group["betas"], prepared
-        decoupled = group.get("decoupled", True)
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        if group["weight_decay"] and not decoupled:
-            gradient = gradient + group["weight_decay"] * parameter
-        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if group["weight_decay"] and decoupled:
-            parameter.mul_(shrink)
-        parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
+def adamw_prepare(group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+    """Return the numbers that `adamw_update` needs for all parameters of one group and count."""
+    first, second = (_bias_correction(beta, count) for beta in group["betas"])
+    return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
 
 
 def _bias_correction(beta: float, count: Number) -> Number:
@@ -52,12 +30,65 @@ def _bias_correction(beta: float, count: Number) -> Number:
     return 1 - beta**count
 
 
+def adamw_update(
+    state: dict[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    group: dict[str, Any],
+    prepared: tuple[Number, ...],
+    decoupled: bool = True,
+) -> None:
+    """Apply AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch does.
+
+    m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
+    parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+    Without `decoupled` it is torch's Adam: w * parameter is added to the gradient.
+    """
+    (beta1, beta2), (shrink, size, root) = group["betas"], prepared
+    if not state:
+        state["step"] = torch.zeros(())
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    state["step"] += 1
+    if group["weight_decay"] and not decoupled:
+        gradient = gradient + group["weight_decay"] * parameter
+    mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+    square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    if group["weight_decay"] and decoupled:
+        parameter.mul_(shrink)
+    parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
+
+
+class AdamW(CountingOptimizer):
+    """AdamW, or Adam, for a compiled step."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: Number,
+        betas: tuple[float, float],
+        eps: float,
+        decoupled: bool = True,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._decoupled = decoupled
+
+    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+        return adamw_prepare(group, count)
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
+        adamw_update(self.state[parameter], parameter, gradient, group, prepared, self._decoupled)
+
+
 class SGD(CountingOptimizer):
     """SGDW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 1), weight decay w scaled by lr as in torch's AdamW:
     b = m * b + gradient; parameter = parameter * (1 - lr * w) - lr * b.
 
     torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
     """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: Number, momentum: float) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum})
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         if group["momentum"]:
@@ -74,6 +105,9 @@ class Lion(CountingOptimizer):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2), weight decay w scaled by lr:
     parameter = parameter * (1 - lr * w) - lr * sign(b1 * m + (1 - b1) * gradient); m = b2 * m + (1 - b2) * gradient.
     """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: Number, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas})
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
@@ -101,6 +135,9 @@ class Adafactor(CountingOptimizer):
     dimensions; u = gradient / sqrt(R C / mean(R)); parameter = parameter * (1 - lr * w) - lr * u / max(1, rms(u)).
     Vectors keep the full second moment. torch's Adafactor reads the norm of each parameter back to the host.
     """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: Number) -> None:
+        super().__init__(groups, {"lr": lr})
 
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
         return (count**-0.8,)
@@ -144,7 +181,7 @@ def _mean_by_sum(tensor: Tensor, dim: int) -> Tensor:
 COEFFICIENTS, ITERATIONS, MUON_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan's, and torch.optim.Muon's
 
 
-class Muon(AdamW):
+class Muon(CountingOptimizer):
     """Muon (Jordan et al., kellerjordan.github.io/posts/muon) for groups with `is_hidden`, AdamW for the others.
 
     It is torch.optim.Muon(adjust_lr_fn="match_rms_adamw") (Liu et al., arXiv 2502.16982), so that one learning rate and
@@ -152,22 +189,35 @@ class Muon(AdamW):
     parameter = parameter * (1 - lr * w) - lr * 0.2 * sqrt(max(rows, columns)) * O.
 
     torch's Muon always iterates in bfloat16: its rounding, and so the loss curve, would depend on the devices. It also
-    reads a device's learning rate back to the host. Here the iteration has the dtype `compute`
-    of the group.
+    reads a device's learning rate back to the host. Here the iteration has the dtype `compute`.
     """
 
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: Number,
+        betas: tuple[float, float],
+        eps: float,
+        momentum: float,
+        compute: torch.dtype,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "is_hidden": False}
+        super().__init__(groups, defaults)
+        self._compute = compute
+
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return () if group.get("is_hidden") else super().prepare(group, count)
+        return () if group["is_hidden"] else adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        if not group.get("is_hidden"):
-            super().update(parameter, gradient, group, *prepared)
-            return
         state = self.state[parameter]
+        if not group["is_hidden"]:
+            adamw_update(state, parameter, gradient, group, prepared)
+            return
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        orthogonal = orthogonalized(gradient.lerp(mean, group["momentum"]), group["compute"])
+        orthogonal = orthogonalized(gradient.lerp(mean, group["momentum"]), self._compute)
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(orthogonal * (group["lr"] * (0.2 * max(parameter.shape) ** 0.5)))

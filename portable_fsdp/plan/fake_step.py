@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 from unittest.mock import patch
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from portable_fsdp.backends.contract import Batch, Fill, MakeOptimizer, ShardPolicy, dtype_name, state_key
+from portable_fsdp.backends.contract import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, dtype_name, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise
 from portable_fsdp.config.describe import with_value
@@ -196,7 +196,7 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
     recorder = Recorder(fake, device, kind, has_tf32=has_tf32)
     with ExitStack() as held:
         held.enter_context(_ranks(target.devices, target.devices_per_host))
-        backend = held.enter_context(PlannedBackend(config, fake, recorder, whole))
+        backend = held.enter_context(planned_backend(config, fake, recorder, whole))
         held.enter_context(_seen_by(recorder))
         # Newer DTensors propagate shapes on tensors of the active mode, which the recorder would count as memory.
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
@@ -218,23 +218,33 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
             placed = [backend.place(empty_batch(config, training, rows, "cpu")) for _ in range(micro_batches)]
             backend.fetch(step(placed, config.optim.lr, control_numbers(target.devices)))
             del placed
-    host_bytes = _host_bytes(training, backend.pattern) + (backend.offload.host_bytes if backend.offload else 0)
-    return _Recorded(recorder, training, host_bytes, backend.frozen, backend.pattern)
+    planned = cast(_Planned, backend)
+    host_bytes = _host_bytes(training, planned.pattern) + (backend.offload.host_bytes if backend.offload else 0)
+    return _Recorded(recorder, training, host_bytes, planned.frozen, planned.pattern)
 
 
-class PlannedBackend(NativeBackend):
-    """The native backend of rank 0 on fake tensors; overrides the methods that need the real device."""
+@contextmanager
+def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> Generator[NativeBackend]:
+    """Open the native backend of rank 0 for fake tensors."""
+    # The stand-in device is the CPU, for which the backend refuses flex; the model is built with its own attention.
+    with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as opened:
+        yield cast(NativeBackend, _Planned(opened, fake, recorder, whole))
 
-    def __init__(self, config: Config, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> None:
-        # The stand-in device is the CPU, for which the backend refuses flex; the model is built with its own attention.
-        super().__init__("cpu", with_value(config, "model.attention", "auto"), None)
-        self._fake, self._recorder, self._whole = fake, recorder, whole
+
+class _Planned:
+    """The native backend on fake tensors and a stand-in device; overrides the methods that need the real device."""
+
+    def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> None:
+        self._backend, self._fake, self._recorder, self._whole = backend, fake, recorder, whole
         self.pattern: Pattern | None = None
         self.frozen = set[str]()
-        self.device = recorder.device
+        backend.device = recorder.device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
-        device = self.device
+        device = self._backend.device
         self.frozen = {fqn for fqn, weight in model.named_parameters() if not weight.requires_grad}
         if not self._whole and (pattern := find_pattern(model, policy)):
             policy, self.pattern = keep(model, policy, pattern), pattern
@@ -243,7 +253,7 @@ class PlannedBackend(NativeBackend):
                 if buffer is not None:
                     module._buffers[name] = self._fake.from_tensor(buffer)
         with patch("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh", lambda _: device):
-            model = super().shard_model(model, policy, None)
+            model = self._backend.shard_model(model, policy, None)
         with self._fake, self._recorder, self._recorder.making("weights", "the model"):
             materialise(model, policy, device)
         return model
@@ -260,17 +270,20 @@ class PlannedBackend(NativeBackend):
         if pattern := self.pattern:
             groups = [group | {"params": [*pattern.as_kept(group["params"])]} for group in groups]
         with self._fake, self._recorder, self._recorder.making("optimizer", "the optimizer"):
-            return super().build_optimizer(as_on_device, groups)
+            return self._backend.build_optimizer(as_on_device, groups)
+
+    def place_control(self, values: Sequence[float]) -> Tensor:
+        return Backend.place_control(cast(Backend, self), values)
 
     def place(self, batch: Batch, axes: Sequence[str] = ()) -> Batch:
         with self._recorder.making("activations", "the batch"), self._fake:  # the batch's tensors aren't fake yet
             return {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
                 for name, tensor in batch.items()
             }
 
     def compile(self, fn: Any, name: str) -> Any:
-        run = super().compile(fn, name)
+        run = self._backend.compile(fn, name)
 
         def counted(*args: Any) -> Any:
             self._recorder.begin("program")
@@ -280,7 +293,7 @@ class PlannedBackend(NativeBackend):
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         with self._recorder.making("temporaries", "clipping of gradients"):
-            return super().clip_grad_norm(model, limit)
+            return self._backend.clip_grad_norm(model, limit)
 
 
 def _name(recorder: Recorder, training: Training) -> None:

@@ -225,11 +225,26 @@ def _take(path: Path) -> int:
                 return descriptor
             os.close(descriptor)
             if lock is False:
-                raise ConfigError(
-                    f"run.dir: another run writes to this folder: {path.parent}\n  Locked by {owner}.\n"
-                    "  Wait for that run, or end it (on SIGTERM it saves first), or set run.dir to another folder."
-                )
+                raise _in_use(path.parent, owner)
     raise OSError(errno.EAGAIN, "other runs keep locking and releasing it", str(path))
+
+
+def require_unused(folder: Path) -> None:
+    """Raise ConfigError if a run is inside `sole_run` with this folder now. Creates nothing."""
+    with suppress(OSError):  # no lock file; or an error that `sole_run` reports
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            if try_lock(descriptor) is False:
+                raise _in_use(folder, _owner(descriptor))
+        finally:
+            os.close(descriptor)
+
+
+def _in_use(folder: Path, owner: str) -> ConfigError:
+    return ConfigError(
+        f"run.dir: another run writes to this folder: {folder}\n  Locked by {owner}.\n"
+        "  Wait for that run, or end it (on SIGTERM it saves first), or set run.dir to another folder."
+    )
 
 
 def _owner(descriptor: int) -> str:

@@ -20,6 +20,17 @@ from portable_fsdp.train.measures import InFlight, Measures
 FLAGS = ("--device=cpu", "--config=tiny.yaml", "checkpoint.every=null")
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_file_asks_for_a_save_now(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").mkdir()
+    request = folder / "run" / "SAVE"
+    {"file": request.touch, "folder": request.mkdir, "link": lambda: request.symlink_to(folder)}[kind]()
+    assert launch(*FLAGS) == 0
+    assert committed(folder / "run") == ([2, 6] if kind == "file" else [6])  # asked with step 1, known in step 2
+    assert request.exists() == (kind != "file")
+    assert capsys.readouterr().err.count("SAVE: not a regular file") == (kind != "file")
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_file_goes_when_the_save_in_the_background_is_committed(
     fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,6 +64,25 @@ def test_minutes_ask_for_saves(folder: Path) -> None:
     assert not (folder / "run/checkpoints").exists()
     saves = events(folder / "run", "save")
     assert [(event["step"], event["removed"]) for event in saves] == [(2, []), (4, [2]), (6, [4])]
+
+
+def test_a_failed_background_save_ends_the_run_at_the_next_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = Checkpoints._begin
+
+    def blocked(self: Checkpoints, final: Path) -> str:
+        if final.name == "step-00000002":
+            final.touch()  # a file in the folder's place: the commit can't rename to it
+        return begin(self, final)
+
+    monkeypatch.setattr(Checkpoints, "_begin", blocked)
+    assert launch(*FLAGS, "checkpoint.every=2", "checkpoint.async_save=true", "train.steps=400") == 1
+    message = capsys.readouterr().err
+    assert "checkpoint step-00000002" in message
+    assert "Traceback" not in message
+    assert len(losses(folder / "run")) < 400
+    assert committed(folder / "run") == []
 
 
 def test_a_background_save_without_a_thread_waits(
@@ -117,6 +147,19 @@ def test_events_say_what_a_resume_changed(folder: Path) -> None:
     assert (event["step"], event["load"], event["passed_over"]) == (3, "all", [])
     changes = {"optim.lr": {"saved": 0.003, "now": 0.002}, "train.micro_batch": {"saved": 1, "now": 2}}
     assert event["changes"] == changes
+
+
+def test_weights_only_is_a_new_run_from_other_weights(folder: Path) -> None:
+    assert launch(*FLAGS) == 0
+    fresh = losses(folder / "run")
+    new = ["run.dir=new", "checkpoint.resume=run/checkpoints/step-00000006", "checkpoint.load=weights_only"]
+    assert launch(*FLAGS, *new, "optim.lr=0.001", "train.stop_at=4") == 0
+    tuned = losses(folder / "new")
+    assert len(tuned) == 4
+    assert tuned[0] < fresh[0] - 0.05  # from trained weights
+    assert launch(*FLAGS, *new, "optim.lr=0.001") == 0  # goes on with its own
+    assert [event["load"] for event in events(folder / "new", "resume")] == ["weights_only", "all"]
+    assert len(losses(folder / "new")) == 6
 
 
 # ---------------------------------------------------------------------------------------------- lost checkpoints

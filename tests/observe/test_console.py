@@ -1,10 +1,12 @@
 """What a run prints: its lines, its summary, and the live display on a terminal."""
 
+import io
 import os
 import pty
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ from typing import Any
 import pytest
 import yaml
 from cases import TINY
+from rich.console import Console as Terminal
+from rich.progress import Task, TaskID
 
 from portable_fsdp.observe.callbacks import StepEnd
 from portable_fsdp.observe.console import Console
 from portable_fsdp.observe.goodput import Pace
+from portable_fsdp.observe.live_display import _Figures
 from portable_fsdp.observe.run_files import processes_row
 
 VALUES: dict[str, Any] = {
@@ -113,6 +118,20 @@ def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
     pattern = r"last loss \d\.\d{4}; best eval loss \d\.\d{4} \(step \d+\); goodput \d+% of .* since the first process"
     assert re.search(pattern, lines[summary]), lines[summary]
     assert "  last checkpoint: run/checkpoints/step-00000030" in lines
+
+
+def test_a_line_that_a_narrower_terminal_wrapped_is_erased() -> None:
+    written = io.StringIO()
+    terminal = Terminal(file=written, width=100, force_terminal=True)
+    figures = _Figures(terminal)
+    task = Task(TaskID(0), "", 1, 0, _get_time=time.monotonic, fields={"now": "loss 1"})
+    assert str(figures.render(task)) == "loss 1"
+    assert written.getvalue() == ""
+    terminal.width = 30
+    figures.render(task)
+    assert written.getvalue() == "\r\x1b[3A\x1b[J"  # 100 columns had become four lines
+    figures.render(task)
+    assert written.getvalue().count("J") == 1
 
 
 def _read_all(descriptor: int) -> str:
