@@ -170,6 +170,10 @@ class Reader(Closing):
         has_state = weights_only or any(format.folder_of(key) == "optimizer" for key in stored)
         for aliases, tensors in ((ties, ours), (self.manifest.ties, stored)):
             tensors |= {alias: f"tied to {key}" for alias, key in aliases.items()}
+        if weights_only:  # an import without a model's config doesn't know which weights are tied
+            for alias, key in ties.items():
+                if stored.get(key) == ours.get(key) and (alias not in stored or self._are_equal(alias, key)):
+                    stored[alias] = ours[alias]
         rows = [
             (key, ours.get(key, "nothing"), stored.get(key, "nothing"))
             for key in dict.fromkeys([*ours, *stored])
@@ -189,6 +193,14 @@ class Reader(Closing):
             + "".join(f"  {line}\n" for line in config)
             + f"{format.first_rows(('', 'this model', 'checkpoint'), rows)}\n  {advice}"
         )
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        """Return whether two stored tensors are the same, bit for bit; reads both whole."""
+        first_entry, second_entry = (self.manifest.tensors.get(key) for key in (first, second))
+        if first_entry is None or second_entry is None or format.describe(first_entry) != format.describe(second_entry):
+            return False
+        one, other = (self.read_whole(key).flatten().view(torch.uint8) for key in (first, second))
+        return torch.equal(one, other)
 
     def read(self, key: str, slices: Region, into: Tensor | None = None) -> Tensor:
         """Read a slice of a tensor to the host, bit for bit, in its saved dtype.

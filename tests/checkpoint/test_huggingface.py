@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -303,6 +304,26 @@ def test_other_tensors_are_left_out_and_missing_or_misshapen_ones_refused(
     save_file({**stored, "model.norm.weight": torch.ones(3)}, tmp_path / "hub" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.norm.weight: expected \[16\] .* found \[3\]"):
         import_checkpoint(tmp_path / "hub", tmp_path / "other")
+
+
+def test_a_state_dict_of_a_tied_model_is_loaded(tmp_path: Path) -> None:
+    """Without a model's config the import can't know which weights are tied."""
+    model, ties = build(TIED), {"lm_head.weight": "model.embed_tokens.weight"}
+    both = model.state_dict()
+    assert both.keys() > ties.keys()
+    different = both | {"lm_head.weight": both["lm_head.weight"] + 1}
+    for name, state in {
+        "both": both,
+        "one": {k: v for k, v in both.items() if k not in ties},
+        "other": different,
+    }.items():
+        torch.save(state, tmp_path / f"{name}.pt")
+        path = import_checkpoint(tmp_path / f"{name}.pt", tmp_path / name)
+        other = build(TIED, seed=1)
+        new = checkpoints(tmp_path / f"new {name}", PlainBackend(), {"load": "weights_only"}, ties=ties)
+        with pytest.raises(CheckpointError, match=r"lm_head.weight +tied to") if name == "other" else nullcontext():
+            load(new, other, torch.optim.AdamW(other.parameters()), str(path))
+            assert_same(weights(other), weights(model))
 
 
 def test_a_tied_model_goes_out_and_in_and_is_loaded(tmp_path: Path) -> None:
