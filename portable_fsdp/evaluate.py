@@ -23,7 +23,6 @@ from portable_fsdp.runtime.command import (
     to_stdout,
 )
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
-from portable_fsdp.runtime.hub import require_folder_or_hub_id
 from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.runtime.signals import end_with_agent
 
@@ -109,7 +108,7 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
             data = {**data, "eval_split": None}
         layers.values = {**saved, "data": data, "observe": {}, "optim": {"name": "sgd"}}  # sgd has no state
     else:
-        require_folder_or_hub_id("SOURCE", source)
+        _require_model_folder(source, path)
         if not is_named:
             raise ConfigError(
                 f"{source}: a model has no validation set.\n  Name data: data.source=text data.path=FILE."
@@ -125,6 +124,18 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
         raise ConfigError(f"{source}: the run has no validation set.\n  Name data: data.path=FILE, ...")
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 0})})
     return checkpoint, config, config.data.eval_split is not None
+
+
+def _require_model_folder(source: str, path: Path) -> None:
+    """Raise ConfigError for a source that is neither a folder nor a hub id."""
+    from portable_fsdp.checkpoint.format import checkpoints_below
+    from portable_fsdp.runtime.hub import is_hub_id
+
+    if not path.is_dir() and not is_hub_id(source):
+        others = checkpoints_below(path.parent)
+        fix = f"The newest checkpoint there is {others[0]}" if others else "Name a run, a checkpoint or a model folder"
+        problem = "a file, not a folder" if path.is_file() else "no such folder"
+        raise ConfigError(f"{source}: {problem}.\n  {fix}.")
 
 
 def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_validation: bool) -> dict[str, Any]:

@@ -163,7 +163,8 @@ def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> 
     tensor = read(key)
     if tuple(tensor.shape) != entry.shape:
         raise CheckpointError(f"{key}: expected {list(entry.shape)}, found {list(tensor.shape)} in the data")
-    for part in tensor.reshape(-1).split(_CHUNK_ELEMENTS):
+    tensor = tensor.reshape(-1)  # frees one that isn't contiguous
+    for part in tensor.split(_CHUNK_ELEMENTS):
         yield from chunks_of(converted(key, part, entry.dtype))
 
 

@@ -326,7 +326,7 @@ class StreamRows(_OwnRows):
 
 def open_training_rows(data: keys.Data) -> Rows:
     """Open the training rows alone. Raises as `open_datasets`."""
-    has_share = data.eval_split is not None and keys.share_held_out(data.eval_split)
+    has_share = data.eval_split is not None and keys.share_held_out(data.eval_split) is not None
     return open_datasets(data if has_share else data.model_copy(update={"eval_split": None}))[0]
 
 
@@ -336,7 +336,7 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
     Raises ConfigError if the factory fails; DataError for a wrong return value and for a part without rows.
     """
     name, split = str(data.factory), data.split or "train"
-    buckets, share = Buckets(name, data.buckets), data.eval_split and keys.share_held_out(data.eval_split)
+    buckets = Buckets(name, data.buckets)
     dataset, collate = _made(name, split)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         if data.workers > 1:
@@ -351,7 +351,8 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
             raise DataError(f"data.factory: {name}: split {split!r} has no rows.")
     if data.eval_split is None:
         return trained, None
-    if not share:
+    share = keys.share_held_out(data.eval_split)
+    if share is None:
         dataset, collate = _made(name, data.eval_split)
         if not isinstance(dataset, Sized):
             raise DataError(

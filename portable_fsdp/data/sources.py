@@ -87,8 +87,8 @@ def open_apart(data: Data, eval_split: str) -> tuple[DocumentSource, DocumentSou
                 f"{_HELD_OUT}: {eval_split} holds out all files of data.path={data.path}: none is left to train on.\n"
                 "  Name another file, or hold out a share of the documents: data.eval_split=5%."
             )
-        if left_out := [path for path in files if path not in kept]:
-            names = name_of(left_out)
+        if len(kept) < len(files):
+            names = name_of([path for path in files if path.resolve() in real])
             log.info("data: held out (%s) and not trained on, although data.path names it: %s", _HELD_OUT, names)
         return open_source(data, kept), open_source(held_out, eval_files)
     from portable_fsdp.data.records import HuggingFace

@@ -254,6 +254,11 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
             f"{seq_len_key}: expected at most {positions} (positions of the model), found {seq_len}.\n"
             f"  Lower {seq_len_key}, or use a model with more positions."
         )
+    heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"model: expected num_key_value_heads that divides num_attention_heads={heads}, found {kv_heads}."
+        )
     if isinstance(ids, int) and ids < vocabulary:
         raise ConfigError(
             f"model: expected vocab_size of at least {vocabulary} (the ids of data.tokenizer), found {ids}.\n"

@@ -51,6 +51,7 @@ class Trackers(Callback):
     def on_start(self, start: RunStart) -> None:
         self._folder = start.folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._begins: dict[str, int] = {}  # bytes that earlier starts wrote to the tracker's log
         for name in start.config.observe.trackers:
             try:
                 self._running[name] = self._start(name)
@@ -81,6 +82,7 @@ class Trackers(Callback):
         environ |= {"USE_TORCH_XLA": "0", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "portable_fsdp.report", str(self._folder), f"--track={name}", "--follow"]
         with self._log(name).open("ab") as file:
+            self._begins[name] = file.tell()
             # In its own session: Ctrl-C reaches only the run, which then lets its trackers finish.
             return subprocess.Popen(
                 command, env=environ, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
@@ -94,7 +96,8 @@ class Trackers(Callback):
             if code := tracker.poll():
                 lines = [f"exit code {code}"]
                 with suppress(OSError):  # the file may have been deleted
-                    lines += self._log(name).read_text(errors="replace").splitlines()
+                    written = self._log(name).read_bytes()[self._begins[name] :]
+                    lines += written.decode(errors="replace").splitlines()
                 self._drop(name, f" dropped: {lines[-1]}")
 
     def _drop(self, name: str, reason: str) -> None:

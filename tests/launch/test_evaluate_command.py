@@ -62,7 +62,8 @@ def test_a_run_has_the_loss_of_its_own_evaluation_on_every_engine(
 
 def test_what_cannot_be_evaluated_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
-        (["tiny.yaml", *HELD], "SOURCE: no such folder: tiny.yaml\n  Name a local folder or a hub id (org/name, "),
+        (["none"], "none: no such folder.\n  Name a run, a checkpoint or a model folder."),
+        (["tiny.yaml", *HELD], "tiny.yaml: a file, not a folder.\n"),
         ([".", *HELD, "data.pth=x"], "data.pth: unknown key.\n  nearest: data.path"),
         (["."], ".: a model has no validation set.\n  Name data: "),
         ([".", "optim.lr=1"], "optim.lr: evaluate doesn't read this key.\n  It reads those of data., model., "),
