@@ -251,6 +251,8 @@ def _tokenizer(options: argparse.Namespace, manifest: Manifest) -> Callable[[Pat
 
 
 def _import(options: argparse.Namespace) -> None:
+    if not options.source.exists():  # before torch is imported
+        raise CheckpointError(f"import {options.source}: no such file or folder")
     from portable_fsdp.formats.importing import import_checkpoint
 
     settings = {name: getattr(options, name) for name in ("config", "dtype", "trust_metadata")}
