@@ -101,6 +101,8 @@ def _explain(options: argparse.Namespace) -> str:
     loaded = read_config(files[0], overrides, files[1:], os.environ) if files else None
     if loaded is None and overrides:
         raise ConfigError(f"override '{overrides[0]}': needs --config.")
+    if options.write == "":
+        raise ConfigError("--write=: empty; name a new YAML file.")
     if loaded is None and options.write is not None:
         raise ConfigError(f"--write={options.write}: needs --config or --import.")
     if loaded is not None and options.strict:

@@ -35,6 +35,7 @@ from portable_fsdp.parity import __main__ as parity
 from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.report import __main__ as report
+from portable_fsdp.runtime.errors import UsageError
 
 DOCS = ROOT / "docs"
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -130,7 +131,7 @@ def run_explain(arguments: list[str]) -> None:
     with TemporaryDirectory() as folder, contextlib.chdir(ROOT):
         if values.write:
             values.write = str(Path(folder, Path(values.write).name))
-        assert explain._explain(values)
+        assert explain.main(arguments) == 0 if values.schema else explain._explain(values)
         assert values.write is None or load_config(values.write)
 
 
@@ -163,6 +164,37 @@ def test_the_site_builds_offline_without_a_warning(tmp_path: Path) -> None:
     start = (tmp_path / "docs/index.html").read_text()
     assert all(f"{page.stem}.html" in start for page in PAGES if page.name != "index.md")
     assert "portable_fsdp.train_step" in (tmp_path / "docs/api.html").read_text()
+
+
+# One for each kind of check.
+WRONG_COMMANDS = r"""
+make everything
+pip install '.[rocm]'
+python -m portable_fsdp.launch --devices=cpu --config=configs/quickstart.yaml
+python -m portable_fsdp.launch --config=configs/none.yaml
+python -m portable_fsdp.launch --config=configs/quickstart.yaml optim.learning_rate=1
+python -m portable_fsdp.launch --device=cuda --config=configs/llama_1b.yaml compile.scan_layers=true
+torchrun --standalon --nproc_per_node=8 -m portable_fsdp.launch --config=configs/llama_1b.yaml
+torchrun --standalone --nproc_per_node=8 -m portable_fsdp.launch --config=configs/quickstart.yaml
+srun --ntask-per-node=8 python -m portable_fsdp.launch --config=configs/llama_1b.yaml
+docker run --rm portable_fsdp:rocm python -m portable_fsdp.launch --config=configs/llama_1b.yaml
+accelerate launch -m portable_fsdp.launch --devise=cuda --config=configs/llama_1b.yaml
+kubectl logs --follow --prefix --selector=jobset.sigs.k8s.io/jobset-name=portable_fsdp
+python -m portable_fsdp.explain nonsense.key
+python -m portable_fsdp.doctor --jason
+python -m portable_fsdp.plan --config=configs/llama_1b.yaml --on=h1000:8
+python -m portable_fsdp.parity configs/quickstart.yaml --on=native:5 --device=cpu
+python examples/own_loop.py configs/quickstart.yaml gpu native
+curl localhost
+"""
+
+
+@pytest.mark.parametrize("line", WRONG_COMMANDS.strip().splitlines())
+def test_a_wrong_command_is_found(line: str) -> None:
+    [command] = commands(f"```bash\n# a comment\n{line}\n```\n", "page")
+    assert command.where == "page:3"
+    with pytest.raises((AssertionError, UsageError, SystemExit)):
+        check(command)
 
 
 # --------------------------------------------------------------------------------------- configs, keys and versions

@@ -122,7 +122,7 @@ USAGE_ERRORS = {
     "optim.lrr": "optim.lrr: unknown key; nearest: optim.lr (a number > 0).",
     f"{CONFIG} optimm": "optimm: unknown key; nearest: optim.",
     "optim.lr=1": "override 'optim.lr=1': needs --config",
-    f"{CONFIG} --write=": "--write=.: the file exists; name a new one",
+    f"{CONFIG} --write=": "--write=: empty; name a new YAML file",
     f"{CONFIG} --strict": "--strict: needs --device=cpu, cuda or tpu",
     "--device=cpu --strict": "--strict: needs --config",
 }

@@ -281,7 +281,9 @@ RULES = (
         "sharding.tensor that does not divide the devices",
         "the devices form groups of this size",
         lambda c, p: p.devices is not None and p.devices % c.sharding.tensor > 0,
-        lambda c, p: tuple(f"sharding.tensor={count}" for count in (1, *divisors(p.devices), p.devices)),
+        lambda c, p: tuple(
+            f"sharding.tensor={count}" for count in dict.fromkeys((1, *divisors(p.devices), p.devices or 1))
+        ),
     ),
     *refused_each(
         "with sharding.tensor",
@@ -294,7 +296,8 @@ RULES = (
         when=lambda c, p: c.sharding.tensor > 1,
     ),
     Rule(
-        "sharding.tensor for a model without a tensor-parallel plan, or whose sizes it doesn't divide",
+        "sharding.tensor for a model without a tensor-parallel plan, whose plan has an unknown word, or whose sizes it "
+        "doesn't divide",
         "the error names the module and the sizes that fit; sharding.plan changes a plan",
     ),
     # --- optimizer

@@ -315,10 +315,12 @@ class Checkpoints(Closing):
             return False
 
     def find(self, resume: str, last_save: format.NamedSave | None = None) -> ResumePoint | None:
-        """Find the checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or an address (that
-        checkpoint, or the newest of the run's own if this run started there). `last_save`: the newest save that the
-        run's events name. Raises `CheckpointError` if a second history would join the one in the folder, if all are
-        damaged or none exists despite `last_save`, or if the storage doesn't answer.
+        """Find the checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or an address.
+        `last_save`: the newest save that the run's events name.
+
+        auto: the newest intact one of the run's own; warns of damaged newer ones. An address: that checkpoint, or the
+        newest of the run's own if this run started there. Raises `CheckpointError` if a second history would join
+        the one in the folder, if all are damaged or none exists despite `last_save`, or if the storage doesn't answer.
         """
         return self._search.find(resume, last_save)
 
@@ -336,7 +338,9 @@ class Checkpoints(Closing):
     def load(self, source: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
         """Check that the checkpoint fits, and overwrite model and optimizer with it.
 
-        Raises `CheckpointError` on all processes; one while tensors are read leaves both half overwritten.
+        Raises `CheckpointError` on all processes: other tensors, another config that `checkpoint.allow` doesn't name,
+        another base, a file that can't be read. An error while tensors are read leaves both half overwritten: load
+        again, or exit.
         """
         subject = f"checkpoint {source.path.name}"
         return together(self._backend, subject, lambda: self._load(source, model, optimizer))

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
 from portable_fsdp.data.examples import (
@@ -64,12 +64,11 @@ class TokenizedChat(NamedTuple):
 _Form = Callable[[ChatMessage], ChatMessage]
 
 
-def _form(no_content: ChatMessage, change: Callable[[dict[str, Any]], dict[str, Any]]) -> _Form:
-    def form(message: ChatMessage) -> ChatMessage:
-        calls = message.get("tool_calls")
-        return {**no_content, **message, "tool_calls": [change(call) for call in calls]} if calls else message
-
-    return form
+def _with_calls(
+    message: ChatMessage, no_content: ChatMessage, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> ChatMessage:
+    calls = message.get("tool_calls")
+    return {**no_content, **message, "tool_calls": [change(call) for call in calls]} if calls else message
 
 
 def _arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def _arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 _FORMS = [
-    _form(no_content, change)
+    partial(_with_calls, no_content=no_content, change=change)
     for no_content in ({}, {"content": None})  # DeepSeek's templates test whether content is none
     for change in (lambda call: call, _arguments_as_text, lambda call: call["function"])
 ]

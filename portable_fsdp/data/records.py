@@ -327,7 +327,9 @@ def _require(columns: Columns, names: Iterable[str]) -> None:
     if name is None:
         return
     shortened = at_most_20([name[:80] for name in present]) or "none"
-    form = next((form for form, needed in FORMAT_COLUMNS.items() if set(needed) <= set(present)), None)
+    # Another format than the run's own, which data.columns may have misnamed.
+    forms = (f for f, needed in FORMAT_COLUMNS.items() if set(needed) <= set(present) and not set(needed) <= {*columns})
+    form = next(forms, None)
     if form is not None or SHAREGPT in present:
         advice = f"Set data.format={form or 'chat'}."
     elif near := difflib.get_close_matches(name, present, n=1):

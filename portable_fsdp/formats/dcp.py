@@ -270,7 +270,8 @@ class _View(io.RawIOBase):
 def _expect(folder: Path, kind: str | type[dict[Any, Any]], value: Any) -> Any:
     """Return a record of the class `kind`, or a dict. Raises `CheckpointError`."""
     if not (isinstance(value, kind) if isinstance(kind, type) else isinstance(value, Record) and value.kind == kind):
-        raise CheckpointError(f"{folder / METADATA}: expected {kind}, found {type(value).__name__}")
+        name = kind if isinstance(kind, str) else "dict"
+        raise CheckpointError(f"{folder / METADATA}: expected {name}, found {type(value).__name__}")
     return value
 
 

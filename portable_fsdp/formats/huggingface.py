@@ -33,6 +33,14 @@ from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_fold
 log = logging.getLogger("portable_fsdp")
 
 GENERATION = "generation_config.json"
+_LOAD_STATE_DICT = """from pathlib import Path
+
+from safetensors.torch import load_file
+
+weights = {}
+for path in Path("FOLDER").glob("*.safetensors"):
+    weights |= load_file(path)
+model.load_state_dict(weights)  # the module that the run's model.factory returns"""
 
 
 def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
@@ -175,9 +183,10 @@ def _write_card(folder: Path, manifest: Manifest, library: str, opened_by: str |
     text = f"---\n{yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False)}---\n\n"
     text += f"# {code(run_name(manifest.config) or 'model')}\n\n"
     text += "".join(f"- {name}: {code(str(value))}\n" for name, value in facts.items())
+    how = _LOAD_STATE_DICT
     if opened_by and opened_by.isidentifier():
         how = f'from {library} import {opened_by}\n\nmodel = {opened_by}.from_pretrained("FOLDER")'
-        text += f"\n```python\n{how}\n```\n"
+    text += f"\n```python\n{how}\n```\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 

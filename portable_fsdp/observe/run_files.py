@@ -44,7 +44,7 @@ ROW_KEYS = (
 
 
 class _LinesFile:
-    """A file of JSON objects, one per line. One writer at a time. The first one completes or removes a torn line."""
+    """A file of JSON objects, one per line. One writer at a time. Opening it completes or removes a torn line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -254,8 +254,11 @@ def _evaluation_row(evaluation: EvaluationEnd) -> dict[str, object]:
 
 
 def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
-    """Return the load of the processes, by process index, as measured at the start of this step. `host_imbalance`
-    compares the hosts' mean own times (None for one host)."""
+    """Return the load of the processes, by process index, as measured at the start of this step.
+
+    Own seconds exclude waiting for other processes, which makes wall times equal (observe/goodput.py). An imbalance is
+    the largest value over the median; `host_imbalance` compares the hosts' mean own times (None for one host).
+    """
     by_host = defaultdict[str, list[float]](list)
     for host, own in zip(hosts, step.process_own_seconds, strict=True):
         by_host[host].append(own)
@@ -273,6 +276,8 @@ def processes_row(step: StepEnd, hosts: Sequence[str]) -> dict[str, object]:
 
 def _process_start() -> float:
     """Seconds since 1970; psutil's boot time has whole seconds, but the kernel's clock since boot is exact."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):  # not Linux
+        return psutil.Process().create_time()
     after_boot = psutil.Process().create_time() - psutil.boot_time()
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot)
 

@@ -172,8 +172,11 @@ GROWTH, BACKOFF = 2.0, 0.5
 class LossScaler:
     """Dynamic loss scaling: float16 rounds gradients below 6e-8 to 0, so backward starts from a multiple of the loss.
 
-    The rule of torch.amp.GradScaler (torch/amp/grad_scaler.py), on the device: nothing waits for it. The optimizer
-    skips steps whose gradients aren't finite: weights, moments and step counts stay as they are.
+    The rule of torch.amp.GradScaler (torch/amp/grad_scaler.py), on the device: nothing waits for it.
+
+    The scale is multiplied by BACKOFF after a step whose gradients aren't finite, and by GROWTH after each `window` of
+    finite steps, between LEAST_LOSS_SCALE and LARGEST_LOSS_SCALE. The optimizer skips the former: weights, moments and
+    step counts stay as they are.
     """
 
     def __init__(self, scale: float, window: int, device: torch.device) -> None:

@@ -268,10 +268,10 @@ def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
 def measures_text(tried: Sequence[Tried]) -> str:
     """Format the measure that makes it fit, and those tried before; the last of `tried` fits, or none does."""
     *before, last = tried
-    lines = [f"  {each.line}" for each in before]
     if not last.fits:
-        return "\n".join(["None of these makes it fit:", *lines, f"  {last.line}"])
-    return "\n".join([f"It fits with {last.line}.", *["Tried before:"] * bool(before), *lines])
+        return "\n".join(["None of these makes it fit:", *(f"  {each.line}" for each in tried)])
+    tried_before = ["Tried before:", *(f"  {each.line}" for each in before)]
+    return "\n".join([f"It fits with {last.line}.", *(tried_before if before else [])])
 
 
 def comparison_text(run: Comparison) -> str:
@@ -308,18 +308,18 @@ def _memory_lines(memory: DeviceMemory) -> list[str]:
 
 
 def _expected_lines(plan: Plan) -> list[str]:
-    if (expected := plan.expected) is None:
+    expected, each = plan.expected, plan.expected_tokens_per_second_per_device
+    if expected is None or each is None:
         return []
-    each = plan.time.tokens_per_step / plan.devices / expected.seconds
     spent = sorted(expected.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in spent)
     mfu = "" if plan.expected_mfu is None else f"; mfu {plan.expected_mfu:.0%}"
-    sent = [(kind, size / _GIB) for kind, size in expected.synchronous_bytes.items() if size >= 0.005 * _GIB]
-    return [
-        *(f"time of a step, expected: {_seconds(expected.seconds)}", f"  {parts}"),
-        *["  sent while compute waits: " + ", ".join(f"{kind} {size:.2f} GiB" for kind, size in sent)] * bool(sent),
-        f"  {each:,.0f} tokens/s per device, {each * plan.devices:,.0f} in total{mfu}",
-    ]
+    lines = [f"time of a step, expected: {_seconds(expected.seconds)}", f"  {parts}"]
+    shown = {kind: size for kind, size in expected.synchronous_bytes.items() if size >= 0.005 * _GIB}
+    if shown:
+        sent = ", ".join(f"{kind} {size / _GIB:.2f} GiB" for kind, size in shown.items())
+        lines.append(f"  sent while compute waits: {sent}")
+    return [*lines, f"  {each:,.0f} tokens/s per device, {each * plan.devices:,.0f} in total{mfu}"]
 
 
 def _time_lines(time: Time) -> list[str]:
@@ -327,11 +327,10 @@ def _time_lines(time: Time) -> list[str]:
     if time.seconds is None or rate is None or each is None:
         return ["time of a step: no bound, since this device's peak and bandwidths are unknown"]
     mfu = "" if time.mfu is None else f"; mfu at most {time.mfu:.0%}"
-    return [
-        f"time of a step, at least: {_seconds(time.seconds)}, bound by {time.binds}",
-        "  " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in time.bounds.items()),
-        f"  at most {each:,.0f} tokens/s per device, {rate:,.0f} in total{mfu}",
-    ]
+    lines = [f"time of a step, at least: {_seconds(time.seconds)}, bound by {time.binds}"]
+    lines.append("  " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in time.bounds.items()))
+    lines.append(f"  at most {each:,.0f} tokens/s per device, {rate:,.0f} in total{mfu}")
+    return lines
 
 
 def _bar(size: int, most: int) -> str:
@@ -374,9 +373,9 @@ def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
     left.set(xlabel="GiB of the fullest device (dashed: available to a program)")
     left.legend(frameon=False, fontsize="small")
     at_most = [plan.time.tokens_per_second_per_device or 0.0 for plan in plans]
-    expected = [plan.expected_tokens_per_second_per_device or 0.0 for plan in plans]
     right.barh(labels, at_most, color="0.85", label="at most")
-    if any(expected):
+    if any(plan.expected for plan in plans):
+        expected = [plan.expected_tokens_per_second_per_device or 0.0 for plan in plans]
         right.barh(labels, expected, color="0.5", label="expected")
     right.legend(frameon=False, fontsize="small")
     right.set(xlabel="tokens/s per device")

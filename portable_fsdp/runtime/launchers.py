@@ -223,12 +223,11 @@ def _of_variables(
         port = environ["MASTER_PORT"]
         raise ConfigError(f"environment: MASTER_PORT: expected a port from 1 to 65535, found {port}.")
     local_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
-    starter = kind if kind in ("srun", "mpirun") else "torchrun"
     if not (0 <= local_rank <= rank < world_size and local_rank < local_size <= world_size):
         raise ConfigError(
             "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= "
             f"WORLD_SIZE, found LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}, "
-            f"LOCAL_WORLD_SIZE={local_size}.\n  Start with {starter}, which sets them, or unset them."
+            f"LOCAL_WORLD_SIZE={local_size}.\n  Start with torchrun, which sets them, or unset them."
         )
     return Launch(kind, rank, local_rank, world_size, description)
 
@@ -276,6 +275,12 @@ def _of_tasks(environ: Mapping[str, str], tasks: _Tasks) -> Launch:
                 f"{value} ({tasks.rank_variable}={tasks.rank}, {tasks.count_variable}={tasks.count}).\n"
                 f"  Unset {name}, or start it without {tasks.launcher}."
             )
+    if not 0 <= tasks.local_rank < tasks.local_count <= tasks.count or not 0 <= tasks.rank < tasks.count:
+        raise ConfigError(
+            f"environment: {tasks.launcher}: the task's index must be below the number of tasks, found task "
+            f"{tasks.rank} of {tasks.count} ({tasks.rank_variable}, {tasks.count_variable}), and {tasks.local_rank} of "
+            f"{tasks.local_count} on this host."
+        )
     address = environ.get("MASTER_ADDR") or tasks.first_host
     if not address:
         raise ConfigError(

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fault_injection import EVERYWHERE, IN_FOLDERS, IN_STORES, Flaw, Injection, Killed, patched
+from fault_injection import EVERYWHERE, IN_FOLDERS, IN_STORES, Flaw, Injection, Killed, current_process, patched
 from fsspec.implementations.memory import MemoryFileSystem
 from plain_backend import PlainBackend, checkpoints, in_processes, load, save_once, small_model, snapshot
 from s3_server import BUCKET, Fault, Faults, s3_server
 
+from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.commit import MARK
 from portable_fsdp.checkpoint.format import committed_steps, read_manifest
 from portable_fsdp.checkpoint.storage import locate, store_of
@@ -245,6 +246,31 @@ def test_a_power_cut_finds_what_a_name_promises_on_disk(fresh: Fresh) -> None:
             assert ("fsync", str(Path(events[n][2]).parent), "") in events[n:committed]
     given_up = next(n for n in range(committed, len(events)) if "step-00000001" in events[n][1])
     assert ("fsync", str(folder), "") in events[committed:given_up]
+
+
+def test_a_writer_that_hangs_ends_the_save_of_all(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up, collect = threading.Event(), commit.collect
+
+    class Hanging(Injection):
+        def call(self, name: str, real: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if current_process() == 1:
+                assert given_up.wait(60), "process 0 waits for ever"
+            return real(*arguments, **named)
+
+    def collect_and_give_up(*arguments: Any) -> Any:
+        try:
+            return collect(*arguments)
+        finally:
+            given_up.set()
+
+    folder = fresh("folder")
+    monkeypatch.setattr(commit, "collect", collect_and_give_up)
+    for is_async in (False, True):
+        results = save_with(folder, Hanging(), 2, is_async, wait_s=0.5)
+        assert not expect_one_verdict(results, "hung")
+        assert "no index file from process 1 (of 2) after 0 s" in str(results[0])
+        given_up.clear()
+    expect_loaded(folder, {1}, "hung")
 
 
 # ----------------------------------------------------------------------------------------------------------- in a load

@@ -15,6 +15,7 @@ import torch
 from chat_templates import CHATML, DATED, TOOLS, MakeTokenizer
 
 from portable_fsdp.config.schema import Data, Model
+from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus, build_data, predicts
 from portable_fsdp.data.cache import Facts, TokenizedDocuments
 from portable_fsdp.data.packing import IGNORED, Rows
@@ -27,13 +28,9 @@ def lines(tmp_path: Path) -> Path:
     return write(tmp_path / "corpus.jsonl", [f"{number:04d}" + "x" * (number * 7 % 40) for number in range(200)])
 
 
-def write(path: Path, rows: Sequence[str | dict[str, Any]]) -> Path:
-    """`rows`: texts, or rows of other columns."""
-    path.write_text("".join(json.dumps({"text": row} if isinstance(row, str) else row) + "\n" for row in rows))
+def write(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
-
-
-TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 
 
 def data(path: Path, **keys: Any) -> Data:
@@ -67,6 +64,13 @@ def test_a_stream_and_its_fingerprint_are_those_of_earlier_releases(tmp_path: Pa
 # ------------------------------------------------------------------------------------------------------- documents
 
 
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_every_document_is_in_one_row(lines: Path, packing: str) -> None:
+    corpus = build_data(data(lines, packing=packing))
+    assert Counter(numbers(corpus.rows)) == Counter(range(200))
+    assert len(corpus.rows) == (200 if packing == "none" else pytest.approx(200 * 24.5 / 64, abs=2))
+
+
 def test_texts_longer_than_a_row_are_cut_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "long.jsonl", ["a" * 150, "b" * 10, "c" * 64])
     with caplog.at_level(logging.INFO, "portable_fsdp"):
@@ -85,12 +89,15 @@ def test_documents_with_nothing_to_predict_are_left_out(tmp_path: Path, caplog: 
         corpus = build_data(data(path, packing="documents"))
     assert numbers(corpus.rows) == [0, 2]
     assert any("1 document of" in line and "nothing to predict" in line for line in caplog.messages)
+    with pytest.raises(DataError, match=r"data: expected at least one document of two tokens, found none"):
+        build_data(data(write(tmp_path / "none.jsonl", ["", ""]), packing="none"))
 
 
 def test_a_completion_longer_than_a_row_is_named_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     columns = {"prompt": "text", "completion": "completion"}
-    path = write(tmp_path / "a.jsonl", [{"text": "p", "completion": "c" * length} for length in (5, 62, 63, 200)])
-    keys = data(path, format="prompt_completion", columns=columns)
+    texts = [{"text": "p", "completion": "c" * length} for length in (5, 62, 63, 200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in texts))
+    keys = data(tmp_path / "a.jsonl", format="prompt_completion", columns=columns)
     message = (
         r"a\.jsonl:3: expected at most 64 tokens \(data\.seq_len\), found 65; too long: 2 doc.*\n.*longest has 202"
     )
@@ -140,7 +147,9 @@ def test_a_wrong_column_is_named_even_where_broken_lines_are_skipped(lines: Path
 
 def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     make_tokenizer()
-    path = write(tmp_path / "chat.jsonl", [{"messages": TURNS * count} for count in (1, 2, 3)])
+    path = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    path.write_text("".join(json.dumps({"messages": turns * count}) + "\n" for count in (1, 2, 3)))
     corpus = build_data(data(path, format="chat", tokenizer=str(tmp_path / "tokenizer"), seq_len=128))
     batch = corpus.rows.rows(np.arange(len(corpus.rows)))
     labels = batch["labels"][batch["labels"] != IGNORED].tolist()
@@ -152,8 +161,9 @@ def test_chats_are_packed_with_their_turns(make_tokenizer: MakeTokenizer, tmp_pa
 
 def test_tools_and_arguments_of_the_template_make_other_rows(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     make_tokenizer(TOOLS)
-    schemas = [{"type": "function", "function": {}}]
-    path = write(tmp_path / "chat.jsonl", [{"messages": TURNS, "schemas": schemas}])
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": turns, "schemas": [{"type": "function", "function": {}}]}) + "\n")
 
     def tokens(**keys: Any) -> tuple[int, str]:
         keys = {"format": "chat", "tokenizer": str(tmp_path / "tokenizer"), "seq_len": 256, "packing": "none", **keys}
@@ -171,7 +181,9 @@ def test_an_entry_is_of_the_day_only_where_the_template_asks_for_it(
     make_tokenizer: MakeTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", ["a text of more than one token"] * 9)
-    chats = write(tmp_path / "chat.jsonl", [{"messages": TURNS}])
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    chats = tmp_path / "chat.jsonl"
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
 
     def entries() -> set[str]:
         keys = {"tokenizer": str(tmp_path / "tokenizer"), "seq_len": 128, "packing": "none"}
@@ -196,7 +208,8 @@ def test_what_is_left_unread_or_uncounted_is_said_once_with_a_count(
     make_tokenizer(TOOLS)
     turns = [{"role": role, "content": "Hi", "name": "Ann"} for role in ("user", "assistant", "user", "gpt")]
     chats = [{"messages": turns, "id": 5, "score": 0.5}, {"messages": turns[:2], "id": None, "score": 1}]
-    path = write(tmp_path / "chat.jsonl", [*chats, chats[0]])
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in (*chats, chats[0])))
     for _ in range(2):  # the second from the cache
         caplog.clear()
         build_data(data(path, format="chat", tokenizer=str(folder), seq_len=128))
@@ -245,30 +258,47 @@ def test_a_share_of_a_stream_is_held_out(lines: Path) -> None:
 # ------------------------------------------------------------------------------------------- order, mixture, epochs
 
 
+def read_steps(rows: Rows, start: int, steps: int, *, shards: int, accumulation: int) -> list[int]:
+    """The documents of some steps of 12 rows, as all data shards see them together."""
+    drawn: list[int] = []
+    keys: dict[str, Any] = {"seed": 3, "global_batch": 12, "accumulation": accumulation, "start": start}
+    for shard in range(shards):
+        with Batches(rows, shard=(shard, shards), **keys) as batches:
+            for _ in range(steps):
+                for micro in next(batches).micro_batches:
+                    begins = (micro["positions"] == 0) & (micro["segments"] > 0)
+                    ids = [micro["input_ids"][row, at : at + 4] for row, at in torch.nonzero(begins).tolist()]
+                    drawn += [int(bytes(each.tolist())) for each in ids]
+    return drawn
+
+
 @pytest.mark.parametrize("packing", ["documents", "none"])
-def test_three_epochs_hold_every_document_three_times(lines: Path, packing: str) -> None:
+def test_three_epochs_hold_every_document_three_times_across_a_resume_elsewhere(lines: Path, packing: str) -> None:
     rows = build_data(data(lines, packing=packing)).rows
-    assert len(rows) == (200 if packing == "none" else pytest.approx(200 * 24.5 / 64, abs=2))
-    order = rows.order(3, np.arange(3 * len(rows)))
-    assert Counter(numbers(rows, order.tolist())) == Counter(dict.fromkeys(range(200), 3))
+    steps = 3 * len(rows) // 12
+    first = steps // 2  # in the middle of the second epoch
+    drawn = read_steps(rows, 0, first, shards=2, accumulation=2)
+    drawn += read_steps(rows, first * 12, steps - first, shards=3, accumulation=4)
+    rest = rows.order(3, np.arange(steps * 12, 3 * len(rows)))  # less than a step: the next step carries it over
+    assert Counter([*drawn, *numbers(rows, rest.tolist())]) == Counter(dict.fromkeys(range(200), 3))
+
+
+def mixture(tmp_path: Path, *weights: float, **keys: Any) -> Data:
+    parts: list[dict[str, Any]] = []
+    for number, (weight, count) in enumerate(zip(weights, (60, 25), strict=True)):
+        path = write(tmp_path / f"part{number}.jsonl", [f"{1000 * number + at:04d}" for at in range(count)])
+        parts.append({"source": "jsonl", "path": str(path), "weight": weight})
+    given = {"mixture": parts, "seq_len": 16, "packing": "none", "cache_dir": str(tmp_path / "cache"), **keys}
+    return Data.model_validate(given)
 
 
 def test_the_shares_of_a_mixture_are_held_out_of_each_part(tmp_path: Path) -> None:
-    def corpus(weight: float) -> Corpus:
-        texts = [[f"{at:04d}" for at in range(60)], [f"{at:04d}" for at in range(1000, 1025)]]
-        paths = [str(write(tmp_path / f"part{len(part)}.jsonl", part)) for part in texts]
-        mixture = [
-            {"source": "jsonl", "path": path, "weight": each} for path, each in zip(paths, (1, weight), strict=True)
-        ]
-        given = {"mixture": mixture, "seq_len": 16, "packing": "none", "cache_dir": str(tmp_path / "cache")}
-        return build_data(Data.model_validate({**given, "eval_split": "20%"}))
-
-    even = corpus(1)
-    assert even.eval_rows is not None
-    held_out = numbers(even.eval_rows)
-    assert Counter([*numbers(even.rows), *held_out]) == Counter([*range(60), *range(1000, 1025)])
+    corpus = build_data(mixture(tmp_path, 1, 1, eval_split="20%"))
+    assert corpus.eval_rows is not None
+    held_out = numbers(corpus.eval_rows)
+    assert Counter([*numbers(corpus.rows), *held_out]) == Counter([*range(60), *range(1000, 1025)])
     assert min(held_out) < 1000 <= max(held_out)
-    assert even.fingerprint[0] != corpus(2).fingerprint[0]
+    assert corpus.fingerprint[0] != build_data(mixture(tmp_path, 1, 2, eval_split="20%")).fingerprint[0]
 
 
 # ----------------------------------------------------------------------------------------- fingerprint, tokenizer

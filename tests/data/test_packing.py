@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from portable_fsdp.data.document_rows import DocumentRows, best_fit, cut
@@ -190,6 +189,32 @@ def test_a_million_documents_take_seconds_and_waste_less_than_a_percent(capacity
     assert 1 - lengths.sum() / ((len(starts) - 1) * capacity) < 0.01
 
 
+WORD = 2**64 - 1
+
+
+def scalar_mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
+    return value ^ (value >> 31)
+
+
+def scalar_index(seed: int, position: int, rows: int) -> int:
+    """A second implementation, one sample at a time with Python's integers: the definition of the order."""
+    epoch, value = divmod(position, rows)
+    half = 1
+    while 4**half < rows:
+        half += 1
+    key = scalar_mix(scalar_mix(seed) ^ epoch)
+    while True:
+        left, right = divmod(value, 2**half)
+        for number in range(8):
+            left, right = right, left ^ scalar_mix(scalar_mix(key ^ number) ^ right) % 2**half
+        value = left * 2**half + right
+        if value < rows:
+            return value
+
+
 def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
     return sample_indices(seed, np.arange(epoch * rows, (epoch + 1) * rows), rows)
 
@@ -202,27 +227,16 @@ def test_an_epoch_visits_every_row_once(rows: int) -> None:
 
 def test_values_never_change() -> None:
     """Pinned: another order here would silently give every saved run other data after its resume."""
+    assert scalar_mix(0) == 0xE220A8397B1DCDAF  # the first output of splitmix64 with seed 0, as published
     assert epoch_order(0, 0, 10).tolist() == [8, 0, 4, 7, 5, 2, 1, 6, 9, 3]
     assert epoch_order(0, 1, 10).tolist() == [6, 8, 2, 4, 0, 3, 5, 7, 9, 1]
 
 
-@pytest.mark.parametrize(
-    ("seed", "rows", "digest"),
-    [
-        (0, 1, "d19b67b2d77d4003"),
-        (1, 2, "6fe22ca4fc1f1788"),
-        (2, 3, "d474007a3db748d9"),
-        (7, 100, "53bdb2a6da0ce265"),
-        (2**63 + 5, 257, "0acfd153ca4069eb"),
-        (2**64 - 1, 10**12, "99719088a8cc0178"),
-    ],
-)
-def test_large_positions_and_seeds_never_change(seed: int, rows: int, digest: str) -> None:
+@pytest.mark.parametrize(("seed", "rows"), [(0, 1), (1, 2), (2, 3), (7, 100), (2**63 + 5, 257), (2**64 - 1, 10**12)])
+def test_the_arrays_equal_the_definition(seed: int, rows: int) -> None:
     positions = np.array([0, 1, 2, 55, 99, 100, 10**6, 10**9 + 7, 2**62])
-    indices = sample_indices(seed, positions, rows)
-    assert indices.dtype == np.int64
-    assert xxhash.xxh3_64_hexdigest(indices.data) == digest
-    assert indices.tolist() == [int(sample_indices(seed, positions[at : at + 1], rows)[0]) for at in range(9)]
+    assert sample_indices(seed, positions, rows).tolist() == [scalar_index(seed, int(p), rows) for p in positions]
+    assert sample_indices(seed, positions, rows).dtype == np.int64
 
 
 # --------------------------------------------------------------------------------------------------------- mixture

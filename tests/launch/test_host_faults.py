@@ -4,6 +4,7 @@ docs/failures.md.
 `python tests/launch/test_host_faults.py` runs all of them and prints the table of benchmarks/results/host_faults.md.
 """
 
+import re
 import signal
 import sys
 import tempfile
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
-from cli import SAVES, Started, committed_in, events, require_curve, tiny_config
+from cli import PROGRAMS, SAVES, Started, committed_in, events, require_curve, started, tiny_config
 from hosts import JOIN_S, Host, new_hosts
 from in_stores import at
 from servers import seaweedfs
@@ -38,6 +40,20 @@ def arguments(folder: Path) -> list[str]:
 def wait_for_the_middle(process: Started, checkpoints: Path) -> None:
     process.wait_until(lambda: max(committed_in(checkpoints), default=0) >= 3)
     assert max(committed_in(checkpoints)) < STEPS - 5, "too few steps for a fault"
+
+
+@pytest.mark.proof
+def test_a_killed_process_is_started_again_on_one_host(tmp_path: Path) -> None:
+    """What needs no network of its own, and so no root."""
+    launcher = [PROGRAMS / "torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    with started([*launcher, "-m", "portable_fsdp.launch", *arguments(tmp_path)], tmp_path) as process:
+        wait_for_the_middle(process, tmp_path / "run/checkpoints")
+        psutil.Process(process.pid).children()[1].kill()
+        assert process.wait() == 0, process.err
+    assert re.search(r"process 0 on \S+ lost its connection to process 1 on ", process.err), process.err
+    assert "Traceback" not in process.err
+    assert len(events(tmp_path / "run", "start")) == 2
+    require_curve(tmp_path, *arguments(tmp_path))
 
 
 @dataclass

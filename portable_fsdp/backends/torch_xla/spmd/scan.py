@@ -9,6 +9,7 @@ The first layer's forward runs the whole loop; the other layers return their inp
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -162,7 +163,6 @@ def _problems(
 ) -> Iterator[str]:
     """Yield the reasons why the layers can't be iterations of one loop."""
     (first, layer), *others = layers.items()
-    expected = _facts(layer)
     holder, _, number = first.rpartition(".")
     follow = number.isdecimal() and list(layers) == [f"{holder}.{int(number) + turn}" for turn in range(len(layers))]
     if not (others and follow and isinstance(model.get_submodule(holder), nn.ModuleList)):
@@ -172,9 +172,8 @@ def _problems(
         for name in (name for name in layers if unit.startswith(f"{name}.")):
             yield f"{unit} is a unit inside {name}: the loop gathers a layer as one"
     for name, other in others:
-        actual = _facts(other)
-        for key in sorted(key for key in expected | actual if actual.get(key) != expected.get(key)):
-            yield f"{name} differs from {first}: {key} is {actual.get(key)}, not {expected.get(key)}"
+        for difference in _differences(layer, other):
+            yield f"{name} differs from {first}: {difference}"
         # The first layer's forward, with the casts of `precision.modules` in it, runs all layers.
         for leaf, use in by_layer[first].items():
             if (dtype := by_layer[name][leaf].dtype) != use.dtype:
@@ -193,20 +192,29 @@ def _refusal(reason: str) -> BackendError:
     )
 
 
-def _facts(layer: nn.Module) -> dict[str, Any]:
-    """Name -> what a forward may read: classes of modules, numbers, strings, shapes of weights, values of buffers."""
-    facts: dict[str, Any] = {}
-    for path, module in layer.named_modules():
-        plain = {
-            key: value
-            for key, value in vars(module).items()
-            if isinstance(value, int | float | str | tuple | torch.dtype | None) and key != "layer_idx"
-        }
-        plain |= {key: tuple(weight.shape) for key, weight in module._parameters.items() if weight is not None}
-        plain |= {key: buffer.tolist() for key, buffer in module._buffers.items() if buffer is not None}
-        facts |= {f"{path}.{key}".lstrip("."): value for key, value in plain.items()}
-        facts[f"{path}.class".lstrip(".")] = type(module)
-    return facts
+def _differences(first: nn.Module, other: nn.Module) -> Iterator[str]:
+    """Yield how two layers differ, apart from their number."""
+    for (path, module), (there, twin) in zip_longest(
+        first.named_modules(), other.named_modules(), fillvalue=("", None)
+    ):
+        if module is None or twin is None or path != there or type(module) is not type(twin):
+            yield f"{path or there} is a {type(twin).__name__}, not a {type(module).__name__}"
+            return
+        ours, theirs = _plain(module), _plain(twin)
+        for key in sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)):
+            yield f"{f'{path}.{key}'.lstrip('.')} is {theirs.get(key)}, not {ours.get(key)}"
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Values that a forward may read: numbers, strings, and the shapes of its tensors."""
+    plain = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, int | float | str | tuple | torch.dtype | None) and key != "layer_idx"
+    }
+    shapes = {key: tuple(weight.shape) for key, weight in module._parameters.items() if weight is not None}
+    values = {key: buffer.tolist() for key, buffer in module._buffers.items() if buffer is not None}
+    return {**plain, **shapes, **values}
 
 
 def _is_other(leaf: Any) -> bool:
