@@ -19,6 +19,8 @@ from portable_fsdp.checkpoint import commit, report
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.store import Reader
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 
 

@@ -16,6 +16,8 @@ from portable_fsdp.checkpoint.format import seal
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 FILES = [
     f"{folder}/shard-0000{p}-0{k}.safetensors" for folder in ("model", "optimizer") for p in (0, 1) for k in (0, 1)
 ]

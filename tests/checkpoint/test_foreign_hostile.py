@@ -23,6 +23,8 @@ from portable_fsdp.formats.importing import import_checkpoint
 from portable_fsdp.formats.unpickle import read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 
 def refused(path: Path, tmp_path: Path, match: str, **options: Any) -> None:
     with pytest.raises(CheckpointError, match=match):

@@ -27,6 +27,8 @@ from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.formats.importing import detect, import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 UNTIED_OR_TIED = pytest.mark.parametrize("architecture", [MODELS["llama"], TIED], ids=["untied", "tied"])
 
 

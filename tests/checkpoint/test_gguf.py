@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from portable_fsdp.formats.importing import import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 TYPE = gguf.GGMLQuantizationType
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 ARCHITECTURES: dict[str, dict[str, Any]] = {

@@ -27,6 +27,8 @@ from portable_fsdp.models.tensor_files import require_as_exported, require_intac
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.sample import sample
 
+pytestmark = pytest.mark.slow
+
 
 def save_llama(folder: Path, seed: int = 0, step: int = 1) -> Path:
     return save(folder / "checkpoints", build(MODELS["llama"], seed), step=step)

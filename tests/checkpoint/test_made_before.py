@@ -18,6 +18,8 @@ from portable_fsdp.train.build import build_training, open_checkpoints
 from portable_fsdp.train.loop import train
 from portable_fsdp.train.preflight import open_data
 
+pytestmark = pytest.mark.slow
+
 LOSSES = [5.386707305908203, 5.345849990844727]
 """Steps 3 and 4 of the same run without a stop, by the release that wrote the files."""
 

@@ -34,6 +34,8 @@ from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.slow
+
 State = dict[str, TensorState]
 
 

@@ -19,6 +19,8 @@ from portable_fsdp.convert.table import find_anywhere, key_table
 from portable_fsdp.explain import translation
 from portable_fsdp.runtime.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 TRANSCRIPTS = sorted((HERE / "transcripts").iterdir())
 Compare = Callable[[Path, str], None]
 

@@ -263,6 +263,7 @@ tokenized(Path(sys.argv[1]), recipe(Texts("x" * 100_000)))
 """
 
 
+@pytest.mark.slow
 def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent)],

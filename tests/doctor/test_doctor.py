@@ -24,6 +24,8 @@ from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import tpu_chips
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES, Launch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-S", "-m", "portable_fsdp.doctor"]  # -S: what is installed is what a test puts there
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"

@@ -39,6 +39,8 @@ from portable_fsdp.models.pretrained import fingerprint
 from portable_fsdp.models.tensor_files import GgufFile
 from portable_fsdp.runtime.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 NORM, HEAD, TABLE = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 WEIGHTS = "model.safetensors"
 

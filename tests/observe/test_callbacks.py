@@ -32,6 +32,8 @@ from portable_fsdp.runtime.command import run_log
 from portable_fsdp.runtime.errors import DataError, TrainingError
 from portable_fsdp.train.loop import train
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(portable_fsdp.__file__).parent
 

@@ -21,6 +21,8 @@ from portable_fsdp.runtime.launchers import OUR_RUNS
 from portable_fsdp.runtime.rendezvous import open_store
 from portable_fsdp.runtime.signals import Stopped, StopRequest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_sets_the_flag_once_and_the_old_handler_comes_back(
