@@ -59,6 +59,8 @@ def _as_share(value: Any) -> Any:
         if not 0 < value < 1:
             raise ValueError(f"expected a share of the documents (5% or 0.05), a file or a split, found {value}")
         return f"{100 * value:g}%"
+    if isinstance(value, str) and (share := share_held_out(value)) is not None and not 0 < share < 1:
+        raise ValueError(f"expected a share between 0% and 100%, found {value}")
     return value
 
 
@@ -194,8 +196,6 @@ class Data(Documents):
         if self.packing == "stream" and any(part.format != "text" for part in self.mixture or (self,)):
             raise ValueError("packing: stream needs format: text; set documents, none or auto")
         share = None if self.eval_split is None else share_held_out(self.eval_split)
-        if share is not None and not 0 < share < 1:
-            raise ValueError(f"eval_split: expected a share between 0% and 100%, found {self.eval_split}")
         has_files = not self.mixture and self.source not in ("python_docs", "python_source")
         if self.eval_split is not None and share is None and not has_files:
             raise ValueError(

@@ -159,8 +159,8 @@ def test_every_family_has_the_curve_of_a_plain_loop(engine: str, mesh: str, mode
     """Half of the cases with sequence parallelism, the other half without."""
     devices, strategy, sizes = MESHES[mesh]
     rows = (FAMILIES.index(model) + list(MESHES).index(mesh)) % 2 == 0
-    plan = {"sharding.plan": GPT2} if model == "gpt2" else {}
-    case = Case(model, strategy=strategy, settings=sizes | plan | {"sharding.sequence_parallel": rows})
+    own: dict[str, dict[str, Any]] = {"gpt2": {"sharding.plan": GPT2}, "llama_tied": TIED}
+    case = Case(model, strategy=strategy, settings=sizes | own.get(model, {}) | {"sharding.sequence_parallel": rows})
     assert_equal_curves(workers(Group(engine, devices)).run(jobs.train, case=case), case)
 
 
