@@ -39,7 +39,7 @@ help:  ## this list
 
 env: .venv/.installed  ## the environment .venv: both engines, demo and development tools
 
-check: env  ## the quick part, 3 to 5 minutes: format, lint, imports, types, tests without torch_xla
+check: env  ## the quick part, about two minutes: format, lint, imports, types, tests without torch_xla
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/lint-imports --no-cache
