@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from portable_fsdp.config.schema import TensorWord
 from portable_fsdp.layout import Region, Spec, full_region, region, rows_of_shard, weight_spec
 
 COLWISE, PACKED, ROWWISE = "colwise", "packed_colwise", "rowwise"
 GATHERED, SPLIT_INPUT = "colwise_gather_output", "rowwise_split_input"
 SUMMED, EXPERTS, WHOLE = "replicated_with_grad_allreduce", "moe_tp_experts", "replicated"
-WORDS = {
+WORDS: dict[TensorWord, str] = {
     COLWISE: "split the output; the weight by its outputs",
     PACKED: "the same for several matrices in one weight (q, k and v, or gate and up): each is split",
     ROWWISE: "split the input; the weight by its inputs; sum the outputs",

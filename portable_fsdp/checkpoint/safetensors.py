@@ -168,6 +168,14 @@ def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> 
         yield from chunks_of(converted(key, part, entry.dtype))
 
 
+def digest_of(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> bytes:
+    """Hash the dtype and the bytes of a tensor of `read`. Raises `CheckpointError` for another shape or dtype."""
+    digest = xxhash.xxh3_128(entry.dtype.encode())
+    for chunk in byte_chunks(key, read, entry):
+        digest.update(chunk)
+    return digest.digest()
+
+
 def converted(key: str, tensor: Tensor, dtype: str) -> Tensor:
     """Convert `tensor` to `dtype`. Raises `CheckpointError` if a finite value would become infinite."""
     target: torch.dtype = getattr(torch, dtype)

@@ -195,12 +195,12 @@ class Reader(Closing):
         )
 
     def _are_equal(self, first: str, second: str) -> bool:
-        """Return whether two stored tensors are the same, bit for bit; reads both whole."""
-        first_entry, second_entry = (self.manifest.tensors.get(key) for key in (first, second))
-        if first_entry is None or second_entry is None or format.describe(first_entry) != format.describe(second_entry):
+        """Return whether two tensors in the files are the same, bit for bit."""
+        stored = [(key, self.manifest.tensors[key]) for key in (first, second) if key in self.manifest.tensors]
+        if len(stored) < 2 or format.describe(stored[0][1]) != format.describe(stored[1][1]):
             return False
-        one, other = (self.read_whole(key).flatten().view(torch.uint8) for key in (first, second))
-        return torch.equal(one, other)
+        one, other = (safetensors.digest_of(key, self.read_whole, entry) for key, entry in stored)
+        return one == other
 
     def read(self, key: str, slices: Region, into: Tensor | None = None) -> Tensor:
         """Read a slice of a tensor to the host, bit for bit, in its saved dtype.

@@ -168,7 +168,10 @@ def check_launcher_facts(
     `processes`: on all hosts, one per device (xla: the number of devices); None if only the engine knows it. The number
     of hosts comes from torchrun. `device`: that of `--device`; `by_hand`: nothing starts processes on other hosts.
     """
-    machines = int(hosts) if (hosts := environ.get("GROUP_WORLD_SIZE", "")).isdecimal() else 1 if by_hand else None
+    hosts = environ.get("GROUP_WORLD_SIZE", "")
+    machines = int(hosts) if hosts.isdecimal() else None
+    if machines is None and by_hand:
+        machines = 1
     if tpu_workers(environ):  # `accelerate config` doesn't ask for the hosts of a TPU: it writes 1 on each of them
         machines = None
     actual = {"num_processes": processes, "num_machines": machines}

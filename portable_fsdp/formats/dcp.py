@@ -47,7 +47,7 @@ _STEP_PATH = ("train_state", "step")
 _STEPS = ("step", "train_state.step")
 
 FilePart = tuple[str, int, int]
-"""Of a tensor in an export: the file's name, the start, the length."""
+"""Place of a tensor in an export: file name, start and length in bytes."""
 
 
 class Chunk(NamedTuple):

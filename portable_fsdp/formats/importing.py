@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import xxhash
 from torch import Tensor
 
 from portable_fsdp.checkpoint import commit, format
-from portable_fsdp.checkpoint.safetensors import byte_chunks, groups, write_tensors
+from portable_fsdp.checkpoint.safetensors import digest_of, groups, write_tensors
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
 from portable_fsdp.formats import FORMATS, base
@@ -158,7 +157,7 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
         for name in options:
             if (actual := source.tensors[name].shape) != shape:
                 raise CheckpointError(f"{name}: expected {list(shape)} (the model's config), found {list(actual)}")
-        if len(options) > 1 and len({_digest(source, name) for name in options}) > 1:
+        if len(options) > 1 and len({digest_of(name, source.read, source.tensors[name]) for name in options}) > 1:
             raise CheckpointError(
                 f"{first}: the tied weights {' and '.join(options)} have different values.\n"
                 "  Was it saved with tie_word_embeddings=false? Then set that in config.json."
@@ -172,10 +171,3 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
         shown = ", ".join(sorted(left_out)[:3]) + (", ..." if len(left_out) > 3 else "")
         log.warning("ignoring %d tensors that are not the model's: %s", len(left_out), shown)
     return chosen
-
-
-def _digest(source: ForeignCheckpoint, name: str) -> bytes:
-    digest = xxhash.xxh3_128(source.tensors[name].dtype.encode())
-    for chunk in byte_chunks(name, source.read, source.tensors[name]):
-        digest.update(chunk)
-    return digest.digest()

@@ -81,14 +81,18 @@ SHAPES_MODE = "torch.distributed.tensor._sharding_prop.detect_fake_mode"
 def plan_memory(config: Config, target: Target) -> EnginePlan:
     """Plan the memory of the fullest device of `target` in a step of `config`, and the work of each device.
 
+    Nothing runs and no weight is allocated. It takes seconds, which hardly grow with the devices. On GPUs they
+    hardly grow with the layers that are equal (`repeated_layers`); elsewhere the trace has all layers.
     Memory has the parts that live at the peak (rank 0 holds the largest shards), and on cuda two more:
     - `allocator`: memory that torch's caching allocator reserves on top (`CachingAllocator`). It stays within the
       device's limit, because torch returns unused memory there.
     - `communication buffers`: NCCL's, by rule: COMMUNICATOR_BYTES for each communicator that the step uses.
-    Neither includes the CUDA context: `Target.limit_bytes` subtracts it. On TPUs memory is a lower bound (TPU_NOTE).
+    Neither includes the CUDA context (about half a GiB): `Target.limit_bytes` subtracts it. On TPUs memory is a lower
+    bound (TPU_NOTE), of tensors in their tiles.
 
-    Float32 products count as `tf32` if precision.matmul allows it. Raises what building the model raises. Call it in a
-    process without a process group, best in a process of its own: FSDP2 and DTensor keep caches.
+    Work counts products by the formulas of torch.utils.flop_counter, causal attention by half; float32 products as
+    `tf32` if precision.matmul allows it. Raises what building the model raises. Call it in a process without a process
+    group, preferably a separate one: FSDP2 and DTensor keep caches.
     """
     with without_garbage_collection():
         recorder, training, host_bytes, frozen, _ = _record(config, target)
@@ -311,7 +315,8 @@ def _host_bytes(training: Training, pattern: Pattern | None) -> int:
     total = 0
     for fqn, weight in training.model.named_parameters():
         state: Iterable[Any] = training.optimizer.state.get(weight, {}).values()
-        tensors = map(local_part, (weight, *[weight] * weight.requires_grad, *state))  # a gradient is like its weight
+        gradients = [weight] * weight.requires_grad
+        tensors = [local_part(tensor) for tensor in (weight, *gradients, *state)]
         # Step counts (dim 0) are on the host anyway.
         bytes_ = sum(tensor.nbytes for tensor in tensors if tensor.device != stand_in() and tensor.dim() > 0)
         total += bytes_ * (pattern.times(fqn) if pattern else 1)

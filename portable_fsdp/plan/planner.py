@@ -7,7 +7,6 @@ nearest or largest setting that fits.
 import hashlib
 import importlib.metadata
 import itertools
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -208,16 +207,15 @@ def checkpointing(config: Config, mode: str) -> Settings:
 
 def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
     """Plan in order. If a `train.micro_batch` doesn't fit, skip larger ones."""
-    too_many: dict[frozenset[tuple[str, str]], float] = {}  # settings but for the micro batch -> rows that don't fit
+    too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
     for settings in points:
-        value = settings.get("train.micro_batch", "")
-        rows = int(value) if value.isdecimal() else math.nan
-        others = frozenset({**settings, "train.micro_batch": ""}.items())
-        if rows >= too_many.get(others, math.inf):
+        rows = settings.get("train.micro_batch", "")
+        others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
+        if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
             continue
         tried = _try(settings, plan_of)
-        if tried.plan is not None and tried.plan.memory.verdict == "does not fit":
-            too_many[others] = rows
+        if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
+            too_many[others] = int(rows)
         yield tried
 
 

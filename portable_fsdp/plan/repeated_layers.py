@@ -173,10 +173,10 @@ def keep(model: nn.Module, policy: ShardPolicy, pattern: Pattern) -> ShardPolicy
     layers.extend(left)
 
     def kept(value: Any) -> Any:
-        """All collections in a policy and its tensor plan are of names, or by name."""
+        """Rename and drop names in all collections of a policy and its tensor plan; other texts stay."""
         match value:
             case Mapping():
-                return {kept: value[name] for name in value for kept in pattern.as_kept([name])}
+                return {new: value[name] for name in value for new in pattern.as_kept([name])}
             case tuple() | frozenset():
                 return type(value)(pattern.as_kept([*value]))
             case ShardPolicy() | TensorPlan():

@@ -233,11 +233,16 @@ def _described(text: str, instructions: Collection[str]) -> dict[str, tuple[str,
 
 def _origin(op_name: str, line: str) -> str:
     """Return the innermost module of the operation, else its source line; in backward neither is known."""
-    if modules := re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name):
+    modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name)
+    if modules:
         return modules[-1]
     source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
-    path = "/".join(Path(source[1]).parts[-3:]) if source else ""
-    return "backward" if path == "torch/autograd/graph.py" else f"{path}:{source[2]}" if source else ""
+    if source is None:
+        return ""
+    path = Path(source[1])
+    if path.parts[-3:] == ("torch", "autograd", "graph.py"):
+        return "backward"
+    return f"{'/'.join(path.parts[-3:])}:{source[2]}"
 
 
 # ------------------------------------------------------------------------------------------------- the whole step

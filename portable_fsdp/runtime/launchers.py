@@ -151,19 +151,23 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     else:
         launcher = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
         launch = Launch("plain", description=launcher)
-    by_accelerate, description = is_by_accelerate(environ), launch.description
-    if by_accelerate:  # a plain start: it started only this process
-        description = "accelerate launch" if launch.kind == "plain" else f"{description}, of accelerate launch"
-    if not launch.is_alone or description == "accelerate launch":
-        description += f": {launch.world_size} process(es)"
-        local = not launch.is_alone and {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
-        description += f", {local} of them on this host" if local else ""
-    return replace(launch, by_accelerate=by_accelerate, description=description)
+    by_accelerate = is_by_accelerate(environ)
+    return replace(launch, by_accelerate=by_accelerate, description=_describe(launch, by_accelerate, environ))
 
 
 def is_by_accelerate(environ: Mapping[str, str]) -> bool:
     """Return whether `accelerate launch` started this process: it always sets this variable."""
     return bool(environ.get("ACCELERATE_MIXED_PRECISION"))
+
+
+def _describe(launch: Launch, by_accelerate: bool, environ: Mapping[str, str]) -> str:
+    if by_accelerate and launch.kind == "plain":
+        return "accelerate launch: 1 process(es)"  # it started only this process
+    description = launch.description + (", of accelerate launch" if by_accelerate else "")
+    if launch.is_alone:
+        return description
+    local = {**environ, **launch.variables}.get("LOCAL_WORLD_SIZE")
+    return f"{description}: {launch.world_size} process(es)" + (f", {local} of them on this host" if local else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- TPU VMs

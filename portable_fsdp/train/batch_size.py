@@ -35,7 +35,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "TORCHELASTIC_", "SL
 def with_resolved_micro_batch(config: Config, *, device: str, backend: str, num_devices: int | None) -> Config:
     """Return the config with a number for `auto`, identical on all processes. *collective*
 
-    Opens an engine of its own: an engine's programs depend on the number. Raises BackendError if the engine has no
+    Opens a separate engine: the programs of one depend on the number. Raises BackendError if the engine has no
     planner, ConfigError if the plan gives no number.
     """
     device, backend = resolve(device, backend)

@@ -94,8 +94,8 @@ class Measures:
 
     def control(self, count: float, votes: Votes) -> list[float]:
         """Return a step's control numbers, which the step sums over all processes: `count` of this process's losses,
-        its request to stop, and VOTES numbers per process, zeros except its own: seconds of its last step, of its own
-        work and of waiting for rows, peak memory (bytes), and its request to save."""
+        its request to stop, and VOTES numbers per process, all zero except for this process: seconds of its last step,
+        seconds that it computed and that it waited for rows, peak memory (bytes), and its request to save."""
         process, memory = self._backend.process, self._backend.memory()
         peak = memory.peak_bytes if memory else math.nan
         numbers, own = control_numbers(process.count), 2 + VOTES * process.index

@@ -5,7 +5,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 from unittest.mock import patch
 
 import jobs
@@ -20,6 +20,7 @@ from workers import GetWorkers, Group, marked
 
 from portable_fsdp.backends.native.tensor import Group as TensorGroup
 from portable_fsdp.backends.native.tensor import SplitModel
+from portable_fsdp.config.schema import TensorWord
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.parallel import tensor_plan
 from portable_fsdp.runtime.errors import ConfigError
@@ -251,6 +252,7 @@ def test_the_words_of_transformers_are_known() -> None:
     words: set[str] = set()
     for config in CONFIG_MAPPING.values():
         words |= set((getattr(config, "base_model_tp_plan", None) or {}).values())
+    assert set(WORDS) == set(get_args(TensorWord))  # those that sharding.plan takes
     assert words - set(WORDS) == {
         *("embedding_rowwise", "embedding_colwise", "mla_kv_a_proj", "local_params", "packed_rowwise", "replicate"),
         *("all_reduce", "moe_identity_expert"),

@@ -294,7 +294,7 @@ WALKS: dict[str, tuple[list[str], float, float, float, float]] = {  # lines, sec
     "a loop counts as often as it turns": ([TURNING], 7.0, 0.0, 21.0, 21000),
     "of a table only the rows that are taken": ([TABLE, ROW, TAKE], 0.0, 0.008, 0.0, 0),
     "or replaced": ([TABLE, ROW, PUT], 0.0, 0.008, 0.0, 0),
-    "the network is a link of its own": ([A, B, SEND, RUN, RECEIVED], 1.0, 0.0, 3.0, 0),  # 400 bytes at 100 a second
+    "the network is a separate link": ([A, B, SEND, RUN, RECEIVED], 1.0, 0.0, 3.0, 0),  # 400 bytes at 100 a second
 }
 
 

@@ -92,12 +92,20 @@ def _crossing(tensor: Tensor, group: Group, dim: int, there: Any, back: Any) -> 
 
 def enter(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
     """Megatron's f: the input of split weights; `dim`: the dimension of which each process holds a part, if any."""
-    return _crossing(tensor, group, dim or 0, *((_same, _sum) if dim is None else (_gather, _scatter_sum)))
+    return (
+        _crossing(tensor, group, 0, _same, _sum)
+        if dim is None
+        else _crossing(tensor, group, dim, _gather, _scatter_sum)
+    )
 
 
 def leave(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
     """Megatron's g: the sum of what split weights gave; `dim`: keep a part of that dimension only."""
-    return _crossing(tensor, group, dim or 0, *((_sum, _same) if dim is None else (_scatter_sum, _gather)))
+    return (
+        _crossing(tensor, group, 0, _sum, _same)
+        if dim is None
+        else _crossing(tensor, group, dim, _scatter_sum, _gather)
+    )
 
 
 def gather(tensor: Tensor, group: Group, dim: int) -> Tensor:

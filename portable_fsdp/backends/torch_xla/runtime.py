@@ -107,7 +107,7 @@ class PjrtBackend(Backend):
             ) from error
         generation = _generation() if device == "tpu" else ""
         require_supported(config, Deployment(self.name, device, count, hosts, generation))
-        # As PJRT writes it (TPU v5p, TPU v5 lite); MFU is unknown for an unknown name.
+        # PJRT's name of the chip (TPU v5p, TPU v5 lite), by which its peak is found.
         self.device_name = f"TPU {generation.replace('v5e', 'v5 lite')}" if device == "tpu" else device
         self.process = self.data_shard = rank
         self.devices, self.axes = count, mesh_axes(config, count, hosts)
