@@ -18,6 +18,12 @@ ROW_AXES = ("replicate", "shard", "expert")
 LOSS_AXES = (*ROW_AXES, "context")
 """Devices along these compute different parts of the loss: losses, counts and gradients are summed over them."""
 
+FSDP_AXES = ("shard", "expert", "context")
+"""FSDP shards weights over these, as over one axis: experts, which `expert` distributes, over the other two."""
+
+INNER_AXES = ("expert", "context", "tensor")
+"""The axes whose sizes the config sets, of neighbouring devices that belong to one copy of the model."""
+
 Spec = tuple[tuple[str, ...], ...]
 """The axes that shard each dimension of a tensor, outermost first; () doesn't shard it."""
 
@@ -28,10 +34,10 @@ Region = tuple[slice, ...]
 def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
     """Return the devices per mesh axis, outermost first: `replicate` model copies, each sharded over `shard` devices.
 
-    HYBRID_SHARD* has one copy per host by default. `tensor` splits the weights of a copy among neighbouring devices.
+    HYBRID_SHARD* has one copy per host by default. The devices of `expert`, `context` and `tensor` belong to one copy.
     """
-    tensor = config.sharding.tensor
-    devices //= tensor
+    inner = {axis: size for axis in INNER_AXES if (size := getattr(config.sharding, axis)) > 1}
+    devices //= math.prod(inner.values())
     match config.sharding.strategy:
         case "FULL_SHARD" | "SHARD_GRAD_OP":
             replicas = 1
@@ -39,8 +45,12 @@ def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
             replicas = devices
         case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
             replicas = config.sharding.replicas or hosts
-    axes = {"replicate": replicas, "shard": devices // replicas}
-    return axes | {"tensor": tensor} if tensor > 1 else axes
+    return {"replicate": replicas, "shard": devices // replicas} | inner
+
+
+def devices_per_row(config: Config) -> int:
+    """Number of devices that get the same rows."""
+    return config.sharding.context * config.sharding.tensor
 
 
 def describe_mesh(axes: Mapping[str, int], hosts: int) -> str:
@@ -67,8 +77,14 @@ def coordinates(axes: Mapping[str, int], device: int) -> dict[str, int]:
 
 
 def weight_spec(dims: int) -> Spec:
-    """FSDP's layout of a weight: dimension 0 over `shard`. A 0-dim weight is replicated."""
-    return (("shard",), *((),) * (dims - 1)) if dims else ()
+    """FSDP's layout of a weight: dimension 0 over FSDP_AXES. A 0-dim weight is replicated."""
+    return (FSDP_AXES, *((),) * (dims - 1)) if dims else ()
+
+
+def expert_spec(dims: int) -> Spec:
+    """Layout of the weights of experts under the axis `expert`: dimension 0, the experts, over it; dimension 1 by FSDP,
+    since few experts are left on a device."""
+    return (("expert",), ("shard", "context"), *((),) * (dims - 2))
 
 
 def state_spec(spec: Spec, weight: Sequence[int], state: Sequence[int]) -> Spec:
@@ -90,13 +106,16 @@ def batch_spec(dims: int, axes: Sequence[str] = ROW_AXES) -> Spec:
 def region(shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]) -> Region:
     """Region of a tensor of this shape that the device at `place` (`coordinates`) holds.
 
-    Each axis splits the part that the axes before it left.
+    `tensor` splits first, and what it left is split over the other axes as over one.
     """
     parts: list[slice] = []
     for size, cuts in zip(shape, spec, strict=True):
         start, stop = 0, size
-        for axis in cuts:
-            part = rows_of_shard(stop - start, place.get(axis, 0), axes.get(axis, 1))
+        for group in (cuts[:1], cuts[1:]) if cuts[:1] == ("tensor",) else (cuts,):
+            index = 0
+            for axis in group:
+                index = index * axes.get(axis, 1) + place.get(axis, 0)
+            part = rows_of_shard(stop - start, index, math.prod(axes.get(axis, 1) for axis in group))
             start, stop = start + part.start, start + part.stop
         parts.append(slice(start, stop))
     return tuple(parts)
@@ -155,7 +174,8 @@ def check_batch(config: Config, row_shards: int) -> int:
     divisors = micro_batches(train.global_batch, row_shards)
     if near := [d for d in divisors if d < micro_batch][-1:] + [d for d in divisors if d > micro_batch][:1]:
         fits += f", or train.micro_batch={' or '.join(map(str, near))}"
-    devices = "devices / sharding.tensor" if config.sharding.tensor > 1 else "devices"
+    keys = [f" / sharding.{axis}" for axis in ("context", "tensor") if getattr(config.sharding, axis) > 1]
+    devices = "devices" + "".join(keys)
     raise ConfigError(
         f"train.global_batch: expected a multiple of train.micro_batch * {devices} = {micro_batch} * "
         f"{row_shards} = {rows} sequences, found {train.global_batch}.\n  Set {fits}."

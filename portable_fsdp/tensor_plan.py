@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from portable_fsdp.config.schema import TensorWord
-from portable_fsdp.layout import Region, Spec, full_region, region, rows_of_shard, weight_spec
+from portable_fsdp.layout import Region, Spec, full_region, region, rows_of_shard
 
 COLWISE, PACKED, ROWWISE = "colwise", "packed_colwise", "rowwise"
 GATHERED, SPLIT_INPUT = "colwise_gather_output", "rowwise_split_input"
@@ -54,9 +54,9 @@ class TensorPlan:
     splits_rows: bool = False
     """sharding.sequence_parallel: between blocks each device holds a part of the tokens of each row"""
 
-    def layout(self, fqn: str, dims: int) -> Spec:
-        """Return the spec of a weight: the dimension of its part over `tensor`, then dimension 0 over `shard`."""
-        spec, part = weight_spec(dims), self.parts.get(fqn)
+    def layout(self, fqn: str, spec: Spec) -> Spec:
+        """Return the spec of a weight: the dimension of its part over `tensor`, then as `spec` says."""
+        part = self.parts.get(fqn)
         if part is None:
             return spec
         return tuple(("tensor", *axes) if dim == part.dim else axes for dim, axes in enumerate(spec))

@@ -126,6 +126,8 @@ class ShardPolicy:
     attention: Callable[..., Tensor] | None = None  # called by models; an engine may run its own kernel instead
     layouts: Mapping[str, Spec] = field(default_factory=lambda: {})
     tensor: "TensorPlan | None" = None  # None: no axis `tensor`
+    experts: tuple[str, ...] = ()  # modules whose weights `expert_spec` lays out; an engine may run its own products
+    expert_capacity: float | None = None  # of each exchange, in multiples of an even load; None: of the worst case
 
 
 class Traffic(NamedTuple):

@@ -5,6 +5,7 @@ process, may be delegated: the engine decides. A backend calls `require_supporte
 `verdicts`. The rules below hold for all engines; each adds its own in its `options.py`. Imports no engine and no torch.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,7 @@ from portable_fsdp.config.describe import (
 )
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import parse
-from portable_fsdp.layout import check_batch
+from portable_fsdp.layout import INNER_AXES, check_batch, devices_per_row
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
@@ -131,7 +132,7 @@ def _replicas(config: Config, place: Deployment) -> int | None:
 
 
 def _replicas_that_fit(config: Config, place: Deployment) -> tuple[str, ...]:
-    shards = _row_shards(config, place.devices)
+    shards = _groups(config, place.devices)
     fitting = [2] if shards is None else divisors(shards)
     best = [place.hosts] if place.hosts in fitting else fitting[:1]
     return tuple(f"sharding.replicas={count}" for count in best)
@@ -172,16 +173,49 @@ def recomputes_modules(config: Config) -> bool:
 
 
 def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
-    """Devices on the axis `shard` of a copy of the model; None if unknown, or if replicas don't divide the devices."""
-    devices = _row_shards(config, place.devices)
-    if devices is None or not config.sharding.is_hybrid:
-        return devices
-    replicas = _replicas(config, place)
-    return None if replicas is None or devices % replicas else devices // replicas
+    """Devices over which FSDP shards a copy of the model; None if unknown, or if replicas don't divide the devices."""
+    devices = _groups(config, place.devices)
+    replicas = _replicas(config, place) if config.sharding.is_hybrid else 1
+    if devices is None or replicas is None or devices % replicas:
+        return None
+    return devices // replicas * config.sharding.expert * config.sharding.context
 
 
-def _row_shards(config: Config, devices: int | None) -> int | None:
-    return None if devices is None else devices // config.sharding.tensor
+def _groups(config: Config, devices: int | None) -> int | None:
+    """Devices along the axes `replicate` and `shard`."""
+    sharding = config.sharding
+    return None if devices is None else devices // (sharding.expert * sharding.context * sharding.tensor)
+
+
+def _axis_rules(axis: str) -> tuple[Rule, ...]:
+    """The rules of an axis of neighbouring devices: together they divide the devices."""
+
+    def others(config: Config) -> int:
+        return math.prod(getattr(config.sharding, other) for other in INNER_AXES if other != axis)
+
+    def fixes(config: Config, place: Deployment) -> tuple[str, ...]:
+        share = (place.devices or 1) // others(config)
+        return tuple(f"sharding.{axis}={count}" for count in dict.fromkeys((1, *divisors(share), max(1, share))))
+
+    return (
+        Rule(
+            f"sharding.{axis} that does not divide the devices",
+            "the devices form groups of this size",
+            lambda c, p: (
+                (size := getattr(c.sharding, axis)) > 1 and p.devices is not None and p.devices % (size * others(c)) > 0
+            ),
+            fixes,
+        ),
+    )
+
+
+def _row_lengths(config: Config) -> tuple[int, ...]:
+    return tuple(config.data.buckets.get("input_ids", ())) or (config.data.seq_len,)
+
+
+def _near(length: int, part: int) -> list[int]:
+    """The multiples of `part` next to `length`."""
+    return [size for size in (length // part * part, -(-length // part) * part) if size]
 
 
 def divisors(whole: int | None) -> list[int]:
@@ -233,7 +267,7 @@ RULES = (
     Rule(
         "sharding.strategy on one device",
         "sharded replicas need four devices or more",
-        lambda c, p: c.sharding.is_hybrid and _row_shards(c, p.devices) == 1,
+        lambda c, p: c.sharding.is_hybrid and _groups(c, p.devices) == 1,
         lambda c, p: (_strategy(c, _within(c)),),
     ),
     *refused(
@@ -251,16 +285,18 @@ RULES = (
     Rule(
         "sharding.replicas with a hybrid strategy and one replica per device",
         "a replica on one device is not sharded: that is NO_SHARD",
-        lambda c, p: c.sharding.is_hybrid and 1 < (_row_shards(c, p.devices) or 0) == _replicas(c, p),
+        lambda c, p: (
+            c.sharding.is_hybrid
+            and 1 < (_groups(c, p.devices) or 0) == _replicas(c, p)
+            and shards_of_a_replica(c, p) == 1
+        ),
         lambda c, p: (*_replicas_that_fit(c, p), _strategy(c, "NO_SHARD")),
     ),
     Rule(
         "sharding.replicas that do not divide the devices",
         "all replicas (null: one per host) have the same number of devices",
         lambda c, p: (
-            c.sharding.is_hybrid
-            and (shards := _row_shards(c, p.devices) or 0) > 1
-            and shards % (_replicas(c, p) or 1) > 0
+            c.sharding.is_hybrid and (shards := _groups(c, p.devices) or 0) > 1 and shards % (_replicas(c, p) or 1) > 0
         ),
         _instead_of_hybrid,
     ),
@@ -277,14 +313,7 @@ RULES = (
         "sharding.tensor=2",
         when=lambda c, p: c.sharding.tensor == 1,
     ),
-    Rule(
-        "sharding.tensor that does not divide the devices",
-        "the devices form groups of this size",
-        lambda c, p: p.devices is not None and p.devices % c.sharding.tensor > 0,
-        lambda c, p: tuple(
-            f"sharding.tensor={count}" for count in dict.fromkeys((1, *divisors(p.devices), p.devices or 1))
-        ),
-    ),
+    *chain.from_iterable(map(_axis_rules, INNER_AXES)),
     *refused_each(
         "with sharding.tensor",
         {
@@ -295,6 +324,50 @@ RULES = (
         "sharding.tensor=1",
         when=lambda c, p: c.sharding.tensor > 1,
     ),
+    # --- context and expert parallelism
+    *refused(
+        "sharding.context sharding.expert with sharding.strategy=NO_SHARD",
+        "their devices divide one copy of the model",
+        "sharding.strategy=FULL_SHARD",
+        when=lambda c, p: c.sharding.strategy == "NO_SHARD",
+    ),
+    *refused_each(
+        "with sharding.context",
+        {
+            "model.attention=sdpa|eager|flex": "its devices exchange keys and values in the static attention",
+            "train.task": "only a causal language model's rows are split",
+        },
+        "sharding.context=1",
+        when=lambda c, p: c.sharding.context > 1,
+    ),
+    Rule(
+        "sharding.context that does not divide the tokens of a row",
+        "each device takes two pieces of a row, one from each end",
+        lambda c, p: c.sharding.context > 1 and any(size % (2 * c.sharding.context) for size in _row_lengths(c)),
+        lambda c, p: (
+            *(f"data.seq_len={size}" for size in _near(c.data.seq_len, 2 * c.sharding.context) if not c.data.buckets),
+            "sharding.context=1",
+        ),
+    ),
+    Rule("sharding.context for a model with its own attention, or layers without any", "the error names the layer"),
+    *refused(
+        "sharding.expert_capacity without sharding.expert",
+        "it bounds what the axis exchanges",
+        "sharding.expert=2",
+        when=lambda c, p: c.sharding.expert == 1,
+    ),
+    *refused_each(
+        "with sharding.expert",
+        {
+            "model.experts": "the axis needs products by groups",
+            "model.lora": "adapters of experts don't exist, and nothing else would train",
+            "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
+            "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
+        },
+        "sharding.expert=1",
+        when=lambda c, p: c.sharding.expert > 1,
+    ),
+    Rule("sharding.expert for a model without experts, or whose experts it doesn't divide", "the error says what fits"),
     Rule(
         "sharding.tensor for a model without a tensor-parallel plan, whose plan has an unknown word, or whose sizes it "
         "doesn't divide",
@@ -394,6 +467,8 @@ RULES = (
             "model.experts": "the model brings its experts",
             "model.lora": "adapters need a transformers model",
             "sharding.tensor": "the plan comes from a transformers model",
+            "sharding.context": "only the attention of transformers models is known",
+            "sharding.expert": "only the experts of transformers models are known",
         },
         when=lambda c, p: c.model.factory is not None,
     ),
@@ -520,7 +595,7 @@ def _batch_problem(config: Config, devices: int | None) -> str | None:
     try:
         if devices is not None:
             is_auto = config.train.micro_batch == "auto"  # it picks a divisor, and every number of devices has one
-            row_shards = max(1, devices // config.sharding.tensor)
+            row_shards = max(1, devices // devices_per_row(config))
             check_batch(with_value(config, "train.micro_batch", 1) if is_auto else config, row_shards)
     except ConfigError as error:
         return str(error)

@@ -73,8 +73,9 @@ class Model(Section):
     """implementation of attention; auto: static if the model supports it; static: one implementation for all
     engines; flex: torch's flex_attention, which skips masked blocks (GPUs only); sdpa, eager: from transformers"""
     experts: Literal["auto", "dense", "batched_mm", "grouped_mm"] = "auto"
-    """implementation of a mixture of experts; dense (auto): every expert on every token, weighted; batched_mm: copy
-    the selected weights per token; both have static shapes; grouped_mm: sort tokens by expert"""
+    """implementation of a mixture of experts; grouped_mm: sort tokens by expert, and multiply by groups; dense: every
+    expert on every token, weighted; batched_mm: copy the selected weights per token; auto: by groups, dense where no
+    kernel multiplies by groups"""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
     """name patterns of frozen parameters or modules: no gradient, no optimizer state; `*` matches any text"""
     lora: Lora | None = None
@@ -203,6 +204,13 @@ class Sharding(Section):
     reshard_after_forward: int | None = Field(default=None, ge=2)
     """after forward, reshard parameters over this many devices only (between FULL_SHARD and SHARD_GRAD_OP); null: as
     the strategy"""
+    expert: int = Field(default=1, ge=1)
+    """expert parallelism: this many devices divide the experts of a mixture, and exchange tokens in each layer"""
+    expert_capacity: float | None = Field(default=None, gt=0)
+    """with expert: room for tokens in exchanges, in multiples of an even load; tokens beyond it are dropped; null: room
+    for all"""
+    context: int = Field(default=1, ge=1)
+    """context parallelism: this many devices split the tokens of each row"""
     tensor: int = Field(default=1, ge=1)
     """tensor parallelism: this many neighbouring devices get the same rows and split attention heads, MLPs and the
     vocabulary"""

@@ -1,5 +1,4 @@
-"""Attention and experts for all engines, with static arguments and shapes only. Attention over blocks is in
-`document_masks.py`.
+"""Attention for all engines, with static arguments and shapes only. Attention over blocks is in `document_masks.py`.
 
 transformers' own paths build a mask by reading a tensor on the host, which costs XLA a second program and a wait in
 every step. This attention needs no mask: causality, sliding window, softcap and sinks are known when it is traced, and
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
-
-from portable_fsdp.runtime.errors import ConfigError
 
 STATIC = "portable_fsdp_static"
 FLEX = "portable_fsdp_flex"  # attention over blocks, `document_masks.block_attention`
@@ -183,82 +180,3 @@ def _bias(length: int, causal: bool, window: int | None, mask: Tensor | None, de
     if mask is not None:
         keep = keep & (_same_document(mask) if _is_documents(mask) else mask)
     return torch.zeros(keep.shape, device=device).masked_fill(~keep, _MASKED)
-
-
-# --------------------------------------------------------------------------------------------------------- experts
-
-# transformers' own loop over experts reads on the host which tokens each of them got: a wait in every layer, and a new
-# program in every step on XLA. Here only the weights of a sum depend on the routing. This costs num_experts / top_k
-# times the FLOPs of the experts; `batched_mm` costs memory instead (a copy of the chosen weights per token), and
-# `grouped_mm` sorts tokens by expert, which needs kernels that not every engine has.
-
-DENSE = "portable_fsdp_dense"
-
-
-def dense_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of the chosen experts. Takes the arguments of transformers' `ExpertsInterface`.
-
-    Args:
-        self: the experts module, with `num_experts`, and weights in the layout of `use_experts_implementation`.
-        hidden: `[tokens, hidden]`.
-        top_k_index: `[tokens, top_k]` int64; top_k_weights: `[tokens, top_k]`, any float dtype.
-
-    Returns: `[tokens, hidden]`, in the dtype of `hidden`.
-    """
-    ids = torch.arange(self.num_experts, device=hidden.device)
-    # Compare and sum instead of scatter: a partitioner can split this by rows.
-    share = ((top_k_index[..., None] == ids) * top_k_weights[..., None]).sum(dim=1)  # [tokens, experts]
-    if self.has_gate:
-        out = self._apply_gate(_linear(self, hidden, "gate_up_proj"))
-    else:
-        out = self.act_fn(_linear(self, hidden, "up_proj"))
-    out = _linear(self, out, "down_proj")
-    if self.has_post_expert_norm:
-        out = self.post_expert_norm(out)
-    return (out * share.t()[..., None]).sum(dim=0).to(hidden.dtype)
-
-
-def _linear(experts: Any, hidden: Tensor, name: str) -> Tensor:
-    """`[tokens, in]` or `[experts, tokens, in]` -> `[experts, tokens, out]`."""
-    weight: Tensor = getattr(experts, name)
-    out = hidden @ (weight if experts.is_transposed else weight.transpose(1, 2))
-    return out + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else out
-
-
-def choose_experts(model: Any, implementation: str, itemsize: int) -> None:
-    """Set the experts implementation of `model` to `model.experts`; `itemsize`: bytes per value in the compute dtype.
-
-    Raises ConfigError for a model without experts, and if grouped_mm can't run them.
-    """
-    experts = {name: module for name, module in model.named_modules() if takes_implementation(module)}
-    if implementation != "auto" and not experts:
-        raise ConfigError(
-            f"model.experts: expected auto, found {implementation}: {type(model).__name__} has no experts whose "
-            "implementation can be set in transformers.\n  Set model.experts=auto."
-        )
-    if implementation == "grouped_mm":
-        _check_alignment(experts, itemsize)
-    try:
-        model.set_experts_implementation(DENSE if implementation in ("auto", "dense") else implementation)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model.experts={implementation}: transformers refuses it for {type(model).__name__}: {error}\n"
-            "  Set model.experts=auto."
-        ) from error
-
-
-def _check_alignment(experts: dict[str, nn.Module], itemsize: int) -> None:
-    """Raise ConfigError unless rows are multiples of 16 bytes, which torch's grouped product requires."""
-    for name, module in experts.items():
-        for leaf, weight in module.named_parameters(recurse=False):
-            if weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
-                raise ConfigError(
-                    "model.experts=grouped_mm: expected experts whose rows are a multiple of 16 bytes, found "
-                    f"{name}.{leaf} {list(weight.shape)} with {itemsize} bytes per value.\n"
-                    "  Set model.experts=auto."
-                )
-
-
-def takes_implementation(module: nn.Module) -> bool:
-    """Whether the module's class has transformers' decorator `use_experts_implementation`."""
-    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")

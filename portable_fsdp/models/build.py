@@ -21,15 +21,12 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matching
 from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture
 from portable_fsdp.models.attention import (
-    DENSE,
     FLEX,
     STATIC,
-    choose_experts,
-    dense_experts,
     register_masked_attention,
     register_static_attention,
-    takes_implementation,
 )
+from portable_fsdp.models.experts import DENSE, choose_experts, register_experts, takes_implementation
 from portable_fsdp.models.loss import LogitSteps, Loss, attach_loss, trace_logits
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
 from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
@@ -128,7 +125,7 @@ def build_model(
         documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
-    choose_experts(bare, model.experts, compute.itemsize)
+    choose_experts(bare, model.experts, compute.itemsize, eager=eager)
     built = with_values(built, twin, master, file, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
     if is_causal_lm:
@@ -282,10 +279,9 @@ def _switch_off(config: Any) -> None:
 
 def _model_of(config: Any, attention: str, task: Task) -> Any:
     """Make the model from a copy of the config, with experts in static shapes."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.models.auto import modeling_auto
 
-    ALL_EXPERTS_FUNCTIONS.register(DENSE, dense_experts)
+    register_experts()
     register_static_attention()
     if attention == "flex":
         from transformers import AttentionInterface

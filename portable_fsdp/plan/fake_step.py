@@ -29,7 +29,7 @@ from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
-from portable_fsdp.layout import check_batch
+from portable_fsdp.layout import check_batch, devices_per_row
 from portable_fsdp.models import document_masks
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import (
@@ -154,7 +154,7 @@ def _memory(
 
 
 def _micro_batches(config: Config, devices: int) -> int:
-    return check_batch(config, devices // config.sharding.tensor)
+    return check_batch(config, devices // devices_per_row(config))
 
 
 def _planned(config: Config, devices: int) -> Config:

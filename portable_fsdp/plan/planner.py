@@ -21,7 +21,7 @@ from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of, with_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import check_batch, micro_batches
+from portable_fsdp.layout import check_batch, devices_per_row, micro_batches
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Settings, Time, Tried
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
@@ -249,7 +249,7 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: P
     Raises ConfigError if the devices don't divide the global batch, BackendError for a plan without a verdict, and what
     planning the result raises.
     """
-    devices //= config.sharding.tensor
+    devices //= devices_per_row(config)
     check_batch(with_value(config, "train.micro_batch", 1), devices)
     *smaller, largest = sizes = micro_batches(config.train.global_batch, devices)
     tried: dict[int, Tried] = {}

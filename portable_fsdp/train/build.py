@@ -28,6 +28,7 @@ from portable_fsdp.layout import check_batch, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
+from portable_fsdp.models.experts import expert_layouts, expert_modules
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
@@ -190,13 +191,18 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         from portable_fsdp.models.parallel import tensor_plan
 
         tensor = tensor_plan(model, config)
+    experts = expert_modules(model) if config.model.experts == "auto" else ()
+    layouts = {fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()}
+    if sharding.expert > 1:
+        layouts |= expert_layouts(model, experts, sharding.expert, DTYPES[precision.compute].itemsize)
+    if tensor is not None:
+        layouts = {fqn: tensor.layout(fqn, spec) for fqn, spec in layouts.items()}
     return ShardPolicy(
         units=find_units(model, sharding),
-        layouts={
-            fqn: tensor.layout(fqn, weight.dim()) if tensor else weight_spec(weight.dim())
-            for fqn, weight in model.named_parameters()
-        },
+        layouts=layouts,
         tensor=tensor,
+        experts=experts,
+        expert_capacity=sharding.expert_capacity,
         layers=layers,
         compute=DTYPES[precision.compute],
         cast_inputs=precision.cast_inputs,

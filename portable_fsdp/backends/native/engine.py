@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import zeros as distributed_zeros
@@ -41,6 +41,7 @@ from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
+    FSDP_AXES,
     LOSS_AXES,
     ROW_AXES,
     Region,
@@ -76,6 +77,7 @@ COLLECTIVES = {  # torch's name -> the contract's
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
+    "c10d::alltoall_base_": "all_to_all",
 }
 
 
@@ -129,7 +131,8 @@ class NativeBackend(contract.Backend):
         # Rows lie over the outer axes: processes along `tensor` feed the same.
         self.data_shard = contract.Partition(self.process.index * self.row_shards // count, self.row_shards)
         self._mesh = init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
-        self._shard = self._mesh["shard"]  # sliced once: slicing a mesh reads tensors
+        self._fsdp_axes = tuple(axis for axis in FSDP_AXES if self.axes.get(axis, 1) > 1)
+        self._fsdp_size = math.prod(self.axes[axis] for axis in self._fsdp_axes)
         self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
@@ -138,6 +141,7 @@ class NativeBackend(contract.Backend):
         self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._split: dict[nn.Module, SplitModel] = {}  # over the axis `tensor`
+        self._shapes: dict[nn.Module, dict[str, torch.Size]] = {}  # of whole weights
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the ids of the models
         self.offload: ActivationOffload | None = None
         self._update_scales: list[Callable[[], None]] = []  # of weights that are gathered in float8
@@ -183,6 +187,12 @@ class NativeBackend(contract.Backend):
         check_statistics(model, policy)
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
+        self._shapes[model] = {fqn: weight.shape for fqn, weight in model.named_parameters()}
+        if "expert" in self.axes:
+            from portable_fsdp.backends.native.experts import distribute_experts
+
+            group, size = cast(dist.ProcessGroup, self._group(("expert",))), self._fsdp_size // self.axes["expert"]
+            distribute_experts(model, policy, group, size)
         if policy.tensor is not None:
             from portable_fsdp.backends.native.tensor import Group, SplitModel
 
@@ -191,15 +201,17 @@ class NativeBackend(contract.Backend):
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
 
-            self._update_scales.append(use_float8(model, policy, self.device, self._shard.size()))
-        if self._shard.size() == 1 and not policy.cpu_offload:
+            self._update_scales.append(use_float8(model, policy, self.device, self._fsdp_size))
+        if self._fsdp_size == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
             self._models[model] = None, policy.reduce
         else:
             from portable_fsdp.backends.native.prefetch import Prefetch
 
-            mesh = self._shard if self.axes["replicate"] == 1 else self._mesh["replicate", "shard"]
-            self._models[model] = Prefetch(shard_units(model, policy, mesh, self.device), policy), policy.reduce
+            meshes = self._fsdp_mesh(self._fsdp_axes), None
+            if "expert" in self.axes:
+                meshes = meshes[0], self._fsdp_mesh([axis for axis in self._fsdp_axes if axis != "expert"])
+            self._models[model] = Prefetch(shard_units(model, policy, *meshes, self.device), policy), policy.reduce
         if policy.offload_activations:
             from portable_fsdp.backends.native.offload import ActivationOffload
 
@@ -386,6 +398,16 @@ class NativeBackend(contract.Backend):
         mesh = self._mesh[names]
         return (mesh if len(names) == 1 else cast(Any, mesh)._flatten()).get_group()
 
+    def _fsdp_mesh(self, axes: Sequence[str]) -> DeviceMesh:
+        """The mesh of `fully_shard`: `axes` as one dimension, after the replicas if there are any."""
+        names = tuple(axes) or ("shard",)
+        flat = self._mesh[names] if len(names) == 1 else cast(Any, self._mesh[names])._flatten()
+        if self.axes["replicate"] == 1:
+            return flat
+        with warnings.catch_warnings():  # torch 2.13 announces another way, which 2.9 lacks
+            warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
+            return self._mesh["replicate", "_".join(names)]
+
     def fetch(self, metrics: contract.Metrics) -> contract.Pending:
         if self.device.type == "cpu":
             return super().fetch({name: value.clone() for name, value in metrics.items()})
@@ -453,9 +475,10 @@ class NativeBackend(contract.Backend):
 
     def _regions(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> list[tuple[Region, Region]]:
         """The regions of a whole tensor that this process holds, each with its region in the local tensor."""
+        shape = self._whole_shape(model, fqn, tensor, spec)
         if "tensor" in cutting_axes(spec):
-            return self._split[model].regions(fqn, tensor, spec, self.axes, self._place)
-        part = region(tensor.shape, spec, self.axes, self._place)
+            return self._split[model].regions(fqn, shape, spec, self.axes, self._place)
+        part = region(shape, spec, self.axes, self._place)
         is_empty = any(cut.start >= cut.stop for cut in part)
         return [] if is_empty else [(part, full_region([cut.stop - cut.start for cut in part]))]
 
@@ -468,8 +491,12 @@ class NativeBackend(contract.Backend):
         number = copy if is_compared and copies > 1 else None
         local = local_part(tensor)
         pieces = [contract.Piece(tuple(cut.start for cut in part), local[own], number) for part, own in held]
-        shape = self._split[model].shape(fqn, tensor, spec) if model in self._split else tuple(tensor.shape)
-        return contract.TensorState(shape, tensor.dtype, lambda: pieces)
+        return contract.TensorState(self._whole_shape(model, fqn, tensor, spec), tensor.dtype, lambda: pieces)
+
+    def _whole_shape(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> tuple[int, ...]:
+        """The shape on all devices of the weight `fqn` or of its optimizer state; DTensor knows FSDP's axes alone."""
+        sizes = zip(tensor.shape, self._shapes[model].get(fqn, tensor.shape), spec, strict=False)
+        return tuple(whole if cuts[:1] in (("tensor",), ("expert",)) else size for size, whole, cuts in sizes)
 
 
 def _init_process_group(device: str, where: torch.device, process: contract.Partition, peers: "Peers | None") -> None:
@@ -586,9 +613,9 @@ def _forget_layouts() -> None:
 
 
 def _placements(spec: Spec, names: Sequence[str] | None) -> list[Placement]:
-    """Convert a spec to DTensor's placements: for each mesh axis the dimension that it shards."""
-    cuts = {axis: Shard(dim) for dim, axes in enumerate(spec) for axis in axes}
-    return [cuts.get(axis, Replicate()) for axis in names or ()]
+    """Convert a spec to DTensor's placements on the mesh of `_fsdp_mesh`."""
+    by_fsdp = [Shard(dim) for dim, axes in enumerate(spec) if {"shard", "context"} & {*axes}]
+    return [Replicate() if axis == "replicate" or not by_fsdp else by_fsdp[0] for axis in names or ()]
 
 
 class _CollectiveCounter(TorchDispatchMode):

@@ -5,7 +5,7 @@ FSDP2 shards the parts over `shard` as it shards whole weights. No DTensor holds
 slower, and wrongly where weights are tied.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import MethodType
 from typing import Any, cast
@@ -314,24 +314,18 @@ def vocabulary_loss(group: Group, first: int, logits: Tensor, labels: Tensor) ->
 
 
 class SplitModel:
-    """A model whose modules hold this process's parts: their places in the whole, and the sums of partial gradients."""
+    """A model whose modules hold this process's parts, and the sums of partial gradients."""
 
     def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
         """Split a model on meta, see `split_model`."""
         self._model, self._plan, self._group = model, plan, group
-        self._shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
         split_model(model, plan, group)
 
-    def shape(self, fqn: str, tensor: Tensor, spec: Spec) -> tuple[int, ...]:
-        """Return the shape of a whole tensor: the weight `fqn`, or a part of its optimizer state."""
-        sizes = zip(tensor.shape, self._shapes.get(fqn, tensor.shape), spec, strict=False)
-        return tuple(whole if "tensor" in cuts else size for size, whole, cuts in sizes)
-
     def regions(
-        self, fqn: str, tensor: Tensor, spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]
+        self, fqn: str, shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]
     ) -> list[tuple[Region, Region]]:
         """See `packed_regions`, for a tensor that `tensor` splits."""
-        return packed_regions(self.shape(fqn, tensor, spec), spec, axes, place, self._plan.parts[fqn].sizes)
+        return packed_regions(shape, spec, axes, place, self._plan.parts[fqn].sizes)
 
     def sum_gradients(self) -> None:
         """Sum the gradients of `plan.summed`, in one collective for each dtype: each process has a part of them."""

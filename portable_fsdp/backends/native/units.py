@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -49,18 +49,22 @@ class UnitGroup(NamedTuple):
     inside: tuple[FSDPModule, ...]
 
 
-def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh, device: torch.device) -> list[UnitGroup]:
-    """Make `model` (parameters on meta) and its units FSDP2 modules over `mesh`, 1-D ("shard") or 2-D ("replicate",
-    "shard"), to compute on `device`; return the root and the units in definition order.
+def shard_units(
+    model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh, of_experts: DeviceMesh | None, device: torch.device
+) -> list[UnitGroup]:
+    """Make `model` (parameters on meta) and its units FSDP2 modules over `mesh`, 1-D or after the dimension
+    "replicate", to compute on `device`; return the root and the units in definition order.
 
-    A unit's parameters are gathered in one dtype, so inner modules that compute in another one form their own group. A
-    weight that several modules share belongs to the unit that holds them all; raises BackendError if none does. 0-dim
-    weights belong to no unit.
+    A unit's parameters are gathered in one dtype over one mesh, so inner modules that compute in another one form their
+    own group, and so do experts, whose weights lie over `of_experts` (None: over `mesh`, as all others). A weight that
+    several modules share belongs to the unit that holds them all; raises BackendError if none does. 0-dim weights
+    belong to no unit.
     """
     shared = _shared_weights(model)
     parameters = {name: {*model.get_submodule(name).parameters()} for name in policy.units}
     units = [name for name in policy.units if parameters[name] - _owned_further_out(shared, [name])]
-    groups = _groups(policy, units)
+    experts = policy.experts if of_experts else ()
+    groups = _groups(policy, units, experts)
     cast_modules(model, policy)
     cast_scalars(model, policy, device)
     for name in dict.fromkeys((*policy.recompute, *policy.layers)):
@@ -71,8 +75,9 @@ def shard_units(model: nn.Module, policy: ShardPolicy, mesh: DeviceMesh, device:
         if name in policy.layers and policy.compile_backend is not None:
             compile_layer(layer, policy.compile_backend, breaks=holds_units)
     for name in (*reversed(units), ROOT):
-        for dtype, names in (*groups[name].items(), (dtype_of(name, policy), [name])):
-            _fully_shard(model, names, shared, policy, mesh, dtype, is_root=name == ROOT)
+        for dtype, names in (*groups[name], (dtype_of(name, policy), [name])):
+            over, dim = (of_experts, 1) if of_experts and names[0] in experts else (mesh, 0)
+            _fully_shard(model, names, shared, policy, over, dtype, is_root=name == ROOT, dim=dim)
         if policy.cast_inputs:
             cast_inputs(model.get_submodule(name), dtype_of(name, policy))
     _require_sharded(model, shared)
@@ -88,15 +93,31 @@ def _is_in(name: str, outer: str) -> bool:
 # ------------------------------------------------------------------------------------------------------- the dtypes
 
 
-def _groups(policy: ShardPolicy, units: list[str]) -> dict[str, dict[torch.dtype, list[str]]]:
-    """Unit -> dtype other than the unit's -> the modules inside it that compute in that dtype."""
-    groups: dict[str, dict[torch.dtype, list[str]]] = {name: {} for name in (*units, ROOT)}
+class Inner(NamedTuple):
+    """Modules inside a unit that form one group of their own, gathered in `dtype`."""
+
+    dtype: torch.dtype
+    names: list[str]
+
+
+def _groups(policy: ShardPolicy, units: list[str], experts: Sequence[str]) -> dict[str, list[Inner]]:
+    """Unit -> the groups inside it: a group for each other dtype than the unit's, and one for each module of
+    `experts`."""
+    by_dtype: dict[str, dict[torch.dtype, Inner]] = {name: {} for name in (*units, ROOT)}
     for name, dtype in policy.modules.items():
-        # The innermost unit around the module; the root holds all.
-        unit = max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
-        if name not in units and dtype != dtype_of(unit, policy):
-            groups[unit].setdefault(dtype, []).append(name)
+        unit = _unit_around(name, units)
+        if name not in (*units, *experts) and dtype != dtype_of(unit, policy):
+            by_dtype[unit].setdefault(dtype, Inner(dtype, [])).names.append(name)
+    groups = {unit: [*inner.values()] for unit, inner in by_dtype.items()}
+    for name in experts:
+        if name not in units:
+            groups[_unit_around(name, units)].insert(0, Inner(dtype_of(name, policy), [name]))
     return groups
+
+
+def _unit_around(name: str, units: list[str]) -> str:
+    """The innermost unit around a module; the root holds all."""
+    return max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
 
 
 def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
@@ -213,8 +234,10 @@ def _fully_shard(
     mesh: DeviceMesh,
     dtype: torch.dtype,
     is_root: bool,
+    dim: int,
 ) -> None:
-    """Make `names` one group of parameters, gathered in `dtype`, with gradients summed in `policy.reduce`.
+    """Make `names` one group of parameters, gathered in `dtype`, with gradients summed in `policy.reduce`, and
+    sharded along their dimension `dim`.
 
     The root's parameters stay gathered after forward whatever the policy says, since backward begins with them.
     """
@@ -226,6 +249,7 @@ def _fully_shard(
         reshard_after_forward=False if is_root else policy.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=policy.reduce, cast_forward_inputs=False),
         offload_policy=offload,
+        shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
         ignored_params=_owned_further_out(shared, names) or None,
     )
     # C1: gradients are summed, never averaged. The factor alone fails on gloo ("PREMUL_SUM").
@@ -270,7 +294,7 @@ def reshard_all(root: nn.Module) -> None:
 
 
 def _gather_order(
-    model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, Mapping[torch.dtype, list[str]]]
+    model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, list[Inner]]
 ) -> list[UnitGroup]:
     """Return the root and the units. Units inside a recomputed layer, which runs twice, are gathered with it."""
     chain: list[UnitGroup] = []
@@ -278,7 +302,7 @@ def _gather_order(
         if any(_is_in(name, layer) for layer in policy.recompute):
             continue
         inner = [unit for unit in units if _is_in(unit, name)] if name in policy.recompute else []
-        names = [group for unit in (name, *inner) for group in (unit, *(group[0] for group in groups[unit].values()))]
+        names = [group for unit in (name, *inner) for group in (unit, *(group.names[0] for group in groups[unit]))]
         unit, *inside = (cast(FSDPModule, model.get_submodule(group)) for group in names)
         chain.append(UnitGroup(unit, tuple(inside)))
     return chain

@@ -212,6 +212,7 @@ FSDP1_RULES = (
             "optim.name=adafactor|muon": "it needs whole matrices, and a device has flat parts of them",
             "optim.factory": "an optimizer may need whole matrices, and a device has flat parts of them",
             "sharding.tensor": "XlaFullyShardedDataParallel shards over all devices",
+            "sharding.context sharding.expert": "XlaFullyShardedDataParallel gives each device its own rows",
             "memory.offload": "torch_xla's checkpoint keeps the inputs of recomputed layers in device memory",
             "compile.scan_layers": "each unit's module gathers its own weights, one layer after the other",
             "train.micro_batch=auto": "it has no planner",
