@@ -126,7 +126,15 @@ PURE_CALLS = {
     *("dict", "field", "float", "frozenset", "int", "len", "list", "max", "min", "range", "set", "sorted", "tuple"),
     *("cache", "compile", "contextmanager", "dataclass", "getLogger", "lru_cache", "no_grad", "timedelta", "wraps"),
     *("field_validator", "model_validator", "field_serializer"),
-    *("refused", "refused_each", "without", "_only_for", "partial", "replace"),  # rules, specs of engines, of constants
+    *(
+        "refused",
+        "refused_each",
+        "without",
+        "_only_for",
+        "_axis_rule",
+        "partial",
+        "replace",
+    ),  # rules, specs of engines, of constants
 }
 """Functions that a module may call while it is imported; besides them only constructors, told by their capital."""
 

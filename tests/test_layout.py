@@ -12,16 +12,20 @@ from portable_fsdp.layout import Spec, batch_spec, coordinates, count_row_shards
 @pytest.mark.parametrize(
     "spec", [weight_spec(2), batch_spec(2), ((), ("shard",)), (("tensor", "shard"), ("replicate",)), ((), ())]
 )
-def test_regions_are_what_chunk_gives_axis_by_axis(shape: tuple[int, int], spec: Spec) -> None:
+def test_regions_are_what_chunk_gives_for_tensor_and_then_for_all_other_axes_as_one(
+    shape: tuple[int, int], spec: Spec
+) -> None:
     """Protects weights, checkpoints and plans from parts that overlap, leave a gap, or differ from FSDP2's."""
-    axes = {"replicate": 2, "shard": 3, "tensor": 2}
+    axes = {"replicate": 2, "shard": 3, "context": 2, "tensor": 2}
     whole = torch.arange(math.prod(shape)).view(shape)
     for device in range(math.prod(axes.values())):
         place = coordinates(axes, device)
         expected = whole
         for dim, cuts in enumerate(spec):
-            for axis in cuts:
-                at, count = place.get(axis, 0), axes.get(axis, 1)  # a mesh lacks axes of size 1
+            for group in ([axis for axis in cuts if axis == "tensor"], [axis for axis in cuts if axis != "tensor"]):
+                at, count = 0, 1
+                for axis in group:
+                    at, count = at * axes.get(axis, 1) + place.get(axis, 0), count * axes.get(axis, 1)
                 parts = expected.chunk(count, dim) if expected.shape[dim] else ()
                 is_there = at < len(parts)
                 expected = parts[at] if is_there else expected.narrow(dim, 0, 0)

@@ -187,8 +187,8 @@ def _groups(config: Config, devices: int | None) -> int | None:
     return None if devices is None else devices // (sharding.expert * sharding.context * sharding.tensor)
 
 
-def _axis_rules(axis: str) -> tuple[Rule, ...]:
-    """The rules of an axis of neighbouring devices: together they divide the devices."""
+def _axis_rule(axis: str) -> Rule:
+    """The rule of an axis of neighbouring devices: all these axes together divide the devices."""
 
     def others(config: Config) -> int:
         return math.prod(getattr(config.sharding, other) for other in INNER_AXES if other != axis)
@@ -197,15 +197,13 @@ def _axis_rules(axis: str) -> tuple[Rule, ...]:
         share = (place.devices or 1) // others(config)
         return tuple(f"sharding.{axis}={count}" for count in dict.fromkeys((1, *divisors(share), max(1, share))))
 
-    return (
-        Rule(
-            f"sharding.{axis} that does not divide the devices",
-            "the devices form groups of this size",
-            lambda c, p: (
-                (size := getattr(c.sharding, axis)) > 1 and p.devices is not None and p.devices % (size * others(c)) > 0
-            ),
-            fixes,
+    return Rule(
+        f"sharding.{axis} that does not divide the devices",
+        "the devices form groups of this size",
+        lambda c, p: (
+            (size := getattr(c.sharding, axis)) > 1 and p.devices is not None and p.devices % (size * others(c)) > 0
         ),
+        fixes,
     )
 
 
@@ -313,7 +311,9 @@ RULES = (
         "sharding.tensor=2",
         when=lambda c, p: c.sharding.tensor == 1,
     ),
-    *chain.from_iterable(map(_axis_rules, INNER_AXES)),
+    _axis_rule("tensor"),
+    _axis_rule("context"),
+    _axis_rule("expert"),
     *refused_each(
         "with sharding.tensor",
         {

@@ -47,17 +47,15 @@ def products_by_group(experts: Any, rows: Tensor, chosen: Tensor) -> Tensor:
     """
     count = experts.down_proj.shape[0]  # not `num_experts`: a device may hold fewer
     ends = torch.searchsorted(chosen, torch.arange(count, device=rows.device), right=True, out_int32=True)
+    product: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm  # the name until torch 2.9
     of_row = chosen.clamp(max=count - 1) if experts.has_bias else chosen
 
     def linear(inputs: Tensor, name: str) -> Tensor:
         weight: Tensor = getattr(experts, name)
-        out = _grouped_mm(inputs.contiguous(), weight if experts.is_transposed else weight.transpose(1, 2), offs=ends)
+        out = product(inputs.contiguous(), weight if experts.is_transposed else weight.transpose(1, 2), offs=ends)
         return out + getattr(experts, f"{name}_bias")[of_row] if experts.has_bias else out
 
     return _expert(experts, rows, linear)
-
-
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm  # torch 2.9 has the private name
 
 
 def _expert(experts: Any, rows: Tensor, linear: Any) -> Tensor:
@@ -152,8 +150,8 @@ def expert_layouts(model: nn.Module, experts: Sequence[str], devices: int, items
     experts, and if the devices don't divide their number, or grouped products can't run them."""
     if unaligned := _unaligned({name: model.get_submodule(name) for name in experts}, itemsize):
         raise ConfigError(
-            f"sharding.expert: expected experts whose rows are a multiple of 16 bytes, found {unaligned} with {itemsize} "
-            "bytes per value.\n  Set sharding.expert=1."
+            f"sharding.expert: expected experts whose rows are a multiple of 16 bytes, found {unaligned} with "
+            f"{itemsize} bytes per value.\n  Set sharding.expert=1."
         )
     if not experts:
         raise ConfigError(

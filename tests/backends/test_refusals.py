@@ -46,6 +46,9 @@ OPTION_GROUPS = [
     "sharding.strategy sharding.replicas sharding.reshard_after_forward sharding.tensor",
     "sharding.tensor sharding.sequence_parallel sharding.plan optim.name optim.factory",
     "sharding.tensor precision.products precision.compute",
+    "sharding.strategy sharding.expert sharding.context sharding.tensor sharding.expert_capacity",
+    "sharding.expert model.experts model.lora optim.name optim.factory",
+    "sharding.context model.attention train.task",
     "sharding.wrap sharding.wrap_classes sharding.wrap_modules sharding.min_num_params",
     "sharding.forward_prefetch sharding.backward_prefetch sharding.backward_prefetch_units "
     "sharding.sync_each_micro_batch",
@@ -82,6 +85,10 @@ OTHER = """
 VALUES: dict[str, list[Any]] = {
     "sharding.replicas": [None, 1, 2, 3, 4, 8],
     "sharding.tensor": [1, 2, 3],
+    "sharding.expert": [1, 2],
+    "sharding.context": [1, 2],
+    "sharding.expert_capacity": [None, 1.5],
+    "train.task": ["causal_lm", "masked_lm"],
     "sharding.sequence_parallel": ["auto", False],
     "sharding.plan": [{}, {"*mlp": "replicated"}],
     "sharding.reshard_after_forward": [None, 2, 3, 4, 8],
@@ -100,9 +107,11 @@ _OWN: dict[str, Any] = {"model.pretrained": None, "model.factory": "module:funct
 OF_FACTORIES: list[dict[str, Any]] = [
     _OWN,  # causal_lm is for models of transformers
     {"train.task": "masked_lm"},
+    {"sharding.context": 2, "data.seq_len": 30},
     {**_OWN, "train.task": "module:function", "model.attention": "sdpa", "model.experts": "batched_mm"},
     {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
     {**_OWN, "train.task": "module:function", "sharding.tensor": 2},
+    {**_OWN, "train.task": "module:function", "sharding.expert": 2, "sharding.context": 2},
     {"train.task": "module:function", "precision.compute": "bfloat16", "precision.output": "float32"},
     {"precision.compute": "float16", "precision.loss_scale": 1024.0, "optim.name": "adafactor"},
     {"data.factory": "module:function", "train.sample_every": 2, "train.sample_prompts": ["a"]},
