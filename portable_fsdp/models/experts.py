@@ -55,10 +55,10 @@ def products_by_group(experts: Any, rows: Tensor, chosen: Tensor) -> Tensor:
         out = product(inputs.contiguous(), weight if experts.is_transposed else weight.transpose(1, 2), offs=ends)
         return out + getattr(experts, f"{name}_bias")[of_row] if experts.has_bias else out
 
-    return _expert(experts, rows, linear)
+    return run_expert(experts, rows, linear)
 
 
-def _expert(experts: Any, rows: Tensor, linear: Any) -> Tensor:
+def run_expert(experts: Any, rows: Tensor, linear: Any) -> Tensor:
     """Run the layers of an expert: `linear(rows, name)` multiplies by the weight of that name."""
     if experts.has_gate:
         inner = experts._apply_gate(linear(rows, "gate_up_proj"))
@@ -81,7 +81,7 @@ def dense_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights:
     ids = torch.arange(self.num_experts, device=hidden.device)
     # Compare and sum instead of scatter: a partitioner can split this by rows.
     share = ((top_k_index[..., None] == ids) * top_k_weights[..., None]).sum(dim=1)  # [tokens, experts]
-    out = _expert(self, hidden, partial(_linear, self))
+    out = run_expert(self, hidden, partial(_linear, self))
     return (out * share.t()[..., None]).sum(dim=0).to(hidden.dtype)
 
 

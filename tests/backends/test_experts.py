@@ -33,3 +33,11 @@ CURVES = {
 )
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
     assert_equal_curves(workers(group).run(jobs.train, case=CURVES[name]), CURVES[name])
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [marked(Group("xla", 4), name, in_suite=name in ("mixtral",)) for name in CURVES],
+)
+def test_xla(group: Group, name: str, workers: GetWorkers) -> None:
+    assert_equal_curves(workers(group).run(jobs.train, case=CURVES[name]), CURVES[name])

@@ -29,6 +29,7 @@ from portable_fsdp.backends.torch_xla.runtime import (
     set_environment,
 )
 from portable_fsdp.backends.torch_xla.spmd.attention import LayerAttention
+from portable_fsdp.backends.torch_xla.spmd.experts import ExpertGroups
 from portable_fsdp.backends.torch_xla.spmd.forward import (
     Copies,
     finish_backward,
@@ -136,6 +137,10 @@ class XlaBackend(PjrtBackend):
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
             layer.forward = attention.in_layer(layer.forward)
+        has_kernel = self._tensors.for_tpu and tensor == 1 and not policy.scan_layers
+        if policy.experts and (has_kernel or "expert" in self.axes):
+            groups = ExpertGroups(self.mesh, self.axes, policy.expert_capacity, has_kernel=has_kernel)
+            groups.replace_forwards(model, policy)
         uses = weight_uses(model, policy)
         if self._sum_in_float32:
             uses = summed_in_float32(uses)

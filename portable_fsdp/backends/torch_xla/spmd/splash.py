@@ -9,10 +9,10 @@ Written for jax 0.7.1; imports it in functions only.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -64,13 +64,23 @@ class Kernel:
         window = min(self.window or length, length)
         return window * length - window * window // 2
 
+    def flops(self, function: Callable[..., Any], kinds: "Sequence[_Kind]") -> int:
+        """FLOPs of scores and output; in backward of scores, and the gradients of weights, value, query and key.
+
+        A product takes 2 operations per head, element of a head and visible pair of positions.
+        """
+        query, _, value = cast(Any, kinds[:3])
+        rows, heads, length, width = query[0]
+        widths = width + value[0][-1] if function is splash_forward else 3 * width + 2 * value[0][-1]
+        return 2 * rows * heads * widths * self.visible(length)
+
     def _run(self, function: Callable[..., Any], *tensors: Tensor | None) -> list[Tensor]:
         import torch_xla
 
         kinds = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         inputs = [tensor for tensor in tensors if tensor is not None]
         bridge = cast(Any, torch_xla)._XLAC
-        return bridge._xla_user_computation("xla::attention", inputs, _computation(function, self, kinds))
+        return bridge._xla_user_computation("xla::attention", inputs, computation(function, self, kinds))
 
 
 def block_of(length: int, limit: int = _BACKWARD_KEYS) -> int:
@@ -146,8 +156,19 @@ def splash_backward(
 _Kind = tuple[tuple[int, ...], torch.dtype] | None
 
 
+class Lowered(Protocol):
+    """A kernel: equal ones are lowered once."""
+
+    @property
+    def interpret(self) -> bool: ...
+
+    def flops(self, function: Callable[..., Any], kinds: Sequence[_Kind]) -> int:
+        """Return the FLOPs of the products of `function` on tensors of these shapes and dtypes."""
+        ...
+
+
 @cache  # a model has few shapes, and lowering one takes a second
-def _computation(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...]) -> Any:
+def computation(function: Callable[..., Any], kernel: Lowered, kinds: tuple[_Kind, ...]) -> Any:
     """Lower `function` for tensors of these shapes and dtypes; None for tensors that aren't given.
 
     jax.export lowers for TPUs on any host, so a plan has a run's kernel, in the format that libtpu 0.0.21 reads. That
@@ -171,22 +192,11 @@ def _computation(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kin
     exported = export.export(jax.jit(on_given), platforms=[platform])(*filter(None, shapes))
     with mlir.make_ir_context(), ir.Location.unknown():
         module = cast(Any, ir.Module.parse(exported.mlir_module()))
-        module.operation.walk(partial(_note_work, _flops(function, kernel, kinds)))
+        module.operation.walk(partial(_note_work, kernel.flops(function, kinds)))
         program = xla_client._xla.mlir.mlir_module_to_xla_computation(
             mlir.module_to_bytecode(module), use_tuple_args=False, return_tuple=True
         )
     return computation_from_module_proto("attention", program.as_serialized_hlo_module_proto())
-
-
-def _flops(function: Callable[..., Any], kernel: Kernel, kinds: tuple[_Kind, ...]) -> int:
-    """FLOPs of the products: scores and output; in backward scores, and the gradients of weights, value, query and key.
-
-    A product takes 2 operations per head, element of a head and visible pair of positions.
-    """
-    query, _, value = cast(Any, kinds[:3])
-    rows, heads, length, width = query[0]
-    widths = width + value[0][-1] if function is splash_forward else 3 * width + 2 * value[0][-1]
-    return 2 * rows * heads * widths * kernel.visible(length)
 
 
 def _note_work(flops: int, operation: Any) -> Any:

@@ -125,7 +125,8 @@ class Layouts:
         return cast(Tensor, _LaidOut.apply(torch.stack(weights), layout, self._gather(spec) if gather else None))
 
     def _gather(self, spec: Spec) -> Callable[[Tensor], None]:
-        return partial(self.shard, spec=tuple(tuple(axis for axis in cuts if axis == "tensor") for cuts in spec))
+        kept = [cuts if cuts == ("expert",) else tuple(axis for axis in cuts if axis == "tensor") for cuts in spec]
+        return partial(self.shard, spec=tuple(kept))
 
 
 def _split(tensor: Tensor, rest: Sequence[tuple[str, ...]]) -> Spec:
