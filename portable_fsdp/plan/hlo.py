@@ -92,7 +92,7 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
 
 
 def flash_attention_flops(hlo_text: str) -> dict[str, int]:
-    """Return dtype -> FLOPs of the matrix products inside attention kernels, on one device."""
+    """Return dtype -> FLOPs of the matrix products inside kernels of attention and experts, on one device."""
     flops: Counter[str] = Counter()
     for runs, instruction in _instructions(hlo_text):
         if kernel := kernel_flops_of(instruction):
@@ -101,9 +101,9 @@ def flash_attention_flops(hlo_text: str) -> dict[str, int]:
 
 
 def kernel_flops_of(instruction: Instruction) -> tuple[str, int] | None:
-    """Return dtype and FLOPs of the matrix products in one call of an attention kernel; None for another instruction.
+    """Return dtype and FLOPs of the matrix products in one call of a kernel; None for another instruction.
 
-    The call states its FLOPs (`backends/torch_xla/spmd/splash.py`); causal attention counts half of the scores, also
+    The call states its FLOPs (`backends/torch_xla/spmd/`); causal attention counts half of the scores, also
     for the diagonal blocks, which are computed whole. The dtype is that of the first floating-point operand.
     """
     if 'custom_call_target="tpu_custom_call"' not in instruction.rest:
@@ -381,6 +381,8 @@ class _Schedule:
         """Return an instruction's compute and memory traffic. If it `carries` a collective, its buffers include the
         collective's. Products count as bfloat16: XLA rounds float32 factors by default."""
         if kernel := kernel_flops_of(instruction):
+            if "gmm" in instruction.name:  # megablox, of experts
+                return Compute("products", kernel[1], self._moved(instruction, types))
             return Compute("attention", kernel[1], 0)
         if instruction.operation in _FREE or instruction.operation.endswith("-start"):
             return Compute("elementwise", 0, 0)

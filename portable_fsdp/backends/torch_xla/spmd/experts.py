@@ -12,6 +12,7 @@ products.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -55,21 +56,19 @@ class GroupedProduct:
 def product(kernel: GroupedProduct, rows: Any, weight: Any, sizes: Any) -> Any:
     """`[rows, a]`, `[groups, b, a]` (or `[groups, a, b]`), `[groups]` -> `[rows, b]` on jax arrays. Rows after the last
     group are arbitrary."""
-    import jax.experimental.pallas.ops.tpu.megablox.gmm as megablox
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     tiling = (kernel.tile(len(rows), len(sizes)), _COLUMNS, _COLUMNS)
     options: dict[str, Any] = {"transpose_rhs": not kernel.transposed, "interpret": kernel.interpret}
-    return megablox.gmm(rows, weight, sizes, preferred_element_type=rows.dtype, tiling=tiling, **options)
+    return gmm(rows, weight, sizes, preferred_element_type=rows.dtype, tiling=tiling, **options)
 
 
 def product_of_groups(kernel: GroupedProduct, left: Any, right: Any, sizes: Any) -> Any:
     """`[rows, a]`, `[rows, b]`, `[groups]` -> `[groups, a, b]` on jax arrays: the gradient of weights."""
-    import jax.experimental.pallas.ops.tpu.megablox.gmm as megablox
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiling = (kernel.tile(len(left), len(sizes)), _COLUMNS, _COLUMNS)
-    return megablox.tgmm(
-        left.T, right, sizes, preferred_element_type=left.dtype, tiling=tiling, interpret=kernel.interpret
-    )
+    return tgmm(left.T, right, sizes, preferred_element_type=left.dtype, tiling=tiling, interpret=kernel.interpret)
 
 
 class ExpertGroups:
@@ -108,51 +107,37 @@ class ExpertGroups:
         own = self._on_rows(hidden.view(devices, -1, hidden.shape[1]))
         chosen = self._on_rows(top_k_index.view(devices, -1).int())
         count = experts.down_proj.shape[0]
-        sizes = (chosen[..., None] == torch.arange(count, device=hidden.device)).sum(dim=1).int()
-        order = chosen.argsort(dim=1, stable=True)
-        rank = order.argsort(dim=1)  # of each choice among the sorted ones
         if self.divisions == 1:
+            sizes, order, rank = self._on_each(partial(_sorted, count), chosen)
             rows = self._take(own, order // top_k, rank.unflatten(1, (-1, top_k)))
-            out = self._products(experts, rows, sizes)
-            out = self._take(out, rank, order[..., None])
+            out = self._take(self._products(experts, rows, sizes), rank, order[..., None])
         else:
-            out = self._exchanged(experts, own, chosen, sizes, order, rank)
+            out = self._exchanged(experts, own, chosen, count // self.divisions)
         weighted = out.unflatten(1, (-1, top_k)) * self._on_rows(top_k_weights.view(devices, -1, top_k))[..., None]
         return weighted.sum(dim=2).view_as(hidden).to(hidden.dtype)
 
-    def _exchanged(
-        self, experts: Any, own: Tensor, chosen: Tensor, sizes: Tensor, order: Tensor, rank: Tensor
-    ) -> Tensor:
-        """Run `own` `[devices, tokens, hidden]` on the devices of their experts; returns `[devices, tokens * top_k,
-        hidden]`. `order`: the choices sorted by expert."""
-        devices, tokens = own.shape[:2]
-        choices, held = chosen.shape[1], sizes.shape[1] // self.divisions
-        top_k = choices // tokens
-        room = tokens * min(top_k, held)  # a token has different experts
+    def _exchanged(self, experts: Any, own: Tensor, chosen: Tensor, held: int) -> Tensor:
+        """Run `own` `[devices, tokens, hidden]` on the devices of their experts, which hold `held` each; returns
+        `[devices, tokens * top_k, hidden]`."""
+        choices = chosen.shape[1]
+        top_k = choices // own.shape[1]
+        room = own.shape[1] * min(top_k, held)  # a token has different experts
         if self._capacity is not None:
             room = min(room, math.ceil(choices / self.divisions * self._capacity))
         room = -(-room // _ROWS[-1]) * _ROWS[-1] if self._has_kernel else room
-        by_device = sizes.view(devices, self.divisions, held)
-        starts = (by_device.sum(dim=2).cumsum(dim=1) - by_device.sum(dim=2)).int()
-        to = chosen // held
-        at = rank - starts.gather(1, to.long())
-        none = self.divisions * room
-        slot = torch.where(at < room, to * room + at, none)  # of each choice in the buffer
-        places = torch.arange(room, device=own.device)
-        ends = by_device.cumsum(dim=2).clamp(max=room).int()
-        place = (starts[..., None] + places).clamp(max=choices - 1).flatten(1)
-        is_filled = (places < ends[..., -1:]).flatten(1)
-        choice = torch.where(is_filled, order.gather(1, place.long()), choices)  # of each place in the buffer
-        buffer = self._take(own, choice // top_k, slot.unflatten(1, (-1, top_k)))
-        received = self._exchange(buffer.unflatten(1, (self.divisions, room)))
-        ends = self._exchange(ends)  # [devices, from, held]
-        expert = (places[:, None] >= ends[:, :, None]).sum(dim=-1).flatten(1)  # `held`: padding, which sorts to the end
-        order, counts = expert.argsort(dim=1, stable=True), torch.diff(ends, dim=2, prepend=ends[..., :1] * 0)
-        rank = order.argsort(dim=1)
-        rows = self._take(received.flatten(1, 2), order, rank[..., None])
-        out = self._products(experts, rows, counts.sum(dim=1).int(), active=choices)
-        out = self._take(out, rank, order[..., None]).unflatten(1, (self.divisions, room))
-        return self._take(self._exchange(out).flatten(1, 2), slot, choice[..., None])
+        slot, choice, ends = self._on_each(partial(_places, self.divisions, held, room), chosen)
+        drops = self._capacity is not None
+        buffer = self._take(own, choice // top_k, slot.unflatten(1, (-1, top_k)), drops=drops)
+        received = self._exchange(buffer.unflatten(1, (self.divisions, room))).flatten(1, 2)
+        sizes, order, rank = self._on_each(partial(_sorted_places, room), self._exchange(ends))
+        rows = self._take(received, order, rank[..., None])
+        out = self._take(self._products(experts, rows, sizes, active=choices), rank, order[..., None])
+        back = self._exchange(out.unflatten(1, (self.divisions, room))).flatten(1, 2)
+        return self._take(back, slot, choice[..., None], drops=drops)
+
+    def _on_each(self, function: Callable[[Tensor], Sequence[Tensor]], ids: Tensor) -> list[Tensor]:
+        """Run a function of integers on each device's part of `[devices, ...]`; its results are int32."""
+        return [self.from_devices(result.int()) for result in function(self.rows_on_devices(ids))]
 
     # ------------------------------------------------------------------------------------------------- the products
 
@@ -222,37 +207,75 @@ class ExpertGroups:
 
     def _exchange(self, buffer: Tensor) -> Tensor:
         """`[devices, to, ...]` -> `[devices, from, ...]`: an all-to-all over the axis `expert`."""
+        if self._context is None:
+            grid = self._mark(buffer.unflatten(0, self._grid[:2]), self._outer, self._expert)
+            return self._on_rows(self._mark(grid, self._outer, None, self._expert).transpose(1, 2).flatten(0, 1))
         grid = buffer.flatten(2).unflatten(0, self._grid)  # torch_xla marks 5 dimensions at most
         grid = self._mark(grid, self._outer, self._expert, self._context)
         grid = self._mark(grid, self._outer, None, self._context, self._expert)
         return self._on_rows(grid.transpose(1, 3).flatten(0, 2).view_as(buffer))
 
-    def _take(self, rows: Tensor, index: Tensor, back: Tensor) -> Tensor:
-        """Return `rows[index]` of each device; 0 where the index is the number of rows.
+    def _take(self, rows: Tensor, index: Tensor, back: Tensor, *, drops: bool = False) -> Tensor:
+        """Return `rows[index]` of each device: any row where the index is the number of rows, or with `drops` 0.
 
         `rows`: `[devices, rows, hidden]`; `index`: `[devices, n]`; `back` `[devices, rows, uses]`: the places of each
         row in the result, or n.
         """
-        return cast(Tensor, _Take.apply(rows, index, back, self))
+        return cast(Tensor, _Take.apply(rows, index, back, self, drops))
+
+
+def _sorted(groups: int, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`[n]` -> how many are in each group, the order that sorts them, and the rank of each in it. Ids from `groups` on
+    sort to the end."""
+    order = chosen.argsort(stable=True)
+    sizes = (chosen[:, None] == torch.arange(groups, device=chosen.device)).sum(dim=0)
+    return sizes, order, order.argsort()
+
+
+def _places(divisions: int, held: int, room: int, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The places in a buffer `[divisions, room]` of the choices `[n]`, which it groups by the device of their expert.
+
+    Returns the place of each choice, or divisions * room: dropped; the choice at each place `[divisions * room]`, or n:
+    none; and the end of each expert's rows in its device's part, `[divisions, held]`.
+    """
+    sizes, order, rank = _sorted(divisions * held, chosen)
+    by_device = sizes.view(divisions, held)
+    counts = by_device.sum(dim=1)
+    starts = counts.cumsum(dim=0) - counts
+    to = chosen // held
+    at = rank - starts[to.long()]
+    slot = torch.where(at < room, to * room + at, divisions * room)
+    ends = by_device.cumsum(dim=1).clamp(max=room)
+    places = torch.arange(room, device=chosen.device)
+    place = (starts[:, None] + places).clamp(max=len(chosen) - 1).flatten()
+    choice = torch.where((places < ends[:, -1:]).flatten(), order[place], len(chosen))
+    return slot, choice, ends
+
+
+def _sorted_places(room: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_sorted`, for the rows of a received buffer `[from, room]` by expert; `ends`: `[from, held]`."""
+    places = torch.arange(room, device=ends.device)
+    expert = (places[:, None] >= ends[:, None]).sum(dim=-1).flatten()
+    return _sorted(ends.shape[1], expert)
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor, groups: ExpertGroups) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor, groups: ExpertGroups, drops: bool) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.groups = groups
-        return groups.from_devices(_taken(groups.rows_on_devices(rows), groups.rows_on_devices(index)))
+        ctx.groups, ctx.drops = groups, drops
+        return groups.from_devices(_taken(groups.rows_on_devices(rows), groups.rows_on_devices(index), drops))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         groups, back = ctx.groups, ctx.groups.rows_on_devices(*ctx.saved_tensors)
-        taken = _taken(groups.rows_on_devices(gradients[0]), back.flatten()).unflatten(0, back.shape)
-        return groups.from_devices(taken.sum(dim=1)), None, None, None
+        taken = _taken(groups.rows_on_devices(gradients[0]), back.flatten(), ctx.drops).unflatten(0, back.shape)
+        return groups.from_devices(taken.sum(dim=1)), None, None, None, None
 
 
-def _taken(rows: Tensor, index: Tensor) -> Tensor:
+def _taken(rows: Tensor, index: Tensor, drops: bool) -> Tensor:
     taken = rows.index_select(0, index.clamp(max=len(rows) - 1))
-    return torch.where((index < len(rows))[:, None], taken, torch.zeros_like(taken))
+    return torch.where((index < len(rows))[:, None], taken, torch.zeros_like(taken)) if drops else taken
 
 
 class _Product(torch.autograd.Function):
