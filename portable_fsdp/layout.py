@@ -7,7 +7,8 @@ size 1. All axes that a mesh may have, outermost first: replicate, shard, expert
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
@@ -156,6 +157,29 @@ def rows_of_shard(rows: int, index: int, count: int) -> slice:
 def full_region(shape: Sequence[int]) -> Region:
     """The region that covers a whole tensor."""
     return tuple(slice(0, size) for size in shape)
+
+
+ROW_PARTS = "row_parts"
+"""The attribute of a model's modules that holds the `RowParts` of this device, if an engine splits rows."""
+
+
+class RowParts(NamedTuple):
+    """One device of the axis `context`. Of 2 * count pieces of a row it has the tokens of two, one from each end: so all
+    devices compute the same number of causal scores."""
+
+    index: int
+    count: int
+    gather: Callable[[Any], Any]
+    """`[tokens of the device, ...]` -> `[tokens of the row, ...]` in the row's order; collective"""
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        return self.index, 2 * self.count - 1 - self.index
+
+    def positions(self, length: int) -> list[int]:
+        """The device's positions of a row of `length` tokens, ascending."""
+        size = length // (2 * self.count)
+        return [piece * size + at for piece in self.pieces for at in range(size)]
 
 
 def check_batch(config: Config, row_shards: int) -> int:

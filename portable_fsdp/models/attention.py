@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from portable_fsdp.layout import ROW_PARTS, RowParts
+
 STATIC = "portable_fsdp_static"
 FLEX = "portable_fsdp_flex"  # attention over blocks, `document_masks.block_attention`
 MASKED = "portable_fsdp_masked"  # transformers' own SDPA under masks that are made without a read on the host
@@ -46,17 +48,25 @@ def static_attention(
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv 2408.00118).
         s_aux: `[heads]` sink logits: an extra column of the softmax that holds no value (gpt-oss).
 
+    Where an engine splits rows (`layout.RowParts`), `seq` is that of this device, and documents are of whole rows.
+
     Returns: `[batch, seq, heads, head_dim]`, and None for the weights.
     """
     if position_bias is not None:
         raise NotImplementedError(f"static attention doesn't support the position bias of {type(module).__name__}")
     query, key = query.to(value.dtype), key.to(value.dtype)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    window = sliding_window if sliding_window is not None and sliding_window < query.shape[-2] else None
+    parts: RowParts | None = getattr(module, ROW_PARTS, None)
+    length = query.shape[-2] * (1 if parts is None else parts.count)
+    window = sliding_window if sliding_window is not None and sliding_window < length else None
     documents = attention_mask if attention_mask is not None and _is_documents(attention_mask) else None
     mask = attention_mask if documents is None else None
     options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "sinks": s_aux}
-    out = attend(query, key, value, mask, documents, **options, scale=scaling, dropout=dropout)
+    options |= {"scale": scaling, "dropout": dropout}
+    if parts is None:
+        out = attend(query, key, value, mask, documents, **options)
+    else:
+        out = attend_by_pieces(parts, query, key, value, mask, documents, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -65,6 +75,37 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor | None, **o
     if has_torch_function((query,)):
         return handle_torch_function(attend, (query,), query, key, value, *masks, **options)
     return formula(query, key, value, *masks, **options)
+
+
+def attend_by_pieces(
+    parts: RowParts,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    documents: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None,
+    **options: Any,
+) -> Tensor:
+    """Run `formula` for each piece of a row that this device has, with the keys of all devices that the piece sees.
+
+    Raises NotImplementedError for attention that isn't causal, and for masks other than documents.
+    """
+    if mask is not None or not causal:
+        raise NotImplementedError("its attention " + ("isn't causal" if mask is None else "has a mask of its own"))
+    row = parts.gather(torch.cat([key, value], dim=-1).movedim(2, 0)).movedim(0, 2)  # before grouped heads are repeated
+    key, value = row.split([key.shape[-1], value.shape[-1]], dim=-1)
+    out: list[Tensor] = []
+    for piece, own in zip(parts.pieces, query.chunk(2, dim=2), strict=True):
+        stop = (piece + 1) * own.shape[2]
+        start = 0 if window is None else max(0, stop - own.shape[2] - window + 1)
+        narrow = window if window is not None and window < stop - start else None
+        near = None if documents is None else documents[..., start:stop]
+        seen = key[:, :, start:stop], value[:, :, start:stop]
+        out.append(formula(own, *seen, None, near, causal=True, window=narrow, **options))
+    return torch.cat(out, dim=2)
 
 
 def formula(
@@ -83,27 +124,33 @@ def formula(
 ) -> Tensor:
     """Attend with torch's functions; returns `[batch, heads, seq, head_dim]`.
 
-    Arguments as of `static_attention`, with the numbers of documents separate from other masks.
+    Arguments as of `static_attention`, with the numbers of documents separate from other masks. Under causality there
+    may be fewer queries than keys: those of the last positions.
     """
-    length = query.shape[-2]
+    queries, keys = query.shape[-2], key.shape[-2]
     mask = mask if documents is None else documents
     is_explicit, keep = softcap is not None or sinks is not None, None
-    if is_explicit or mask is not None or window is not None:
+    is_last = causal and queries < keys
+    if is_last and not is_explicit and mask is None and window is None and query.device.type != "cpu":
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler
+
+        keep = causal_lower_right(queries, keys)  # kernels that store no mask; the CPU has none
+    elif is_explicit or mask is not None or window is not None or is_last:
         # Kernels with a mask support no grouped heads: torch would choose its formula, with all scores in memory.
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        bias = _bias(length, causal, window, mask, query.device)
+        bias = _bias(queries, keys, causal, window, mask, query.device)
         if is_explicit:  # SDPA can't express these: float32 scores in memory
             scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
             scores = (scores if softcap is None else torch.tanh(scores / softcap) * softcap) + bias
             if sinks is not None:
-                column = sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
+                column = sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, queries, 1)
                 scores = torch.cat([scores, column], dim=-1)
-            weights = torch.softmax(scores, dim=-1)[..., : key.shape[-2]].to(value.dtype)
+            weights = torch.softmax(scores, dim=-1)[..., :keys].to(value.dtype)
             return F.dropout(weights, dropout) @ value
         keep = bias.to(query.dtype)
     if documents is not None and window is None:
-        keep = _keep(length, causal, None, query.device) & _same_document(documents)  # one byte per value
+        keep = _keep(queries, keys, causal, None, query.device) & _same_document(documents, queries)  # one byte a value
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -152,31 +199,34 @@ def document_bias(segments: Tensor, dtype: torch.dtype) -> Tensor:
     `segments`: `[batch, seq]`, the document of each position; padding has a number of its own.
     """
     documents = segments[:, None, None]
-    return _bias(segments.shape[-1], True, None, documents, segments.device).to(dtype)
+    length = segments.shape[-1]
+    return _bias(length, length, True, None, documents, segments.device).to(dtype)
 
 
 def _is_documents(mask: Tensor) -> bool:
     return not mask.is_floating_point() and mask.dtype != torch.bool
 
 
-def _same_document(documents: Tensor) -> Tensor:
-    """`[batch, 1, seq, seq]` bool from `[batch, 1, 1, seq]`."""
-    return documents.transpose(-1, -2) == documents
+def _same_document(documents: Tensor, queries: int) -> Tensor:
+    """`[batch, 1, queries, keys]` bool from `[batch, 1, 1, keys]`, for the last queries."""
+    return documents[..., -queries:].transpose(-1, -2) == documents
 
 
-def _keep(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """`[seq, seq]` bool: visible positions by distance alone; a constant to a compiler."""
-    row = torch.arange(length, device=device)[:, None]
-    column = torch.arange(length, device=device)[None]
-    keep = column <= row if causal else torch.ones(length, length, dtype=torch.bool, device=device)
+def _keep(queries: int, keys: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """`[queries, keys]` bool: the positions that the last ones see, by distance alone; a constant to a compiler."""
+    row = torch.arange(keys - queries, keys, device=device)[:, None]
+    column = torch.arange(keys, device=device)[None]
+    keep = column <= row if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
     return keep if window is None else keep & (column > row - window)
 
 
-def _bias(length: int, causal: bool, window: int | None, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Additive bias: float32 `[seq, seq]`, or with a caller's mask `[batch, 1, seq, seq]`."""
+def _bias(
+    queries: int, keys: int, causal: bool, window: int | None, mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """Additive bias: float32 `[queries, keys]`, or with a caller's mask `[batch, 1, queries, keys]`."""
     if mask is not None and mask.is_floating_point():
-        return mask if window is None else mask.masked_fill(~_keep(length, causal, window, device), _MASKED)
-    keep = _keep(length, causal, window, device)
+        return mask if window is None else mask.masked_fill(~_keep(queries, keys, causal, window, device), _MASKED)
+    keep = _keep(queries, keys, causal, window, device)
     if mask is not None:
-        keep = keep & (_same_document(mask) if _is_documents(mask) else mask)
+        keep = keep & (_same_document(mask, queries) if _is_documents(mask) else mask)
     return torch.zeros(keep.shape, device=device).masked_fill(~keep, _MASKED)

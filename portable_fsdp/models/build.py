@@ -68,6 +68,7 @@ def build_model(
     loss: Loss | None = None,
     keeps_ids: Callable[[], bool] = lambda: False,
     packs_documents: bool = False,
+    context: int = 1,
     task: Task = CAUSAL_LM,
     seq_len_key: str = "data.seq_len",
     compiler: str | None = None,
@@ -85,12 +86,13 @@ def build_model(
         keeps_ids: whether the tokenizer has all tokens of `model.pretrained`'s own under the same ids, so that the
             model may grow. Called only if the tokenizer has more ids.
         packs_documents: several documents share a row; forward gets their `positions` and `segments`.
+        context: number of devices that split the tokens of a row.
         task: selects the transformers class for a config, and the loss: a causal model computes it in its forward.
         seq_len_key: the config key of `seq_len`, for messages.
         compiler: see `loss.attach_loss`.
 
-    Raises ConfigError if no model fits the config, a pattern matches nothing in it, or the model doesn't keep packed
-    documents apart.
+    Raises ConfigError if no model fits the config, a pattern matches nothing in it, the model doesn't keep packed
+    documents apart, or devices can't split its rows.
     """
     precision = precision or schema.Precision()
     if model.factory is not None:
@@ -115,14 +117,19 @@ def build_model(
         steps = _check_forward(twin, seq_len, seq_len_key)
     master, compute = DTYPES[precision.master], DTYPES[precision.compute]
     documents = None
-    if packs_documents or model.attention == "flex":
+    if context > 1:
+        from portable_fsdp.models.context import require_rows_that_split
+
+        require_rows_that_split(bare, make, seq_len, context)
+    if packs_documents or model.attention == "flex" or context > 1:
         from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
 
         attention = bare.config._attn_implementation
         windows = windows_of(twin, seq_len) if attention == FLEX else ()
         if packs_documents:
             require_documents_apart(bare, make, eager=eager)
-        documents = document_arguments(attention, compute, eager=eager, packs=packs_documents, windows=windows)
+        kinds = {"eager": eager, "packs": packs_documents, "splits_rows": context > 1}
+        documents = document_arguments(attention, compute, **kinds, windows=windows)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
     choose_experts(bare, model.experts, compute.itemsize, eager=eager)

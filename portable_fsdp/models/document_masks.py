@@ -29,7 +29,13 @@ _SIZES_INSIDE = ("intermediate_size", "moe_intermediate_size", "shared_expert_in
 
 
 def document_arguments(
-    attention: str, dtype: torch.dtype, *, eager: bool, packs: bool, windows: Iterable[int | None] = ()
+    attention: str,
+    dtype: torch.dtype,
+    *,
+    eager: bool,
+    packs: bool,
+    splits_rows: bool = False,
+    windows: Iterable[int | None] = (),
 ) -> DocumentArguments | None:
     """Return a function that makes the arguments by which a forward keeps a row's documents apart; None: none needed.
 
@@ -39,6 +45,7 @@ def document_arguments(
         eager: use one additive bias for all layers. Else the numbers of the documents: a compiler fuses the mask
             computed from them into each layer's attention, and layers pass no `[seq, seq]` tensor on.
         packs: rows hold several documents. Else only attention over blocks needs an argument: its causal masks.
+        splits_rows: devices split the tokens of a row (`sharding.context`), so a forward needs their positions.
         windows: those of the layers, for attention over blocks.
     """
 
@@ -48,14 +55,15 @@ def document_arguments(
         return {"block_masks": make_masks(windows, input_ids.shape[-1], input_ids.device, apart), **arguments}
 
     def mask(_: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Any]:
-        if segments is None:
-            return {}
-        shared = document_bias(segments, dtype) if eager or attention != STATIC else segments[:, None, None]
-        return {"attention_mask": shared, "position_ids": positions}
+        places = {} if positions is None else {"position_ids": positions}
+        if segments is None or not packs:
+            return places
+        is_bias = attention != STATIC or (eager and not splits_rows)
+        return {"attention_mask": document_bias(segments, dtype) if is_bias else segments[:, None, None], **places}
 
     if attention == FLEX:
         return blocks
-    return mask if packs else None
+    return mask if packs or splits_rows else None
 
 
 def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: bool) -> None:
@@ -77,12 +85,12 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
 def _problem(model: Any, build: Callable[[Any], Any], eager: bool) -> str:
     """The reason why small copies of `model` don't keep documents apart; empty if the first one that runs does."""
     problem = ""
-    for config in _small(model.config):
+    for config in small_configs(model.config):
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 copied = build(config).eval()
-                _spread(copied)
+                spread_weights(copied)
                 # Each in its own row, one after the other.
                 alone = torch.cat([copied(input_ids=ids, use_cache=False).logits for ids in _documents()], dim=1)
         except Exception as error:  # this model refuses the sizes
@@ -113,14 +121,14 @@ def _documents() -> list[Tensor]:
     return [torch.randint(0, _VOCABULARY, (1, length), generator=generator) for length in _LENGTHS]
 
 
-def _spread(model: nn.Module) -> None:
+def spread_weights(model: nn.Module) -> None:
     """Add random values to the weights, large enough that a position seen by mistake changes the logits."""
     for weight in model.parameters():
         scale = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
         weight.add_(torch.randn(weight.shape) * scale)
 
 
-def _small(config: Any) -> Iterator[Any]:
+def small_configs(config: Any) -> Iterator[Any]:
     """Yield configs to try, the smallest first: fewer heads of the same width, then the model's own width."""
     for narrow in (True, False):
         small = copy.deepcopy(config)

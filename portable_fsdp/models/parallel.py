@@ -48,7 +48,7 @@ def tensor_plan(model: Any, config: Config) -> TensorPlan:
     layers = find_layers(model, Sharding())  # not those of wrap_classes, which may be parts of layers
     splits_rows = config.sharding.sequence_parallel
     if splits_rows == "auto":
-        splits_rows = config.data.seq_len % size == 0
+        splits_rows = config.data.seq_len // config.sharding.context % size == 0
     splits_vocabulary = config.train.task == "causal_lm" and hasattr(model, "get_output_embeddings")
     words = _words(model, own)
     embedding = head = ""

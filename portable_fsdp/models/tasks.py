@@ -51,8 +51,8 @@ class Task:
 
 def causal_lm(model: nn.Module, batch: TaskBatch) -> Scores:
     """Run the model's forward, which returns the loss, see `loss.attach_loss`."""
-    documents = [batch["positions"], batch["segments"]] if "segments" in batch else []
-    return model(batch["input_ids"], batch["labels"], *documents)
+    documents = {name: batch[name] for name in ("positions", "segments") if name in batch}
+    return model(batch["input_ids"], batch["labels"], **documents)
 
 
 def of_labels(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:

@@ -103,6 +103,7 @@ def build_training(
         loss=loss,
         keeps_ids=lambda: tokenizer is not None and keeps_ids(config.model, config.data.tokenizer, tokenizer),
         packs_documents=config.data.factory is None and config.data.resolved_packing == "documents",
+        context=config.sharding.context,
         task=task,
         seq_len_key="data.buckets" if config.data.buckets else "data.seq_len",
         compiler=config.compile.compiler,

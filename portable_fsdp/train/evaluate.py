@@ -158,7 +158,8 @@ class Sampler:
                     "  Shorten it, or lower train.sample_tokens."
                 )
         longest = max(map(len, self._prompts)) + train.sample_tokens
-        self._length = min(seq_len, -(-longest // _BLOCK) * _BLOCK)
+        block = math.lcm(_BLOCK, 2 * backend.devices // backend.row_shards)  # devices may split the tokens of a row
+        self._length = min(seq_len, -(-longest // block) * block)
         shards = backend.row_shards
         self._rows = shards * min(train.resolved_micro_batch, -(-len(self._prompts) // shards))  # of all processes
         # Like transformers' `generate`, from the model's generation config: an id, several, or None.
@@ -167,7 +168,7 @@ class Sampler:
 
         def sample(batch: Batch, control: Batch) -> Metrics:
             with backend.evaluate():
-                tokens = model(batch["input_ids"], None).argmax(dim=-1)
+                tokens = model(batch["input_ids"], None, batch.get("positions")).argmax(dim=-1)
             newest = (tokens * batch["is_last"]).sum(dim=1, keepdim=True)
             by_row = (newest * batch["is_row"]).sum(dim=0).float()  # exact: ids are below 2**24
             return {"tokens": torch.cat([backend.sum(by_row), backend.sum_control(control["control"])])}

@@ -45,6 +45,7 @@ from portable_fsdp.layout import (
     LOSS_AXES,
     ROW_AXES,
     Region,
+    RowParts,
     Spec,
     coordinates,
     count_row_shards,
@@ -128,11 +129,16 @@ class NativeBackend(contract.Backend):
             )
         self.row_shards = count_row_shards(self.axes)
         self._place = coordinates(self.axes, self.process.index)
-        # Rows lie over the outer axes: processes along `tensor` feed the same.
+        # Rows lie over the outer axes: processes along `context` and `tensor` feed the same.
         self.data_shard = contract.Partition(self.process.index * self.row_shards // count, self.row_shards)
         self._mesh = init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
         self._fsdp_axes = tuple(axis for axis in FSDP_AXES if self.axes.get(axis, 1) > 1)
         self._fsdp_size = math.prod(self.axes[axis] for axis in self._fsdp_axes)
+        self._row_parts: RowParts | None = None
+        if "context" in self.axes:
+            from portable_fsdp.backends.native.context import row_parts
+
+            self._row_parts = row_parts(cast(dist.ProcessGroup, self._group(("context",))))
         self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
@@ -193,6 +199,10 @@ class NativeBackend(contract.Backend):
 
             group, size = cast(dist.ProcessGroup, self._group(("expert",))), self._fsdp_size // self.axes["expert"]
             distribute_experts(model, policy, group, size)
+        if self._row_parts is not None:
+            from portable_fsdp.backends.native.context import use_row_parts
+
+            use_row_parts(model, self._row_parts)
         if policy.tensor is not None:
             from portable_fsdp.backends.native.tensor import Group, SplitModel
 
@@ -264,9 +274,18 @@ class NativeBackend(contract.Backend):
             self._programs.note_step()
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
+        batch = self.split_tokens(batch)
         pins = self.device.type == "cuda"
         rows = {name: tensor.pin_memory() if pins else tensor for name, tensor in batch.items()}
         return {name: tensor.to(self.device, non_blocking=pins) for name, tensor in rows.items()}
+
+    def split_tokens(self, batch: contract.Batch) -> contract.Batch:
+        """Return the part of a batch that this process places: a part of each row under the axis `context`."""
+        if self._row_parts is None:
+            return batch
+        from portable_fsdp.backends.native.context import split_tokens
+
+        return split_tokens(batch, self._row_parts)
 
     def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
         is_counted = self._counts_collectives and name not in ("evaluate", "sample")
@@ -292,7 +311,7 @@ class NativeBackend(contract.Backend):
                 else:
                     root.set_requires_gradient_sync(last)
         self._gather_first(models)
-        sums = self._gradient_sums(models) if last and self.row_shards > 1 else None
+        sums = self._gradient_sums(models) if last and self._group(LOSS_AXES) else None
         with sums.summing() if sums else nullcontext(), _explained_errors(models):
             yield
         for model in models if last else ():

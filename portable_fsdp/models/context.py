@@ -1,0 +1,105 @@
+"""A trial that devices can split the tokens of a model's rows (`sharding.context`).
+
+Each token must depend on others through the static attention alone: it gathers keys and values. So the trial runs a
+small copy on a row, and again on the tokens of one device with the keys and values of the first run: the outputs of
+each layer must be equal. It detects recurrent states, convolutions, and positions that the model counts itself.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from portable_fsdp.config.schema import Sharding
+from portable_fsdp.layout import ROW_PARTS, RowParts
+from portable_fsdp.models.attention import STATIC
+from portable_fsdp.models.document_masks import small_configs, spread_weights
+from portable_fsdp.models.wrap import find_layers
+from portable_fsdp.runtime.errors import ConfigError
+
+_TOKENS, _VOCABULARY = 16, 64
+_BOUND = 1e-4  # relative to the largest output: a hundred times float32's rounding
+
+
+def require_rows_that_split(model: Any, build: Callable[[Any], Any], seq_len: int, devices: int) -> None:
+    """Raise ConfigError if `devices` can't split rows of `seq_len` tokens of `model`.
+
+    `build(config)` returns a model of that transformers config on the host, in float32.
+    """
+    problem = ""
+    if seq_len % (2 * devices):
+        problem = f"{devices} devices can't split rows of {seq_len} tokens into two equal pieces each"
+    elif model.config._attn_implementation != STATIC:
+        problem = "it has an attention of its own"
+    elif (most := _tokens_of_longrope(model.config)) and seq_len > most:
+        problem = f"longrope has other frequencies for rows of more than {most} tokens, and a device sees fewer"
+    else:
+        with torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            problem = _problem(model, build)
+    if problem:
+        raise ConfigError(f"sharding.context: {type(model).__name__}: {problem}.\n  Set sharding.context=1.")
+
+
+def _tokens_of_longrope(config: Any) -> int | None:
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+
+
+def _problem(model: Any, build: Callable[[Any], Any]) -> str:
+    """The reason why devices can't split rows of the first small copy of `model` that runs; empty if they can."""
+    problem = ""
+    for config in small_configs(model.config):
+        try:
+            copied = build(config).eval()
+            spread_weights(copied)
+            ids = torch.randint(_VOCABULARY, (1, _TOKENS))
+            copied(input_ids=ids, use_cache=False)
+        except Exception as error:  # this model refuses the sizes
+            problem = f"a small copy can't run ({type(error).__name__}: {error})"
+        else:
+            return _difference(copied, ids)
+    return problem
+
+
+def _difference(model: nn.Module, ids: Tensor) -> str:
+    """Name the first layer whose outputs for the tokens of one device differ from those for the whole row."""
+    rows: list[Tensor] = []  # keys and values of each call of attention
+
+    def keep(tokens: Tensor) -> Tensor:
+        rows.append(tokens)
+        return tokens
+
+    try:
+        whole = _outputs(model, ids, RowParts(0, 1, keep))
+        for index in (0, 1):
+            kept = iter(rows)
+            part = RowParts(index, 2, lambda _, kept=kept: next(kept))
+            own = part.positions(_TOKENS)
+            for name, out in _outputs(model, ids[:, own], part).items():
+                if not (whole[name][:, own] - out).abs().max() < _BOUND * whole[name].abs().max():
+                    return f"{name}: tokens depend on each other otherwise than by the static attention"
+    except Exception as error:
+        return f"{error}" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _outputs(model: Any, ids: Tensor, parts: RowParts) -> dict[str, Tensor]:
+    """Return name -> output `[1, tokens, ...]` of each layer, and of the model's logits."""
+    for module in model.modules():
+        setattr(module, ROW_PARTS, parts)
+    outputs: dict[str, Tensor] = {}
+    layers = {name: model.get_submodule(name) for name in find_layers(model, Sharding())}
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: tree_leaves(out)[0]}))
+        for name, layer in layers.items()
+    ]
+    logits = model(input_ids=ids, position_ids=torch.tensor([parts.positions(_TOKENS)]), use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return {**outputs, "its logits": cast(Tensor, logits)}
