@@ -8,7 +8,8 @@ size 1. All axes that a mesh may have, outermost first: replicate, shard, expert
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
@@ -163,7 +164,8 @@ ROW_PARTS = "row_parts"
 """The attribute of a model's modules that holds the `RowParts` of this device, if an engine splits rows."""
 
 
-class RowParts(NamedTuple):
+@dataclass(frozen=True)
+class RowParts:
     """One device of the axis `context`. Of 2 * count pieces of a row it has the tokens of two, one from each end: so all
     devices compute the same number of causal scores."""
 

@@ -130,12 +130,11 @@ def formula(
     queries, keys = query.shape[-2], key.shape[-2]
     mask = mask if documents is None else documents
     is_explicit, keep = softcap is not None or sinks is not None, None
-    is_last = causal and queries < keys
-    if is_last and not is_explicit and mask is None and window is None and query.device.type != "cpu":
-        from torch.nn.attention.bias import causal_lower_right  # imports the compiler
-
-        keep = causal_lower_right(queries, keys)  # kernels that store no mask; the CPU has none
-    elif is_explicit or mask is not None or window is not None or is_last:
+    is_last = causal and queries < keys and mask is None and window is None and not is_explicit
+    if is_last and can_run_flash(query, value):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout, is_causal=True, scale=scale)[0]  # stores no mask
+    if is_explicit or mask is not None or window is not None or is_last:
         # Kernels with a mask support no grouped heads: torch would choose its formula, with all scores in memory.
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -149,8 +148,9 @@ def formula(
             weights = torch.softmax(scores, dim=-1)[..., :keys].to(value.dtype)
             return F.dropout(weights, dropout) @ value
         keep = bias.to(query.dtype)
-    if documents is not None and window is None:
-        keep = _keep(queries, keys, causal, None, query.device) & _same_document(documents, queries)  # one byte a value
+    if window is None and (is_last or documents is not None):  # one byte per value
+        keep = _keep(queries, keys, causal, None, query.device)
+        keep = keep if documents is None else keep & _same_document(documents, queries)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -161,6 +161,19 @@ def formula(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def can_run_flash(query: Tensor, value: Tensor) -> bool:
+    """Whether flash attention of a GPU takes these. Its causality aligns the last query with the last key; the argument
+    `is_causal` of torch's function aligns the first ones."""
+    width = query.shape[-1]
+    is_kind = query.dtype in (torch.float16, torch.bfloat16) and width == value.shape[-1] <= 256 and width % 8 == 0
+    return is_kind and has_flash(query.device)
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether the device has torch's flash attention."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def register_static_attention() -> str:
