@@ -61,7 +61,8 @@ def _attention(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> tuple
     widths = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
     count = 2.0 * batch * heads * length * key.shape[-2] * widths
     named_args = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    return query.dtype, count / 2 if named_args.get("is_causal") else count
+    # Queries of the last positions see all keys before them.
+    return query.dtype, count * (1 - length / key.shape[-2] / 2) if named_args.get("is_causal") else count
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:

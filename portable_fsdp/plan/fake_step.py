@@ -30,7 +30,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
 from portable_fsdp.layout import check_batch, devices_per_row
-from portable_fsdp.models import document_masks
+from portable_fsdp.models import attention, document_masks
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import (
     Block,
@@ -211,6 +211,7 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
         if recorder.is_gpu:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", gpu_attention))
             held.enter_context(patch.object(document_masks, "flex_attention", gpu_flex))
+            held.enter_context(patch.object(attention, "has_flash", lambda _: True))
         held.enter_context(fake)
         held.enter_context(recorder.watching(training.model))
         # A first step, of one micro batch, determines FSDP2's prefetch order.
@@ -283,7 +284,7 @@ class _Planned:
         with self._recorder.making("activations", "the batch"), self._fake:  # the batch's tensors aren't fake yet
             return {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
-                for name, tensor in batch.items()
+                for name, tensor in self._backend.split_tokens(batch).items()
             }
 
     def compile(self, fn: Any, name: str) -> Any:
