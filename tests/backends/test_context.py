@@ -7,13 +7,17 @@ from typing import Any
 
 import jobs
 import pytest
+import torch
 from cases import ARCHITECTURES, SEQ_LEN, VOCABULARY, Case, assemble, assert_equal_states
+from test_contract import assert_evaluation_changes_nothing, evaluated, evaluated_case
 from test_curves import assert_equal_curves
 from test_experts import EVEN
 from workers import GetWorkers, Group, marked
 
+from portable_fsdp.backends.native.context import split_tokens
+from portable_fsdp.layout import RowParts
 from portable_fsdp.models.build import build_model
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import ConfigError, DataError
 
 TWO, FOUR, PACKED = {"sharding.context": 2}, {"sharding.context": 4}, {"data.packing": "documents"}
 BESIDE_TENSOR = TWO | {"sharding.tensor": 2}
@@ -60,3 +64,52 @@ IN_SUITE = ("windows, packed, recompute", "gpt_oss, shard 2 x context 2", "llama
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
     case = CURVES[name][1]
     assert_equal_curves(workers(group).run(jobs.train, case=case), case)
+
+
+@pytest.mark.parametrize("group", [marked(Group("native", size), in_suite=False) for size in (2, 4)])
+def test_evaluations_and_samples_are_those_of_whole_rows(group: Group, workers: GetWorkers) -> None:
+    """On four devices a row's last token is on any of two."""
+    answers = workers(group).run(evaluated, case=evaluated_case(TWO), rows=53, early=True)
+    assert_evaluation_changes_nothing(answers)
+
+
+def test_a_checkpoint_opens_at_another_layout_bit_for_bit(workers: GetWorkers, tmp_path: Path) -> None:
+    case = Case("llama", steps=8, settings=TWO)
+    saved_by = workers(Group("native", 4)).run(jobs.write, case=case, folder=str(tmp_path), at=6)
+    saved = assemble([answer["state"] for answer in saved_by])
+    for settings in ({}, {"sharding.tensor": 2}):
+        its = replace(case, settings=settings)
+        answers = workers(Group("native", 4)).run(jobs.read, case=its, folders={"w": str(tmp_path)}, at=6)
+        assert_equal_states(assemble([answer["w"]["state"] for answer in answers]), saved)
+        losses = [metrics["loss"] for metrics in answers[0]["w"]["metrics"]]
+        assert losses == pytest.approx([metrics["loss"] for metrics in saved_by[0]["metrics"]], rel=1e-5)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "recurrent": ("qwen3_next", {}, "Qwen3NextForCausalLM: model.layers.0: tokens depend on each other otherwise"),
+    "no attention": ("mamba2", {}, "Mamba2ForCausalLM: backbone.layers.0: tokens depend on each other otherwise"),
+    "own attention": ("falcon_alibi", {}, "FalconForCausalLM: it has an attention of its own.\n  Set sharding.context=1"),
+    "longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+        "longrope has other frequencies for rows of more than 16 tokens",
+    ),
+    "length": ("llama", {}, "5 devices can't split rows of 24 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
+    model, architecture, message = MISTAKES[name]
+    config = case_of(model, {"model.architecture": ARCHITECTURES[model] | architecture}).config(1)
+    devices = 5 if name == "length" else 2
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_model(config.model, config.precision, seed=7, seq_len=SEQ_LEN, vocabulary=VOCABULARY, context=devices)
+
+
+def test_rows_of_any_other_length_are_refused() -> None:
+    parts = RowParts(1, 2, lambda tokens: tokens)
+    assert parts.positions(8) == [2, 3, 4, 5]
+    with pytest.raises(DataError, match="expected rows whose tokens are a multiple of 4, found 6"):
+        split_tokens({"input_ids": torch.zeros(2, 6, dtype=torch.int64)}, parts)
