@@ -41,7 +41,9 @@ CURVES: dict[str, tuple[int, Case]] = {
     "compiled": (2, case_of("llama", TWO | {"compile.enabled": True, "compile.backend": "aot_eager"})),
     "compiled, packed": (
         2,
-        case_of("gemma2", TWO | PACKED | {"compile.enabled": True, "compile.backend": "aot_eager"}, checkpointing="full"),
+        case_of(
+            "gemma2", TWO | PACKED | {"compile.enabled": True, "compile.backend": "aot_eager"}, checkpointing="full"
+        ),
     ),
     "modules inside layers": (
         2,
@@ -89,7 +91,11 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0
 MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent": ("qwen3_next", {}, "Qwen3NextForCausalLM: model.layers.0: tokens depend on each other otherwise"),
     "no attention": ("mamba2", {}, "Mamba2ForCausalLM: backbone.layers.0: tokens depend on each other otherwise"),
-    "own attention": ("falcon_alibi", {}, "FalconForCausalLM: it has an attention of its own.\n  Set sharding.context=1"),
+    "own attention": (
+        "falcon_alibi",
+        {},
+        "FalconForCausalLM: it has an attention of its own.\n  Set sharding.context=1",
+    ),
     "longrope": (
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
