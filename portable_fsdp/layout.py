@@ -166,7 +166,7 @@ ROW_PARTS = "row_parts"
 
 @dataclass(frozen=True)
 class RowParts:
-    """One device of the axis `context`. Of 2 * count pieces of a row it has the tokens of two, one from each end: so all
+    """One device of the axis `context`: of 2 * count pieces of a row it holds two, one from each end, so that all
     devices compute the same number of causal scores."""
 
     index: int

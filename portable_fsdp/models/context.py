@@ -2,7 +2,8 @@
 
 Each token must depend on others through the static attention alone: it gathers keys and values. So the trial runs a
 small copy on a row, and again on the tokens of one device with the keys and values of the first run: the outputs of
-each layer must be equal. It detects recurrent states, convolutions, and positions that the model counts itself.
+each layer must be equal. It detects recurrent states, convolutions, and models that count positions themselves, or
+whose rotary embeddings depend on the length of a row.
 """
 
 import warnings
@@ -21,6 +22,9 @@ from portable_fsdp.models.wrap import find_layers
 from portable_fsdp.runtime.errors import ConfigError
 
 _TOKENS, _VOCABULARY = 16, 64
+_LIMITS = ("original_max_position_embeddings", "floor_scale")
+"""Numbers of tokens from which models compute otherwise (longrope, Llama 4); small copies do from _LIMIT."""
+_LIMIT = 12  # one of two devices sees more
 _BOUND = 1e-4  # relative to the largest output: a hundred times float32's rounding
 
 
@@ -34,27 +38,20 @@ def require_rows_that_split(model: Any, build: Callable[[Any], Any], seq_len: in
         problem = f"{devices} devices can't split rows of {seq_len} tokens into two equal pieces each"
     elif model.config._attn_implementation != STATIC:
         problem = "it has an attention of its own"
-    elif (most := _tokens_of_longrope(model.config)) and seq_len > most:
-        problem = f"longrope has other frequencies for rows of more than {most} tokens, and a device sees fewer"
     else:
         with torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            problem = _problem(model, build)
+            problem = _problem(model, build, seq_len)
     if problem:
         raise ConfigError(f"sharding.context: {type(model).__name__}: {problem}.\n  Set sharding.context=1.")
 
 
-def _tokens_of_longrope(config: Any) -> int | None:
-    rope: Any = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return None
-    return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-
-
-def _problem(model: Any, build: Callable[[Any], Any]) -> str:
+def _problem(model: Any, build: Callable[[Any], Any], seq_len: int) -> str:
     """The reason why devices can't split rows of the first small copy of `model` that runs; empty if they can."""
     problem = ""
     for config in small_configs(model.config):
+        for values in (vars(config), getattr(config, "rope_parameters", None) or {}):
+            values.update({key: _LIMIT for key in _LIMITS if values.get(key) and values[key] < seq_len})
         try:
             copied = build(config).eval()
             spread_weights(copied)
@@ -83,7 +80,7 @@ def _difference(model: nn.Module, ids: Tensor) -> str:
             own = part.positions(_TOKENS)
             for name, out in _outputs(model, ids[:, own], part).items():
                 if not (whole[name][:, own] - out).abs().max() < _BOUND * whole[name].abs().max():
-                    return f"{name}: tokens depend on each other otherwise than by the static attention"
+                    return f"{name}: tokens depend on others by more than the static attention"
     except Exception as error:
         return f"{error}" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"
     return ""

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -135,10 +136,12 @@ class NativeBackend(contract.Backend):
         self._fsdp_axes = tuple(axis for axis in FSDP_AXES if self.axes.get(axis, 1) > 1)
         self._fsdp_size = math.prod(self.axes[axis] for axis in self._fsdp_axes)
         self._row_parts: RowParts | None = None
+        self.split_tokens: Callable[[contract.Batch], contract.Batch] = dict
         if "context" in self.axes:
-            from portable_fsdp.backends.native.context import row_parts
+            from portable_fsdp.backends.native.context import row_parts, split_tokens
 
             self._row_parts = row_parts(cast(dist.ProcessGroup, self._group(("context",))))
+            self.split_tokens = partial(split_tokens, parts=self._row_parts)
         self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
         self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
@@ -274,18 +277,10 @@ class NativeBackend(contract.Backend):
             self._programs.note_step()
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
-        batch = self.split_tokens(batch)
         pins = self.device.type == "cuda"
-        rows = {name: tensor.pin_memory() if pins else tensor for name, tensor in batch.items()}
+        own = self.split_tokens(batch).items()
+        rows = {name: tensor.pin_memory() if pins else tensor for name, tensor in own}
         return {name: tensor.to(self.device, non_blocking=pins) for name, tensor in rows.items()}
-
-    def split_tokens(self, batch: contract.Batch) -> contract.Batch:
-        """Return the part of a batch that this process places: a part of each row under the axis `context`."""
-        if self._row_parts is None:
-            return batch
-        from portable_fsdp.backends.native.context import split_tokens
-
-        return split_tokens(batch, self._row_parts)
 
     def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
         is_counted = self._counts_collectives and name not in ("evaluate", "sample")
