@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jobs
 import pytest
@@ -18,6 +18,7 @@ from portable_fsdp.backends.native.context import split_tokens
 from portable_fsdp.layout import RowParts
 from portable_fsdp.models.build import build_model
 from portable_fsdp.runtime.errors import ConfigError, DataError
+from portable_fsdp.train.build import shard
 
 TWO, FOUR, PACKED = {"sharding.context": 2}, {"sharding.context": 4}, {"data.packing": "documents"}
 BESIDE_TENSOR = TWO | {"sharding.tensor": 2}
@@ -136,6 +137,12 @@ def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
     devices = 5 if name == "length" else 2
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_model(config.model, config.precision, seed=7, seq_len=SEQ_LEN, vocabulary=VOCABULARY, context=devices)
+
+
+def test_ones_own_module_is_refused() -> None:
+    config = Case(settings=TWO).config(1)
+    with pytest.raises(ConfigError, match=r"shard: Identity: sharding\.context needs a transformers model"):
+        shard(torch.nn.Identity, config, cast(Any, None))
 
 
 def test_rows_of_any_other_length_are_refused() -> None:
