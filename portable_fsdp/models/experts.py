@@ -3,12 +3,17 @@
 transformers' own loop over experts reads on the host which tokens each of them got: a wait in every layer, and a new
 program in every step on XLA. `grouped_experts` sorts the tokens by expert and multiplies each group by its expert's
 weights alone. `dense_experts` runs every expert on every token, which needs no kernel, and costs num_experts / top_k
-times the products.
+times the products. An engine that has its own products, or the mesh axis `expert`, sets `groups` on the modules of
+experts: then `experts_on_devices` runs.
+
+Rows move by gathers alone, backward too: each movement knows the places of its rows in the result. A scatter is slow on
+TPUs, and on GPUs adds in any order.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,41 +29,31 @@ GROUPED = "portable_fsdp_grouped"
 def grouped_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the weighted sum of the chosen experts; arguments as of `dense_experts`. Needs a kernel for grouped
     products, see `is_aligned`."""
+    if (groups := getattr(self, "groups", None)) is not None:
+        return experts_on_devices(groups, self, hidden, top_k_index, top_k_weights)
     chosen, order = top_k_index.flatten().sort(stable=True)
-    out = products_by_group(self, copies_of(hidden, top_k_index)[order], chosen)
-    return weighted_sum(torch.empty_like(out).index_copy(0, order, out), top_k_weights).to(hidden.dtype)
+    rows = hidden[:, None].expand(-1, top_k_index.shape[1], -1).flatten(0, 1)[order]
+    ends = torch.searchsorted(chosen, torch.arange(len(self.down_proj), device=rows.device), right=True, out_int32=True)
+    out = run_expert(self, rows, partial(grouped_linear, self, ends))
+    out = torch.empty_like(out).index_copy(0, order, out)
+    return (out.unflatten(0, top_k_weights.shape) * top_k_weights[..., None]).sum(dim=1).to(hidden.dtype)
 
 
-def copies_of(hidden: Tensor, top_k_index: Tensor) -> Tensor:
-    """`[tokens, hidden]` -> `[tokens * top_k, hidden]`: each token once for each of its experts."""
-    return hidden[:, None].expand(-1, top_k_index.shape[1], -1).flatten(0, 1)
+def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tensor:
+    """Multiply each group of `rows` `[rows, inputs]` by its expert's weight `name`.
 
-
-def weighted_sum(out: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`[tokens * top_k, hidden]`, `[tokens, top_k]` -> `[tokens, hidden]`."""
-    return (out.unflatten(0, top_k_weights.shape) * top_k_weights[..., None]).sum(dim=1)
-
-
-def products_by_group(experts: Any, rows: Tensor, chosen: Tensor) -> Tensor:
-    """Run each expert on its rows.
-
-    `rows`: `[rows, hidden]`, sorted by `chosen`, int64 `[rows]`: the expert of each row. Rows of an expert that the
-    module lacks come last; their results are arbitrary, perhaps NaN.
+    `ends`: int32 `[experts]`, the end of each group. What follows the last one is arbitrary in the result, perhaps NaN.
     """
-    count = experts.down_proj.shape[0]  # not `num_experts`: a device may hold fewer
-    ends = torch.searchsorted(chosen, torch.arange(count, device=rows.device), right=True, out_int32=True)
     product: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm  # the name until torch 2.9
-    of_row = chosen.clamp(max=count - 1) if experts.has_bias else chosen
-
-    def linear(inputs: Tensor, name: str) -> Tensor:
-        weight: Tensor = getattr(experts, name)
-        out = product(inputs.contiguous(), weight if experts.is_transposed else weight.transpose(1, 2), offs=ends)
-        return out + getattr(experts, f"{name}_bias")[of_row] if experts.has_bias else out
-
-    return run_expert(experts, rows, linear)
+    weight: Tensor = getattr(experts, name)
+    out = product(rows.contiguous(), weight if experts.is_transposed else weight.transpose(1, 2), offs=ends)
+    if not experts.has_bias:
+        return out
+    expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+    return out + getattr(experts, f"{name}_bias")[expert.clamp(max=len(ends) - 1)]
 
 
-def run_expert(experts: Any, rows: Tensor, linear: Any) -> Tensor:
+def run_expert(experts: Any, rows: Tensor, linear: Callable[[Tensor, str], Tensor]) -> Tensor:
     """Run the layers of an expert: `linear(rows, name)` multiplies by the weight of that name."""
     if experts.has_gate:
         inner = experts._apply_gate(linear(rows, "gate_up_proj"))
@@ -78,6 +73,8 @@ def dense_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights:
 
     Returns: `[tokens, hidden]`, in the dtype of `hidden`.
     """
+    if (groups := getattr(self, "groups", None)) is not None:
+        return experts_on_devices(groups, self, hidden, top_k_index, top_k_weights)
     ids = torch.arange(self.num_experts, device=hidden.device)
     # Compare and sum instead of scatter: a partitioner can split this by rows.
     share = ((top_k_index[..., None] == ids) * top_k_weights[..., None]).sum(dim=1)  # [tokens, experts]
@@ -90,6 +87,149 @@ def _linear(experts: Any, hidden: Tensor, name: str) -> Tensor:
     weight: Tensor = getattr(experts, name)
     out = hidden @ (weight if experts.is_transposed else weight.transpose(1, 2))
     return out + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else out
+
+
+# ------------------------------------------------------------------------------------------------ by several devices
+
+
+class Groups(Protocol):
+    """What an engine does for the experts of its devices, which hold different tokens.
+
+    All tensors are `[devices, ...]`. A process that runs for itself has one device.
+    """
+
+    devices: int
+    divisions: int
+    """Devices along the axis `expert`; each holds this part of the experts."""
+    capacity: float | None
+    """Rows for each of them, in multiples of an even load: rows beyond it give 0. None: room for all."""
+    multiple: int
+    """Numbers of rows in products are multiples of this."""
+
+    def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Run a function of each device's part, without gradients."""
+        ...
+
+    def exchange(self, buffer: Tensor) -> Tensor:
+        """`[devices, to, ...]` -> `[devices, from, ...]`: an all-to-all over the axis `expert`."""
+        ...
+
+    def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
+        """As `grouped_linear`; `sizes`: int32 `[devices, experts of a device]`, the rows of each group.
+
+        `active`: the sum of the sizes, in the mean over devices.
+        """
+        ...
+
+
+def experts_on_devices(
+    groups: Groups, experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return the weighted sum of the chosen experts; arguments as of `dense_experts`.
+
+    Under the axis `expert` each device writes the rows of its tokens into a buffer with room for the worst case at each
+    device of the axis, sorted by expert. Products compute the rows that arrive, and no padding. *collective*
+    """
+    top_k = top_k_index.shape[1]
+    own = hidden.view(groups.devices, -1, hidden.shape[1])
+    chosen = top_k_index.view(groups.devices, -1).int()
+    tokens, choices = own.shape[1], chosen.shape[1]
+    held = experts.num_experts // groups.divisions
+    drops = groups.capacity is not None
+    if groups.divisions == 1:
+        sizes, order, rank = groups.on_each(partial(_sorted, held), chosen).split([held, choices, choices], dim=1)
+        rows = _take(groups, own, order // top_k, rank.unflatten(1, (-1, top_k)))
+        out = run_expert(experts, rows, partial(groups.linear, experts, sizes, choices))
+        out = _take(groups, out, rank, order[..., None])
+    else:
+        room = tokens * min(top_k, held)  # a token has different experts
+        if groups.capacity is not None:
+            room = min(room, math.ceil(choices / groups.divisions * groups.capacity))
+        room = -(-room // groups.multiple) * groups.multiple
+        buffer = (groups.divisions, room)
+        places = groups.on_each(partial(_places, groups.divisions, held, room), chosen)
+        slot, choice, ends = places.split([choices, math.prod(buffer), groups.divisions * held], dim=1)
+        sent = _take(groups, own, choice // top_k, slot.unflatten(1, (-1, top_k)), drops=drops)
+        received = groups.exchange(sent.unflatten(1, buffer)).flatten(1, 2)
+        ends = groups.exchange(ends.unflatten(1, (groups.divisions, held)))
+        sizes, order, rank = groups.on_each(partial(_sorted_places, room), ends).split(
+            [held, math.prod(buffer), math.prod(buffer)], dim=1
+        )
+        rows = _take(groups, received, order, rank[..., None])
+        out = run_expert(experts, rows, partial(groups.linear, experts, sizes, choices))
+        out = groups.exchange(_take(groups, out, rank, order[..., None]).unflatten(1, buffer)).flatten(1, 2)
+        out = _take(groups, out, slot, choice[..., None], drops=drops)
+    weighted = out.unflatten(1, (-1, top_k)) * top_k_weights.view(groups.devices, -1, top_k)[..., None]
+    return weighted.sum(dim=2).view_as(hidden).to(hidden.dtype)
+
+
+def _sorted(groups: int, chosen: Tensor) -> Tensor:
+    """`[n]` -> int32 `[groups + 2 * n]`: the size of each group, the order that sorts, and each one's rank in it. Ids
+    from `groups` on sort to the end."""
+    order = chosen.argsort(stable=True)
+    sizes = (chosen[:, None] == torch.arange(groups, device=chosen.device)).sum(dim=0)
+    return torch.cat([sizes, order, order.argsort()]).int()
+
+
+def _places(divisions: int, held: int, room: int, chosen: Tensor) -> Tensor:
+    """Place the choices `[n]` in a buffer `[divisions, room]`, by the device of their expert.
+
+    Returns int32, one after the other: the place of each choice, or divisions * room: dropped; the choice at each
+    place, or n: none; and the end of each expert's rows in its device's part, `[divisions, held]`.
+    """
+    sizes, order, rank = _sorted(divisions * held, chosen).split([divisions * held, len(chosen), len(chosen)])
+    by_device = sizes.view(divisions, held)
+    counts = by_device.sum(dim=1)
+    starts = counts.cumsum(dim=0) - counts
+    to = chosen // held
+    at = rank - starts[to.long()]
+    slot = torch.where(at < room, to * room + at, divisions * room)
+    ends = by_device.cumsum(dim=1).clamp(max=room)
+    places = torch.arange(room, device=chosen.device)
+    place = (starts[:, None] + places).clamp(max=len(chosen) - 1).flatten()
+    choice = torch.where((places < ends[:, -1:]).flatten(), order[place], len(chosen))
+    return torch.cat([slot, choice, ends.flatten()]).int()
+
+
+def _sorted_places(room: int, ends: Tensor) -> Tensor:
+    """As `_sorted`, for the rows of a received buffer `[from, room]` by expert; `ends`: `[from, held]`."""
+    places = torch.arange(room, device=ends.device)
+    expert = (places[:, None] >= ends[:, None]).sum(dim=-1).flatten()
+    return _sorted(ends.shape[1], expert)
+
+
+def _take(groups: Groups, rows: Tensor, index: Tensor, back: Tensor, *, drops: bool = False) -> Tensor:
+    """Return `rows[index]` of each device: any row where the index is the number of rows, or with `drops` 0.
+
+    `rows`: `[devices, rows, hidden]`; `index`: `[devices, n]`; `back` `[devices, rows, uses]`: the places of each row
+    in the result, or n.
+    """
+    return cast(Tensor, _Take.apply(rows, index, back, groups, drops))
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor, groups: Groups, drops: bool) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.groups, ctx.drops = groups, drops
+        return groups.on_each(partial(_taken, drops), rows, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        of_rows = ctx.groups.on_each(partial(_summed, ctx.drops), gradients[0], *ctx.saved_tensors)
+        return of_rows, None, None, None, None
+
+
+def _taken(drops: bool, rows: Tensor, index: Tensor) -> Tensor:
+    taken = rows.index_select(0, index.clamp(max=len(rows) - 1))
+    return torch.where((index < len(rows))[:, None], taken, torch.zeros_like(taken)) if drops else taken
+
+
+def _summed(drops: bool, gradient: Tensor, back: Tensor) -> Tensor:
+    return _taken(drops, gradient, back.flatten()).unflatten(0, back.shape).sum(dim=1)
+
+
+# ----------------------------------------------------------------------------------------------------------- choices
 
 
 def choose_experts(model: Any, implementation: str, itemsize: int, *, eager: bool) -> None:

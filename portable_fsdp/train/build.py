@@ -28,7 +28,7 @@ from portable_fsdp.layout import check_batch, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
-from portable_fsdp.models.experts import expert_layouts, expert_modules
+from portable_fsdp.models.experts import expert_layouts, expert_modules, grouped_linear
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
@@ -207,6 +207,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         layouts=layouts,
         tensor=tensor,
         experts=experts,
+        grouped_linear=grouped_linear,
         expert_capacity=sharding.expert_capacity,
         layers=layers,
         compute=DTYPES[precision.compute],

@@ -140,7 +140,8 @@ class XlaBackend(PjrtBackend):
         has_kernel = self._tensors.for_tpu and tensor == 1 and not policy.scan_layers
         if policy.experts and (has_kernel or "expert" in self.axes):
             groups = ExpertGroups(self.mesh, self.axes, policy.expert_capacity, has_kernel=has_kernel)
-            groups.replace_forwards(model, policy)
+            for name in policy.experts:
+                cast(Any, model.get_submodule(name)).groups = groups
         uses = weight_uses(model, policy)
         if self._sum_in_float32:
             uses = summed_in_float32(uses)

@@ -1,9 +1,7 @@
 """Experts on XLA: products by group with the kernel of TPUs, and exchanges over the mesh axis `expert`.
 
-Each device sorts the rows of its tokens by expert. Under the axis it writes them into a buffer with room for the worst
-case at each device of the axis, and a change of that buffer's sharding becomes one all-to-all. Rows move by gathers
-alone, backward too: a scatter is slow on TPUs. On PJRT CPU, which can't run the kernel, a dense formula computes the
-products.
+`models/experts.py` has the algorithm. A change of a buffer's sharding becomes its all-to-all. On PJRT CPU, which can't
+run the kernel, a dense formula computes the products.
 """
 
 # jax's kernels take no gradients of `export`; torch_xla's bridge has no public names.
@@ -12,16 +10,12 @@ products.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MethodType
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.torch_xla.spmd.splash import computation
-from portable_fsdp.models.experts import run_expert
 
 _ROWS = (512, 256, 128)
 """Rows of a tile, which the kernel computes whole: a group that ends inside one costs another tile."""
@@ -72,7 +66,7 @@ def product_of_groups(kernel: GroupedProduct, left: Any, right: Any, sizes: Any)
 
 
 class ExpertGroups:
-    """The experts of a model over a mesh: devices with different tokens, `expert` among them or not."""
+    """`models.experts.Groups` of all devices of a mesh."""
 
     def __init__(
         self,
@@ -86,7 +80,8 @@ class ExpertGroups:
         import torch_xla.distributed.spmd as spmd
 
         self._mesh, self._spmd, self._has_kernel, self._interpret = mesh, cast(Any, spmd), has_kernel, interpret
-        self._capacity, self.divisions = capacity, axes.get("expert", 1)
+        self.capacity, self.divisions = capacity, axes.get("expert", 1)
+        self.multiple = _ROWS[-1] if has_kernel else 1
         names = [axis for axis in axes if axis != "tensor"]
         self._outer = tuple(axis for axis in names if axis in ("replicate", "shard"))
         self._expert = "expert" if "expert" in axes else None
@@ -95,72 +90,26 @@ class ExpertGroups:
         self._without_expert = tuple(axis for axis in names if axis != "expert")
         # Devices along replicate and shard, expert, context: they hold different tokens, in this order.
         self._grid = (axes["replicate"] * axes["shard"], self.divisions, axes.get("context", 1))
+        self.devices = math.prod(self._grid)
 
-    def replace_forwards(self, model: nn.Module, policy: ShardPolicy) -> None:
-        for name in policy.experts:
-            module = model.get_submodule(name)
-            module.forward = MethodType(lambda experts, *args, **kwargs: self.run(experts, *args, **kwargs), module)
+    def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return self.from_devices(function(*map(self.rows_on_devices, tensors)))
 
-    def run(self, experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of the chosen experts; arguments as of `models.experts.dense_experts`."""
-        devices, top_k = math.prod(self._grid), top_k_index.shape[1]
-        own = self._on_rows(hidden.view(devices, -1, hidden.shape[1]))
-        chosen = self._on_rows(top_k_index.view(devices, -1).int())
-        count = experts.down_proj.shape[0]
-        if self.divisions == 1:
-            sizes, order, rank = self._on_each(partial(_sorted, count), chosen)
-            rows = self._take(own, order // top_k, rank.unflatten(1, (-1, top_k)))
-            out = self._take(self._products(experts, rows, sizes), rank, order[..., None])
-        else:
-            out = self._exchanged(experts, own, chosen, count // self.divisions)
-        weighted = out.unflatten(1, (-1, top_k)) * self._on_rows(top_k_weights.view(devices, -1, top_k))[..., None]
-        return weighted.sum(dim=2).view_as(hidden).to(hidden.dtype)
-
-    def _exchanged(self, experts: Any, own: Tensor, chosen: Tensor, held: int) -> Tensor:
-        """Run `own` `[devices, tokens, hidden]` on the devices of their experts, which hold `held` each; returns
-        `[devices, tokens * top_k, hidden]`."""
-        choices = chosen.shape[1]
-        top_k = choices // own.shape[1]
-        room = own.shape[1] * min(top_k, held)  # a token has different experts
-        if self._capacity is not None:
-            room = min(room, math.ceil(choices / self.divisions * self._capacity))
-        room = -(-room // _ROWS[-1]) * _ROWS[-1] if self._has_kernel else room
-        slot, choice, ends = self._on_each(partial(_places, self.divisions, held, room), chosen)
-        drops = self._capacity is not None
-        buffer = self._take(own, choice // top_k, slot.unflatten(1, (-1, top_k)), drops=drops)
-        received = self._exchange(buffer.unflatten(1, (self.divisions, room))).flatten(1, 2)
-        sizes, order, rank = self._on_each(partial(_sorted_places, room), self._exchange(ends))
-        rows = self._take(received, order, rank[..., None])
-        out = self._take(self._products(experts, rows, sizes, active=choices), rank, order[..., None])
-        back = self._exchange(out.unflatten(1, (self.divisions, room))).flatten(1, 2)
-        return self._take(back, slot, choice[..., None], drops=drops)
-
-    def _on_each(self, function: Callable[[Tensor], Sequence[Tensor]], ids: Tensor) -> list[Tensor]:
-        """Run a function of integers on each device's part of `[devices, ...]`; its results are int32."""
-        return [self.from_devices(result.int()) for result in function(self.rows_on_devices(ids))]
-
-    # ------------------------------------------------------------------------------------------------- the products
-
-    def _products(self, experts: Any, rows: Tensor, sizes: Tensor, active: int | None = None) -> Tensor:
-        """Run each expert on its rows: `[devices, rows, hidden]`, `[devices, held]` -> `[devices, rows, hidden]`."""
+    def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
+        weight: Tensor = getattr(experts, name)
         ends = sizes.cumsum(dim=1)
         at = torch.arange(rows.shape[1], device=rows.device)
-        one_hot = (at[:, None] < ends[:, None]) & (at[:, None] >= (ends - sizes)[:, None])  # [devices, rows, held]
-        kernel = GroupedProduct(experts.is_transposed, active or rows.shape[1], self._interpret)
-
-        def linear(inputs: Tensor, name: str) -> Tensor:
-            weight: Tensor = getattr(experts, name)
-            if self._has_kernel:
-                out = cast(Tensor, _Product.apply(inputs, weight, sizes, kernel, self))
-            else:
-                by_expert = one_hot[..., None] * inputs[:, :, None]
-                out = self._per_division("gxcneh,xeho->gxcno", by_expert, weight, experts.is_transposed)
-            if not experts.has_bias:
-                return out
-            bias = getattr(experts, f"{name}_bias")
-            return out + self._per_division("gxcne,xeo->gxcno", one_hot.to(bias.dtype), bias, True)
-
-        return run_expert(experts, rows, linear)
+        one_hot = (at[:, None] < ends[:, None]) & (at[:, None] >= (ends - sizes)[:, None])  # [devices, rows, experts]
+        if self._has_kernel:
+            kernel = GroupedProduct(experts.is_transposed, active, self._interpret)
+            out = cast(Tensor, _Product.apply(rows, weight, sizes, kernel, self))
+        else:
+            by_expert = one_hot[..., None] * rows[:, :, None]
+            out = self._per_division("gxcneh,xeho->gxcno", by_expert, weight, experts.is_transposed)
+        if not experts.has_bias:
+            return out
+        bias: Tensor = getattr(experts, f"{name}_bias")
+        return out + self._per_division("gxcne,xeo->gxcno", one_hot.to(bias.dtype), bias, True)
 
     def _per_division(self, equation: str, rows: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         weight = weight if is_transposed else weight.transpose(1, 2)
@@ -182,7 +131,7 @@ class ExpertGroups:
 
     def from_devices(self, part: Tensor) -> Tensor:
         """Return `[devices, ...]`, of which each device has a part."""
-        shape, spec = (math.prod(self._grid), *part.shape), (self._all, *(None for _ in part.shape))
+        shape, spec = (self.devices, *part.shape), (self._all, *(None for _ in part.shape))
         return self._spmd.disable_manual_sharding(part[None], spec, shape, mesh=self._mesh).global_tensor
 
     def sum_of_devices(self, part: Tensor) -> Tensor:
@@ -190,8 +139,6 @@ class ExpertGroups:
         spec = (self._without_expert, self._expert, *(None for _ in part.shape[1:]))
         shape = (self._grid[0] * self._grid[2], self.divisions * len(part), *part.shape[1:])
         return self._spmd.disable_manual_sharding(part[None], spec, shape, mesh=self._mesh).global_tensor.sum(dim=0)
-
-    # ------------------------------------------------------------------------------------------- movements of rows
 
     def _on_rows(self, tensor: Tensor) -> Tensor:
         """Mark `[devices, ...]`, and its gradient, as lying on the devices."""
@@ -205,8 +152,7 @@ class ExpertGroups:
         self._spmd.mark_sharding(tensor, self._mesh, spec)
         return tensor
 
-    def _exchange(self, buffer: Tensor) -> Tensor:
-        """`[devices, to, ...]` -> `[devices, from, ...]`: an all-to-all over the axis `expert`."""
+    def exchange(self, buffer: Tensor) -> Tensor:
         if self._context is None:
             grid = self._mark(buffer.unflatten(0, self._grid[:2]), self._outer, self._expert)
             return self._on_rows(self._mark(grid, self._outer, None, self._expert).transpose(1, 2).flatten(0, 1))
@@ -214,68 +160,6 @@ class ExpertGroups:
         grid = self._mark(grid, self._outer, self._expert, self._context)
         grid = self._mark(grid, self._outer, None, self._context, self._expert)
         return self._on_rows(grid.transpose(1, 3).flatten(0, 2).view_as(buffer))
-
-    def _take(self, rows: Tensor, index: Tensor, back: Tensor, *, drops: bool = False) -> Tensor:
-        """Return `rows[index]` of each device: any row where the index is the number of rows, or with `drops` 0.
-
-        `rows`: `[devices, rows, hidden]`; `index`: `[devices, n]`; `back` `[devices, rows, uses]`: the places of each
-        row in the result, or n.
-        """
-        return cast(Tensor, _Take.apply(rows, index, back, self, drops))
-
-
-def _sorted(groups: int, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`[n]` -> how many are in each group, the order that sorts them, and the rank of each in it. Ids from `groups` on
-    sort to the end."""
-    order = chosen.argsort(stable=True)
-    sizes = (chosen[:, None] == torch.arange(groups, device=chosen.device)).sum(dim=0)
-    return sizes, order, order.argsort()
-
-
-def _places(divisions: int, held: int, room: int, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The places in a buffer `[divisions, room]` of the choices `[n]`, which it groups by the device of their expert.
-
-    Returns the place of each choice, or divisions * room: dropped; the choice at each place `[divisions * room]`, or n:
-    none; and the end of each expert's rows in its device's part, `[divisions, held]`.
-    """
-    sizes, order, rank = _sorted(divisions * held, chosen)
-    by_device = sizes.view(divisions, held)
-    counts = by_device.sum(dim=1)
-    starts = counts.cumsum(dim=0) - counts
-    to = chosen // held
-    at = rank - starts[to.long()]
-    slot = torch.where(at < room, to * room + at, divisions * room)
-    ends = by_device.cumsum(dim=1).clamp(max=room)
-    places = torch.arange(room, device=chosen.device)
-    place = (starts[:, None] + places).clamp(max=len(chosen) - 1).flatten()
-    choice = torch.where((places < ends[:, -1:]).flatten(), order[place], len(chosen))
-    return slot, choice, ends
-
-
-def _sorted_places(room: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_sorted`, for the rows of a received buffer `[from, room]` by expert; `ends`: `[from, held]`."""
-    places = torch.arange(room, device=ends.device)
-    expert = (places[:, None] >= ends[:, None]).sum(dim=-1).flatten()
-    return _sorted(ends.shape[1], expert)
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor, groups: ExpertGroups, drops: bool) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.groups, ctx.drops = groups, drops
-        return groups.from_devices(_taken(groups.rows_on_devices(rows), groups.rows_on_devices(index), drops))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        groups, back = ctx.groups, ctx.groups.rows_on_devices(*ctx.saved_tensors)
-        taken = _taken(groups.rows_on_devices(gradients[0]), back.flatten(), ctx.drops).unflatten(0, back.shape)
-        return groups.from_devices(taken.sum(dim=1)), None, None, None, None
-
-
-def _taken(rows: Tensor, index: Tensor, drops: bool) -> Tensor:
-    taken = rows.index_select(0, index.clamp(max=len(rows) - 1))
-    return torch.where((index < len(rows))[:, None], taken, torch.zeros_like(taken)) if drops else taken
 
 
 class _Product(torch.autograd.Function):
