@@ -50,7 +50,8 @@ def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tenso
     if not experts.has_bias:
         return out
     expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
-    return out + getattr(experts, f"{name}_bias")[expert.clamp(max=len(ends) - 1)]
+    out = out + getattr(experts, f"{name}_bias")[expert.clamp(max=len(ends) - 1)]
+    return torch.where((expert < len(ends))[:, None], out, 0.0)  # the bias gets no gradient of what is arbitrary
 
 
 def run_expert(experts: Any, rows: Tensor, linear: Callable[[Tensor, str], Tensor]) -> Tensor:

@@ -109,7 +109,8 @@ class ExpertGroups:
         if not experts.has_bias:
             return out
         bias: Tensor = getattr(experts, f"{name}_bias")
-        return out + self._per_division("gxcne,xeo->gxcno", one_hot.to(bias.dtype), bias, True)
+        out = out + self._per_division("gxcne,xeo->gxcno", one_hot.to(bias.dtype), bias, True)
+        return torch.where(at[:, None] < ends[:, -1:, None], out, torch.zeros_like(out))  # as `grouped_linear`
 
     def _per_division(self, equation: str, rows: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         weight = weight if is_transposed else weight.transpose(1, 2)
