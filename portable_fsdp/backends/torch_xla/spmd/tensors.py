@@ -7,6 +7,7 @@ weight, or replicated.
 # Shards are reached through torch_xla's private bridge only.
 # pyright: reportPrivateUsage=false
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
@@ -131,6 +132,8 @@ class Layouts:
 
 def _split(tensor: Tensor, rest: Sequence[tuple[str, ...]]) -> Spec:
     rows = batch_spec(tensor.dim())
+    if tensor.dim() < 3:  # of flattened tokens, or without any
+        return rows
     return (*rows[:1], *rest, *((),) * tensor.dim())[: tensor.dim()]
 
 
@@ -157,14 +160,14 @@ class _LaidOut(torch.autograd.Function):
 
 def rows_between(policy: ShardPolicy) -> tuple[tuple[str, ...], ...]:
     """The axes that split the tokens of a row in what a layer returns, `[rows, tokens, width]`: its dimension 1."""
-    return (("tensor",),) if policy.tensor and policy.tensor.splits_rows else ()
+    return (("context", "tensor"),) if policy.tensor and policy.tensor.splits_rows else (("context",),)
 
 
 def axes_apart(spec: Spec, shape: Sequence[int], axes: Mapping[str, int]) -> Spec:
-    """Move `shard` to dimension 1 where `tensor` and it would split dimension 0 unevenly; from a vector it goes.
+    """Move FSDP's axes to dimension 1 where `tensor` and they would split dimension 0 unevenly; from a vector they go.
 
     XLA splits a dimension over two axes in equal tiles, while `layout.region` splits axis by axis.
     """
-    if not spec or "tensor" not in spec[0] or shape[0] % (axes["tensor"] * axes["shard"]) == 0:
+    if not spec or "tensor" not in spec[0] or shape[0] % math.prod(axes.get(axis, 1) for axis in spec[0]) == 0:
         return spec
-    return (("tensor",), ("shard",), *spec[2:])[: len(spec)]
+    return (spec[0][:1], spec[0][1:], *spec[2:])[: len(spec)]
