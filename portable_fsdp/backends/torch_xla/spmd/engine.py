@@ -142,8 +142,9 @@ class XlaBackend(PjrtBackend):
         layouts, barrier = Layouts(self.mesh, self.axes), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = contract.output_head(model)
-        rows, tensor = tuple(axis for axis in ROW_AXES if axis in self.axes), self.axes.get("tensor", 1)
-        attention = LayerAttention(self.mesh, rows, policy.attention, tensor=tensor)
+        rows = tuple(axis for axis in ROW_AXES if axis in self.axes)
+        inner = {axis: self.axes.get(axis, 1) for axis in ("tensor", "context")}
+        attention = LayerAttention(self.mesh, rows, policy.attention, **inner)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
