@@ -64,7 +64,7 @@ class LayerAttention:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _Caught(self.attend, self._models, self._context):
+            with _Caught(self.attend, self._models, context=self._context, tensor=self._tensor):
                 return forward(*args, **kwargs)
 
         return run
@@ -112,11 +112,11 @@ class LayerAttention:
 
 
 class _Caught(TorchFunctionMode):
-    def __init__(self, attend: Callable[..., Tensor], models: Callable[..., Tensor] | None, context: int) -> None:
+    def __init__(self, attend: Callable[..., Tensor], models: Callable[..., Tensor] | None, **axes: int) -> None:
         super().__init__()
         self._attend = attend
         readers = {F.scaled_dot_product_attention: _torchs, models: _models}
-        self._read = {function: partial(read, context=context) for function, read in readers.items()}
+        self._read = {function: partial(read, **axes) for function, read in readers.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = self._read.get(func)
@@ -133,13 +133,10 @@ def _torchs(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
-    context: int = 1,
+    **axes: int,
 ) -> dict[str, Any] | None:
     """Translate a call of torch's function to the kernel's arguments; None if the kernel can't run it."""
-    return _models(
-        query, key, value, attn_mask, None, causal=is_causal, dropout=dropout_p, context=context, scale=scale
-    )
+    return _models(query, key, value, attn_mask, None, causal=is_causal, dropout=dropout_p, scale=scale, **axes)
 
 
 def _models(
@@ -152,11 +149,15 @@ def _models(
     causal: bool,
     dropout: float,
     context: int = 1,
+    tensor: int = 1,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Translate a call of the models' function: causal attention of lengths that the kernel's blocks divide."""
     length, widths = query.shape[-2], (query.shape[-1], value.shape[-1])
     if not causal or dropout or mask is not None or query.dim() != 4 or key.shape[-2] != length:
+        return None
+    if context > 1 and query.shape[1] % tensor:
+        _warn(f"{query.shape[1]} heads that {tensor} devices share keep all scores in memory with sharding.context")
         return None
     multiple = math.lcm(128 * context, context * context)
     if length % multiple or any(width % 64 for width in widths):
@@ -264,10 +265,12 @@ def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[
         if tensor.dim() == 1:  # sinks, or the number of a part
             return (heads if tensor.is_floating_point() else tokens,)
         first = (tuple(rows), heads if tensor.is_floating_point() else None)
-        return (*first, *over, *(None for _ in tensor.shape[2 + len(over) :]))
+        if tensor.dim() == 5:  # torch_xla takes five dimensions
+            first = ((*rows, heads) if heads else tuple(rows),)
+        return (*first, *over, *(None for _ in tensor.shape[len(first) + len(over) :]))
 
     def own(tensor: Tensor, *over: str | None) -> Tensor:
-        """A device's part of a global tensor; `over`: the axes that split its dimensions from the third on."""
+        """A device's part of a global tensor; `over`: the axes that split its dimensions after rows and heads."""
         return shards.enable_manual_sharding(tensor, spec(tensor, *over), mesh=mesh).global_tensor
 
     def whole(tensor: Tensor, *over: str | None) -> Tensor:
@@ -276,22 +279,23 @@ def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[
         full = [size * count for size, count in zip(tensor.shape, times, strict=True)]
         return shards.disable_manual_sharding(tensor, cuts, full, mesh=mesh).global_tensor
 
-    def turned(part: Tensor) -> Tensor:
-        """Reverse the pieces, dimension 3, on every other device."""
-        return torch.where((number % 2).bool(), part.flip(3), part)
+    def turned(pieces: Tensor) -> Tensor:
+        """`[rows x heads, 1, parts, ...]`: reverse the pieces on every other device."""
+        assert number is not None
+        return torch.where((number % 2).bool(), pieces.flip(2), pieces)
 
     def to_parts(tensor: Tensor) -> Tensor:
         """A device's queries in the order of `Kernel.positions`: one all-to-all."""
         part = own(tensor, tokens)
         if tokens is None:
             return part
-        piece = turned(part.unflatten(2, (1, kernel.parts, -1)))
-        return own(whole(piece, tokens, None) * 1, None, tokens).flatten(2, 4)
+        pieces = turned(part.flatten(0, 1).unflatten(1, (1, kernel.parts, -1)))
+        return own(whole(pieces, tokens, None) * 1, None, tokens).reshape(part.shape)
 
     def from_parts(part: Tensor) -> Tensor:
         if tokens is not None:
-            pieces = whole(part.unflatten(2, (kernel.parts, 1, -1)), None, tokens) * 1
-            part = turned(own(pieces, tokens, None)).flatten(2, 4)
+            pieces = part.flatten(0, 1).unflatten(1, (kernel.parts, 1, -1))
+            part = turned(own(whole(pieces, None, tokens) * 1, tokens, None)).reshape(part.shape)
         return whole(part, tokens)
 
     def summed(part: Tensor) -> Tensor:
