@@ -282,7 +282,8 @@ def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[
     def turned(pieces: Tensor) -> Tensor:
         """`[rows x heads, 1, parts, ...]`: reverse the pieces on every other device."""
         assert number is not None
-        return torch.where((number % 2).bool(), pieces.flip(2), pieces)
+        # Without the number 2: `scan` would carry it through its loop, as a tensor that each device has by itself.
+        return torch.where((number & torch.ones_like(number)).bool(), pieces.flip(2), pieces)
 
     def to_parts(tensor: Tensor) -> Tensor:
         """A device's queries in the order of `Kernel.positions`: one all-to-all."""

@@ -143,8 +143,8 @@ class XlaBackend(PjrtBackend):
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = contract.output_head(model)
         rows = tuple(axis for axis in ROW_AXES if axis in self.axes)
-        inner = {axis: self.axes.get(axis, 1) for axis in ("tensor", "context")}
-        attention = LayerAttention(self.mesh, rows, policy.attention, **inner)
+        tensor, context = (self.axes.get(axis, 1) for axis in ("tensor", "context"))
+        attention = LayerAttention(self.mesh, rows, policy.attention, tensor=tensor, context=context)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
