@@ -102,6 +102,8 @@ class XlaBackend(PjrtBackend):
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
+        if self.process.count > 1 and self.row_shards < count:
+            self.data_shard = _data_shard(cast(DeviceTensors, self._tensors).row_shards(), self.row_shards)
 
     def close(self) -> None:
         super().close()
@@ -282,6 +284,20 @@ class XlaBackend(PjrtBackend):
             return self._memory_of(self._bridge._xla_get_runtime_devices()[0])
         except RuntimeError:  # "MemoryInfo not supported for SPMD virtual device" in torch_xla 2.9
             return None
+
+
+def _data_shard(own: tuple[int, ...], row_shards: int) -> contract.Partition:
+    """Return the rows that this process feeds, from the row shards of its devices: several may feed the same. Raises
+    BackendError if two processes share some only. *collective*"""
+    of_processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_processes, own)
+    different = sorted({*of_processes})
+    if sum(map(len, different)) != row_shards:
+        raise BackendError(
+            f"backend xla: the devices of a host have rows {list(own)}, and other hosts have some of them.\n"
+            "  Set sharding.context and sharding.tensor to divide, or be a multiple of, the chips of a host."
+        )
+    return contract.Partition(different.index(own), len(different))
 
 
 def _check_launch(device: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.torch_xla.runtime import Compiler, Programs
-from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region
+from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, count_row_shards, region
 
 Initializer = Callable[[Region], Tensor]
 """Returns a piece of a global tensor, on the host."""
@@ -74,7 +74,24 @@ class DeviceTensors(Programs):
         sharding = self._mesh.get_op_sharding(_partition(spec, self._axes))
         return self._bridge._global_tensor_from_cpu_shards(pieces, sharding, list(shape))
 
+    def row_shards(self) -> tuple[int, ...]:
+        """Return the numbers of the row shards that this process feeds."""
+        whole, spec = (count_row_shards(self._axes),), batch_spec(1)
+        places = (coordinates(self._axes, device) for device in self._local_devices)
+        return tuple(sorted({region(whole, spec, self._axes, place)[0].start for place in places}))
+
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
+        cuts = [self._axes.get(axis, 1) for axis in spec[0]] if spec else [math.prod(self._axes.values())]
+        if self._processes > 1 and math.prod(cuts) < math.prod(self._axes.values()):
+            # torch_xla places a process's rows only if each device has rows of its own.
+            own = self.row_shards()
+            rows = len(tensor) // len(own)
+
+            def fetch(where: Region) -> Tensor:
+                start = own.index(where[0].start // rows) * rows
+                return tensor[(slice(start, start + rows), *where[1:])]
+
+            return self.make((rows * math.prod(cuts), *tensor.shape[1:]), tensor.dtype, spec, fetch)
         sharding = self._spmd.ShardingSpec(self._mesh, _partition(spec, self._axes), minibatch=self._processes > 1)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [sharding.xla_spec(tensor)])
         return placed
