@@ -75,7 +75,7 @@ def test_the_kernel_gives_what_torchs_formula_gives(name: str, monkeypatch: pyte
     )
     query = query * width**-0.5
 
-    arrays = [_array(tensor) for tensor in (query, key, value, documents, sinks)]
+    arrays = [_array(tensor) for tensor in (query, key, value, documents, sinks, None)]
     out, lse = cast(Any, splash_forward)(kernel, *arrays)
     gradients = cast(Any, splash_backward)(kernel, *arrays, out, lse, _array(gradient))
 
@@ -128,11 +128,15 @@ def case(
     save_ops: tuple[str, ...] = (),
     **more: Any,
 ) -> Case:
-    architecture = {**ARCHITECTURES[model], **_WIDE, "max_position_embeddings": 128}
+    architecture = {**ARCHITECTURES[model], **_WIDE, "max_position_embeddings": 512}
     architecture |= {"sliding_window": 50} if "sliding_window" in architecture else {}
-    settings: dict[str, Any] = {"data.seq_len": 128, "data.packing": packing, "model.architecture": architecture}
+    settings: dict[str, Any] = {
+        "data.seq_len": more.pop("length", 128),
+        "data.packing": packing,
+        "model.architecture": architecture,
+    }
     settings |= {"compile.scan_layers": more.pop("scan", False), "memory.save_ops": save_ops}
-    settings |= {"sharding.tensor": more.pop("tensor", 1)}
+    settings |= {f"sharding.{axis}": more.pop(axis, 1) for axis in ("tensor", "context")}
     return Case(model, steps=3, optim=SGD, max_grad_norm=None, checkpointing=checkpointing, settings=settings, **more)
 
 
@@ -149,6 +153,12 @@ RUNS = {
     "windows and softcaps, recomputed": case("gemma2"),
     "windows and sinks, recomputed, documents": case("gpt_oss", packing="documents"),
     "heads split": case(tensor=2, micro_batch=6),  # 2 heads, 1 key-value head
+    "tokens split": case(context=2, micro_batch=6, length=256),
+    "tokens split, scanned, documents": case(context=4, micro_batch=12, length=512, scan=True, packing="documents"),
+    "tokens split, windows and sinks, documents": case(
+        "gpt_oss", context=2, micro_batch=6, length=256, packing="documents"
+    ),
+    "tokens and heads split": case("gemma2", context=2, tensor=2, micro_batch=12, length=256),
 }
 RUNS_IN_SUITE = ("windows and sinks, recomputed, documents", "heads split")
 
@@ -219,5 +229,5 @@ def test_what_a_layer_keeps_fills_the_lanes_of_a_tpu(width: int, kept: tuple[int
     """A TPU pads the last dimension to a multiple of 128."""
     with FakeTensorMode():
         query, key = (torch.empty(2, heads, 256, width, dtype=torch.bfloat16) for heads in (4, 2))
-        out, lse = _operations()[0]([query, key, key, None, None], "")
+        out, lse = _operations()[0]([query, key, key, None, None, None], "")
     assert (out.shape, lse.shape) == (kept, (2, 4, 256))

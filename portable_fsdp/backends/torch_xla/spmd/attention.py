@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from portable_fsdp.backends.contract import Forward
 from portable_fsdp.backends.torch_xla.spmd.splash import Kernel, block_of
+from portable_fsdp.layout import groups_over
 
 log = logging.getLogger("portable_fsdp")
 
@@ -41,16 +42,18 @@ class LayerAttention:
         models: Callable[..., Tensor] | None,
         *,
         tensor: int = 1,
+        context: int = 1,
         interpret: bool = False,
     ) -> None:
         """
         Args:
             mesh: torch_xla's; its axes `rows` split the batch, and the kernel runs on each device's rows.
             tensor: devices along the axis `tensor`, which splits the heads.
+            context: devices along the axis `context`, which split the tokens of a row.
             models: the attention function that models call (`models.attention.attend`), in addition to torch's.
         """
         self._mesh, self._rows, self._tensor, self._interpret = str(mesh), rows, tensor, interpret
-        self._models = models
+        self._models, self._context = models, context
         self._kept: list[Tensor] | None = None
         self._runs_again = False
 
@@ -61,7 +64,7 @@ class LayerAttention:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _Caught(self.attend, self._models):
+            with _Caught(self.attend, self._models, context=self._context, tensor=self._tensor):
                 return forward(*args, **kwargs)
 
         return run
@@ -91,25 +94,29 @@ class LayerAttention:
         splits_heads = self._tensor > 1 and query.shape[1] % self._tensor == 0
         if splits_heads and (times := self._tensor // math.gcd(self._tensor, key.shape[1])) > 1:
             key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))  # fewer than devices
-        kernel = Kernel(window, softcap, self._interpret)
+        kernel = Kernel(window, softcap, self._interpret, self._context)
         options = json.dumps((self._mesh, self._rows, splits_heads, asdict(kernel)))
         query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
         documents = None if documents is None else documents[:, 0, 0].to(torch.int32)
         sinks = None if sinks is None else sinks.float() * 1  # an argument of the program can't be split by hand
+        part = torch.arange(self._context, dtype=torch.int32, device=query.device) if self._context > 1 else None
         known = None
         if self._kept and self._runs_again:
             known, self._kept[:2] = tuple(self._kept[:2]), []
-        out, lse = cast(tuple[Tensor, Tensor], _Attention.apply(options, known, query, key, value, documents, sinks))
+        out, lse = cast(
+            tuple[Tensor, Tensor], _Attention.apply(options, known, query, key, value, documents, sinks, part)
+        )
         if self._kept is not None and not self._runs_again:
             self._kept += [out.detach(), lse]
         return _with_width(out, query)
 
 
 class _Caught(TorchFunctionMode):
-    def __init__(self, attend: Callable[..., Tensor], models: Callable[..., Tensor] | None) -> None:
+    def __init__(self, attend: Callable[..., Tensor], models: Callable[..., Tensor] | None, **axes: int) -> None:
         super().__init__()
         self._attend = attend
-        self._read = {F.scaled_dot_product_attention: _torchs, models: _models}
+        readers = {F.scaled_dot_product_attention: _torchs, models: _models}
+        self._read = {function: partial(read, **axes) for function, read in readers.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = self._read.get(func)
@@ -126,9 +133,10 @@ def _torchs(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **axes: int,
 ) -> dict[str, Any] | None:
     """Translate a call of torch's function to the kernel's arguments; None if the kernel can't run it."""
-    return _models(query, key, value, attn_mask, None, causal=is_causal, dropout=dropout_p, scale=scale)
+    return _models(query, key, value, attn_mask, None, causal=is_causal, dropout=dropout_p, scale=scale, **axes)
 
 
 def _models(
@@ -140,16 +148,22 @@ def _models(
     *,
     causal: bool,
     dropout: float,
+    context: int = 1,
+    tensor: int = 1,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Translate a call of the models' function: causal attention of lengths that the kernel's blocks divide."""
     length, widths = query.shape[-2], (query.shape[-1], value.shape[-1])
     if not causal or dropout or mask is not None or query.dim() != 4 or key.shape[-2] != length:
         return None
-    if length % 128 or any(width % 64 for width in widths):
+    if context > 1 and query.shape[1] % tensor:
+        _warn(f"{query.shape[1]} heads that {tensor} devices share keep all scores in memory with sharding.context")
+        return None
+    multiple = math.lcm(128 * context, context * context)
+    if length % multiple or any(width % 64 for width in widths):
         _warn(
             f"{length} tokens in heads of {widths[0]} and {widths[1]} keep all scores in memory: the kernel needs a "
-            "multiple of 128 tokens, and head sizes that are multiples of 64"
+            f"multiple of {multiple} tokens, and head sizes that are multiples of 64"
         )
         return None
     if (block := block_of(length)) < min(512, length):
@@ -169,7 +183,7 @@ def _warn(message: str) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Returns (out, log-sum-exp) of query, key, value, documents and sinks, or `known`: a layer's first run's."""
+    """Returns (out, log-sum-exp) of the tensors of `Kernel.forward`, or `known`: a layer's first run's."""
 
     @staticmethod
     def forward(ctx: Any, options: str, known: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -182,15 +196,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         d_query, d_key, d_value, *d_sinks = _operations()[1]([*ctx.saved_tensors, outputs[0]], ctx.options)
-        return None, None, d_query, d_key, d_value, None, d_sinks[0].sum(0) if d_sinks else None
+        return None, None, d_query, d_key, d_value, None, d_sinks[0].sum(0) if d_sinks else None, None
 
 
 @cache  # once per process: the dispatcher registers them by name
 def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return forward and backward as torch operations, which `scan` can trace.
 
-    They take the tensors of `Kernel.forward` and `Kernel.backward`, and the options as JSON: mesh, axes of the rows,
-    whether the axis `tensor` splits heads, and the kernel.
+    They take the tensors of `Kernel.forward` and `Kernel.backward` (the parts' numbers as one tensor), and the options
+    as JSON: mesh, axes of the rows, whether the axis `tensor` splits heads, and the kernel.
     """
 
     @torch.library.custom_op("portable_fsdp::attention", mutates_args=())
@@ -236,25 +250,70 @@ def is_kept(node: fx.Node) -> bool:
 
 
 def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[Tensor]:
-    """Run a kernel's method on each device's rows and heads; XLA's partitioner can't split kernels."""
+    """Run a kernel's method on each device's rows, heads and queries; XLA's partitioner can't split kernels."""
+    import torch_xla
     import torch_xla.distributed.spmd as spmd
 
-    shards: Any = spmd
-    name, rows, splits_heads, kernel = json.loads(options)
-    mesh = shards.Mesh.from_str(name)
-    heads = "tensor" if splits_heads else None
-    devices = math.prod(mesh.shape()[axis] for axis in rows)
-    parts = mesh.shape()[heads] if heads else 1
+    shards, bridge = cast(Any, spmd), cast(Any, torch_xla)._XLAC
+    name, rows, splits_heads, fields = json.loads(options)
+    kernel, mesh = Kernel(**fields), shards.Mesh.from_str(name)
+    sizes: dict[str, int] = dict(mesh.shape())
+    heads, tokens = "tensor" if splits_heads else None, "context" if kernel.parts > 1 else None
+    groups = groups_over(sizes, ("context",))
 
-    def spec(tensor: Tensor) -> tuple[Any, ...]:
-        if tensor.dim() == 1:  # sinks
-            return (heads,)
-        return (tuple(rows), heads if tensor.is_floating_point() else None, *(None for _ in tensor.shape[2:]))
+    def spec(tensor: Tensor, *over: str | None) -> tuple[Any, ...]:
+        if tensor.dim() == 1:  # sinks, or the number of a part
+            return (heads if tensor.is_floating_point() else tokens,)
+        first = (tuple(rows), heads if tensor.is_floating_point() else None)
+        if tensor.dim() == 5:  # torch_xla takes five dimensions
+            first = ((*rows, heads) if heads else tuple(rows),)
+        return (*first, *over, *(None for _ in tensor.shape[len(first) + len(over) :]))
 
-    own = [t if t is None else shards.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]
-    results = [cast(Tensor, result) for result in getattr(Kernel(**kernel), method)(*own)]
-    sizes = [(devices * result.shape[0], parts * result.shape[1], *result.shape[2:]) for result in results]
-    return [
-        shards.disable_manual_sharding(result, spec(result), size, mesh=mesh).global_tensor
-        for result, size in zip(results, sizes, strict=True)
-    ]
+    def own(tensor: Tensor, *over: str | None) -> Tensor:
+        """A device's part of a global tensor; `over`: the axes that split its dimensions after rows and heads."""
+        return shards.enable_manual_sharding(tensor, spec(tensor, *over), mesh=mesh).global_tensor
+
+    def whole(tensor: Tensor, *over: str | None) -> Tensor:
+        cuts = spec(tensor, *over)
+        times = [math.prod(sizes[axis] for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis) for cut in cuts]
+        full = [size * count for size, count in zip(tensor.shape, times, strict=True)]
+        return shards.disable_manual_sharding(tensor, cuts, full, mesh=mesh).global_tensor
+
+    def turned(pieces: Tensor) -> Tensor:
+        """`[rows x heads, 1, parts, ...]`: reverse the pieces on every other device."""
+        assert number is not None
+        # Without the number 2: `scan` would carry it through its loop, as a tensor that each device has by itself.
+        return torch.where((number & torch.ones_like(number)).bool(), pieces.flip(2), pieces)
+
+    def to_parts(tensor: Tensor) -> Tensor:
+        """A device's queries in the order of `Kernel.positions`: one all-to-all."""
+        part = own(tensor, tokens)
+        if tokens is None:
+            return part
+        pieces = turned(part.flatten(0, 1).unflatten(1, (1, kernel.parts, -1)))
+        return own(whole(pieces, tokens, None) * 1, None, tokens).reshape(part.shape)
+
+    def from_parts(part: Tensor) -> Tensor:
+        if tokens is not None:
+            pieces = part.flatten(0, 1).unflatten(1, (kernel.parts, 1, -1))
+            part = turned(own(whole(pieces, None, tokens) * 1, tokens, None)).reshape(part.shape)
+        return whole(part, tokens)
+
+    def summed(part: Tensor) -> Tensor:
+        """The sum over devices that share a row: `[rows, heads]` on each, else tokens are split again."""
+        if tokens is None:
+            return whole(part)
+        if part.dim() == 2:
+            return whole(bridge._xla_spmd_all_reduce("sum", part, 1.0, groups))
+        return whole(bridge._xla_spmd_reduce_scatter("sum", part, 1.0, 2, kernel.parts, groups), tokens)
+
+    query, key, value, documents, sinks, part, *rest = tensors
+    assert query is not None
+    number = None if part is None else own(part)
+    shared = [None if tensor is None else own(tensor) for tensor in (key, value, documents, sinks)]
+    # Of backward: the output, the log-sum-exp, which stays in the order of parts, and the output's gradient.
+    others = [own(t, tokens) if t.dim() == 3 else to_parts(t) for t in cast(list[Tensor], rest)]
+    first, *results = cast(list[Tensor], getattr(kernel, method)(to_parts(query), *shared, number, *others))
+    if method == "forward":
+        return [from_parts(first), *(whole(lse, tokens) for lse in results)]
+    return [from_parts(first), *map(summed, results)]

@@ -8,6 +8,7 @@ sets environment variables that torch_xla reads at import, before it imports tor
 # pyright: reportPrivateUsage=false
 
 import logging
+import math
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,17 @@ from portable_fsdp.backends.weight_uses import (
     weight_uses,
 )
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, batch_spec, count_copies, full_region, state_spec
+from portable_fsdp.layout import (
+    FSDP_AXES,
+    LOSS_AXES,
+    ROW_AXES,
+    Region,
+    Spec,
+    batch_spec,
+    count_copies,
+    full_region,
+    state_spec,
+)
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.launchers import detect_launch
 
@@ -78,7 +89,7 @@ class XlaBackend(PjrtBackend):
         self._open(device, config, contract.Partition(int(cast(Any, runtime).process_index()), hosts), count, hosts)
         self.device = torch.device("xla:0")
         self._sum_in_float32 = config.precision.reduce == "float32"
-        self._shards = self.axes["shard"]
+        self._shards = math.prod(self.axes.get(axis, 1) for axis in FSDP_AXES)
         self.mesh: Any = spmd.Mesh(np.arange(count), tuple(self.axes.values()), tuple(self.axes))
         self._programs = self._tensors = tensors or DeviceTensors(
             self.mesh, self.axes, self.process.count, torus=torus_of_run(), for_tpu=device == "tpu"
@@ -91,6 +102,8 @@ class XlaBackend(PjrtBackend):
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("gloo", init_method="xla://")
+        if self.process.count > 1 and self.row_shards < count:
+            self.data_shard = _data_shard(cast(DeviceTensors, self._tensors).row_shards(), self.row_shards)
 
     def close(self) -> None:
         super().close()
@@ -131,8 +144,9 @@ class XlaBackend(PjrtBackend):
         layouts, barrier = Layouts(self.mesh, self.axes), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = contract.output_head(model)
-        rows, tensor = tuple(axis for axis in ROW_AXES if axis in self.axes), self.axes.get("tensor", 1)
-        attention = LayerAttention(self.mesh, rows, policy.attention, tensor=tensor)
+        rows = tuple(axis for axis in ROW_AXES if axis in self.axes)
+        tensor, context = (self.axes.get(axis, 1) for axis in ("tensor", "context"))
+        attention = LayerAttention(self.mesh, rows, policy.attention, tensor=tensor, context=context)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
@@ -170,10 +184,10 @@ class XlaBackend(PjrtBackend):
             if name in policy.units and block is not head:
                 keep_rows_split(block, lambda out: layouts.split_rows(out, *rows_between(policy)))
         if head is not None:  # unit or not: else the logits would be sharded by words over the axes of the rows
-            words = ((), ("tensor",)) if policy.tensor else ()
-            if rows_between(policy):  # the head takes all tokens of its rows: else the logits of all words are gathered
-                head.register_forward_pre_hook(lambda _, args: (layouts.split_rows_in_loop(args[0]), *args[1:]))
-            keep_rows_split(head, lambda logits: layouts.split_rows(logits, *words))
+            tokens, words = ("context",), ("tensor",) if policy.tensor else ()
+            if policy.tensor and policy.tensor.splits_rows:  # else the logits of all words are gathered
+                head.register_forward_pre_hook(lambda _, args: (layouts.split_rows_in_loop(args[0], tokens), *args[1:]))
+            keep_rows_split(head, lambda logits: layouts.split_rows(logits, tokens, words))
         for name in () if scanned else policy.layers:
             finish_backward(model.get_submodule(name), barrier)
         model.forward = copies.gathered_for(list(outside.values()), model.forward)
@@ -204,7 +218,13 @@ class XlaBackend(PjrtBackend):
     # --------------------------------------------------------------------------------------------------- the step
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
-        return {name: self._tensors.place(tensor, batch_spec(tensor.dim(), axes)) for name, tensor in batch.items()}
+        text = batch["input_ids"].shape if "input_ids" in batch else None
+
+        def spec(tensor: Tensor) -> Spec:
+            rows = batch_spec(tensor.dim(), axes)
+            return (*rows[:1], ("context",), *rows[2:]) if tensor.shape == text and len(rows) > 1 else rows
+
+        return {name: self._tensors.place(tensor, spec(tensor)) for name, tensor in batch.items()}
 
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
@@ -265,6 +285,20 @@ class XlaBackend(PjrtBackend):
             return self._memory_of(self._bridge._xla_get_runtime_devices()[0])
         except RuntimeError:  # "MemoryInfo not supported for SPMD virtual device" in torch_xla 2.9
             return None
+
+
+def _data_shard(own: tuple[int, ...], row_shards: int) -> contract.Partition:
+    """Return the rows that this process feeds, from the row shards of its devices: several may feed the same. Raises
+    BackendError if two processes share some only. *collective*"""
+    of_processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_processes, own)
+    different = sorted({*of_processes})
+    if sum(map(len, different)) != row_shards:
+        raise BackendError(
+            f"backend xla: the devices of a host have rows {list(own)}, and other hosts have some of them.\n"
+            "  Set sharding.context and sharding.tensor to divide, or be a multiple of, the chips of a host."
+        )
+    return contract.Partition(different.index(own), len(different))
 
 
 def _check_launch(device: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,25 +33,26 @@ class Kernel:
         window: number of tokens that a position sees, itself included; None: all before it.
         softcap: scores become `softcap * tanh(scores / softcap)`.
         interpret: run on CPUs, by plain operations in the kernel's order.
+        parts: devices that share the queries of a row; each has those of its `positions` and all keys and values.
     """
 
     window: int | None = None
     softcap: float | None = None
     interpret: bool = False
+    parts: int = 1
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output, and the log-sum-exp as float32 `[rows, heads, seq]`.
+    def forward(self, *tensors: Tensor | None) -> list[Tensor]:
+        """Return the output, and the log-sum-exp as float32 `[rows, heads, queries]`.
 
         Args:
-            query: `[rows, heads, seq, width]`, times the scale of the scores; the numbers of key and value heads must
-                divide its.
-            documents: int32 `[rows, seq]`, the document of each position, which attends only within it.
-            sinks: `[heads]`: a further score of each position, without a value.
+            tensors: in this order:
+                query: `[rows, heads, queries, width]`, times the scale of the scores; `queries` is seq / parts.
+                key, value: `[rows, heads, seq, width]`; their numbers of heads must divide the query's.
+                documents: int32 `[rows, seq]` or None, the document of each position, which attends only within it.
+                sinks: `[heads]` or None: a further score of each position, without a value.
+                part: int32 `[1]`, this device's number among `parts`; None for one part.
         """
-        out, lse = self._run(splash_forward, query, key, value, documents, sinks)
-        return out, lse
+        return self._run(splash_forward, *tensors)
 
     def backward(self, *tensors: Tensor | None) -> list[Tensor]:
         """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`.
@@ -60,19 +62,30 @@ class Kernel:
         return self._run(splash_backward, *tensors)
 
     def visible(self, length: int) -> int:
-        """Return the number of visible pairs of positions; the diagonal counts half."""
+        """Return the number of visible pairs of positions of one part; the diagonal counts half."""
         window = min(self.window or length, length)
-        return window * length - window * window // 2
+        return (window * length - window * window // 2) // self.parts
+
+    def positions(self, length: int) -> np.ndarray:
+        """Return the position in the row of each query, int32 `[length]`, one part after the other.
+
+        Each of `parts` neighbouring pieces of a row is cut again, and its pieces go to the parts in turn, in every
+        other one backwards: then causal attention is equal work for all parts.
+        """
+        first = np.arange(self.parts) * self.parts
+        pieces = [first + np.where(np.arange(self.parts) % 2, self.parts - 1 - at, at) for at in range(self.parts)]
+        size = length // self.parts**2
+        return (np.concatenate(pieces)[:, None] * size + np.arange(size)).ravel().astype(np.int32)
 
     def flops(self, function: Callable[..., Any], kinds: "Sequence[_Kind]") -> int:
         """FLOPs of scores and output; in backward of scores, and the gradients of weights, value, query and key.
 
         A product takes 2 operations per head, element of a head and visible pair of positions.
         """
-        query, _, value = cast(Any, kinds[:3])
-        rows, heads, length, width = query[0]
+        query, key, value = cast(Any, kinds[:3])
+        rows, heads, _, width = query[0]
         widths = width + value[0][-1] if function is splash_forward else 3 * width + 2 * value[0][-1]
-        return 2 * rows * heads * widths * self.visible(length)
+        return 2 * rows * heads * widths * self.visible(key[0][2])
 
     def _run(self, function: Callable[..., Any], *tensors: Tensor | None) -> list[Tensor]:
         import torch_xla
@@ -88,43 +101,67 @@ def block_of(length: int, limit: int = _BACKWARD_KEYS) -> int:
     return max(size for size in range(128, limit + 1, 128) if length % size == 0)
 
 
-def _splash(kernel: Kernel, heads: int, length: int) -> Any:
+def _splash(kernel: Kernel, heads: int, length: int, part: Any) -> Any:
+    import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    queries = length // kernel.parts
+    # A block of queries from pieces that lie far apart would meet keys that only the later ones see.
+    together = _FORWARD_BLOCK if kernel.parts == 1 else max(_BACKWARD_QUERIES, queries // kernel.parts)
     forward, keys = block_of(length, _FORWARD_BLOCK), block_of(length, _BACKWARD_KEYS)
     blocks = splash.BlockSizes(
-        block_q=forward,
+        block_q=block_of(queries, min(_FORWARD_BLOCK, together)),
         block_kv=forward,
         block_kv_compute=block_of(forward, _AT_ONCE),
-        block_q_dkv=block_of(length, _BACKWARD_QUERIES),
+        block_q_dkv=block_of(queries, _BACKWARD_QUERIES),
         block_kv_dkv=keys,
         block_kv_dkv_compute=block_of(keys, _AT_ONCE),
         use_fused_bwd_kernel=True,
     )
     shape = (length, length)
     mask = masks.CausalMask(shape) if kernel.window is None else masks.LocalMask(shape, (kernel.window - 1, 0), 0)
-    return splash.make_splash_mha(
+    mask.q_sequence = kernel.positions(length)
+    attend = splash.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=blocks,
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=kernel.parts,
         save_residuals=True,
         attn_logits_soft_cap=kernel.softcap,
         interpret=kernel.interpret,
     )
 
+    def own(array: Any) -> Any:
+        axis = min(1, array.ndim - 1)  # blocks of queries, or queries
+        size = array.shape[axis] // kernel.parts
+        return jax.lax.dynamic_slice_in_dim(array, part[0] * size, size, axis)
 
-def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any) -> Any:
-    """Implement `Kernel.forward` on jax arrays."""
-    import jax
+    # All parts run one program, so which blocks they skip is data.
+    infos = (attend.fwd_mask_info, attend.dkv_mask_info)
+    first, second = infos if kernel.parts == 1 else jax.tree.map(own, infos)
+    return splash.SplashAttentionKernel(first, None, second, **attend.kwargs)
+
+
+def _ids(documents: Any, attend: Any) -> Any:
+    """The documents of queries and of keys, for a row."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    attend = _splash(kernel, *query.shape[1:3])
+    if documents is None:
+        return None
+    positions = attend.fwd_mask_info.q_sequence
+    whole = len(positions) == len(documents)
+    return splash.SegmentIds(documents if whole else documents[positions], documents)
+
+
+def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any, part: Any) -> Any:
+    """Implement `Kernel.forward` on jax arrays."""
+    import jax
+
+    attend = _splash(kernel, query.shape[1], key.shape[2], part)
 
     def row(query: Any, key: Any, value: Any, documents: Any) -> Any:
-        ids = None if documents is None else splash.SegmentIds(documents, documents)
-        out, (lse,) = attend(query, key, value, ids, sinks)
+        out, (lse,) = attend(query, key, value, _ids(documents, attend), sinks)
         return out, lse
 
     # The kernel writes each log-sum-exp 128 times. Without the barrier all copies would stay until backward reads them.
@@ -132,17 +169,17 @@ def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: 
 
 
 def splash_backward(
-    kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any, *of_output: Any
+    kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any, part: Any, *of_output: Any
 ) -> Any:
     """Implement `Kernel.backward` on jax arrays."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    attend = _splash(kernel, *query.shape[1:3])
+    attend = _splash(kernel, query.shape[1], key.shape[2], part)
     options: dict[str, Any] = {**attend.kwargs, "save_residuals": False}
 
     def row(query: Any, key: Any, value: Any, documents: Any, out: Any, lse: Any, gradient: Any) -> Any:
-        ids = None if documents is None else splash.SegmentIds(documents, documents)
+        ids = _ids(documents, attend)
         kept = (query, key, value, ids, sinks, out, lse, None, attend.dkv_mask_info)
         *_, d_query, d_key, d_value, _, d_sinks = splash._splash_attention_bwd(**options, res=kept, do=gradient)
         return d_query, d_key, d_value, d_sinks

@@ -7,6 +7,7 @@ weight, or replicated.
 # Shards are reached through torch_xla's private bridge only.
 # pyright: reportPrivateUsage=false
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.torch_xla.runtime import Compiler, Programs
-from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, region
+from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, count_row_shards, region
 
 Initializer = Callable[[Region], Tensor]
 """Returns a piece of a global tensor, on the host."""
@@ -73,7 +74,24 @@ class DeviceTensors(Programs):
         sharding = self._mesh.get_op_sharding(_partition(spec, self._axes))
         return self._bridge._global_tensor_from_cpu_shards(pieces, sharding, list(shape))
 
+    def row_shards(self) -> tuple[int, ...]:
+        """Return the numbers of the row shards that this process feeds."""
+        whole, spec = (count_row_shards(self._axes),), batch_spec(1)
+        places = (coordinates(self._axes, device) for device in self._local_devices)
+        return tuple(sorted({region(whole, spec, self._axes, place)[0].start for place in places}))
+
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
+        cuts = [self._axes.get(axis, 1) for axis in spec[0]] if spec else [math.prod(self._axes.values())]
+        if self._processes > 1 and math.prod(cuts) < math.prod(self._axes.values()):
+            # torch_xla places a process's rows only if each device has rows of its own.
+            own = self.row_shards()
+            rows = len(tensor) // len(own)
+
+            def fetch(where: Region) -> Tensor:
+                start = own.index(where[0].start // rows) * rows
+                return tensor[(slice(start, start + rows), *where[1:])]
+
+            return self.make((rows * math.prod(cuts), *tensor.shape[1:]), tensor.dtype, spec, fetch)
         sharding = self._spmd.ShardingSpec(self._mesh, _partition(spec, self._axes), minibatch=self._processes > 1)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [sharding.xla_spec(tensor)])
         return placed
@@ -131,6 +149,8 @@ class Layouts:
 
 def _split(tensor: Tensor, rest: Sequence[tuple[str, ...]]) -> Spec:
     rows = batch_spec(tensor.dim())
+    if tensor.dim() < 3:  # of flattened tokens, or without any
+        return rows
     return (*rows[:1], *rest, *((),) * tensor.dim())[: tensor.dim()]
 
 
@@ -157,14 +177,14 @@ class _LaidOut(torch.autograd.Function):
 
 def rows_between(policy: ShardPolicy) -> tuple[tuple[str, ...], ...]:
     """The axes that split the tokens of a row in what a layer returns, `[rows, tokens, width]`: its dimension 1."""
-    return (("tensor",),) if policy.tensor and policy.tensor.splits_rows else ()
+    return (("context", "tensor"),) if policy.tensor and policy.tensor.splits_rows else (("context",),)
 
 
 def axes_apart(spec: Spec, shape: Sequence[int], axes: Mapping[str, int]) -> Spec:
-    """Move `shard` to dimension 1 where `tensor` and it would split dimension 0 unevenly; from a vector it goes.
+    """Move FSDP's axes to dimension 1 where `tensor` and they would split dimension 0 unevenly; from a vector they go.
 
     XLA splits a dimension over two axes in equal tiles, while `layout.region` splits axis by axis.
     """
-    if not spec or "tensor" not in spec[0] or shape[0] % (axes["tensor"] * axes["shard"]) == 0:
+    if not spec or "tensor" not in spec[0] or shape[0] % math.prod(axes.get(axis, 1) for axis in spec[0]) == 0:
         return spec
-    return (("tensor",), ("shard",), *spec[2:])[: len(spec)]
+    return (spec[0][:1], spec[0][1:], *spec[2:])[: len(spec)]
