@@ -206,6 +206,8 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
         training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
         _name(recorder, training)
+        if "expert" in backend.axes:
+            held.enter_context(_noting_groups(recorder))
         if recorder.is_tpu:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", tpu_attention))
         if recorder.is_gpu:
@@ -226,6 +228,19 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
     planned = cast(_Planned, backend)
     host_bytes = _host_bytes(training, planned.pattern) + (backend.offload.host_bytes if backend.offload else 0)
     return _Recorded(recorder, training, host_bytes, planned.frozen, planned.pattern)
+
+
+def _noting_groups(recorder: Recorder) -> Any:
+    """Context that tells the recorder how much of the buffers of experts their products compute: not the padding."""
+    from portable_fsdp.backends.native.experts import ExpertGroups
+
+    linear = ExpertGroups.linear
+
+    def noted(self: ExpertGroups, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
+        recorder.grouped_share = active / rows.shape[1]
+        return linear(self, experts, sizes, active, rows, name)
+
+    return patch.object(ExpertGroups, "linear", noted)
 
 
 @contextmanager

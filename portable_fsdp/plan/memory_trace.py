@@ -189,6 +189,7 @@ class Recorder(TorchDispatchMode):
         self._streams: dict[int, tuple[int, Any]] = {}  # id -> order of first use; the reference keeps the id unique
         self._fake, self.device, self.is_gpu, self.is_tpu = fake, device, kind == "cuda", kind == "tpu"
         self._has_tf32 = has_tf32
+        self.grouped_share = 1.0  # of the rows of grouped products that belong to a group
         self._known: tuple[MemoryPart, str] | None = None
         self._live: dict[int, tuple[Any, Block]] = {}  # keyed by the storage's address
         self._weights: Mapping[str, set[torch.Size]] = {}  # module -> shapes of its parameters
@@ -314,6 +315,8 @@ class Recorder(TorchDispatchMode):
             if self.is_gpu:
                 self._take_workspace(func, args)
             dtype, flops = products
+            if "grouped_mm" in func.name():
+                flops *= self.grouped_share
             name = "tf32" if self._has_tf32 and dtype == torch.float32 else dtype_name(dtype)
             part = "attention" if "attention" in func.name() else "products"
             self._note("runs", KernelRun(part, name, flops, reads, writes))

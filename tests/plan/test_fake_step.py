@@ -50,7 +50,7 @@ PLANNED = {
     "frozen": step(**EIGHT, model__freeze=("model.layers",)),
     "compiled": step(**EIGHT, compile__enabled=True, memory__gradient_checkpointing="budget", memory__budget=0.3),
     "float32": step(devices=DEVICES, model=SHALLOW, precision__matmul="high"),
-    "experts": step(**EXPERTS),
+    "experts": step(**EXPERTS, model__experts="dense"),
     "grouped": step(**EXPERTS, model__experts="grouped_mm"),
 }
 REAL = {
