@@ -134,7 +134,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def _part_of(row: JsonObject) -> JsonObject:
     """Return the part of a row that the report needs: a run of many processes has long rows."""
-    part = {key: row[key] for key in (*ROW_KEYS, "eval_loss") if _is_number(row.get(key))}
+    part = {key: row[key] for key in (*ROW_KEYS, "eval_loss", "expert_load_max", "router_loss") if _is_number(row.get(key))}
     if isinstance(row.get("processes"), dict) and _is_number(shared := row["processes"].get("memory_imbalance")):
         part["processes"] = {"memory_imbalance": shared}
     return part | {"time": row.get("time")}

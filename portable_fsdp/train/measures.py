@@ -22,6 +22,7 @@ from portable_fsdp.train.control import Votes
 if TYPE_CHECKING:  # text doesn't load it
     from portable_fsdp.train.row_trial import RowCost
 
+OF_ROUTERS = ("router_loss", "expert_load_max", "experts_dropped")
 VOTES = 5  # numbers of each process in the control vector
 
 
@@ -144,6 +145,8 @@ class Measures:
             loss_scale=metrics["loss_scale"].item() if "loss_scale" in metrics else None,
             skipped_steps=int(metrics["skipped_steps"].item()) if "skipped_steps" in metrics else None,
             is_empty=metrics["is_empty"].item() > 0,
+            **{name: metrics[name].item() for name in OF_ROUTERS if name in metrics},
+            expert_load=tuple(metrics["expert_load"].tolist()) if "expert_load" in metrics else None,
         )
         return end, Votes(bool(stop > 0), bool((saves > 0).any()))
 
