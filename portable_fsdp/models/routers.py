@@ -48,7 +48,7 @@ class Routers:
         if has_loss:
             for name, (module, index) in balanced_routers(model).items():
                 module.register_forward_hook(self._balance(index, model.num_experts_per_tok))
-                self._balanced[name] = module
+                self._balanced[name], cast(Any, module).balance = module, None
             self._scale, self._experts_of_loss = float(model.router_aux_loss_coef), int(model.num_experts)
             self._top_k, self._axes_of_loss = int(model.num_experts_per_tok), _axes(plan, list(self._balanced))
 
@@ -62,21 +62,29 @@ class Routers:
         return sums | ({"balance": torch.zeros(2, self._experts_of_loss)} if self.has_loss else {})
 
     def open(self, device: torch.device) -> None:
-        """Allocate what forwards count into."""
+        """Prepare the tensors that the next forward counts into."""
         for module, size in zip(self._experts, self._sizes, strict=True):
-            module.load = torch.zeros(size, device=device)
+            if getattr(module, "load", None) is None:
+                module.load = torch.zeros(size, device=device)
         for module in self._balanced.values():
-            module.balance = torch.zeros(2, self._experts_of_loss, device=device)
+            if module.balance is None:
+                module.balance = torch.zeros(2, self._experts_of_loss, device=device)
 
-    def loads(self) -> Tensor:
-        """Return what this device's last forward chose, `[n]`: for each module of experts the rows of each expert, and
-        the rows dropped."""
-        return torch.cat([module.load for module in self._experts])
+    def take(self, sum_over: SumOver, *, balance: Tensor | None = None) -> dict[str, Tensor]:
+        """Return what the forward since `open` chose.
 
-    def balance(self, sum_over: SumOver) -> Tensor:
-        """Return `[2, experts]` of the last forward: choices and summed probabilities of all layers, on all devices.
-        *collective*"""
-        return sum_over(torch.stack([module.balance for module in self._balanced.values()]).sum(0), self._axes_of_loss)
+        `loads` `[n]`, of this device: for each module of experts the rows of each expert, and the rows dropped. With a
+        router loss `balance` `[2, experts]`, of all devices: choices, and summed probabilities, of all layers; or the
+        argument, if it is known. *collective*
+        """
+        taken = {"loads": torch.cat([module.load for module in self._experts])}
+        if self.has_loss:
+            own = torch.stack([module.balance for module in self._balanced.values()]).sum(dim=0)
+            taken["balance"] = sum_over(own, self._axes_of_loss) if balance is None else balance
+        if taken["loads"].device.type == "xla":  # results of each program, in an order that changes, if they lived on
+            for module in (*self._experts, *self._balanced.values()):
+                module.load = module.balance = None
+        return taken
 
     def prepare_backward(self, balance: Tensor, scale: Tensor | float) -> None:
         """Set the factors of backward's gradients from the `balance` of the global batch. `scale`: of the loss."""
@@ -114,7 +122,8 @@ class Routers:
             logits: Tensor = values[index if len(values) > 1 else 0]
             flat = logits.detach().float().flatten(0, -2)
             counts = choice_counts(flat.topk(top_k, dim=-1).indices, flat.shape[-1])
-            module.balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
+            if module.balance is not None:
+                module.balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
             if not (torch.is_grad_enabled() and logits.requires_grad):
                 return None
             # The model may drop the logits: the gradient enters through another output, whose backward runs.

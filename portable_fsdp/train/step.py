@@ -48,12 +48,14 @@ def add_gradients(
     routers, of_routers = find_routers(model), Sums()
     scale = 1.0 if backend.loss_scaler is None else backend.loss_scaler.scale
     with backend.accumulate(last, model):
+        if routers is not None:
+            routers.open(backend.device)
         loss_sum, count, _ = task.scores(model, batch)
         mean = loss_sum / expected
         if routers is not None:
-            of_routers = {"loads": sums.get("loads", 0.0) + routers.loads()}
-            if routers.has_loss:  # several micro batches were counted before the first
-                of_routers["balance"] = sums["balance"] if "balance" in sums else routers.balance(backend.sum)
+            of_routers = routers.take(backend.sum, balance=sums.get("balance"))
+            of_routers["loads"] = of_routers["loads"] + sums.get("loads", 0.0)
+            if routers.has_loss:
                 routers.prepare_backward(of_routers["balance"], scale)
         (mean if backend.loss_scaler is None else mean * scale).backward()
     return {"loss": sums["loss"] + mean.detach(), "share": sums["share"] + count.detach() / expected, **of_routers}
@@ -109,14 +111,13 @@ def train_step(
     if backend.loss_scaler is not None:
         backend.loss_scaler.require_skippable(optimizer)
     routers = find_routers(model)
-    if routers is not None:
-        routers.open(backend.device)
 
     def count_choices(batch: Batch, balance: Tensor) -> Metrics:
         assert routers is not None
+        routers.open(backend.device)
         with backend.evaluate():
             run_layers(model, batch)
-        return {"balance": balance + routers.balance(backend.sum)}
+        return {"balance": balance + routers.take(backend.sum)["balance"]}
 
     def micro_batch(batch: Batch, control: Batch, sums: Sums, keeps: Tensor, last: bool) -> Metrics:
         if drops_in_program:
