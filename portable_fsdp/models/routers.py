@@ -110,7 +110,7 @@ class Routers:
         by_layer, dropped = torch.stack(loads).split([self._sizes[0] - 1, 1], dim=1)
         total = by_layer.sum().clamp(min=1)
         fullest = by_layer.amax(dim=1) / by_layer.mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        metrics |= {"expert_load": by_layer.sum(dim=0) / total, "expert_load_max": fullest.amax()}
+        metrics |= {"expert_load": by_layer.sum(dim=0) / total, "expert_load_max": fullest.max()}
         return metrics | ({"experts_dropped": dropped.sum() / total} if self._drops else {})
 
     def _balance(self, index: int, top_k: int) -> Callable[..., Any]:
