@@ -278,8 +278,8 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
 
 
 def _switch_off(config: Any) -> None:
-    """Switch off dropout, and what a training forward doesn't return: the key-value cache, and router logits, whose loss
-    is `routers.py`'s."""
+    """Switch off dropout, and what training doesn't read: the key-value cache, and router logits, whose loss
+    `routers.py` adds."""
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False

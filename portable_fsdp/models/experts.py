@@ -43,7 +43,9 @@ def choice_counts(chosen: Tensor, experts: int) -> Tensor:
         ids = torch.arange(experts, device=chosen.device)
         return (chosen.flatten()[:, None] == ids).sum(dim=0, dtype=torch.float32)
     counts = torch.zeros(experts + 1, device=chosen.device)
-    return counts.index_add(0, chosen.flatten().clamp(max=experts), torch.ones_like(chosen.flatten(), dtype=counts.dtype))[:-1]
+    return counts.index_add(
+        0, chosen.flatten().clamp(max=experts), torch.ones_like(chosen.flatten(), dtype=counts.dtype)
+    )[:-1]
 
 
 def grouped_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Forwards leave their counts in tensors of their modules, in place: a recomputation writes the same values again. A step
 sums them over the global batch.
 
-transformers' auxiliary loss is E * sum over experts of (mean count of choices) * (mean probability), over all layers and
-tokens. Its gradient needs the counts of the whole global batch. They are known before the backward, which adds the
+transformers' auxiliary loss is E * sum over experts of (mean count of choices) * (mean probability), over all layers
+and tokens. Its gradient needs the counts of the whole global batch. They are known before the backward, which adds the
 gradient at the routers' logits, as Megatron-LM's MoEAuxLossAutoScaler does: no logits leave a recomputed layer.
 """
 
@@ -35,8 +35,8 @@ class Routers:
     """
 
     def __init__(self, model: Any, plan: TensorPlan | None, bias_rate: float, *, has_loss: bool, drops: bool) -> None:
-        """Add what forwards run. `drops`: exchanges of experts may drop rows. Raises ConfigError, see `balanced_routers`
-        and `_biases`."""
+        """Add what forwards run. `drops`: exchanges of experts may drop rows. Raises ConfigError, see
+        `balanced_routers` and `_biases`."""
         names = expert_modules(model)
         self._experts: list[Any] = [model.get_submodule(name) for name in names]
         self._axes = _axes(plan, names)
@@ -214,7 +214,7 @@ def _biases(model: Any, experts: Sequence[str]) -> list[tuple[nn.Module, str, in
         owner, _, leaf = fqn.rpartition(".")
         if leaf in _BIASES:
             at = next((at for block, at in blocks.items() if f"{owner}.".startswith(f"{block}.")), None)
-            size = None if at is None else cast(Any, model.get_submodule(experts[at])).num_experts
+            size = None if at is None else model.get_submodule(experts[at]).num_experts
             if at is None or buffer.shape != (size,):
                 raise ConfigError(
                     f"model.router_bias_rate: {fqn} {[*buffer.shape]} isn't a bias of the {size} experts beside it.\n"

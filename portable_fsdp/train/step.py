@@ -149,8 +149,9 @@ def train_step(
 
     run_micro_batch = backend.compile(micro_batch, "micro_batch")
     run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")
-    counts_first = routers is not None and routers.has_loss and accumulation > 1
-    run_count_choices = backend.compile(count_choices, "count_choices") if counts_first else None
+    run_count_choices = None
+    if routers is not None and routers.has_loss and accumulation > 1:
+        run_count_choices = backend.compile(count_choices, "count_choices")
 
     def step(batches: Sequence[Batch], lr: float | Tensor, control: Sequence[float] = ()) -> Metrics:
         if len(batches) != accumulation:
@@ -169,8 +170,9 @@ def train_step(
         sums = {name: placed[name] for name in ("loss", "share")}
         if routers is not None and accumulation > 1:
             sums |= backend.place(routers.zeros(), axes=())
-        for batch in batches if run_count_choices else ():
-            sums["balance"] = run_count_choices(batch, sums["balance"])["balance"]
+        if run_count_choices is not None:
+            for batch in batches:
+                sums["balance"] = run_count_choices(batch, sums["balance"])["balance"]
         if accumulation == 1:
             metrics = run_update(sums, batches[0], placed_control, placed["first"])
         else:

@@ -21,7 +21,15 @@ from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.optimizer import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
-OF_THE_LOOP = ("model.architecture", "model.router_bias_rate", "model.freeze", "model.lora", "precision.frozen", "optim.groups", "data.packing")
+OF_THE_LOOP = (
+    "model.architecture",
+    "model.router_bias_rate",
+    "model.freeze",
+    "model.lora",
+    "precision.frozen",
+    "optim.groups",
+    "data.packing",
+)
 # Softcap, sinks and ALiBi exist in eager only; the last attends to nothing.
 OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager", "mamba2": "eager"}
 
