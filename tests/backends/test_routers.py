@@ -10,7 +10,7 @@ import torch
 from cases import ARCHITECTURES, Case, assemble, assert_equal_states
 from reference import reference
 from test_curves import assert_equal_curves
-from workers import GetWorkers, Group, marked
+from workers import GetWorkers, Group, JobFailed, marked
 
 # A coefficient at which a wrong gradient shows in the curve.
 LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -120,3 +120,34 @@ def test_tokens_count_once_on_any_mesh(group: Group, name: str, workers: GetWork
             assert row.get("router_loss", 0.0) == pytest.approx(loss, rel=1e-5)
             # A tie of two experts may be broken by rounding, once in 20 steps.
             assert row["expert_load"] == pytest.approx((loads.sum(dim=0) / loads.sum()).tolist(), abs=5e-3)
+
+
+COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager"}
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [marked(Group("native", 2), name, in_suite=False) for name in ("none", "full")]
+)
+def test_loads_of_compiled_layers(group: Group, name: str, workers: GetWorkers) -> None:
+    case = Case("mixtral", steps=4, checkpointing=name, settings=COMPILED)
+    truth = reference(replace(case, settings={}))
+    for answer in workers(group).run(jobs.train, case=case):
+        for row, loads in zip(answer["metrics"], truth.loads, strict=True):
+            assert row["expert_load"] == pytest.approx((loads.sum(dim=0) / loads.sum()).tolist())
+
+
+BAD: dict[str, tuple[Case, str]] = {
+    "no loss": (with_loss("deepseek_v3"), "DeepseekV3ForCausalLM computes no router loss"),
+    "no routers": (with_loss("llama"), "LlamaForCausalLM computes no router loss"),
+    "compiled": (with_loss("mixtral", **COMPILED), "compile.enabled=false"),
+    "no bias": (Case("mixtral", settings={"model.router_bias_rate": 0.01}), "MixtralForCausalLM has no buffer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_balanced_is_refused_by_name(name: str, workers: GetWorkers) -> None:
+    case, message = BAD[name]
+    with pytest.raises(JobFailed) as failure:
+        workers(Group("native", 3)).run(jobs.opened, case=case, build=True)
+    assert failure.value.kind == "ConfigError"
+    assert message in failure.value.message
