@@ -122,7 +122,8 @@ def test_tokens_count_once_on_any_mesh(group: Group, name: str, workers: GetWork
             assert row["expert_load"] == pytest.approx((loads.sum(dim=0) / loads.sum()).tolist(), abs=5e-3)
 
 
-COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager"}
+# torch 2.9 compiles grouped products in bfloat16 alone.
+COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager", "model.experts": "dense"}
 
 
 @pytest.mark.parametrize(
@@ -137,8 +138,6 @@ def test_loads_of_compiled_layers(group: Group, name: str, workers: GetWorkers) 
 
 
 BAD: dict[str, tuple[Case, str]] = {
-    "no loss": (with_loss("deepseek_v3"), "DeepseekV3ForCausalLM computes no router loss"),
-    "no routers": (with_loss("llama"), "LlamaForCausalLM computes no router loss"),
     "compiled": (with_loss("mixtral", **COMPILED), "compile.enabled=false"),
     "no bias": (Case("mixtral", settings={"model.router_bias_rate": 0.01}), "MixtralForCausalLM has no buffer"),
 }

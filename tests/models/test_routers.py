@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from portable_fsdp.models.routers import Routers
+from portable_fsdp.models.routers import Routers, balanced_routers
+from portable_fsdp.runtime.errors import ConfigError
 
 
 def small(coefficient: float) -> Any:
@@ -43,6 +44,15 @@ def test_a_backward_without_counts_is_refused() -> None:
     loss = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits.sum()
     with pytest.raises(RuntimeError, match="use train_step"):
         loss.backward()
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_class_without_that_loss_is_refused_by_name(name: str) -> None:
+    architecture = dict(ARCHITECTURES[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture.pop("model_type"), **architecture))
+    with pytest.raises(ConfigError, match=f"{type(model).__name__} computes no router loss"):
+        balanced_routers(model)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
