@@ -14,7 +14,7 @@ from portable_fsdp.runtime.errors import ConfigError
 
 
 def small(coefficient: float) -> Any:
-    architecture = dict(ARCHITECTURES["mixtral"]) | {"router_aux_loss_coef": coefficient}
+    architecture: dict[str, Any] = dict(ARCHITECTURES["mixtral"]) | {"router_aux_loss_coef": coefficient}
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture.pop("model_type"), **architecture))
 
@@ -23,7 +23,7 @@ def test_the_loss_and_its_gradient_are_those_of_transformers() -> None:
     ids = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(1))
     plain, ours = small(0.3), small(0.3)
     out = plain(input_ids=ids, output_router_logits=True, use_cache=False)
-    expected = 0.3 * load_balancing_loss_func(out.router_logits, plain.num_experts, plain.num_experts_per_tok)
+    expected: Any = 0.3 * load_balancing_loss_func(out.router_logits, plain.num_experts, plain.num_experts_per_tok)
     (out.logits.square().mean() + expected).backward()
 
     routers = Routers(ours, None, 0.0, has_loss=True, drops=False)
