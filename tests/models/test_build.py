@@ -111,7 +111,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"hidden_act": "sillu"}, {}, r"LlamaConfig: can't build a model .*sillu"),
     (LLAMA | {"attention_dropout": 0.1}, {}, r"attention_dropout: expected 0, found 0\.1"),
     (
-        ARCHITECTURES["llama"] | {"model_type": "bamba", "z_loss_coefficient": 0.1},
+        ARCHITECTURES["llama"]
+        | {"model_type": "bamba", "mamba_n_heads": 2, "mamba_d_head": "auto", "z_loss_coefficient": 0.1},
         {},
         r"z_loss_coefficient=0, found 0.1",
     ),
