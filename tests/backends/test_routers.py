@@ -150,3 +150,12 @@ def test_what_cannot_be_balanced_is_refused_by_name(name: str, workers: GetWorke
         workers(Group("native", 3)).run(jobs.opened, case=case, build=True)
     assert failure.value.kind == "ConfigError"
     assert message in failure.value.message
+
+
+@pytest.mark.parametrize(("group", "name"), [marked(Group("native", 4), "dropped rows", in_suite=False)])
+def test_the_share_of_dropped_rows(group: Group, name: str, workers: GetWorkers) -> None:
+    del name
+    case = replace(MESHES["experts"], steps=2, settings=MESHES["experts"].settings | {"sharding.expert_capacity": 0.5})
+    for answer in workers(group).run(jobs.train, case=case):
+        for row in answer["metrics"]:
+            assert 0.5 <= row["experts_dropped"] < 0.75  # half of the rows would fit if they came evenly
