@@ -11,7 +11,7 @@ gradient at the routers' logits, as Megatron-LM's MoEAuxLossAutoScaler does: no 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from portable_fsdp.layout import LOSS_AXES
 from portable_fsdp.models.experts import choice_counts, expert_modules
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.tensor_plan import TensorPlan
+
+if TYPE_CHECKING:  # a run without sharding.tensor doesn't load it
+    from portable_fsdp.tensor_plan import TensorPlan
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of the buffers that transformers adds to an expert's score for the choice alone."""
@@ -34,7 +36,7 @@ class Routers:
     If one module of experts runs several times in a forward, its last run counts.
     """
 
-    def __init__(self, model: Any, plan: TensorPlan | None, bias_rate: float, *, has_loss: bool, drops: bool) -> None:
+    def __init__(self, model: Any, plan: "TensorPlan | None", bias_rate: float, *, has_loss: bool, drops: bool) -> None:
         """Add what forwards run. `drops`: exchanges of experts may drop rows. Raises ConfigError, see
         `balanced_routers` and `_biases`."""
         names = expert_modules(model)
@@ -161,7 +163,7 @@ def find_routers(model: nn.Module) -> Routers | None:
 
 
 def attach_routers(
-    model: Any, plan: TensorPlan | None, bias_rate: float = 0.0, *, has_loss: bool = False, drops: bool = False
+    model: Any, plan: "TensorPlan | None", bias_rate: float = 0.0, *, has_loss: bool = False, drops: bool = False
 ) -> None:
     """Let a model count its routers' choices, and balance them, see `Routers`. Without experts that can be counted it
     changes nothing, or raises ConfigError if something needs them."""
@@ -169,7 +171,7 @@ def attach_routers(
         model.routers = Routers(model, plan, bias_rate, has_loss=has_loss, drops=drops)
 
 
-def _axes(plan: TensorPlan | None, names: Sequence[str]) -> tuple[str, ...]:
+def _axes(plan: "TensorPlan | None", names: Sequence[str]) -> tuple[str, ...]:
     """The axes whose devices see different tokens in the modules `names`: with sequence parallelism also `tensor`,
     except in blocks, which gather them."""
     whole = () if plan is None else tuple(f"{block}." for block in (*plan.blocks, *plan.whole_blocks))
