@@ -367,6 +367,13 @@ RULES = (
         "sharding.expert=1",
         when=lambda c, p: c.sharding.expert > 1,
     ),
+    *refused(
+        "precision.buffers=bfloat16 with model.router_bias_rate",
+        "a bias is the sum of small steps, which bfloat16 would round away",
+        "model.router_bias_rate=0",
+        when=lambda c, p: c.model.router_bias_rate > 0,
+    ),
+    Rule("model.router_bias_rate for a model whose routers have no bias buffer", "the error names what is missing"),
     Rule("sharding.expert for a model without experts, or whose experts it doesn't divide", "the error says what fits"),
     Rule(
         "sharding.tensor for a model without a tensor-parallel plan, whose plan has an unknown word, or whose sizes it "
@@ -465,6 +472,7 @@ RULES = (
         {
             "model.attention": "the model brings its attention",
             "model.experts": "the model brings its experts",
+            "model.router_bias_rate": "only the routers of transformers models are known",
             "model.lora": "adapters need a transformers model",
             "sharding.tensor": "the plan comes from a transformers model",
             "sharding.context": "only the attention of transformers models is known",

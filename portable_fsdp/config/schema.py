@@ -76,6 +76,9 @@ class Model(Section):
     """implementation of a mixture of experts; grouped_mm: sort tokens by expert, and multiply by groups; dense: every
     expert on every token, weighted; batched_mm: copy the selected weights per token; auto: by groups, dense where no
     kernel multiplies by groups"""
+    router_bias_rate: float = Field(default=0.0, ge=0)
+    """after each step the bias of an expert with fewer tokens than the mean rises by this, with more falls; 0: biases
+    stay; DeepSeek-V3: 0.001"""
     freeze: tuple[str, ...] = Field(default=(), strict=False)
     """name patterns of frozen parameters or modules: no gradient, no optimizer state; `*` matches any text"""
     lora: Lora | None = None

@@ -269,16 +269,20 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
             f"  Set model.architecture.vocab_size={vocabulary}, or name the model's own tokenizer in data.tokenizer.\n"
             "  A pretrained model grows only with a tokenizer that has all of its own tokens under the same ids."
         )
-    if getattr(config, "output_router_logits", False):
+    if getattr(config, "z_loss_coefficient", None):
         raise ConfigError(
-            "model: expected output_router_logits=false, found true: the router's auxiliary loss isn't supported yet.\n"
-            "  Set it to false in model.architecture (in a folder: in its config.json)."
+            "model: expected z_loss_coefficient=0, found "
+            f"{config.z_loss_coefficient}: this loss of logits isn't supported.\n"
+            "  Set it to 0 in model.architecture (in a folder: in its config.json)."
         )
 
 
 def _switch_off(config: Any) -> None:
-    """Switch off dropout, and the key-value cache, which training doesn't read."""
+    """Switch off dropout, and what training doesn't read: the key-value cache, and router logits, whose loss
+    `routers.py` adds."""
     config.use_cache = False
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, int | float) and not isinstance(value, bool):
             setattr(config, key, 0.0)

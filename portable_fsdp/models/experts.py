@@ -24,6 +24,28 @@ from portable_fsdp.runtime.errors import ConfigError
 
 DENSE = "portable_fsdp_dense"
 GROUPED = "portable_fsdp_grouped"
+BATCHED = "portable_fsdp_batched"
+
+
+def note_choices(experts: Any, top_k_index: Tensor, dropped: Tensor | None = None) -> None:
+    """Write the rows of each expert, and the number of `dropped` rows, into the tensor `experts.load`, if it has one.
+
+    In place: torch.compile refuses an attribute that changes in a recomputed layer.
+    """
+    if (load := getattr(experts, "load", None)) is not None:
+        last = load.new_zeros(1) if dropped is None else dropped.reshape(1).float()
+        load.copy_(torch.cat([choice_counts(top_k_index, experts.num_experts), last]))
+
+
+def choice_counts(chosen: Tensor, experts: int) -> Tensor:
+    """Count how often each of `experts` is in an int64 tensor: float32 `[experts]`; other numbers don't count."""
+    if chosen.device.type == "xla":  # a partitioner can split this by rows
+        ids = torch.arange(experts, device=chosen.device)
+        return (chosen.flatten()[:, None] == ids).sum(dim=0, dtype=torch.float32)
+    counts = torch.zeros(experts + 1, device=chosen.device)
+    return counts.index_add(
+        0, chosen.flatten().clamp(max=experts), torch.ones_like(chosen.flatten(), dtype=counts.dtype)
+    )[:-1]
 
 
 def grouped_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -150,6 +172,8 @@ def experts_on_devices(
         buffer = (groups.divisions, room)
         places = groups.on_each(partial(_places, groups.divisions, held, room), chosen)
         slot, choice, ends = places.split([choices, math.prod(buffer), groups.divisions * held], dim=1)
+        if drops:
+            note_choices(experts, top_k_index, (slot >= math.prod(buffer)).sum())
         sent = _take(groups, own, choice // top_k, slot.unflatten(1, (-1, top_k)), drops=drops)
         received = groups.exchange(sent.unflatten(1, buffer)).flatten(1, 2)
         ends = groups.exchange(ends.unflatten(1, (groups.divisions, held)))
@@ -254,7 +278,7 @@ def choose_experts(model: Any, implementation: str, itemsize: int, *, eager: boo
         )
     if implementation == "auto":
         implementation = "grouped_mm" if eager and not unaligned else "dense"
-    names = {"dense": DENSE, "grouped_mm": GROUPED}
+    names = {"dense": DENSE, "grouped_mm": GROUPED, "batched_mm": BATCHED}
     try:
         model.set_experts_implementation(names.get(implementation, implementation))
     except (ValueError, ImportError) as error:
@@ -265,11 +289,19 @@ def choose_experts(model: Any, implementation: str, itemsize: int, *, eager: boo
 
 
 def register_experts() -> None:
-    """Register both implementations in transformers."""
+    """Register the implementations in transformers, with counts of what is chosen."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(DENSE, dense_experts)
-    ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)
+    def counted(run: Any) -> Any:
+        def forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            note_choices(self, top_k_index)
+            return run(self, hidden, top_k_index, top_k_weights)
+
+        return forward
+
+    ours = {DENSE: dense_experts, GROUPED: grouped_experts, BATCHED: ALL_EXPERTS_FUNCTIONS["batched_mm"]}
+    for name, run in ours.items():
+        ALL_EXPERTS_FUNCTIONS.register(name, counted(run))
 
 
 def _unaligned(experts: dict[str, nn.Module], itemsize: int) -> str:

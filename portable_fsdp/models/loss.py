@@ -366,8 +366,8 @@ def attach_loss(
     The loss takes the logits in the dtype `output`; None: the head's own. `positions` and `segments`, int64 `[batch,
     seq]`, distinguish the documents of a row; `documents` turns them into arguments of the model's forward. Without it
     they are unused: a row's only document comes first, and never sees the padding after it. Without labels the forward
-    returns the logits, `[batch, seq, vocabulary]`. This replaces the forward of this instance, so that the model stays
-    its own root: no wrapper, no changed name.
+    returns the logits, `[batch, seq, vocabulary]`; further arguments go to the model's own forward. This replaces the
+    forward of this instance, so that the model stays its own root: no wrapper, no changed name.
 
     `steps`: from `trace_logits`. In training the head then computes the loss itself, instead of `cross_entropy_sum`,
     by a program of torch.compile's backend `compiler` (auto: its default) if that is set.
@@ -385,8 +385,9 @@ def attach_loss(
         labels: Tensor | None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
+        **more: Any,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        more = {} if documents is None else documents(input_ids, positions, segments)
+        more |= {} if documents is None else documents(input_ids, positions, segments)
         run = partial(cast(Any, type(self)).forward, self, input_ids=input_ids, use_cache=False, **more)
         if labels is not None and in_head is not None and torch.is_grad_enabled():
             with _loss_in_head(self, LossInput(labels, in_head, output), head_loss) as losses:

@@ -51,8 +51,16 @@ class Task:
 
 def causal_lm(model: nn.Module, batch: TaskBatch) -> Scores:
     """Run the model's forward, which returns the loss, see `loss.attach_loss`."""
-    documents = {name: batch[name] for name in ("positions", "segments") if name in batch}
-    return model(batch["input_ids"], batch["labels"], **documents)
+    return model(batch["input_ids"], batch["labels"], **_documents(batch))
+
+
+def run_layers(model: nn.Module, batch: TaskBatch) -> None:
+    """Run the layers of a causal language model on a batch, and its head on the last position alone."""
+    model(batch["input_ids"], None, **_documents(batch), logits_to_keep=1)
+
+
+def _documents(batch: TaskBatch) -> TaskBatch:
+    return {name: batch[name] for name in ("positions", "segments") if name in batch}
 
 
 def of_labels(model: nn.Module, batch: TaskBatch, chunked: bool = True) -> Scores:

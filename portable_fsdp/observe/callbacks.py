@@ -104,6 +104,10 @@ class StepEnd:
     loss_scale: float | None = None  # of this step; None without float16
     skipped_steps: int | None = None  # in the run so far, because of overflowing gradients
     is_empty: bool = False  # nothing counts in the step: its loss is 0 and it changed nothing
+    router_loss: float | None = None  # auxiliary loss times its coefficient; `loss` leaves it out
+    expert_load: tuple[float, ...] | None = None  # share of each expert in the choices of all layers
+    expert_load_max: float | None = None  # largest load of an expert over the mean of its layer
+    experts_dropped: float | None = None  # share of rows that sharding.expert_capacity dropped
 
     @property
     def is_skipped(self) -> bool:

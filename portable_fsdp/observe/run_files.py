@@ -40,7 +40,10 @@ ROW_KEYS = (
     *("seconds", "data_seconds", "imbalance"),
 )
 """Keys of each row of metrics.jsonl, which user scripts read. Some rows also have `processes`, `eval_*`, in float16
-`loss_scale` and `skipped_steps`, and `is_empty` (1) in a step in which nothing counted."""
+`loss_scale` and `skipped_steps`, `is_empty` (1) in a step in which nothing counted, and OF_EXPERTS."""
+
+OF_EXPERTS = ("router_loss", "expert_load", "expert_load_max", "experts_dropped")
+"""Keys of rows of a model with experts, as in `StepEnd`."""
 
 
 class _LinesFile:
@@ -214,6 +217,7 @@ class RunFiles(Callback):
         if step.loss_scale is not None:
             row |= {"loss_scale": step.loss_scale, "skipped_steps": step.skipped_steps}
         row |= {"is_empty": 1} if step.is_empty else {}
+        row |= {name: value for name in OF_EXPERTS if (value := getattr(step, name)) is not None}
         if step.evaluation is not None:
             row |= _evaluation_row(step.evaluation)
         self._metrics.write(row)

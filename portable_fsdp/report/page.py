@@ -49,6 +49,8 @@ _CHARTS = (
     _Chart("seconds waiting for rows", ("data_seconds",)),
     _Chart("own time of the slowest process / median", ("imbalance",)),
     _Chart("memory of the fullest process / median", ("processes", "memory_imbalance")),
+    _Chart("largest load of an expert / mean of its layer", ("expert_load_max",)),
+    _Chart("router loss", ("router_loss",)),
 )
 
 

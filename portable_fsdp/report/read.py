@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from portable_fsdp.checkpoint.report import time_text
 from portable_fsdp.config import yaml_text
 from portable_fsdp.observe.goodput import PARTS, Attempt, Goodput, attempts, duration, goodput
-from portable_fsdp.observe.run_files import ROW_KEYS, parse_line
+from portable_fsdp.observe.run_files import OF_EXPERTS, ROW_KEYS, parse_line
 from portable_fsdp.runtime.errors import UsageError, printable
 from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, names_in, open_regular, read_regular
 
@@ -134,7 +134,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def _part_of(row: JsonObject) -> JsonObject:
     """Return the part of a row that the report needs: a run of many processes has long rows."""
-    part = {key: row[key] for key in (*ROW_KEYS, "eval_loss") if _is_number(row.get(key))}
+    part = {key: row[key] for key in (*ROW_KEYS, *OF_EXPERTS, "eval_loss") if _is_number(row.get(key))}
     if isinstance(row.get("processes"), dict) and _is_number(shared := row["processes"].get("memory_imbalance")):
         part["processes"] = {"memory_imbalance": shared}
     return part | {"time": row.get("time")}

@@ -30,7 +30,8 @@ from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.experts import expert_layouts, expert_modules, grouped_linear
 from portable_fsdp.models.loss import Loss
-from portable_fsdp.models.tasks import SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
+from portable_fsdp.models.routers import attach_routers
+from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
@@ -122,11 +123,36 @@ def build_training(
         _cast_buffers(built.model, config.precision.buffers)
         policy = shard_policy(config, built.model)
         trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager, policy=policy)
+    _watch_routers(config, built, task)
     ties = _ties(built.model)
     model, optimizer = _laid_out(config, backend, built.model, built.fill if fill else None, ties)
     limit = config.train.max_grad_norm
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=limit, task=task)
     return Training(built, model, optimizer, step, task, trial, accumulation, ties)
+
+
+def _watch_routers(config: Config, built: BuiltModel, task: Task) -> None:
+    """Count the choices of a transformers model's routers, and balance them. Raises ConfigError for a router loss or
+    biases that the model, the task or compiled layers can't have."""
+    has_loss, compiles = bool(built.config.get("output_router_logits")), config.compile
+    if not has_loss and not config.model.router_bias_rate and (not built.config or compiles.scan_layers):
+        return  # a loop over layers would keep the counts of its trace
+    if has_loss and (task.name != CAUSAL_LM.name or compiles.enabled or compiles.scan_layers):
+        reason, fix = f"train.task={task.name} has no router loss", ""
+        if task.name == CAUSAL_LM.name:
+            reason = "the layers' compiled backward can't read counts that are known only after the forward"
+            fix = "compile.enabled=false and compile.scan_layers=false, or "
+        raise ConfigError(
+            f"model: output_router_logits=true: {reason}.\n"
+            f"  Set {fix}output_router_logits=false in model.architecture (in a folder: in its config.json)."
+        )
+    plan = None
+    if config.sharding.tensor > 1:
+        from portable_fsdp.models.parallel import tensor_plan
+
+        plan = tensor_plan(built.model, config)
+    rate, drops = config.model.router_bias_rate, config.sharding.expert_capacity is not None
+    attach_routers(built.model, plan, rate, has_loss=has_loss, drops=drops)
 
 
 def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:

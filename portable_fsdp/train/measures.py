@@ -114,6 +114,10 @@ class Measures:
         until = until or now
         self._seconds, self._waited = until - late.began, late.waited
         memory, step, start = self._backend.memory(), late.step, self._start
+
+        def number(name: str) -> float | None:
+            return metrics[name].item() if name in metrics else None
+
         tokens_per_second = start.tokens / self._seconds
         flops = None if start.flops_per_token is None else start.flops_per_token * tokens_per_second / start.devices
         end = StepEnd(
@@ -141,9 +145,13 @@ class Measures:
             imbalance=imbalance(own.tolist()) if len(own) > 1 else None,
             stragglers=self._watch.add(own.tolist(), self._seconds),
             collectives=self._backend.collectives if step == start.step + 1 else None,
-            loss_scale=metrics["loss_scale"].item() if "loss_scale" in metrics else None,
+            loss_scale=number("loss_scale"),
             skipped_steps=int(metrics["skipped_steps"].item()) if "skipped_steps" in metrics else None,
             is_empty=metrics["is_empty"].item() > 0,
+            router_loss=number("router_loss"),
+            expert_load=tuple(metrics["expert_load"].tolist()) if "expert_load" in metrics else None,
+            expert_load_max=number("expert_load_max"),
+            experts_dropped=number("experts_dropped"),
         )
         return end, Votes(bool(stop > 0), bool((saves > 0).any()))
 

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Batch, Metrics
-from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction
+from portable_fsdp.models.routers import find_routers
+from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction, run_layers
 from portable_fsdp.optim.counting import nothing_changed_if, set_step_numbers, step_numbers
 
 Step = Callable[..., Metrics]
 """`step(batches, lr, control)`, see `train_step`."""
 
 Sums = dict[str, Tensor]
-"""0-dim sums divided by the expected count of the step: `loss`, the losses so far, and `share`, the actual count."""
+"""0-dim sums divided by the expected count of the step: `loss`, the losses so far, and `share`, the actual count. With
+experts also `loads`, and for a router loss `balance`, see `models.routers.Routers`."""
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:
@@ -43,11 +45,20 @@ def add_gradients(
     backend: Backend, model: nn.Module, task: Task, batch: Batch, expected: Tensor, sums: Sums, *, last: bool
 ) -> Sums:
     """Run forward and backward of a micro batch; returns `sums` plus those of this batch. *collective*"""
+    routers, of_routers = find_routers(model), Sums()
+    scale = 1.0 if backend.loss_scaler is None else backend.loss_scaler.scale
     with backend.accumulate(last, model):
+        if routers is not None:
+            routers.open(backend.device)
         loss_sum, count, _ = task.scores(model, batch)
         mean = loss_sum / expected
-        (mean if backend.loss_scaler is None else mean * backend.loss_scaler.scale).backward()
-    return {"loss": sums["loss"] + mean.detach(), "share": sums["share"] + count.detach() / expected}
+        if routers is not None:
+            of_routers = routers.take(backend.sum, balance=sums.get("balance"))
+            of_routers["loads"] = of_routers["loads"] + sums.get("loads", 0.0)
+            if routers.has_loss:
+                routers.prepare_backward(of_routers["balance"], scale)
+        (mean if backend.loss_scaler is None else mean * scale).backward()
+    return {"loss": sums["loss"] + mean.detach(), "share": sums["share"] + count.detach() / expected, **of_routers}
 
 
 def mean_loss(backend: Backend, model: nn.Module, task: Task, sums: Sums) -> tuple[Tensor, Tensor]:
@@ -81,7 +92,12 @@ def train_step(
     (before clipping) and `votes` `[n]`, the sums of the other control numbers: device tensors, without synchronization.
     In float16 also `loss_scale`, and `skipped_steps` so far: a step with overflowing gradients changes no weight, and
     its `grad_norm` isn't finite. `is_empty` is 1 in a step in which nothing counts: its loss is 0, and it changes no
-    weight, optimizer state or loss scale.
+    weight, optimizer state or loss scale. With experts: `expert_load` `[experts]`, their shares of all choices;
+    `expert_load_max`, the largest load of an expert over the mean of its layer; `experts_dropped`, the share of rows
+    that `sharding.expert_capacity` drops; and `router_loss`, which `loss` leaves out.
+
+    A router loss is that of the global batch: several micro batches run a forward more, all of them before the first
+    backward, to count choices.
 
     Earlier gradients in the model's weights are dropped. `lr` may be a 0-dim tensor, which the host reads; learning
     rates in the optimizer's groups are restored. Calling the step is collective. It raises ValueError for a wrong
@@ -94,6 +110,14 @@ def train_step(
     drops_in_program = accumulation > 1 and backend.expected_compilations > 0
     if backend.loss_scaler is not None:
         backend.loss_scaler.require_skippable(optimizer)
+    routers = find_routers(model)
+
+    def count_choices(batch: Batch, balance: Tensor) -> Metrics:
+        assert routers is not None
+        routers.open(backend.device)
+        with backend.evaluate():
+            run_layers(model, batch)
+        return {"balance": balance + routers.take(backend.sum)["balance"]}
 
     def micro_batch(batch: Batch, control: Batch, sums: Sums, keeps: Tensor, last: bool) -> Metrics:
         if drops_in_program:
@@ -116,6 +140,8 @@ def train_step(
             metrics, is_skipped = backend.loss_scaler.update(overflows, is_empty), is_empty | overflows
         with nothing_changed_if(is_skipped, optimizer):
             optimizer.step()
+        if routers is not None:
+            metrics |= routers.finish_step(sums, is_skipped, backend.sum)
         if accumulation == 1 or drops_in_program:
             backend.zero_gradients(optimizer, keep=accumulation > 1)
         metrics |= {"loss": loss, "grad_norm": grad_norm, "is_empty": is_empty.float()}
@@ -123,6 +149,9 @@ def train_step(
 
     run_micro_batch = backend.compile(micro_batch, "micro_batch")
     run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")
+    run_count_choices = None
+    if routers is not None and routers.has_loss and accumulation > 1:
+        run_count_choices = backend.compile(count_choices, "count_choices")
 
     def step(batches: Sequence[Batch], lr: float | Tensor, control: Sequence[float] = ()) -> Metrics:
         if len(batches) != accumulation:
@@ -139,6 +168,11 @@ def train_step(
         if not drops_in_program:
             backend.zero_gradients(optimizer, keep=accumulation > 1)
         sums = {name: placed[name] for name in ("loss", "share")}
+        if routers is not None and accumulation > 1:
+            sums |= backend.place(routers.zeros(), axes=())
+        if run_count_choices is not None:
+            for batch in batches:
+                sums["balance"] = run_count_choices(batch, sums["balance"])["balance"]
         if accumulation == 1:
             metrics = run_update(sums, batches[0], placed_control, placed["first"])
         else:

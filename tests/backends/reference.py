@@ -3,7 +3,7 @@
 The model is transformers' own with its own attention and experts, the loss torch's cross entropy over all logits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -21,7 +21,15 @@ from portable_fsdp.models.build import build_model
 from portable_fsdp.optim.optimizer import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
-OF_THE_LOOP = ("model.architecture", "model.freeze", "model.lora", "precision.frozen", "optim.groups", "data.packing")
+OF_THE_LOOP = (
+    "model.architecture",
+    "model.router_bias_rate",
+    "model.freeze",
+    "model.lora",
+    "precision.frozen",
+    "optim.groups",
+    "data.packing",
+)
 # Softcap, sinks and ALiBi exist in eager only; the last attends to nothing.
 OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager", "mamba2": "eager"}
 
@@ -32,6 +40,9 @@ class Reference:
     grad_norms: list[float]
     gradients: dict[str, Tensor]  # of step 1, before clipping
     initial: dict[str, Tensor]
+    router_losses: list[float] = field(default_factory=list[float])
+    loads: list[Tensor] = field(default_factory=list[Tensor])  # `[layers, experts]` choices of each step
+    biases: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # after the last step
 
 
 def _model(case: Case) -> nn.Module:
@@ -133,10 +144,13 @@ class PlainMuon(torch.optim.Optimizer):
 
 def loss_of_step(case: Case, model: nn.Module, step: int) -> Tensor:
     """The mean loss over the counted labels of a step's global batch, by the model's own logits."""
+    return _loss(model, _batch_of_step(case, step))
+
+
+def _batch_of_step(case: Case, step: int) -> dict[str, Tensor]:
     rows = rows_of(case.config(1))
     indices = _indices(case, step)
-    packed = isinstance(rows, PackedCaseRows)
-    return _loss(model, _together(rows.alone(indices)) if packed else rows.rows(indices))
+    return _together(rows.alone(indices)) if isinstance(rows, PackedCaseRows) else rows.rows(indices)
 
 
 def _indices(case: Case, step: int) -> np.ndarray:
@@ -145,8 +159,15 @@ def _indices(case: Case, step: int) -> np.ndarray:
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+    return _both_losses(model, batch, reduction)[0]
+
+
+def _both_losses(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> tuple[Tensor, Tensor]:
+    """The cross entropy, and the model's own auxiliary loss of its routers, times its coefficient; 0 if it has none."""
+    out = model(input_ids=batch["input_ids"], use_cache=False)
+    loss = F.cross_entropy(out.logits.float().flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+    of_routers = getattr(out, "aux_loss", None)
+    return loss, torch.zeros(()) if of_routers is None else cast(Any, model).router_aux_loss_coef * of_routers
 
 
 def _holding(case: Case, weights: dict[str, Tensor]) -> nn.Module:
@@ -250,9 +271,11 @@ def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
     model = _model(case)
     optimizer = _optimizer(case, model)
     out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()})
+    chosen = _chosen_by_layer(model)
     for step in range(1, case.steps + 1):
-        loss = loss_of_step(case, model, step)
-        loss.backward()
+        chosen.clear()
+        loss, of_routers = _both_losses(model, _batch_of_step(case, step))
+        (loss + of_routers).backward()
         if step == 1:
             out.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or float("inf"))
@@ -261,6 +284,26 @@ def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
         if step not in skipped:
             optimizer.step()
         optimizer.zero_grad()
+        biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+        if chosen:
+            out.loads.append(torch.stack(chosen))
+            for bias, load in zip(biases.values(), chosen, strict=False):
+                bias += case.config(1).model.router_bias_rate * torch.sign(load.mean() - load)
+        out.biases = {name: bias.clone() for name, bias in biases.items()}
         out.losses.append(loss.item())
         out.grad_norms.append(norm.item())
+        out.router_losses.append(of_routers.item())
     return out
+
+
+def _chosen_by_layer(model: nn.Module) -> list[Tensor]:
+    """A list to which each forward adds the number of tokens of each expert, layer by layer."""
+    chosen: list[Tensor] = []
+
+    def count(module: Any, args: tuple[Tensor, ...]) -> None:
+        chosen.append(torch.bincount(args[1].flatten(), minlength=module.num_experts).float())
+
+    for module in model.modules():
+        if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+            module.register_forward_pre_hook(count)
+    return chosen

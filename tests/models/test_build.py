@@ -110,7 +110,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"hidden_size": "wide"}, {}, r"transformers refuses it: .*hidden_size.*int"),
     (LLAMA | {"hidden_act": "sillu"}, {}, r"LlamaConfig: can't build a model .*sillu"),
     (LLAMA | {"attention_dropout": 0.1}, {}, r"attention_dropout: expected 0, found 0\.1"),
-    (ARCHITECTURES["mixtral"] | {"output_router_logits": True}, {}, r"output_router_logits=false, .*auxiliary loss"),
+    (
+        ARCHITECTURES["llama"]
+        | {"model_type": "bamba", "mamba_n_heads": 2, "mamba_d_head": "auto", "z_loss_coefficient": 0.1},
+        {},
+        r"z_loss_coefficient=0, found 0.1",
+    ),
     (FALCON, {"attention": "static"}, r"model\.attention: Falcon.*own.*model\.attention=auto"),
     (LLAMA, {"freeze": ("embed",)}, r"model\.freeze: .*'embed' matches nothing.*\n.*nearest: .*embed_tokens"),
     (LLAMA, {"freeze": ("qqqqq",)}, r"'qqqqq' matches nothing.*\n  the first names: model\.embed_tokens"),

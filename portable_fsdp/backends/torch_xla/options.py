@@ -131,6 +131,12 @@ SPMD_RULES = (
     ),
     Rule("compile.scan_layers for layers that differ (gemma2)", "all iterations run one program"),
     *refused(
+        "compile.scan_layers with model.router_bias_rate",
+        f"{_ONE_PROGRAM}, with the buffers of the first layer",
+        "model.router_bias_rate=0",
+        when=lambda c, p: c.model.router_bias_rate > 0,
+    ),
+    *refused(
         "precision.products=int8 on TPU v4 and v6e",
         "compiled for them, a layer's products then take 1.4 times as long as in bfloat16",
         when=lambda c, p: p.generation in ("v4", "v6e"),
@@ -231,6 +237,12 @@ FSDP1_RULES = (
         "each device has a process, which reads different rows and would choose a different program",
         lambda c, p: c.data.shapes > 1 and (p.devices or 1) > 1,
         only_largest_bucket,
+    ),
+    *refused(
+        "xla_fsdp1.buffer_dtype with model.router_bias_rate",
+        "a bias is the sum of small steps, which bfloat16 would round away",
+        "model.router_bias_rate=0",
+        when=lambda c, p: c.model.router_bias_rate > 0,
     ),
     *refused(
         "xla_fsdp1.flatten_parameters with weight decay or optimizer groups",

@@ -82,7 +82,8 @@ class DeviceTensors(Programs):
 
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
         cuts = [self._axes.get(axis, 1) for axis in spec[0]] if spec else [math.prod(self._axes.values())]
-        if self._processes > 1 and math.prod(cuts) < math.prod(self._axes.values()):
+        is_whole = bool(spec) and not any(spec)
+        if self._processes > 1 and not is_whole and math.prod(cuts) < math.prod(self._axes.values()):
             # torch_xla places a process's rows only if each device has rows of its own.
             own = self.row_shards()
             rows = len(tensor) // len(own)
@@ -92,7 +93,8 @@ class DeviceTensors(Programs):
                 return tensor[(slice(start, start + rows), *where[1:])]
 
             return self.make((rows * math.prod(cuts), *tensor.shape[1:]), tensor.dtype, spec, fetch)
-        sharding = self._spmd.ShardingSpec(self._mesh, _partition(spec, self._axes), minibatch=self._processes > 1)
+        minibatch = self._processes > 1 and not is_whole
+        sharding = self._spmd.ShardingSpec(self._mesh, _partition(spec, self._axes), minibatch=minibatch)
         (placed,) = self._bridge._xla_tensors_from_aten([tensor], ["xla:0"], [sharding.xla_spec(tensor)])
         return placed
 
