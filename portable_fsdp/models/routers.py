@@ -157,11 +157,6 @@ class _Balanced(torch.autograd.Function):
         return gradients[0], ctx.routers.gradient(ctx.saved_tensors[0]), None
 
 
-def find_routers(model: nn.Module) -> Routers | None:
-    """Return what `attach_routers` attached."""
-    return vars(model).get("routers")
-
-
 def attach_routers(
     model: Any, plan: "TensorPlan | None", bias_rate: float = 0.0, *, has_loss: bool = False, drops: bool = False
 ) -> None:

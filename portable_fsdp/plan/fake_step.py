@@ -232,15 +232,15 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
 
 def _noting_groups(recorder: Recorder) -> Any:
     """Context that tells the recorder how much of the buffers of experts their products compute: not the padding."""
-    from portable_fsdp.backends.native.experts import ExpertGroups
+    from portable_fsdp.backends.native.experts import ProcessExperts
 
-    linear = ExpertGroups.linear
+    linear = ProcessExperts.linear
 
-    def noted(self: ExpertGroups, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
+    def noted(self: ProcessExperts, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
         recorder.grouped_share = active / rows.shape[1]
         return linear(self, experts, sizes, active, rows, name)
 
-    return patch.object(ExpertGroups, "linear", noted)
+    return patch.object(ProcessExperts, "linear", noted)
 
 
 @contextmanager

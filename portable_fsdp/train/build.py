@@ -30,7 +30,6 @@ from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.experts import expert_layouts, expert_modules, grouped_linear
 from portable_fsdp.models.loss import Loss
-from portable_fsdp.models.routers import attach_routers
 from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
@@ -135,8 +134,12 @@ def _watch_routers(config: Config, built: BuiltModel, task: Task) -> None:
     """Count the choices of a transformers model's routers, and balance them. Raises ConfigError for a router loss or
     biases that the model, the task or compiled layers can't have."""
     has_loss, compiles = bool(built.config.get("output_router_logits")), config.compile
-    if not has_loss and not config.model.router_bias_rate and (not built.config or compiles.scan_layers):
-        return  # a loop over layers would keep the counts of its trace
+    # A loop over layers would keep the counts of its trace.
+    counts_loads = not compiles.scan_layers and built.config and expert_modules(built.model)
+    if not (has_loss or config.model.router_bias_rate or counts_loads):
+        return
+    from portable_fsdp.models.routers import attach_routers
+
     if has_loss and (task.name != CAUSAL_LM.name or compiles.enabled or compiles.scan_layers):
         reason, fix = f"train.task={task.name} has no router loss", ""
         if task.name == CAUSAL_LM.name:

@@ -6,15 +6,17 @@ rows, and gradients are corrected once all counts are known.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Batch, Metrics
-from portable_fsdp.models.routers import find_routers
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction, run_layers
 from portable_fsdp.optim.counting import nothing_changed_if, set_step_numbers, step_numbers
+
+if TYPE_CHECKING:  # models without experts don't load it
+    from portable_fsdp.models.routers import Routers
 
 Step = Callable[..., Metrics]
 """`step(batches, lr, control)`, see `train_step`."""
@@ -22,6 +24,10 @@ Step = Callable[..., Metrics]
 Sums = dict[str, Tensor]
 """0-dim sums divided by the expected count of the step: `loss`, the losses so far, and `share`, the actual count. With
 experts also `loads`, and for a router loss `balance`, see `models.routers.Routers`."""
+
+
+def _routers_of(model: nn.Module) -> "Routers | None":
+    return vars(model).get("routers")  # `models.routers.attach_routers`
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:
@@ -45,7 +51,7 @@ def add_gradients(
     backend: Backend, model: nn.Module, task: Task, batch: Batch, expected: Tensor, sums: Sums, *, last: bool
 ) -> Sums:
     """Run forward and backward of a micro batch; returns `sums` plus those of this batch. *collective*"""
-    routers, of_routers = find_routers(model), Sums()
+    routers, of_routers = _routers_of(model), Sums()
     scale = 1.0 if backend.loss_scaler is None else backend.loss_scaler.scale
     with backend.accumulate(last, model):
         if routers is not None:
@@ -110,7 +116,7 @@ def train_step(
     drops_in_program = accumulation > 1 and backend.expected_compilations > 0
     if backend.loss_scaler is not None:
         backend.loss_scaler.require_skippable(optimizer)
-    routers = find_routers(model)
+    routers = _routers_of(model)
 
     def count_choices(batch: Batch, balance: Tensor) -> Metrics:
         assert routers is not None

@@ -47,12 +47,12 @@ def kernel_run(case: Case, interpreted: bool) -> list[dict[str, Any]]:
         return jobs.train(case)["metrics"]
     from portable_fsdp.backends.torch_xla.spmd import engine
 
-    groups = partial(engine.ExpertGroups, interpret=True)
+    groups = partial(engine.MeshExperts, interpret=True)
 
     def with_kernel(*args: Any, **kwargs: Any) -> Any:
         return groups(*args, **{**kwargs, "has_kernel": True})
 
-    with patch.object(engine, "ExpertGroups", with_kernel):
+    with patch.object(engine, "MeshExperts", with_kernel):
         return jobs.train(case)["metrics"]
 
 

@@ -32,12 +32,12 @@ def distribute_experts(model: nn.Module, policy: ShardPolicy, group: dist.Proces
             for slot in slots:
                 cast(Any, slot.module)._parameters[slot.leaf] = nn.Parameter(own, requires_grad=weight.requires_grad)
     assert policy.grouped_linear is not None
-    groups = ExpertGroups(group, policy.expert_capacity, policy.grouped_linear)
+    groups = ProcessExperts(group, policy.expert_capacity, policy.grouped_linear)
     for name in policy.experts:
         cast(Any, model.get_submodule(name)).groups = groups
 
 
-class ExpertGroups:
+class ProcessExperts:
     """`models.experts.Groups` of this process: its one device, in a process group along `expert`."""
 
     devices, multiple = 1, 1

@@ -30,7 +30,7 @@ from portable_fsdp.backends.torch_xla.runtime import (
     set_environment,
 )
 from portable_fsdp.backends.torch_xla.spmd.attention import LayerAttention
-from portable_fsdp.backends.torch_xla.spmd.experts import ExpertGroups
+from portable_fsdp.backends.torch_xla.spmd.experts import MeshExperts
 from portable_fsdp.backends.torch_xla.spmd.forward import (
     Copies,
     finish_backward,
@@ -153,7 +153,7 @@ class XlaBackend(PjrtBackend):
             layer.forward = attention.in_layer(layer.forward)
         has_kernel = self._tensors.for_tpu and tensor == 1 and not policy.scan_layers
         if policy.experts and (has_kernel or "expert" in self.axes):
-            groups = ExpertGroups(self.mesh, self.axes, policy.expert_capacity, has_kernel=has_kernel)
+            groups = MeshExperts(self.mesh, self.axes, policy.expert_capacity, has_kernel=has_kernel)
             for name in policy.experts:
                 cast(Any, model.get_submodule(name)).groups = groups
         uses = weight_uses(model, policy)

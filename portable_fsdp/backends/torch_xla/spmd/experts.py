@@ -65,7 +65,7 @@ def product_of_groups(kernel: GroupedProduct, left: Any, right: Any, sizes: Any)
     return tgmm(left.T, right, sizes, preferred_element_type=left.dtype, tiling=tiling, interpret=kernel.interpret)
 
 
-class ExpertGroups:
+class MeshExperts:
     """`models.experts.Groups` of all devices of a mesh."""
 
     def __init__(
@@ -100,7 +100,7 @@ class ExpertGroups:
         ends = sizes.cumsum(dim=1)
         at = torch.arange(rows.shape[1], device=rows.device)
         one_hot = (at[:, None] < ends[:, None]) & (at[:, None] >= (ends - sizes)[:, None])  # [devices, rows, experts]
-        if self._has_kernel:
+        if self._has_kernel and rows.shape[1] % _ROWS[-1] == 0:
             kernel = GroupedProduct(experts.is_transposed, active, self._interpret)
             out = cast(Tensor, _Product.apply(rows, weight, sizes, kernel, self))
         else:
@@ -168,7 +168,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, sizes: Tensor, kernel: GroupedProduct, groups: ExpertGroups
+        ctx: Any, rows: Tensor, weight: Tensor, sizes: Tensor, kernel: GroupedProduct, groups: MeshExperts
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, sizes)
         ctx.kernel, ctx.groups = kernel, groups
