@@ -138,7 +138,7 @@ class Groups(Protocol):
         ...
 
     def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
-        """As `grouped_linear`; `sizes`: int32 `[devices, experts of a device]`, the rows of each group.
+        """Do what `grouped_linear` does; `sizes`: int32 `[devices, experts of a device]`, the rows of each group.
 
         `active`: the sum of the sizes, in the mean over devices.
         """
@@ -217,7 +217,7 @@ def _places(divisions: int, held: int, room: int, chosen: Tensor) -> Tensor:
 
 
 def _sorted_places(room: int, ends: Tensor) -> Tensor:
-    """As `_sorted`, for the rows of a received buffer `[from, room]` by expert; `ends`: `[from, held]`."""
+    """Sort the rows of a received buffer `[from, room]` by expert, see `_sorted`; `ends`: `[from, held]`."""
     places = torch.arange(room, device=ends.device)
     expert = (places[:, None] >= ends[:, None]).sum(dim=-1).flatten()
     return _sorted(ends.shape[1], expert)
