@@ -33,7 +33,7 @@ def note_choices(experts: Any, top_k_index: Tensor, dropped: Tensor | None = Non
     In place: torch.compile refuses an attribute that changes in a recomputed layer.
     """
     if (load := getattr(experts, "load", None)) is not None:
-        last = load.new_zeros(1) if dropped is None else dropped.reshape(1).float()
+        last = load.new_zeros(1) if dropped is None else dropped
         load.copy_(torch.cat([choice_counts(top_k_index, experts.num_experts), last]))
 
 
@@ -173,7 +173,8 @@ def experts_on_devices(
         places = groups.on_each(partial(_places, groups.divisions, held, room), chosen)
         slot, choice, ends = places.split([choices, math.prod(buffer), groups.divisions * held], dim=1)
         if drops:
-            note_choices(experts, top_k_index, (slot >= math.prod(buffer)).sum())
+            dropped = groups.on_each(partial(_dropped, math.prod(buffer)), slot)  # libtpu can't divide such a sum
+            note_choices(experts, top_k_index, dropped.sum(dim=0))
         sent = _take(groups, own, choice // top_k, slot.unflatten(1, (-1, top_k)), drops=drops)
         received = groups.exchange(sent.unflatten(1, buffer)).flatten(1, 2)
         ends = groups.exchange(ends.unflatten(1, (groups.divisions, held)))
@@ -214,6 +215,10 @@ def _places(divisions: int, held: int, room: int, chosen: Tensor) -> Tensor:
     place = (starts[:, None] + places).clamp(max=len(chosen) - 1).flatten()
     choice = torch.where((places < ends[:, -1:]).flatten(), order[place], len(chosen))
     return torch.cat([slot, choice, ends.flatten()]).int()
+
+
+def _dropped(places: int, slot: Tensor) -> Tensor:
+    return (slot >= places).sum(dim=0, keepdim=True).float()
 
 
 def _sorted_places(room: int, ends: Tensor) -> Tensor:

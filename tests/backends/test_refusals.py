@@ -47,7 +47,7 @@ OPTION_GROUPS = [
     "sharding.tensor sharding.sequence_parallel sharding.plan optim.name optim.factory",
     "sharding.tensor precision.products precision.compute",
     "sharding.strategy sharding.expert sharding.context sharding.tensor sharding.expert_capacity",
-    "sharding.expert model.experts model.lora optim.name optim.factory",
+    "sharding.expert model.experts model.lora optim.name optim.factory compile.scan_layers",
     "sharding.context model.attention train.task",
     "sharding.wrap sharding.wrap_classes sharding.wrap_modules sharding.min_num_params",
     "sharding.forward_prefetch sharding.backward_prefetch sharding.backward_prefetch_units "
