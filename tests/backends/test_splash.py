@@ -179,7 +179,7 @@ def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
         backend,
         patch.object(splash.Kernel, "_run", counted),
         patch.object(engine, "LayerAttention", partial(engine.LayerAttention, interpret=True)),
-        patch.object(engine, "ExpertGroups", partial(engine.ExpertGroups, interpret=True)),
+        patch.object(engine, "MeshExperts", partial(engine.MeshExperts, interpret=True)),
     ):
         cast(Any, backend)._tensors.for_tpu = interpreted
         training = build_training(config, backend, vocabulary=256)

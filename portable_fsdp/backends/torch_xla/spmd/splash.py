@@ -165,7 +165,7 @@ def _splash(kernel: Kernel, query: Any, key: Any, part: Any) -> Any:
         return jax.lax.dynamic_slice_in_dim(array, part[0] * size, size, axis)
 
     # All parts run one program, so which blocks they skip is data.
-    infos = (attend.fwd_mask_info, attend.dq_mask_info, attend.dkv_mask_info)
+    infos: Any = (attend.fwd_mask_info, attend.dq_mask_info, attend.dkv_mask_info)
     return splash.SplashAttentionKernel(*(infos if kernel.parts == 1 else jax.tree.map(own, infos)), **attend.kwargs)
 
 
