@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, assemble, assert_equal_states
 from test_curves import assert_equal_curves
+from test_tensor import GPT2
 from workers import GetWorkers, Group, marked
 
 CURVES = {
@@ -31,6 +32,10 @@ CURVES = {
         f"{model}, context 2 x tensor 2": (4, Case(model, settings={"sharding.context": 2, "sharding.tensor": 2}))
         for model in ("llama", "qwen3", "gemma2", "mixtral")
     },
+    "gpt2, context 2 x tensor 2": (
+        4,
+        Case("gpt2", settings={"sharding.context": 2, "sharding.tensor": 2, "sharding.plan": GPT2}),
+    ),
     "recompute, grad_op": (
         4,
         Case("gemma2", strategy="SHARD_GRAD_OP", checkpointing="full", settings={"sharding.context": 2}),
@@ -48,7 +53,8 @@ def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: Get
     case = CURVES[name][1]
     answers = workers(group).run(jobs.train, case=case)
     assert_equal_curves(answers, case)
-    assert answers[0]["compilations"] == answers[0]["expected_compilations"]
+    # Fewer: a program of an earlier job, such as the update of the same shards.
+    assert 0 < answers[0]["compilations"] <= answers[0]["expected_compilations"]
 
 
 @pytest.mark.xla

@@ -1,4 +1,4 @@
-"""The attention kernel of TPUs: jax's splash attention, forward and fused backward, as computations for torch_xla.
+"""The attention kernel of TPUs: jax's splash attention, forward and backward, as computations for torch_xla.
 
 Forward returns the output and the log-sum-exp of each position's scores; backward starts from both. Key and value heads
 are not repeated, windows and documents need no mask in memory, and fully masked blocks are skipped.
@@ -11,7 +11,7 @@ Written for jax 0.7.1; imports it in functions only.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 _FORWARD_BLOCK = 1024  # queries and keys; not measured on a chip
-# The kernel writes a part of a query's gradient for each block of keys, and XLA adds them: larger blocks of keys write
-# less, but compute more that the causal mask then hides.
+# The fused backward writes a copy of the queries' gradient for each block of keys, and XLA adds them: larger blocks of
+# keys write less, but compute more that the causal mask then hides.
 _BACKWARD_QUERIES, _BACKWARD_KEYS = 512, 1024
 _AT_ONCE = 512  # keys
+# Copies grow as the square of the length. From the first number on blocks have twice the keys. Above the second, copies
+# would take most of the memory: a second kernel computes the queries' gradient, and repeats 2 of backward's 5 products.
+_MANY_COPIES, _MOST_COPIES = 32, 64
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,15 @@ class Kernel:
     def flops(self, function: Callable[..., Any], kinds: "Sequence[_Kind]") -> int:
         """FLOPs of scores and output; in backward of scores, and the gradients of weights, value, query and key.
 
-        A product takes 2 operations per head, element of a head and visible pair of positions.
+        A second kernel in backward repeats scores and the gradient of weights. A product takes 2 operations per head,
+        element of a head and visible pair of positions.
         """
         query, key, value = cast(Any, kinds[:3])
-        rows, heads, _, width = query[0]
-        widths = width + value[0][-1] if function is splash_forward else 3 * width + 2 * value[0][-1]
-        return 2 * rows * heads * widths * self.visible(key[0][2])
+        (rows, heads, _, width), length, value_width = query[0], key[0][2], value[0][-1]
+        widths = width + value_width
+        if function is not splash_forward:
+            widths = 3 * width + 2 * value_width + (0 if _backward_blocks(length, width)[1] else widths)
+        return 2 * rows * heads * widths * self.visible(length)
 
     def _run(self, function: Callable[..., Any], *tensors: Tensor | None) -> list[Tensor]:
         import torch_xla
@@ -101,15 +107,24 @@ def block_of(length: int, limit: int = _BACKWARD_KEYS) -> int:
     return max(size for size in range(128, limit + 1, 128) if length % size == 0)
 
 
-def _splash(kernel: Kernel, heads: int, length: int, part: Any) -> Any:
+def _backward_blocks(length: int, width: int) -> tuple[int, bool]:
+    """Return the keys of a block in backward, and whether one kernel computes all gradients."""
+    keys = block_of(length, _BACKWARD_KEYS)
+    if length // keys >= _MANY_COPIES and width <= 128:  # blocks of wider heads would fill a TPU's fast memory
+        keys = block_of(length, 2 * _BACKWARD_KEYS)
+    return keys, length // keys <= _MOST_COPIES
+
+
+def _splash(kernel: Kernel, query: Any, key: Any, part: Any) -> Any:
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    heads, length, width = query.shape[1], *key.shape[2:]
     queries = length // kernel.parts
     # A block of queries from pieces that lie far apart would meet keys that only the later ones see.
     together = _FORWARD_BLOCK if kernel.parts == 1 else max(_BACKWARD_QUERIES, queries // kernel.parts)
-    forward, keys = block_of(length, _FORWARD_BLOCK), block_of(length, _BACKWARD_KEYS)
+    forward, (keys, fused) = block_of(length, _FORWARD_BLOCK), _backward_blocks(length, width)
     blocks = splash.BlockSizes(
         block_q=block_of(queries, min(_FORWARD_BLOCK, together)),
         block_kv=forward,
@@ -117,11 +132,23 @@ def _splash(kernel: Kernel, heads: int, length: int, part: Any) -> Any:
         block_q_dkv=block_of(queries, _BACKWARD_QUERIES),
         block_kv_dkv=keys,
         block_kv_dkv_compute=block_of(keys, _AT_ONCE),
-        use_fused_bwd_kernel=True,
+        block_q_dq=None if fused else block_of(queries, _BACKWARD_QUERIES),
+        block_kv_dq=None if fused else block_of(length, _AT_ONCE),
+        use_fused_bwd_kernel=fused,
     )
     shape = (length, length)
     mask = masks.CausalMask(shape) if kernel.window is None else masks.LocalMask(shape, (kernel.window - 1, 0), 0)
-    mask.q_sequence = kernel.positions(length)
+    mask.q_sequence, function = kernel.positions(length), mask.mask_function
+    piece = length // kernel.parts**2
+    neighbours = not (piece % blocks.block_q or piece % cast(int, blocks.block_q_dkv))
+
+    def is_visible(queries: Any, keys: Any) -> Any:
+        # jax looks with numpy at each block for pairs of positions that see each other: minutes in rows of 200,000
+        # tokens. If a block's queries are neighbours, and no more than its keys, the first and the last tell.
+        few = neighbours and isinstance(queries, np.ndarray)
+        return function(queries[[0, -1]] if few else queries, keys)
+
+    mask.mask_function = is_visible
     attend = splash.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=blocks,
@@ -138,9 +165,8 @@ def _splash(kernel: Kernel, heads: int, length: int, part: Any) -> Any:
         return jax.lax.dynamic_slice_in_dim(array, part[0] * size, size, axis)
 
     # All parts run one program, so which blocks they skip is data.
-    infos = (attend.fwd_mask_info, attend.dkv_mask_info)
-    first, second = infos if kernel.parts == 1 else jax.tree.map(own, infos)
-    return splash.SplashAttentionKernel(first, None, second, **attend.kwargs)
+    infos: Any = (attend.fwd_mask_info, attend.dq_mask_info, attend.dkv_mask_info)
+    return splash.SplashAttentionKernel(*(infos if kernel.parts == 1 else jax.tree.map(own, infos)), **attend.kwargs)
 
 
 def _ids(documents: Any, attend: Any) -> Any:
@@ -158,7 +184,7 @@ def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: 
     """Implement `Kernel.forward` on jax arrays."""
     import jax
 
-    attend = _splash(kernel, query.shape[1], key.shape[2], part)
+    attend = _splash(kernel, query, key, part)
 
     def row(query: Any, key: Any, value: Any, documents: Any) -> Any:
         out, (lse,) = attend(query, key, value, _ids(documents, attend), sinks)
@@ -175,12 +201,12 @@ def splash_backward(
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    attend = _splash(kernel, query.shape[1], key.shape[2], part)
+    attend = _splash(kernel, query, key, part)
     options: dict[str, Any] = {**attend.kwargs, "save_residuals": False}
 
     def row(query: Any, key: Any, value: Any, documents: Any, out: Any, lse: Any, gradient: Any) -> Any:
         ids = _ids(documents, attend)
-        kept = (query, key, value, ids, sinks, out, lse, None, attend.dkv_mask_info)
+        kept = (query, key, value, ids, sinks, out, lse, attend.dq_mask_info, attend.dkv_mask_info)
         *_, d_query, d_key, d_value, _, d_sinks = splash._splash_attention_bwd(**options, res=kept, do=gradient)
         return d_query, d_key, d_value, d_sinks
 
@@ -229,23 +255,30 @@ def computation(function: Callable[..., Any], kernel: Lowered, kinds: tuple[_Kin
     exported = export.export(jax.jit(on_given), platforms=[platform])(*filter(None, shapes))
     with mlir.make_ir_context(), ir.Location.unknown():
         module = cast(Any, ir.Module.parse(exported.mlir_module()))
-        module.operation.walk(partial(_note_work, kernel.flops(function, kinds)))
+        _note_work(kernel.flops(function, kinds), module)
         program = xla_client._xla.mlir.mlir_module_to_xla_computation(
             mlir.module_to_bytecode(module), use_tuple_args=False, return_tuple=True
         )
     return computation_from_module_proto("attention", program.as_serialized_hlo_module_proto())
 
 
-def _note_work(flops: int, operation: Any) -> Any:
-    """Write the kernel's FLOPs into its call, where the compiler's scheduler and `plan/hlo.py` read it."""
+def _note_work(flops: int, module: Any) -> None:
+    """Write the FLOPs into the kernels' calls, where the compiler's scheduler and `plan/hlo.py` read them."""
     from jax._src.lib.mlir import ir
 
-    if (
-        operation.name == "stablehlo.custom_call"
-        and operation.attributes["call_target_name"].value == "tpu_custom_call"
-    ):
-        config = json.loads(operation.attributes["backend_config"].value)
-        cost = {"flops": flops, "transcendentals": 0, "bytes_accessed": 0}
+    calls: list[Any] = []
+
+    def collect(operation: Any) -> Any:
+        if (
+            operation.name == "stablehlo.custom_call"
+            and operation.attributes["call_target_name"].value == "tpu_custom_call"
+        ):
+            calls.append(operation)
+        return cast(Any, ir).WalkResult.ADVANCE
+
+    module.operation.walk(collect)
+    for call in calls:
+        config = json.loads(call.attributes["backend_config"].value)
+        cost = {"flops": flops // len(calls), "transcendentals": 0, "bytes_accessed": 0}
         config["custom_call_config"]["cost_estimate"] = cost
-        operation.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
-    return cast(Any, ir).WalkResult.ADVANCE
+        call.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
