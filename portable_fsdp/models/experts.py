@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from portable_fsdp.layout import Spec, expert_spec
@@ -66,14 +67,28 @@ def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tenso
 
     `ends`: int32 `[experts]`, the end of each group. What follows the last one is arbitrary in the result, perhaps NaN.
     """
-    product: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm  # the name until torch 2.9
     weight: Tensor = getattr(experts, name)
-    out = product(rows.contiguous(), weight if experts.is_transposed else weight.transpose(1, 2), offs=ends)
+    weight = weight if experts.is_transposed else weight.transpose(1, 2)
+    if _has_kernel(rows):
+        product: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm
+        out = product(rows.contiguous(), weight, offs=ends)
+    else:  # every row by every expert
+        expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+        is_own = expert == torch.arange(len(ends), device=rows.device)[:, None]
+        out = ((rows @ weight) * is_own[..., None]).sum(dim=0)
     if not experts.has_bias:
         return out
     expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
     out = out + getattr(experts, f"{name}_bias")[expert.clamp(max=len(ends) - 1)]
     return torch.where((expert < len(ends))[:, None], out, 0.0)  # the bias gets no gradient of what is arbitrary
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    """torch 2.9 has a private function, which takes other dtypes than bfloat16 on CPUs alone, and never on tensors
+    without values: in plans, and while torch.compile traces."""
+    if rows.dtype == torch.bfloat16 or hasattr(F, "grouped_mm"):
+        return True
+    return rows.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(rows, FakeTensor)
 
 
 def run_expert(experts: Any, rows: Tensor, linear: Callable[[Tensor, str], Tensor]) -> Tensor:
@@ -170,7 +185,7 @@ def experts_on_devices(
             room = min(room, math.ceil(choices / groups.divisions * groups.capacity))
         room = -(-room // groups.multiple) * groups.multiple
         buffer = (groups.divisions, room)
-        places = groups.on_each(partial(_places, groups.divisions, held, room), chosen)
+        places = groups.on_each(partial(_places, groups.divisions, held, room, drops), chosen)
         slot, choice, ends = places.split([choices, math.prod(buffer), groups.divisions * held], dim=1)
         if drops:
             dropped = groups.on_each(partial(_dropped, math.prod(buffer)), slot)  # libtpu can't divide such a sum
@@ -197,23 +212,28 @@ def _sorted(groups: int, chosen: Tensor) -> Tensor:
     return torch.cat([sizes, order, order.argsort()]).int()
 
 
-def _places(divisions: int, held: int, room: int, chosen: Tensor) -> Tensor:
-    """Place the choices `[n]` in a buffer `[divisions, room]`, by the device of their expert.
+def _places(divisions: int, held: int, room: int, drops: bool, chosen: Tensor) -> Tensor:
+    """Place the choices `[n]` in a buffer `[divisions, room]`, by the device of their expert and sorted by it.
 
     Returns int32, one after the other: the place of each choice, or divisions * room: dropped; the choice at each
     place, or n: none; and the end of each expert's rows in its device's part, `[divisions, held]`.
     """
-    sizes, order, rank = _sorted(divisions * held, chosen).split([divisions * held, len(chosen), len(chosen)])
-    by_device = sizes.view(divisions, held)
-    counts = by_device.sum(dim=1)
-    starts = counts.cumsum(dim=0) - counts
-    to = chosen // held
-    at = rank - starts[to.long()]
-    slot = torch.where(at < room, to * room + at, divisions * room)
-    ends = by_device.cumsum(dim=1).clamp(max=room)
-    places = torch.arange(room, device=chosen.device)
-    place = (starts[:, None] + places).clamp(max=len(chosen) - 1).flatten()
-    choice = torch.where((places < ends[:, -1:]).flatten(), order[place], len(chosen))
+    count, device = divisions * held, chosen.device
+    sizes, order, rank = _sorted(count, chosen).long().split([count, len(chosen), len(chosen)])
+    firsts, chosen = sizes.cumsum(dim=0) - sizes, chosen.long()
+    nth = rank - firsts[chosen]  # of its expert's
+    if drops:  # experts take turns, so that the largest lose first
+        turns = ((chosen // held * len(chosen) + nth) * held + chosen % held).argsort().argsort()
+        is_kept = turns - firsts[::held][chosen // held] < room
+        sizes = ((chosen[:, None] == torch.arange(count, device=device)) & is_kept[:, None]).sum(dim=0)
+    ends = sizes.view(divisions, held).cumsum(dim=1)
+    starts = ends.flatten() - sizes
+    slot = torch.where(nth < sizes[chosen], chosen // held * room + starts[chosen] + nth, divisions * room)
+    places = torch.arange(room, device=device)
+    expert = (places[:, None] >= ends[:, None]).sum(dim=-1)  # `held`: none
+    at = (expert.clamp(max=held - 1) + torch.arange(divisions, device=device)[:, None] * held).flatten()
+    place = firsts[at] - starts[at] + places.repeat(divisions)
+    choice = torch.where(expert.flatten() < held, order[place.clamp(max=len(chosen) - 1)], len(chosen))
     return torch.cat([slot, choice, ends.flatten()]).int()
 
 

@@ -170,10 +170,11 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
     name, master = f"shard: {getattr(make, '__name__', 'make')}", DTYPES[config.precision.master]
     if isinstance(make, nn.Module):
         raise ConfigError(f"shard: expected a function that returns the module, found a {type(make).__name__}.")
-    if config.sharding.context > 1:
-        raise ConfigError(
-            f"{name}: sharding.context needs a transformers model that the config names.\n  Set sharding.context=1."
-        )
+    for axis in ("context", "expert"):
+        if getattr(config.sharding, axis) > 1:
+            raise ConfigError(
+                f"{name}: sharding.{axis} needs a transformers model that the config names.\n  Set sharding.{axis}=1."
+            )
     module, fill = open_factory(name, partial(call_user, name, make), config.run.seed, master)
     return _laid_out(config, backend, module, fill, _ties(module))
 

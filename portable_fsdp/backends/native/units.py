@@ -69,7 +69,7 @@ def shard_units(
     cast_scalars(model, policy, device)
     for name in dict.fromkeys((*policy.recompute, *policy.layers)):
         layer = model.get_submodule(name)
-        holds_units = any(_is_in(inner, name) for inner in (*units, *policy.modules))
+        holds_units = any(_is_in(inner, name) for inner in (*units, *policy.modules, *experts))
         if name in policy.recompute:
             recompute(layer, policy, whole=holds_units)
         if name in policy.layers and policy.compile_backend is not None:
