@@ -75,7 +75,6 @@ def test_config_is_started(config: Path, around: Path) -> None:
 
 
 OTHERWISE_ON_XLA = {
-    "qwen3_30b_a3b": ["model.experts=auto"],  # grouped products are GPUs' alone
     "t5_large": ["data.factory=t5_summaries:random", "model.pretrained=null", f"model.architecture={json.dumps(T5)}"],
 }
 EVERY_DAY = "lora_llama_8b"
