@@ -94,7 +94,7 @@ def attend_by_pieces(
     Raises NotImplementedError for attention that isn't causal, and for masks other than documents.
     """
     if mask is not None or not causal:
-        raise NotImplementedError("its attention " + ("isn't causal" if mask is None else "has a mask of its own"))
+        raise NotImplementedError("its attention " + ("isn't causal" if mask is None else "adds its own mask"))
     row = parts.gather(torch.cat([key, value], dim=-1).movedim(2, 0)).movedim(0, 2)  # before grouped heads are repeated
     key, value = row.split([key.shape[-1], value.shape[-1]], dim=-1)
     out: list[Tensor] = []

@@ -37,7 +37,7 @@ def require_rows_that_split(model: Any, build: Callable[[Any], Any], seq_len: in
     if seq_len % (2 * devices):
         problem = f"{devices} devices can't split rows of {seq_len} tokens into two equal pieces each"
     elif model.config._attn_implementation != STATIC:
-        problem = "it has an attention of its own"
+        problem = "it has its own attention"
     else:
         with torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

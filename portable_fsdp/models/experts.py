@@ -6,8 +6,8 @@ weights alone. `dense_experts` runs every expert on every token, which needs no 
 times the products. An engine that has its own products, or the mesh axis `expert`, sets `groups` on the modules of
 experts: then `experts_on_devices` runs.
 
-Rows move by gathers alone, backward too: each movement knows the places of its rows in the result. A scatter is slow on
-TPUs, and on GPUs adds in any order.
+There rows move by gathers alone, backward too: each movement knows the places of its rows in the result. A scatter is
+slow on TPUs, and on GPUs adds in any order.
 """
 
 import math
@@ -50,8 +50,8 @@ def choice_counts(chosen: Tensor, experts: int) -> Tensor:
 
 
 def grouped_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of the chosen experts; arguments as of `dense_experts`. Needs a kernel for grouped
-    products, see `is_aligned`."""
+    """Return the weighted sum of the chosen experts; arguments as of `dense_experts`. The sizes of weights must be
+    multiples of 16 bytes, see `choose_experts`."""
     if (groups := getattr(self, "groups", None)) is not None:
         return experts_on_devices(groups, self, hidden, top_k_index, top_k_weights)
     chosen, order = top_k_index.flatten().sort(stable=True)
@@ -69,16 +69,15 @@ def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tenso
     """
     weight: Tensor = getattr(experts, name)
     weight = weight if experts.is_transposed else weight.transpose(1, 2)
+    expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)  # of each row
     if _has_kernel(rows):
         product: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm
         out = product(rows.contiguous(), weight, offs=ends)
     else:  # every row by every expert
-        expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
         is_own = expert == torch.arange(len(ends), device=rows.device)[:, None]
         out = ((rows @ weight) * is_own[..., None]).sum(dim=0)
     if not experts.has_bias:
         return out
-    expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
     out = out + getattr(experts, f"{name}_bias")[expert.clamp(max=len(ends) - 1)]
     return torch.where((expert < len(ends))[:, None], out, 0.0)  # the bias gets no gradient of what is arbitrary
 
@@ -285,8 +284,8 @@ def _summed(drops: bool, gradient: Tensor, back: Tensor) -> Tensor:
 def choose_experts(model: Any, implementation: str, itemsize: int, *, eager: bool) -> None:
     """Set the experts implementation of `model` to `model.experts`.
 
-    `itemsize`: bytes per value in the compute dtype. `eager`: operations run one by one; else an engine may have a
-    kernel of its own instead of the dense formula. Raises ConfigError for a model without experts, and if grouped_mm
+    `itemsize`: bytes per value in the compute dtype. `eager`: operations run one by one; else an engine may
+    replace the dense formula by its own kernel. Raises ConfigError for a model without experts, and if grouped_mm
     can't run them.
     """
     experts = {name: model.get_submodule(name) for name in expert_modules(model)}

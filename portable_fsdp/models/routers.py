@@ -157,15 +157,6 @@ class _Balanced(torch.autograd.Function):
         return gradients[0], ctx.routers.gradient(ctx.saved_tensors[0]), None
 
 
-def attach_routers(
-    model: Any, plan: "TensorPlan | None", bias_rate: float = 0.0, *, has_loss: bool = False, drops: bool = False
-) -> None:
-    """Let a model count its routers' choices, and balance them, see `Routers`. Without experts that can be counted it
-    changes nothing, or raises ConfigError if something needs them."""
-    if has_loss or bias_rate or expert_modules(model):
-        model.routers = Routers(model, plan, bias_rate, has_loss=has_loss, drops=drops)
-
-
 def _axes(plan: "TensorPlan | None", names: Sequence[str]) -> tuple[str, ...]:
     """The axes whose devices see different tokens in the modules `names`: with sequence parallelism also `tensor`,
     except in blocks, which gather them."""
@@ -182,15 +173,15 @@ def balanced_routers(model: Any) -> dict[str, tuple[nn.Module, int]]:
     kind = type(model)
     formula = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
     arguments = () if formula is None else tuple(signature(formula).parameters)
-    found = dict(_recorded(model))
+    routers = dict(_recorded(model))
     coefficient = getattr(model, "router_aux_loss_coef", None)
-    if coefficient is None or arguments != ("gate_logits", "num_experts", "top_k", "attention_mask") or not found:
+    if coefficient is None or arguments != ("gate_logits", "num_experts", "top_k", "attention_mask") or not routers:
         raise ConfigError(
             f"model: output_router_logits=true: {kind.__name__} computes no router loss, or another one than "
             "transformers' common load_balancing_loss_func.\n"
             "  Set output_router_logits=false in model.architecture (in a folder: in its config.json)."
         )
-    return found
+    return routers
 
 
 def _recorded(model: Any) -> Iterator[tuple[str, tuple[nn.Module, int]]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -138,7 +138,7 @@ def _watch_routers(config: Config, built: BuiltModel, task: Task) -> None:
     counts_loads = not compiles.scan_layers and built.config and expert_modules(built.model)
     if not (has_loss or config.model.router_bias_rate or counts_loads):
         return
-    from portable_fsdp.models.routers import attach_routers
+    from portable_fsdp.models.routers import Routers
 
     if has_loss and (task.name != CAUSAL_LM.name or compiles.enabled or compiles.scan_layers):
         reason, fix = f"train.task={task.name} has no router loss", ""
@@ -155,7 +155,7 @@ def _watch_routers(config: Config, built: BuiltModel, task: Task) -> None:
 
         plan = tensor_plan(built.model, config)
     rate, drops = config.model.router_bias_rate, config.sharding.expert_capacity is not None
-    attach_routers(built.model, plan, rate, has_loss=has_loss, drops=drops)
+    cast(Any, built.model).routers = Routers(built.model, plan, rate, has_loss=has_loss, drops=drops)
 
 
 def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -27,7 +27,7 @@ experts also `loads`, and for a router loss `balance`, see `models.routers.Route
 
 
 def _routers_of(model: nn.Module) -> "Routers | None":
-    return vars(model).get("routers")  # `models.routers.attach_routers`
+    return vars(model).get("routers")  # set by `train.build`
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:

@@ -119,7 +119,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "own attention": (
         "falcon_alibi",
         {},
-        "FalconForCausalLM: it has an attention of its own.\n  Set sharding.context=1",
+        "FalconForCausalLM: it has its own attention.\n  Set sharding.context=1",
     ),
     "longrope": (
         "phi3",

@@ -311,7 +311,7 @@ def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[
     assert query is not None
     number = None if part is None else own(part)
     shared = [None if tensor is None else own(tensor) for tensor in (key, value, documents, sinks)]
-    # Of backward: the output, the log-sum-exp, which stays in the order of parts, and the output's gradient.
+    # In backward: the output, the log-sum-exp (already in the order of parts), and the output's gradient.
     others = [own(t, tokens) if t.dim() == 3 else to_parts(t) for t in cast(list[Tensor], rest)]
     first, *results = cast(list[Tensor], getattr(kernel, method)(to_parts(query), *shared, number, *others))
     if method == "forward":

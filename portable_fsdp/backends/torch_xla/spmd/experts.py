@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.torch_xla.spmd.splash import computation
+from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
 
 _ROWS = (512, 256, 128)
 """Rows of a tile, which the kernel computes whole: a group that ends inside one costs another tile."""
@@ -97,20 +98,17 @@ class MeshExperts:
 
     def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
         weight: Tensor = getattr(experts, name)
-        ends = sizes.cumsum(dim=1)
-        at = torch.arange(rows.shape[1], device=rows.device)
-        one_hot = (at[:, None] < ends[:, None]) & (at[:, None] >= (ends - sizes)[:, None])  # [devices, rows, experts]
         if self._has_kernel and rows.shape[1] % _ROWS[-1] == 0:
             kernel = GroupedProduct(experts.is_transposed, active, self._interpret)
             out = cast(Tensor, _Product.apply(rows, weight, sizes, kernel, self))
         else:
-            by_expert = one_hot[..., None] * rows[:, :, None]
+            by_expert = _one_hot(sizes, rows)[..., None] * rows[:, :, None]
             out = self._per_division("gxcneh,xeho->gxcno", by_expert, weight, experts.is_transposed)
         if not experts.has_bias:
             return out
-        bias: Tensor = getattr(experts, f"{name}_bias")
-        out = out + self._per_division("gxcne,xeo->gxcno", one_hot.to(bias.dtype), bias, True)
-        return torch.where(at[:, None] < ends[:, -1:, None], out, torch.zeros_like(out))  # as `grouped_linear`
+        bias, is_own = cast(Tensor, getattr(experts, f"{name}_bias")), _one_hot(sizes, rows)
+        out = out + self._per_division("gxcne,xeo->gxcno", is_own.to(bias.dtype), bias, True)
+        return torch.where(is_own.any(dim=-1, keepdim=True), out, torch.zeros_like(out))  # as `grouped_linear`
 
     def _per_division(self, equation: str, rows: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         weight = weight if is_transposed else weight.transpose(1, 2)
@@ -149,9 +147,7 @@ class MeshExperts:
         spec += (None,) * (tensor.dim() - len(spec))
         if tensor.is_floating_point():
             return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self._mesh, spec)
-        tensor = tensor * 1
-        self._spmd.mark_sharding(tensor, self._mesh, spec)
-        return tensor
+        return laid_out(tensor, lambda copy: self._spmd.mark_sharding(copy, self._mesh, spec))
 
     def exchange(self, buffer: Tensor) -> Tensor:
         if self._context is None:
@@ -161,6 +157,12 @@ class MeshExperts:
         grid = self._mark(grid, self._outer, self._expert, self._context)
         grid = self._mark(grid, self._outer, None, self._context, self._expert)
         return self._on_rows(grid.transpose(1, 3).flatten(0, 2).view_as(buffer))
+
+
+def _one_hot(sizes: Tensor, rows: Tensor) -> Tensor:
+    """Return bool `[devices, rows, experts]`: whether each of the sorted rows belongs to the expert."""
+    ends, at = sizes.cumsum(dim=1), torch.arange(rows.shape[1], device=rows.device)[:, None]
+    return (at < ends[:, None]) & (at >= (ends - sizes)[:, None])
 
 
 class _Product(torch.autograd.Function):

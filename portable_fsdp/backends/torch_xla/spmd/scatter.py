@@ -68,9 +68,8 @@ class Scatter(NamedTuple):
 def scatter_over(torus: Torus, axes: Mapping[str, int]) -> Scatter | None:
     """Return the scatter for weights sharded over the mesh `axes`; None if the compiler's is as good, or `torus` isn't
     that of the mesh."""
-    if (
-        axes.get("tensor", 1) > 1 or axes.get("context", 1) > 1
-    ):  # the axis `shard` is then short: the compiler makes reduce-scatters
+    # The axis `shard` is then short: the compiler makes reduce-scatters.
+    if axes.get("tensor", 1) * axes.get("context", 1) > 1:
         return None
     slices, *slice_axes = torus or (1,)
     longer = [size for size in slice_axes if size > 1]

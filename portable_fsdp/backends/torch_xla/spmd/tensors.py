@@ -84,7 +84,7 @@ class DeviceTensors(Programs):
         cuts = [self._axes.get(axis, 1) for axis in spec[0]] if spec else [math.prod(self._axes.values())]
         is_whole = bool(spec) and not any(spec)
         if self._processes > 1 and not is_whole and math.prod(cuts) < math.prod(self._axes.values()):
-            # torch_xla places a process's rows only if each device has rows of its own.
+            # torch_xla can place a process's rows only if no two devices share rows.
             own = self.row_shards()
             rows = len(tensor) // len(own)
 
