@@ -218,26 +218,34 @@ def _places(divisions: int, held: int, room: int, drops: bool, chosen: Tensor) -
     place, or n: none; and the end of each expert's rows in its device's part, `[divisions, held]`.
     """
     count, device = divisions * held, chosen.device
+    n_held, n_room, n = (_number(value, chosen) for value in (held, room, len(chosen)))
     sizes, order, rank = _sorted(count, chosen).long().split([count, len(chosen), len(chosen)])
     firsts, chosen = sizes.cumsum(dim=0) - sizes, chosen.long()
-    nth = rank - firsts[chosen]  # of its expert's
+    to, nth = chosen // n_held, rank - firsts.index_select(0, chosen)  # the device, and the place among its expert's
     if drops:  # experts take turns, so that the largest lose first
-        turns = ((chosen // held * len(chosen) + nth) * held + chosen % held).argsort().argsort()
-        is_kept = turns - firsts[::held][chosen // held] < room
+        turns = ((to * n + nth) * n_held + chosen % n_held).argsort().argsort()
+        is_kept = turns - firsts[::held].index_select(0, to) < n_room
         sizes = ((chosen[:, None] == torch.arange(count, device=device)) & is_kept[:, None]).sum(dim=0)
     ends = sizes.view(divisions, held).cumsum(dim=1)
-    starts = ends.flatten() - sizes
-    slot = torch.where(nth < sizes[chosen], chosen // held * room + starts[chosen] + nth, divisions * room)
+    starts, is_kept = ends.flatten() - sizes, nth < sizes.index_select(0, chosen)
+    slot = torch.where(is_kept, to * n_room + starts.index_select(0, chosen) + nth, _number(divisions * room, chosen))
     places = torch.arange(room, device=device)
     expert = (places[:, None] >= ends[:, None]).sum(dim=-1)  # `held`: none
-    at = (expert.clamp(max=held - 1) + torch.arange(divisions, device=device)[:, None] * held).flatten()
-    place = firsts[at] - starts[at] + places.repeat(divisions)
-    choice = torch.where(expert.flatten() < held, order[place.clamp(max=len(chosen) - 1)], len(chosen))
+    first = torch.arange(0, count, held, device=device)
+    at = (torch.minimum(expert, n_held - 1) + first[:, None]).flatten()
+    place = (firsts - starts).index_select(0, at) + places.repeat(divisions)
+    choice = torch.where(expert.flatten() < n_held, order.index_select(0, torch.minimum(place, n - 1)), n)
     return torch.cat([slot, choice, ends.flatten()]).int()
 
 
+def _number(value: int, like: Tensor) -> Tensor:
+    """Return int64 `[1]`, on XLA a constant. torch_xla's `scan` carries a Python number other than 0 and 1 through its
+    loop, and so the size by which `x[index]` counts from the end: libtpu aborts where each device runs by itself."""
+    return torch.arange(value, value + 1, device=like.device)
+
+
 def _dropped(places: int, slot: Tensor) -> Tensor:
-    return (slot >= places).sum(dim=0, keepdim=True).float()
+    return (slot >= _number(places, slot)).sum(dim=0, keepdim=True).float()
 
 
 def _sorted_places(room: int, ends: Tensor) -> Tensor:
@@ -270,8 +278,9 @@ class _Take(torch.autograd.Function):
 
 
 def _taken(drops: bool, rows: Tensor, index: Tensor) -> Tensor:
-    taken = rows.index_select(0, index.clamp(max=len(rows) - 1))
-    return torch.where((index < len(rows))[:, None], taken, torch.zeros_like(taken)) if drops else taken
+    last = _number(len(rows) - 1, index)
+    taken = rows.index_select(0, torch.minimum(index, last))
+    return torch.where((index <= last)[:, None], taken, torch.zeros_like(taken)) if drops else taken
 
 
 def _summed(drops: bool, gradient: Tensor, back: Tensor) -> Tensor:

@@ -95,12 +95,6 @@ SPMD_RULES = (
         "XLA sums a gradient in the dtype in which it is computed; set those layers to float32 in precision.modules",
     ),
     *refused(
-        "sharding.expert with scan_layers",
-        "a loop over layers can't hold the exchange of tokens",
-        "compile.scan_layers=false",
-        when=lambda c, p: c.compile.scan_layers,
-    ),
-    *refused(
         "precision.reduce=bfloat16 with modules in float32",
         "XLA sums the gradients of those modules in their compute dtype",
         "precision.modules={}",

@@ -151,7 +151,7 @@ class XlaBackend(PjrtBackend):
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
             layer.forward = attention.in_layer(layer.forward)
-        has_kernel = self._tensors.for_tpu and tensor == 1 and not policy.scan_layers
+        has_kernel = self._tensors.for_tpu and tensor == 1
         if policy.experts and (has_kernel or "expert" in self.axes):
             groups = MeshExperts(self.mesh, self.axes, policy.expert_capacity, has_kernel=has_kernel)
             for name in policy.experts:

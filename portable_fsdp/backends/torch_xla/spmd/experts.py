@@ -10,13 +10,14 @@ run the kernel, a dense formula computes the products.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from portable_fsdp.backends.torch_xla.spmd.splash import computation
-from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
 
 _ROWS = (512, 256, 128)
 """Rows of a tile, which the kernel computes whole: a group that ends inside one costs another tile."""
@@ -94,7 +95,14 @@ class MeshExperts:
         self.devices = math.prod(self._grid)
 
     def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        return self.from_devices(function(*map(self.rows_on_devices, tensors)))
+        def run(*tensors: Tensor) -> list[Tensor]:
+            return [self.from_devices(function(*map(self.rows_on_devices, tensors)))]
+
+        def like(*tensors: Tensor) -> list[Tensor]:
+            out = function(*(tensor[0] for tensor in tensors))
+            return [out.new_empty((self.devices, *out.shape))]
+
+        return _as_operation(run, like, *tensors)[0]
 
     def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
         weight: Tensor = getattr(experts, name)
@@ -145,9 +153,7 @@ class MeshExperts:
 
     def _mark(self, tensor: Tensor, *spec: Any) -> Tensor:
         spec += (None,) * (tensor.dim() - len(spec))
-        if tensor.is_floating_point():
-            return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self._mesh, spec)
-        return laid_out(tensor, lambda copy: self._spmd.mark_sharding(copy, self._mesh, spec))
+        return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self._mesh, spec)
 
     def exchange(self, buffer: Tensor) -> Tensor:
         if self._context is None:
@@ -174,19 +180,58 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, sizes)
         ctx.kernel, ctx.groups = kernel, groups
-        own = groups.rows_on_devices(rows), groups.experts_on_devices(weight), groups.rows_on_devices(sizes)
-        return groups.from_devices(_run(product, kernel, *own))
+
+        def run(rows: Tensor, weight: Tensor, sizes: Tensor) -> list[Tensor]:
+            own = groups.rows_on_devices(rows), groups.experts_on_devices(weight), groups.rows_on_devices(sizes)
+            return [groups.from_devices(_run(product, kernel, *own))]
+
+        def like(rows: Tensor, weight: Tensor, _: Tensor) -> list[Tensor]:
+            return [rows.new_empty((*rows.shape[:2], weight.shape[2 if kernel.transposed else 1]))]
+
+        return _as_operation(run, like, rows, weight, sizes)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        rows, weight, sizes = ctx.saved_tensors
         groups, kernel = ctx.groups, ctx.kernel
-        rows, gradient, sizes = map(groups.rows_on_devices, (rows, gradients[0], sizes))
-        back = GroupedProduct(not kernel.transposed, kernel.active, kernel.interpret)
-        of_rows = _run(product, back, gradient, groups.experts_on_devices(weight), sizes)
-        factors = (rows, gradient) if kernel.transposed else (gradient, rows)
-        of_weight = _run(product_of_groups, kernel, *factors, sizes)
-        return groups.from_devices(of_rows), groups.sum_of_devices(of_weight), None, None, None
+
+        def run(rows: Tensor, weight: Tensor, sizes: Tensor, gradient: Tensor) -> list[Tensor]:
+            rows, gradient, sizes = map(groups.rows_on_devices, (rows, gradient, sizes))
+            back = GroupedProduct(not kernel.transposed, kernel.active, kernel.interpret)
+            of_rows = _run(product, back, gradient, groups.experts_on_devices(weight), sizes)
+            factors = (rows, gradient) if kernel.transposed else (gradient, rows)
+            of_weight = _run(product_of_groups, kernel, *factors, sizes)
+            return [groups.from_devices(of_rows), groups.sum_of_devices(of_weight)]
+
+        def like(rows: Tensor, weight: Tensor, *_: Tensor) -> list[Tensor]:
+            return [torch.empty_like(rows), torch.empty_like(weight)]
+
+        return *_as_operation(run, like, *ctx.saved_tensors, gradients[0]), None, None, None
+
+
+_Operation = Callable[..., list[Tensor]]
+_traced: list[tuple[_Operation, _Operation]] = []
+"""What `scan` has traced, by number: a loop's body is traced once, and has few."""
+
+
+def _as_operation(run: _Operation, like: _Operation, *tensors: Tensor) -> list[Tensor]:
+    """Return `run(*tensors)`; while `scan` traces, as one operation, whose results have the shapes of `like`'s."""
+    if detect_fake_mode() is None:
+        return run(*tensors)
+    _traced.append((run, like))
+    return _operation()([*tensors], len(_traced) - 1)
+
+
+@cache  # once per process: the dispatcher registers it by name
+def _operation() -> Callable[..., list[Tensor]]:
+    @torch.library.custom_op("portable_fsdp::on_devices", mutates_args=())
+    def on_devices(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+        return _traced[number][0](*tensors)
+
+    @on_devices.register_fake
+    def _(tensors: Any, number: int) -> list[Tensor]:
+        return _traced[number][1](*tensors)
+
+    return on_devices
 
 
 def _run(function: Callable[..., Any], kernel: GroupedProduct, *tensors: Tensor) -> Tensor:
