@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,9 @@ from portable_fsdp.runtime.command import (
     to_stderr,
 )
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, PortableFSDPError
-from portable_fsdp.runtime.launchers import Launch, detect_launch, is_by_accelerate, tpu_workers
+from portable_fsdp.runtime.launchers import OUR_RUNS, Launch, detect_launch, is_by_accelerate, tpu_workers
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
+from portable_fsdp.supervisor import announce, is_supervised, supervise
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.refusals import Deployment
@@ -110,10 +112,12 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
 
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
     check_config(loaded.config, _deployment(launch, device, backend, num_devices))
+    config = _config_of_start(loaded.config, launch)
+    announce(config.run.dir, config.run.max_restarts)
     since = time.time()
     code = run_in_processes(processes, launch, device, backend, "portable_fsdp.launch", argv)
     if code is not None:
-        return _checked(code, Path(loaded.config.run.dir), since)
+        return _checked(code, Path(config.run.dir), since)
 
     os.environ.update(launch.variables)
     if launch.rank == 0:
@@ -121,12 +125,12 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     from portable_fsdp.train.loop import train
 
     exporter = None
-    if loaded.config.checkpoint.export:
+    if config.checkpoint.export:
         from portable_fsdp.formats import exporting as exporter
 
     output.hold_stdout()
     return train(
-        loaded.config,
+        config,
         device=device,
         backend=backend,
         num_devices=num_devices,
@@ -134,6 +138,23 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         keep_output=output.begin,
         exporter=exporter,
     )
+
+
+def _config_of_start(config: "Config", launch: Launch) -> "Config":
+    """Return the config of this start: one after a failure resumes from the run's own checkpoints.
+
+    Raises ConfigError for a run.max_restarts that nobody would honour.
+    """
+    counted_here = launch.is_alone or os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OUR_RUNS)
+    if not counted_here and config.run.max_restarts != type(config.run)().max_restarts:
+        fix = "torchrun restarts: pass it --max-restarts" if launch.kind == "torchrun" else f"{launch.kind} doesn't"
+        raise ConfigError(
+            f"run.max_restarts={config.run.max_restarts}: only a run without a launcher restarts by itself.\n"
+            f"  Leave it out; {fix}."
+        )
+    if launch.restarts and config.checkpoint.resume == "none":
+        return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
+    return config
 
 
 def _processes(launch: Launch, device: str, backend: str, num_devices: int | None) -> int:
@@ -192,4 +213,5 @@ def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run = partial(main, sys.argv[1:])
+    sys.exit(supervise(run) if is_supervised(os.environ) else run())

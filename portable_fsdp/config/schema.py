@@ -27,6 +27,8 @@ class Run(Section):
     # serve as this bound: it must exceed the longest save.
     peer_timeout_s: float = Field(default=120.0, ge=5)
     """seconds without a heartbeat after which a process counts as lost and all processes exit"""
+    max_restarts: int = Field(default=3, ge=0)
+    """restarts after a failure, counted anew whenever the run gets further; for runs without a launcher"""
 
     @field_validator("dir")
     @classmethod

@@ -12,6 +12,9 @@ LAUNCH_VARIABLES = (*COUNTING_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 OUR_RUNS = "portable_fsdp.launch-"
 """Prefix of the elastic run id when `launch` starts the processes itself; the agent's PID follows."""
 
+RESTARTS = "PORTABLE_FSDP_RESTARTS"
+"""The variable in which `supervisor.py` tells a run how often it was started before."""
+
 NOT_A_STEP = (2**32 - 6, 2**32 - 5)  # slurm.h: the steps of an interactive shell and of the batch script itself
 PORTS = range(20000, 30000)  # below Linux's ephemeral ports
 MPI_PORT = 29500  # torch's default; mpirun provides no job number that all hosts know
@@ -124,6 +127,8 @@ class Launch:
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)
     """torch's environment variables, if the launcher sets others."""
     by_accelerate: bool = False  # `accelerate launch`, which sets the number of processes
+    restarts: int = field(default=0, compare=False)
+    """Failed starts before this one, as counted by torchrun or by our supervisor."""
 
     @property
     def is_alone(self) -> bool:
@@ -152,7 +157,9 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
         launcher = "hand (no launcher)" if tasks is None else f"{tasks.launcher}, as its only task"
         launch = Launch("plain", description=launcher)
     by_accelerate = is_by_accelerate(environ)
-    return replace(launch, by_accelerate=by_accelerate, description=_describe(launch, by_accelerate, environ))
+    restarts = sum(_integer(environ, name, 0) for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+    description = _describe(launch, by_accelerate, environ)
+    return replace(launch, by_accelerate=by_accelerate, description=description, restarts=restarts)
 
 
 def is_by_accelerate(environ: Mapping[str, str]) -> bool:

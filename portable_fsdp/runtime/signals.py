@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
 
 from portable_fsdp.runtime.launchers import OUR_RUNS
 
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 
 
 def end_with_agent(environ: Mapping[str, str]) -> None:
@@ -40,6 +40,12 @@ def end_with_parent(parent: int) -> None:
         print("prctl failed: if the launcher is killed, this process will survive it", file=sys.stderr)
     if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all descendants whose own parent ends. Does nothing except on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
 class Stopped(BaseException):
