@@ -87,8 +87,10 @@ def supervise(work: Callable[[], int]) -> int:
         _end_descendants()
         folder, max_restarts = json.loads(announced)
         failure = _failure(code, Path(folder), began)
-        if time.time() - began > _LONG_S if failure.step is None else failure.step > furthest:
-            furthest, failures = failure.step or furthest, []
+        if failure.step is None and time.time() - began > _LONG_S:
+            failures = []
+        elif failure.step is not None and failure.step > furthest:
+            furthest, failures = failure.step, []
         failures.append(failure)
         if len(failures) > max_restarts or (failure.step is not None and failures[-2:-1] == [failure]):
             if max_restarts:
@@ -137,7 +139,7 @@ def _failure(code: int, folder: Path, began: float) -> _Failure:
     """Read from the run's files how far it came, and why it failed."""
     step, end = _last_row(folder / "metrics.jsonl").get("step"), _last_row(folder / "events.jsonl", began)
     reason = str(end["reason"]) if end.get("event") in ("fail", "stop") and "reason" in end else ""
-    cause = f"a process ended by {signal.Signals(-code).name}" if code < 0 else reason or f"exit code {code}"
+    cause = reason or (f"exit code {code}" if code > 0 else f"its process ended by {signal.Signals(-code).name}")
     return _Failure(step if isinstance(step, int) else None, printable(cause))
 
 

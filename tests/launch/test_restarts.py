@@ -1,0 +1,156 @@
+"""Runs that restart by themselves after a failure (supervisor.py)."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from cli import PYTHON, SAVES, TORCHRUN, Started, committed, events, finish, require_curve, started, tiny_config
+
+CPU = [*PYTHON, "--device=cpu"]
+STARTS = {
+    "native": [*CPU, "--backend=native", "--num_devices=2"],
+    "xla": [*CPU, "--backend=xla", "--num_devices=2"],
+}
+STEPS = 40
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from portable_fsdp import supervisor
+
+supervisor._PAUSES_S = (0,)
+outcomes = Path("outcomes").read_text().split()
+
+
+def work():
+    number = len(list(Path(".").glob("start-*")))
+    Path(f"start-{number}").touch()
+    assert os.environ[supervisor.RESTARTS] == os.environ.get("EXPECTED", os.environ[supervisor.RESTARTS])
+    supervisor.announce(".", 2)
+    step, end = outcomes[number].split(":")
+    with open("metrics.jsonl", "w") as file:
+        file.write('{"step": %s}\\n' % step)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return int(end)
+
+
+sys.exit(supervisor.supervise(work))
+"""
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ("3:0", 0),
+        ("3:2", 2),  # a config mistake
+        ("3:143", 143),  # stopped on request
+        ("3:1 4:kill 5:1 6:1 7:0", 0),  # each gets further
+        ("3:1 3:1", 1),  # the same failure
+        ("3:1 3:kill 2:1", 1),  # twice without progress, and run.max_restarts is 2
+        ("3:1 3:kill 4:1 4:kill 4:0", 0),  # counted anew
+    ],
+)
+def test_failures_without_progress_are_counted(outcomes: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "outcomes").write_text(f"{outcomes} 9:0")
+    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == code, run.stderr
+    assert len(list(tmp_path.glob("start-*"))) == len(outcomes.split())
+    if code == 1:
+        assert "the run ends: it failed" in run.stderr
+        assert all(f"after step {outcome.partition(':')[0]}: " in run.stderr for outcome in outcomes.split())
+
+
+def kill_worker(run: psutil.Process) -> None:
+    random.choice(workers(run)).kill()
+
+
+def kill_child(run: psutil.Process) -> None:
+    run.children()[0].kill()
+
+
+def stop_worker(run: psutil.Process) -> None:
+    workers(run)[-1].suspend()
+
+
+def workers(run: psutil.Process) -> list[psutil.Process]:
+    """The processes that train: those that wrote the most memory, whoever started them."""
+    trains = [
+        process for process in run.children(recursive=True) if "portable_fsdp.launch" in " ".join(process.cmdline())
+    ]
+    return trains[1:] or trains  # without the launcher of several
+
+
+FAULTS: dict[str, tuple[str, Callable[[psutil.Process], None]]] = {
+    "a worker of native is killed": ("native", kill_worker),
+    "native's launcher is killed": ("native", kill_child),
+    "a worker of native is stopped": ("native", stop_worker),
+    "the process of xla is killed": ("xla", kill_child),
+}
+"""(engine, fault)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "seed"),
+    [
+        *((name, 0) for name in ("a worker of native is killed", "the process of xla is killed")),
+        *(pytest.param(name, seed, marks=pytest.mark.proof) for name in FAULTS for seed in range(1, 6)),
+    ],
+)
+def test_a_run_finishes_by_itself_with_the_curve_of_a_run_left_alone(fault: str, seed: int, tmp_path: Path) -> None:
+    engine, cause = FAULTS[fault]
+    moment = random.Random(seed)
+    arguments = [f"--config={tiny_config(tmp_path)}", *SAVES, f"train.steps={STEPS}", "run.peer_timeout_s=6"]
+    after = moment.randrange(1, STEPS // 2)
+    with started([*STARTS[engine], *arguments], tmp_path) as run:
+        run.wait_until(lambda: max(committed(tmp_path / "run"), default=0) >= after)
+        time.sleep(moment.uniform(0, 0.2))
+        cause(psutil.Process(run.pid))
+        assert run.wait(240) == 0, run.err
+        assert "Restart 1 of 3" in run.err
+    assert len(events(tmp_path / "run", "start")) == 2
+    require_curve(tmp_path, "--device=cpu", *arguments)
+
+
+@pytest.mark.slow
+def test_a_failure_that_repeats_ends_the_run_with_both_causes(tmp_path: Path) -> None:
+    """A learning rate that gives NaN; checkpoint.resume=none, which forbids checkpoints in the folder, is for the first
+    start alone."""
+    words = [f"--config={tiny_config(tmp_path)}", "optim.lr=1e30", "checkpoint.every=1", "checkpoint.resume=none"]
+    run = finish([*CPU, *words], tmp_path, 1)
+    assert run.err.count("Restart 1 of 3") == 1
+    assert "it failed 2 times without getting further" in run.err
+    assert run.err.count("not finite") == 3
+    assert len(events(tmp_path / "run", "start")) == 2
+
+
+@pytest.mark.slow
+def test_a_stop_request_ends_a_run_that_is_supervised(tmp_path: Path) -> None:
+    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000"]
+
+    def stopped(run: Started) -> None:
+        run.wait_until(lambda: bool(committed(tmp_path / "run")))
+        run.send_signal(signal.SIGTERM)
+        assert run.wait() == 143, run.err
+        assert "Restart" not in run.err
+
+    with started([*CPU, *words], tmp_path) as run:
+        stopped(run)
+    with started([*CPU, *words], tmp_path) as run:  # a supervisor that is killed leaves nothing behind
+        run.wait_until(lambda: len(events(tmp_path / "run", "start")) == 2)
+        left = psutil.Process(run.pid).children(recursive=True)
+        run.send_signal(signal.SIGKILL)
+        assert not psutil.wait_procs(left, timeout=10)[1]
+
+
+def test_a_launcher_restarts_itself(tmp_path: Path) -> None:
+    run = finish([*TORCHRUN, "--device=cpu", f"--config={tiny_config(tmp_path)}", "run.max_restarts=5"], tmp_path, 1)
+    assert "run.max_restarts=5: only a run without a launcher restarts by itself" in run.err
+    assert "--max-restarts" in run.err
