@@ -99,7 +99,6 @@ CURVES: dict[str, tuple[int, Case]] = {
         2,
         case_of("llama", TWO | {"memory.offload": "activations", "memory.cpu_offload": True}, checkpointing="full"),
     ),
-    "expert": (4, case_of("qwen3_moe", TWO | {"sharding.expert": 2})),
 }
 
 
