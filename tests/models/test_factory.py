@@ -52,6 +52,20 @@ def attribute():
     return module
 def frozen(): return nn.Linear(2, 2).requires_grad_(False)
 def generator(): return nn.Parameter(torch.randn(2, generator=torch.Generator()))
+def unfilled():
+    module = nn.Linear(2, 2)
+    module.gate = nn.Parameter(torch.empty(2, 2))
+    return module
+def half():
+    module = unfilled()
+    nn.init.normal_(module.gate[:1])
+    return module
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, initializer_range=0.5))
+    nn.init.zeros_(model.lm_head.weight)
+    return nn.ModuleDict({"own": model, "copied": copy.deepcopy(model)})
 number = 3
 """
 
@@ -107,6 +121,25 @@ def test_weights_depend_on_seed_and_name_alone(build: Callable[..., BuiltModel])
     assert torch.equal(rounded["position"], first["position"].bfloat16())
     part = build("model").fill("position", (slice(2, 4), slice(0, 32)))
     assert torch.equal(part, first["position"][2:4])
+
+
+def test_a_model_of_transformers_gets_its_own_initialisation(build: Callable[..., BuiltModel]) -> None:
+    drawn = values(build("mixtral"))
+    gates = [f"own.model.layers.0.mlp.{name}" for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")]
+    for name in (*gates, "own.model.embed_tokens.weight", "own.model.layers.0.self_attn.q_proj.weight"):
+        assert drawn[name].std() == pytest.approx(0.5, rel=0.1)  # torch's own are 1 and 0.07
+        assert torch.equal(drawn[name], drawn[name.replace("own.", "copied.")])
+    assert (drawn["own.model.norm.weight"] == 1).all()
+    assert (drawn["own.lm_head.weight"] == 0).all()  # written after the constructor
+    frequencies = drawn["own.model.rotary_emb.inv_freq"]
+    torch.testing.assert_close(frequencies, 1e6 ** -(torch.arange(len(frequencies)) / len(frequencies)))
+
+
+@pytest.mark.parametrize("function", ["unfilled", "half"])
+def test_a_weight_that_nothing_fills_is_refused(build: Callable[..., BuiltModel], function: str) -> None:
+    built = build(function)
+    with pytest.raises(ConfigError, match=rf":{function}: gate has no initial value \(NaN\): nothing fills"):
+        values(built)
 
 
 @pytest.mark.parametrize(
