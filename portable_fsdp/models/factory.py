@@ -9,6 +9,7 @@ operation is seeded by (seed, FQN of the weight that it fills, its number there)
 # Buffers are replaced in a module's own table: torch has no public way.
 # pyright: reportPrivateUsage=false
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -123,9 +124,9 @@ class _Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == cast(Any, Tensor).is_meta.__get__:
             return False  # torch.nn.init.orthogonal_ leaves meta tensors alone
-        if func is torch.tensor and isinstance(args[0], list) and not args[0] and not kwargs:
-            return torch.empty(0, device="cpu")  # its device tells transformers (5.24) whether to initialise weights
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
+        if func is torch.tensor and sys._getframe(2).f_code.co_name == "init_weights":
+            return torch.empty(0, device="cpu")  # transformers (5.24) asks its device: on meta it fills no weights
+        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "meta").type == "meta":
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")  # a copy, which is recorded
         return func(*args, **kwargs)
 

@@ -23,6 +23,7 @@ class Net(nn.Module):
         self.zero = nn.Parameter(torch.zeros(3))
         self.register_buffer("frequencies", 1 / (100 ** (torch.arange(4).float() / 4)))
         self.register_buffer("table", torch.tensor([1.0, 2.0, 4.0]), persistent=False)
+        self.register_buffer("placed", torch.tensor([8.0], device=self.zero.device))
         self.norm = nn.BatchNorm1d(5)
         self.orthogonal = nn.Linear(32, 32)
         nn.init.orthogonal_(self.orthogonal.weight)
@@ -66,6 +67,9 @@ def mixtral():
     model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, initializer_range=0.5))
     nn.init.zeros_(model.lm_head.weight)
     return nn.ModuleDict({"own": model, "copied": copy.deepcopy(model)})
+def pretrained():
+    from transformers import LlamaForCausalLM
+    return LlamaForCausalLM.from_pretrained("no_folder")
 number = 3
 """
 
@@ -104,6 +108,7 @@ def test_weights_are_what_the_constructor_makes(build: Callable[..., BuiltModel]
     assert torch.equal(drawn["zero"], torch.zeros(3))
     assert torch.equal(drawn["frequencies"], 1 / (100 ** (torch.arange(4).float() / 4)))
     assert torch.equal(drawn["table"], torch.tensor([1.0, 2.0, 4.0]))
+    assert torch.equal(drawn["placed"], torch.tensor([8.0]))
     assert torch.equal(drawn["norm.running_var"], torch.ones(5))
     assert drawn["norm.num_batches_tracked"] == 0
 
@@ -151,6 +156,7 @@ def test_a_weight_that_nothing_fills_is_refused(build: Callable[..., BuiltModel]
         ("off_meta", "expected parameters on the meta device, found weight on cpu"),
         ("attribute", 'Write self.register_buffer("scale"'),
         ("frozen", "parameters, but one must train"),
+        ("pretrained", "RuntimeError: You are using `from_pretrained` with a meta device"),
         ("generator", "leave `generator` out"),
         ("number", ":number = 3"),
         ("missing", "has no attribute 'missing'"),
