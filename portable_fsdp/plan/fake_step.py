@@ -403,13 +403,15 @@ def least_traffic(
 def _sent_by(collective: Collective, target: Target) -> dict[str, float]:
     """Return link -> least bytes that a device sends over it; an all-reduce circles the ring twice."""
     ranks, size = collective.ranks, collective.bytes * (2 if collective.kind == "all_reduce" else 1)
-    return over_links(target.levels, size, members=len(ranks), stride=ranks[-1] - ranks[-2])
+    exchanges = collective.kind == "all_to_all"
+    return over_links(target.levels, size, members=len(ranks), stride=ranks[-1] - ranks[-2], exchanges=exchanges)
 
 
 def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float]], memory_bytes: float) -> Work:
     flops: defaultdict[str, float] = defaultdict(float)
     collectives: defaultdict[str, Moved] = defaultdict(Moved)
     links: defaultdict[str, float] = defaultdict(float)
+    exchanged: defaultdict[str, float] = defaultdict(float)
     for entry in chain.from_iterable(programs):
         if isinstance(entry, KernelRun):
             if entry.flops:
@@ -421,7 +423,15 @@ def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float
         collectives[f"{collective.kind} {collective.dtype}"] += Moved(1, collective.bytes, ring)
         for link, size in sent[collective].items():
             links[link] += size
-    return Work(matmul_flops=flops, memory_bytes=memory_bytes, collectives=collectives, sent_bytes=links)
+            if collective.kind == "all_to_all":
+                exchanged[link] += size
+    return Work(
+        matmul_flops=flops,
+        memory_bytes=memory_bytes,
+        collectives=collectives,
+        sent_bytes=links,
+        exchanged_bytes=exchanged,
+    )
 
 
 def operations_of(

@@ -35,6 +35,7 @@ from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dt
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.factory import call_user
+from portable_fsdp.runtime.hub import is_hub_id
 from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.preflight import checkpoint_folder
@@ -128,6 +129,23 @@ def build_training(
     limit = config.train.max_grad_norm
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=limit, task=task)
     return Training(built, model, optimizer, step, task, trial, accumulation, ties)
+
+
+def check_model(config: Config, backend: Backend) -> None:
+    """Raise ConfigError, before minutes of tokenizing, for an axis or router biases that the model can't have. Checks
+    no model of the hub, which would be downloaded first, and no rows of `data.factory`, whose length isn't known."""
+    sharding = config.sharding
+    has_either = max(sharding.expert, sharding.context) > 1 or config.model.router_bias_rate
+    if not has_either or is_hub_id(config.model.pretrained or "") or config.data.factory is not None:
+        return
+    eager = backend.expected_compilations == 0
+    task, seq_len, context = find_task(config.train.task, eager=eager), config.data.seq_len, sharding.context
+    model, precision = config.model, config.precision
+    built = build_model(
+        model, precision, seed=0, seq_len=seq_len, vocabulary=0, eager=eager, context=context, task=task
+    )
+    _watch_routers(config, built, task)
+    shard_policy(config, built.model)
 
 
 def _watch_routers(config: Config, built: BuiltModel, task: Task) -> None:
