@@ -60,7 +60,7 @@ class Routers:
 
     def zeros(self) -> dict[str, Tensor]:
         """Return the sums before the first forward of a step, on the host."""
-        sums = {"loads": torch.zeros(sum(self._sizes))}
+        sums = {"loads": torch.zeros(sum(self._sizes))} if self._experts else {}
         return sums | ({"balance": torch.zeros(2, self._experts_of_loss)} if self.has_loss else {})
 
     def open(self, device: torch.device) -> None:
@@ -79,12 +79,13 @@ class Routers:
         router loss `balance` `[2, experts]`, of all devices: choices, and summed probabilities, of all layers; or the
         argument, if it is known. *collective*
         """
-        taken = {"loads": torch.cat([module.load for module in self._experts])}
+        taken = {"loads": torch.cat([module.load for module in self._experts])} if self._experts else {}
         if self.has_loss:
             own = torch.stack([module.balance for module in self._balanced.values()]).sum(dim=0)
             taken["balance"] = sum_over(own, self._axes_of_loss) if balance is None else balance
-        if taken["loads"].device.type == "xla":  # results of each program, in an order that changes, if they lived on
-            for module in (*self._experts, *self._balanced.values()):
+        modules = [*self._experts, *self._balanced.values()]
+        if next(iter(taken.values())).device.type == "xla":  # results of each program in a changing order otherwise
+            for module in modules:
                 module.load = module.balance = None
         return taken
 
@@ -100,20 +101,23 @@ class Routers:
 
     def finish_step(self, sums: Mapping[str, Tensor], is_skipped: Tensor, sum_over: SumOver) -> dict[str, Tensor]:
         """Update the biases from the step's `loads`, unless `is_skipped` (0-dim, bool); return metrics. *collective*"""
+        metrics = {"router_loss": self.loss(sums["balance"])} if self.has_loss else {}
+        if not self._experts:
+            return metrics
         loads = sum_over(sums["loads"], self._axes).split(self._sizes)
         with torch.no_grad():
             for owner, leaf, at in self._biases:
                 load = loads[at][:-1]
                 step = torch.sign(load.sum() - load * len(load)) * self._rate  # no mean, which would round
                 getattr(owner, leaf).add_(torch.where(is_skipped, 0.0, step))
-        metrics = {"router_loss": self.loss(sums["balance"])} if self.has_loss else {}
-        if len({*self._sizes}) > 1:
-            return metrics
-        by_layer, dropped = torch.stack(loads).split([self._sizes[0] - 1, 1], dim=1)
-        total = by_layer.sum().clamp(min=1)
-        fullest = by_layer.amax(dim=1) / by_layer.mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        metrics |= {"expert_load": by_layer.sum(dim=0) / total, "expert_load_max": fullest.max()}
-        return metrics | ({"experts_dropped": dropped.sum() / total} if self._drops else {})
+        by_layer, tiny = [load[:-1] for load in loads], torch.finfo(torch.float32).tiny
+        total = torch.cat(by_layer).sum().clamp(min=1)
+        metrics["expert_load_max"] = torch.stack([load.max() / load.mean().clamp(min=tiny) for load in by_layer]).max()
+        if len({*self._sizes}) == 1:
+            metrics["expert_load"] = torch.stack(by_layer).sum(dim=0) / total
+        if self._drops:
+            metrics["experts_dropped"] = torch.stack([load[-1] for load in loads]).sum() / total
+        return metrics
 
     def _balance(self, index: int, top_k: int) -> Callable[..., Any]:
         """Return a hook that counts a router's output, and adds the gradient of the loss to its logits: output `index`,
@@ -205,8 +209,8 @@ def _biases(model: Any, experts: Sequence[str]) -> list[tuple[nn.Module, str, in
             size = None if at is None else model.get_submodule(experts[at]).num_experts
             if at is None or buffer.shape != (size,):
                 raise ConfigError(
-                    f"model.router_bias_rate: {fqn} {[*buffer.shape]} isn't a bias of the {size} experts beside it.\n"
-                    "  Set model.router_bias_rate=0."
+                    f"model.router_bias_rate: {fqn} {[*buffer.shape]} needs one value for each of the experts beside "
+                    f"it, found {'no experts' if size is None else size}.\n  Set model.router_bias_rate=0."
                 )
             found.append((model.get_submodule(owner), leaf, at))
     if not found:

@@ -60,7 +60,8 @@ def add_gradients(
         mean = loss_sum / expected
         if routers is not None:
             of_routers = routers.take(backend.sum, balance=sums.get("balance"))
-            of_routers["loads"] = of_routers["loads"] + sums.get("loads", 0.0)
+            if "loads" in sums:
+                of_routers["loads"] = of_routers["loads"] + sums["loads"]
             if routers.has_loss:
                 routers.prepare_backward(of_routers["balance"], scale)
         (mean if backend.loss_scaler is None else mean * scale).backward()

@@ -197,11 +197,6 @@ class NativeBackend(contract.Backend):
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
         self._shapes[model] = {fqn: weight.shape for fqn, weight in model.named_parameters()}
-        if "expert" in self.axes:
-            from portable_fsdp.backends.native.experts import distribute_experts
-
-            group, size = cast(dist.ProcessGroup, self._group(("expert",))), self._fsdp_size // self.axes["expert"]
-            distribute_experts(model, policy, group, size)
         if self._row_parts is not None:
             from portable_fsdp.backends.native.context import use_row_parts
 
@@ -211,6 +206,11 @@ class NativeBackend(contract.Backend):
 
             group = Group(cast(dist.ProcessGroup, self._group(("tensor",))))
             self._split[model] = SplitModel(model, policy.tensor, group)
+        if "expert" in self.axes:
+            from portable_fsdp.backends.native.experts import distribute_experts
+
+            group, size = cast(dist.ProcessGroup, self._group(("expert",))), self._fsdp_size // self.axes["expert"]
+            distribute_experts(model, policy, group, size)
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
 

@@ -3,7 +3,6 @@
 `models/experts.py` has the algorithm, which reads nothing on the host; this file has its all-to-all.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,8 @@ from portable_fsdp.runtime.errors import BackendError
 def distribute_experts(model: nn.Module, policy: ShardPolicy, group: dist.ProcessGroup, shards: int) -> None:
     """Replace the weights of experts, on meta, by the part of this process in `group`, and let them exchange rows.
 
-    `shards`: devices over which FSDP shards each part, along dimension 1. Raises BackendError if they don't divide it.
+    Runs after the axis `tensor` has split them. `shards`: devices over which FSDP shards each part, along dimension 1.
+    Raises BackendError if they don't divide it.
     """
     for fqn, slots in parameter_slots(model).items():
         if fqn.rpartition(".")[0] in policy.experts:
@@ -31,30 +31,14 @@ def distribute_experts(model: nn.Module, policy: ShardPolicy, group: dist.Proces
             own = weight.new_empty((len(weight) // group.size(), *weight.shape[1:]))
             for slot in slots:
                 cast(Any, slot.module)._parameters[slot.leaf] = nn.Parameter(own, requires_grad=weight.requires_grad)
-    assert policy.grouped_linear is not None
-    groups = ProcessExperts(group, policy.expert_capacity, policy.grouped_linear)
+
+    def exchange(rows: Tensor) -> Tensor:
+        return cast(Tensor, _AllToAll.apply(rows, group))
+
+    assert policy.process_experts is not None
+    groups = policy.process_experts(group.size(), policy.expert_capacity, exchange)
     for name in policy.experts:
         cast(Any, model.get_submodule(name)).groups = groups
-
-
-class ProcessExperts:
-    """`models.experts.Groups` of this process: its one device, in a process group along `expert`."""
-
-    devices, multiple = 1, 1
-
-    def __init__(self, group: dist.ProcessGroup, capacity: float | None, grouped_linear: Callable[..., Tensor]) -> None:
-        self._group, self._grouped_linear = group, grouped_linear
-        self.divisions, self.capacity = group.size(), capacity
-
-    def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        with torch.no_grad():
-            return function(*(tensor[0] for tensor in tensors))[None]
-
-    def exchange(self, buffer: Tensor) -> Tensor:
-        return cast(Tensor, _AllToAll.apply(buffer[0], self._group))[None]
-
-    def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
-        return self._grouped_linear(experts, sizes[0].cumsum(dim=0, dtype=torch.int32), rows[0], name)[None]
 
 
 class _AllToAll(torch.autograd.Function):
