@@ -95,16 +95,17 @@ def refused_each(case: str, reasons: Mapping[str, str], *fixes: str, when: When 
 
 
 def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[Rule, ...]:
-    """Return rules for options that need `setting`: `key=value`, or any value of a key whose default is null.
+    """Return rules for options that need `setting`: `key=value`, or any other than the default if that is null or 1.
 
     `beside`: further settings that the fix by that setting needs.
     """
     key, _, value = setting.partition("=")
-    takes_any, expected = default_of(key) is None, parse(value)[1] if value else None
+    default, expected = default_of(key), parse(value)[1] if value else None
+    takes_any = default in (None, 1)
 
     def is_missing(config: Config, _: Deployment) -> bool:
         actual = value_of(config, key)
-        return actual is None if takes_any else actual != expected
+        return actual == default if takes_any else actual != expected
 
     fixes = [setting + beside] if value else []
     return refused(f"{options} without {key if takes_any else setting}", reason, *fixes, when=is_missing)
@@ -207,6 +208,12 @@ def _axis_rule(axis: str) -> Rule:
     )
 
 
+def _with_axis(axis: str, reasons: Mapping[str, str]) -> tuple[Rule, ...]:
+    """The rules of options that devices along an axis can't honour, each with its reason."""
+    fix = f"sharding.{axis}=1"
+    return refused_each(f"with sharding.{axis}", reasons, fix, when=lambda c, p: getattr(c.sharding, axis) > 1)
+
+
 def _row_lengths(config: Config) -> tuple[int, ...]:
     return tuple(config.data.buckets.get("input_ids", ())) or (config.data.seq_len,)
 
@@ -227,6 +234,10 @@ _NO_MORE_DIGITS = "bfloat16 weights hold no more digits to compute with"
 _TIED = "a tied weight belongs to one unit that holds both modules, or to the root"
 _NEVER_EVALUATES = "without eval_every the run never evaluates"
 _NEVER_SAMPLES = "without sample_every the run never samples"
+_WHOLE_MATRICES = {
+    "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
+    "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
+}
 
 RULES = (
     Rule("model.attention for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
@@ -305,24 +316,16 @@ RULES = (
         ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
     ),
     # --- tensor parallelism
-    *refused(
-        "sharding.sequence_parallel sharding.plan without sharding.tensor",
-        "they say how the devices of the axis tensor split a model",
+    *without(
         "sharding.tensor=2",
-        when=lambda c, p: c.sharding.tensor == 1,
+        "sharding.sequence_parallel sharding.plan",
+        "they say how the devices of the axis tensor split a model",
     ),
-    _axis_rule("tensor"),
-    _axis_rule("context"),
-    _axis_rule("expert"),
-    *refused_each(
-        "with sharding.tensor",
-        {
-            "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
-            "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
-            "precision.products=float8|float8_rowwise": "their scales would be those of a part of a weight",
-        },
-        "sharding.tensor=1",
-        when=lambda c, p: c.sharding.tensor > 1,
+    *map(_axis_rule, ("tensor", "context", "expert")),
+    *_with_axis(
+        "tensor",
+        _WHOLE_MATRICES
+        | {"precision.products=float8|float8_rowwise": "their scales would be those of a part of a weight"},
     ),
     # --- context and expert parallelism
     *refused(
@@ -331,14 +334,12 @@ RULES = (
         "sharding.strategy=FULL_SHARD",
         when=lambda c, p: c.sharding.strategy == "NO_SHARD",
     ),
-    *refused_each(
-        "with sharding.context",
+    *_with_axis(
+        "context",
         {
             "model.attention=sdpa|eager|flex": "its devices exchange keys and values in the static attention",
             "train.task": "only a causal language model's rows are split",
         },
-        "sharding.context=1",
-        when=lambda c, p: c.sharding.context > 1,
     ),
     Rule(
         "sharding.context that does not divide the tokens of a row",
@@ -350,22 +351,14 @@ RULES = (
         ),
     ),
     Rule("sharding.context for a model with its own attention, or layers without any", "the error names the layer"),
-    *refused(
-        "sharding.expert_capacity without sharding.expert",
-        "it bounds what the axis exchanges",
-        "sharding.expert=2",
-        when=lambda c, p: c.sharding.expert == 1,
-    ),
-    *refused_each(
-        "with sharding.expert",
+    *without("sharding.expert=2", "sharding.expert_capacity", "it bounds what the axis exchanges"),
+    *_with_axis(
+        "expert",
         {
             "model.experts": "the axis needs products by groups",
             "model.lora": "adapters of experts don't exist, and nothing else would train",
-            "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
-            "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
-        },
-        "sharding.expert=1",
-        when=lambda c, p: c.sharding.expert > 1,
+        }
+        | _WHOLE_MATRICES,
     ),
     *refused(
         "precision.buffers=bfloat16 with model.router_bias_rate",
