@@ -111,6 +111,13 @@ def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[
     return refused(f"{options} without {key if takes_any else setting}", reason, *fixes, when=is_missing)
 
 
+def excluded_by(key: str, reasons: Mapping[str, str], *fixes: str) -> tuple[Rule, ...]:
+    """Return rules for options that another value of `key` than the default excludes, each with its reason."""
+    default = default_of(key)
+    fixes += (f"{key}={yaml_value(default)}",)
+    return refused_each(f"with {key}", reasons, *fixes, when=lambda c, p: value_of(c, key) != default)
+
+
 def _only_for(option: str, *optimizers: str) -> tuple[Rule, ...]:
     return refused(
         f"{option} with an optimizer other than {', '.join(optimizers)}",
@@ -206,12 +213,6 @@ def _axis_rule(axis: str) -> Rule:
         ),
         fixes,
     )
-
-
-def _with_axis(axis: str, reasons: Mapping[str, str]) -> tuple[Rule, ...]:
-    """The rules of options that devices along an axis can't honour, each with its reason."""
-    fix = f"sharding.{axis}=1"
-    return refused_each(f"with sharding.{axis}", reasons, fix, when=lambda c, p: getattr(c.sharding, axis) > 1)
 
 
 def _row_lengths(config: Config) -> tuple[int, ...]:
@@ -322,8 +323,8 @@ RULES = (
         "they say how the devices of the axis tensor split a model",
     ),
     *map(_axis_rule, ("tensor", "context", "expert")),
-    *_with_axis(
-        "tensor",
+    *excluded_by(
+        "sharding.tensor",
         _WHOLE_MATRICES
         | {"precision.products=float8|float8_rowwise": "their scales would be those of a part of a weight"},
     ),
@@ -334,8 +335,8 @@ RULES = (
         "sharding.strategy=FULL_SHARD",
         when=lambda c, p: c.sharding.strategy == "NO_SHARD",
     ),
-    *_with_axis(
-        "context",
+    *excluded_by(
+        "sharding.context",
         {
             "model.attention=sdpa|eager|flex": "its devices exchange keys and values in the static attention",
             "train.task": "only a causal language model's rows are split",
@@ -352,8 +353,8 @@ RULES = (
     ),
     Rule("sharding.context for a model with its own attention, or layers without any", "the error names the layer"),
     *without("sharding.expert=2", "sharding.expert_capacity", "it bounds what the axis exchanges"),
-    *_with_axis(
-        "expert",
+    *excluded_by(
+        "sharding.expert",
         {
             "model.experts": "the axis needs products by groups",
             "model.lora": "adapters of experts don't exist, and nothing else would train",
@@ -374,12 +375,7 @@ RULES = (
         "the error names the module and the sizes that fit; sharding.plan changes a plan",
     ),
     # --- optimizer
-    *refused(
-        "optim.name with optim.factory",
-        "the factory makes the optimizer",
-        "optim.factory=null",
-        when=lambda c, p: c.optim.factory is not None,
-    ),
+    *excluded_by("optim.factory", {"optim.name": "the factory makes the optimizer"}),
     Rule(
         "optim.momentum of Muon",
         "without momentum Muon would orthogonalize each step's gradient alone",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from portable_fsdp.backends.open import EngineSpec, Package
 from portable_fsdp.backends.refusals import (
     Rule,
+    excluded_by,
     is_selective,
     modules_without_float16,
     only_largest_bucket,
@@ -106,12 +107,7 @@ SPMD_RULES = (
         lambda c, p: c.compile.scan_layers and is_selective(c) and c.memory.every is not None,
         ("memory.gradient_checkpointing=full and memory.every=null", "compile.scan_layers=false"),
     ),
-    *refused(
-        "compile.scan_layers with memory.classes",
-        f"{_ONE_PROGRAM}, which is recomputed as a whole",
-        "memory.classes=[]",
-        when=lambda c, p: bool(c.memory.classes),
-    ),
+    *excluded_by("memory.classes", {"compile.scan_layers": f"{_ONE_PROGRAM}, which is recomputed as a whole"}),
     *refused(
         "compile.scan_layers with units by size",
         _ONE_UNIT,
