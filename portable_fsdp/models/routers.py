@@ -11,7 +11,7 @@ gradient at the routers' logits, as Megatron-LM's MoEAuxLossAutoScaler does: no 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +46,14 @@ class Routers:
         self._biases = _biases(model, names) if bias_rate else []
         self._rate, self._drops = bias_rate, drops
         self._share: Tensor | None = None
-        self._balanced: dict[str, Any] = {}
+        self._balanced: list[Any] = []
         if has_loss:
-            for name, (module, index) in balanced_routers(model).items():
-                module.register_forward_hook(self._balance(index, model.num_experts_per_tok))
-                self._balanced[name], cast(Any, module).balance = module, None
+            routers = balanced_routers(model)
             self._scale, self._experts_of_loss = float(model.router_aux_loss_coef), int(model.num_experts)
-            self._top_k, self._axes_of_loss = int(model.num_experts_per_tok), _axes(plan, list(self._balanced))
+            self._top_k, self._axes_of_loss = int(model.num_experts_per_tok), _axes(plan, [*routers])
+            for module, index in routers.values():
+                module.register_forward_hook(self._balance(index, self._top_k))
+                self._balanced.append(module)
 
     @property
     def has_loss(self) -> bool:
@@ -64,13 +65,11 @@ class Routers:
         return sums | ({"balance": torch.zeros(2, self._experts_of_loss)} if self.has_loss else {})
 
     def open(self, device: torch.device) -> None:
-        """Prepare the tensors that the next forward counts into."""
+        """Make the tensors that the next forward counts into."""
         for module, size in zip(self._experts, self._sizes, strict=True):
-            if getattr(module, "load", None) is None:
-                module.load = torch.zeros(size, device=device)
-        for module in self._balanced.values():
-            if module.balance is None:
-                module.balance = torch.zeros(2, self._experts_of_loss, device=device)
+            module.load = torch.zeros(size, device=device)
+        for module in self._balanced:
+            module.balance = torch.zeros(2, self._experts_of_loss, device=device)
 
     def take(self, sum_over: SumOver, *, balance: Tensor | None = None) -> dict[str, Tensor]:
         """Return what the forward since `open` chose.
@@ -81,12 +80,10 @@ class Routers:
         """
         taken = {"loads": torch.cat([module.load for module in self._experts])} if self._experts else {}
         if self.has_loss:
-            own = torch.stack([module.balance for module in self._balanced.values()]).sum(dim=0)
+            own = torch.stack([module.balance for module in self._balanced]).sum(dim=0)
             taken["balance"] = sum_over(own, self._axes_of_loss) if balance is None else balance
-        modules = [*self._experts, *self._balanced.values()]
-        if next(iter(taken.values())).device.type == "xla":  # results of each program in a changing order otherwise
-            for module in modules:
-                module.load = module.balance = None
+        for module in (*self._experts, *self._balanced):  # on XLA tensors that live on are results of each program
+            module.load = module.balance = None
         return taken
 
     def prepare_backward(self, balance: Tensor, scale: Tensor | float) -> None:
@@ -128,8 +125,8 @@ class Routers:
             logits: Tensor = values[index if len(values) > 1 else 0]
             flat = logits.detach().float().flatten(0, -2)
             counts = choice_counts(flat.topk(top_k, dim=-1).indices, flat.shape[-1])
-            if module.balance is not None:
-                module.balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
+            if (balance := getattr(module, "balance", None)) is not None:
+                balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
             if not (torch.is_grad_enabled() and logits.requires_grad):
                 return None
             # The model may drop the logits: the gradient enters through another output, whose backward runs.
