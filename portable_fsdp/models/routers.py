@@ -10,6 +10,7 @@ gradient at the routers' logits, as Megatron-LM's MoEAuxLossAutoScaler does: no 
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class Routers:
             self._scale, self._experts_of_loss = float(model.router_aux_loss_coef), int(model.num_experts)
             self._top_k, self._axes_of_loss = int(model.num_experts_per_tok), _axes(plan, [*routers])
             for module, index in routers.values():
-                module.register_forward_hook(self._balance(index, self._top_k))
+                module.register_forward_hook(partial(self._count, index))
                 self._balanced.append(module)
 
     @property
@@ -116,26 +117,21 @@ class Routers:
             metrics["experts_dropped"] = torch.stack([load[-1] for load in loads]).sum() / total
         return metrics
 
-    def _balance(self, index: int, top_k: int) -> Callable[..., Any]:
-        """Return a hook that counts a router's output, and adds the gradient of the loss to its logits: output `index`,
-        or the only one."""
-
-        def hook(module: Any, _: Any, output: Any) -> Any:
-            values: list[Any] = [*output] if isinstance(output, tuple) else [output]
-            logits: Tensor = values[index if len(values) > 1 else 0]
-            flat = logits.detach().float().flatten(0, -2)
-            counts = choice_counts(flat.topk(top_k, dim=-1).indices, flat.shape[-1])
-            if (balance := getattr(module, "balance", None)) is not None:
-                balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
-            if not (torch.is_grad_enabled() and logits.requires_grad):
-                return None
-            # The model may drop the logits: the gradient enters through another output, whose backward runs.
-            used = [at for at, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
-            at = next((at for at in used if values[at] is not logits), used[0])
-            values[at] = _Balanced.apply(values[at], logits, self)
-            return type(output)(values) if isinstance(output, tuple) else values[0]
-
-        return hook
+    def _count(self, index: int, module: Any, _: Any, output: Any) -> Any:
+        """Count a router's output, and add the gradient of the loss to its logits: output `index`, or the only one."""
+        values: list[Any] = [*output] if isinstance(output, tuple) else [output]
+        logits: Tensor = values[index if len(values) > 1 else 0]
+        flat = logits.detach().float().flatten(0, -2)
+        if (balance := getattr(module, "balance", None)) is not None:
+            counts = choice_counts(flat.topk(self._top_k, dim=-1).indices, flat.shape[-1])
+            balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return None
+        # The model may drop the logits: the gradient enters through another output, whose backward runs.
+        used = [at for at, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
+        at = next((at for at in used if values[at] is not logits), used[0])
+        values[at] = _Balanced.apply(values[at], logits, self)
+        return type(output)(values) if isinstance(output, tuple) else values[0]
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Return the gradient of the loss for a router's logits."""
