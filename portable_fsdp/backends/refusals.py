@@ -322,7 +322,7 @@ RULES = (
         "sharding.sequence_parallel sharding.plan",
         "they say how the devices of the axis tensor split a model",
     ),
-    *map(_axis_rule, ("tensor", "context", "expert")),
+    *(_axis_rule(axis) for axis in ("tensor", "context", "expert")),
     *excluded_by(
         "sharding.tensor",
         _WHOLE_MATRICES
