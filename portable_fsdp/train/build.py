@@ -180,7 +180,7 @@ def _policy_of(config: Config, backend: Backend, model: nn.Module) -> ShardPolic
         if dtype is not None and buffer.is_floating_point():
             owner, _, leaf = fqn.rpartition(".")
             setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(dtype)))
-    return shard_policy(config, model, eager=backend.expected_compilations == 0)
+    return shard_policy(config, model, backend.expected_compilations == 0)
 
 
 def _laid_out(
@@ -212,7 +212,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {fqn: name for fqn, name in names if fqn != name}
 
 
-def shard_policy(config: Config, model: nn.Module, *, eager: bool = True) -> ShardPolicy:
+def shard_policy(config: Config, model: nn.Module, eager: bool = True) -> ShardPolicy:
     """Convert the config to plain values for this model. Raises ConfigError for a name that the model doesn't have.
 
     `eager`: operations run one by one, those of experts by torch's grouped products.
