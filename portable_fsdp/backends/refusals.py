@@ -231,6 +231,7 @@ def divisors(whole: int | None) -> list[int]:
 
 # -------------------------------------------------------------------------------------------- refused by every engine
 
+SMALL_STEPS = "a bias is the sum of small steps, which bfloat16 would round away"
 _NO_MORE_DIGITS = "bfloat16 weights hold no more digits to compute with"
 _TIED = "a tied weight belongs to one unit that holds both modules, or to the root"
 _NEVER_EVALUATES = "without eval_every the run never evaluates"
@@ -361,12 +362,7 @@ RULES = (
         }
         | _WHOLE_MATRICES,
     ),
-    *refused(
-        "precision.buffers=bfloat16 with model.router_bias_rate",
-        "a bias is the sum of small steps, which bfloat16 would round away",
-        "model.router_bias_rate=0",
-        when=lambda c, p: c.model.router_bias_rate > 0,
-    ),
+    *excluded_by("model.router_bias_rate", {"precision.buffers=bfloat16": SMALL_STEPS}),
     Rule("model.router_bias_rate for a model whose routers have no bias buffer", "the error names what is missing"),
     Rule("sharding.expert for a model without experts, or whose experts it doesn't divide", "the error says what fits"),
     Rule(
