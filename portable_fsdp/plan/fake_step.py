@@ -31,6 +31,7 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
 from portable_fsdp.layout import check_batch, devices_per_row
 from portable_fsdp.models import attention, document_masks
+from portable_fsdp.models.experts import OneDevice
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import (
     Block,
@@ -232,15 +233,13 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
 
 def _noting_groups(recorder: Recorder) -> Any:
     """Context that tells the recorder how much of the buffers of experts their products compute: not the padding."""
-    from portable_fsdp.backends.native.experts import ProcessExperts
+    linear = OneDevice.linear
 
-    linear = ProcessExperts.linear
-
-    def noted(self: ProcessExperts, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
+    def noted(self: OneDevice, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
         recorder.grouped_share = active / rows.shape[1]
         return linear(self, experts, sizes, active, rows, name)
 
-    return patch.object(ProcessExperts, "linear", noted)
+    return patch.object(OneDevice, "linear", noted)
 
 
 @contextmanager
