@@ -130,6 +130,7 @@ PURE_CALLS = {
         "refused",
         "refused_each",
         "without",
+        "excluded_by",
         "_only_for",
         "_axis_rule",
         "partial",

@@ -127,7 +127,7 @@ class ShardPolicy:
     layouts: Mapping[str, Spec] = field(default_factory=lambda: {})
     tensor: "TensorPlan | None" = None  # None: no axis `tensor`
     experts: tuple[str, ...] = ()  # modules whose weights `expert_spec` lays out; an engine may run its own products
-    grouped_linear: Callable[..., Tensor] | None = None  # `models.experts.grouped_linear`
+    process_experts: Callable[..., Any] | None = None  # `models.experts.OneDevice`
     expert_capacity: float | None = None  # of each exchange, in multiples of an even load; None: of the worst case
 
 

@@ -95,19 +95,27 @@ def refused_each(case: str, reasons: Mapping[str, str], *fixes: str, when: When 
 
 
 def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[Rule, ...]:
-    """Return rules for options that need `setting`: `key=value`, or any value of a key whose default is null.
+    """Return rules for options that need `setting`: `key=value`, or any other than the default if that is null or 1.
 
     `beside`: further settings that the fix by that setting needs.
     """
     key, _, value = setting.partition("=")
-    takes_any, expected = default_of(key) is None, parse(value)[1] if value else None
+    default, expected = default_of(key), parse(value)[1] if value else None
+    takes_any = default in (None, 1)
 
     def is_missing(config: Config, _: Deployment) -> bool:
         actual = value_of(config, key)
-        return actual is None if takes_any else actual != expected
+        return actual == default if takes_any else actual != expected
 
     fixes = [setting + beside] if value else []
     return refused(f"{options} without {key if takes_any else setting}", reason, *fixes, when=is_missing)
+
+
+def excluded_by(key: str, reasons: Mapping[str, str], *fixes: str) -> tuple[Rule, ...]:
+    """Return rules for options that another value of `key` than the default excludes, each with its reason."""
+    default = default_of(key)
+    fixes += (f"{key}={yaml_value(default)}",)
+    return refused_each(f"with {key}", reasons, *fixes, when=lambda c, p: value_of(c, key) != default)
 
 
 def _only_for(option: str, *optimizers: str) -> tuple[Rule, ...]:
@@ -223,10 +231,15 @@ def divisors(whole: int | None) -> list[int]:
 
 # -------------------------------------------------------------------------------------------- refused by every engine
 
+SMALL_STEPS = "a bias is the sum of small steps, which bfloat16 would round away"
 _NO_MORE_DIGITS = "bfloat16 weights hold no more digits to compute with"
 _TIED = "a tied weight belongs to one unit that holds both modules, or to the root"
 _NEVER_EVALUATES = "without eval_every the run never evaluates"
 _NEVER_SAMPLES = "without sample_every the run never samples"
+_WHOLE_MATRICES = {
+    "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
+    "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
+}
 
 RULES = (
     Rule("model.attention for a model with its own attention (ALiBi)", "it can't be replaced; auto keeps it"),
@@ -305,24 +318,16 @@ RULES = (
         ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
     ),
     # --- tensor parallelism
-    *refused(
-        "sharding.sequence_parallel sharding.plan without sharding.tensor",
-        "they say how the devices of the axis tensor split a model",
+    *without(
         "sharding.tensor=2",
-        when=lambda c, p: c.sharding.tensor == 1,
+        "sharding.sequence_parallel sharding.plan",
+        "they say how the devices of the axis tensor split a model",
     ),
-    _axis_rule("tensor"),
-    _axis_rule("context"),
-    _axis_rule("expert"),
-    *refused_each(
-        "with sharding.tensor",
-        {
-            "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
-            "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
-            "precision.products=float8|float8_rowwise": "their scales would be those of a part of a weight",
-        },
-        "sharding.tensor=1",
-        when=lambda c, p: c.sharding.tensor > 1,
+    *(_axis_rule(axis) for axis in ("tensor", "context", "expert")),
+    *excluded_by(
+        "sharding.tensor",
+        _WHOLE_MATRICES
+        | {"precision.products=float8|float8_rowwise": "their scales would be those of a part of a weight"},
     ),
     # --- context and expert parallelism
     *refused(
@@ -331,14 +336,12 @@ RULES = (
         "sharding.strategy=FULL_SHARD",
         when=lambda c, p: c.sharding.strategy == "NO_SHARD",
     ),
-    *refused_each(
-        "with sharding.context",
+    *excluded_by(
+        "sharding.context",
         {
             "model.attention=sdpa|eager|flex": "its devices exchange keys and values in the static attention",
             "train.task": "only a causal language model's rows are split",
         },
-        "sharding.context=1",
-        when=lambda c, p: c.sharding.context > 1,
     ),
     Rule(
         "sharding.context that does not divide the tokens of a row",
@@ -350,29 +353,16 @@ RULES = (
         ),
     ),
     Rule("sharding.context for a model with its own attention, or layers without any", "the error names the layer"),
-    *refused(
-        "sharding.expert_capacity without sharding.expert",
-        "it bounds what the axis exchanges",
-        "sharding.expert=2",
-        when=lambda c, p: c.sharding.expert == 1,
-    ),
-    *refused_each(
-        "with sharding.expert",
+    *without("sharding.expert=2", "sharding.expert_capacity", "it bounds what the axis exchanges"),
+    *excluded_by(
+        "sharding.expert",
         {
             "model.experts": "the axis needs products by groups",
             "model.lora": "adapters of experts don't exist, and nothing else would train",
-            "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
-            "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
-        },
-        "sharding.expert=1",
-        when=lambda c, p: c.sharding.expert > 1,
+        }
+        | _WHOLE_MATRICES,
     ),
-    *refused(
-        "precision.buffers=bfloat16 with model.router_bias_rate",
-        "a bias is the sum of small steps, which bfloat16 would round away",
-        "model.router_bias_rate=0",
-        when=lambda c, p: c.model.router_bias_rate > 0,
-    ),
+    *excluded_by("model.router_bias_rate", {"precision.buffers=bfloat16": SMALL_STEPS}),
     Rule("model.router_bias_rate for a model whose routers have no bias buffer", "the error names what is missing"),
     Rule("sharding.expert for a model without experts, or whose experts it doesn't divide", "the error says what fits"),
     Rule(
@@ -381,12 +371,7 @@ RULES = (
         "the error names the module and the sizes that fit; sharding.plan changes a plan",
     ),
     # --- optimizer
-    *refused(
-        "optim.name with optim.factory",
-        "the factory makes the optimizer",
-        "optim.factory=null",
-        when=lambda c, p: c.optim.factory is not None,
-    ),
+    *excluded_by("optim.factory", {"optim.name": "the factory makes the optimizer"}),
     Rule(
         "optim.momentum of Muon",
         "without momentum Muon would orthogonalize each step's gradient alone",

@@ -6,7 +6,6 @@ each layer must be equal. It detects recurrent states, convolutions, and models 
 whose rotary embeddings depend on the length of a row.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from portable_fsdp.config.schema import Sharding
 from portable_fsdp.layout import ROW_PARTS, RowParts
 from portable_fsdp.models.attention import STATIC
-from portable_fsdp.models.document_masks import small_configs, spread_weights
+from portable_fsdp.models.document_masks import try_small_copies
 from portable_fsdp.models.wrap import find_layers
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -33,35 +32,23 @@ def require_rows_that_split(model: Any, build: Callable[[Any], Any], seq_len: in
 
     `build(config)` returns a model of that transformers config on the host, in float32.
     """
-    problem = ""
+    ids = torch.randint(_VOCABULARY, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+
+    def limit(config: Any) -> None:
+        for values in (vars(config), getattr(config, "rope_parameters", None) or {}):
+            values.update({key: _LIMIT for key in _LIMITS if values.get(key) and values[key] < seq_len})
+
+    def run(copied: Any) -> Tensor:
+        return copied(input_ids=ids, use_cache=False).logits
+
     if seq_len % (2 * devices):
         problem = f"{devices} devices can't split rows of {seq_len} tokens into two equal pieces each"
     elif model.config._attn_implementation != STATIC:
         problem = "it has its own attention"
     else:
-        with torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            problem = _problem(model, build, seq_len)
+        problem = try_small_copies(model, build, run, lambda copied, _: _difference(copied, ids), limit)
     if problem:
         raise ConfigError(f"sharding.context: {type(model).__name__}: {problem}.\n  Set sharding.context=1.")
-
-
-def _problem(model: Any, build: Callable[[Any], Any], seq_len: int) -> str:
-    """The reason why devices can't split rows of the first small copy of `model` that runs; empty if they can."""
-    problem = ""
-    for config in small_configs(model.config):
-        for values in (vars(config), getattr(config, "rope_parameters", None) or {}):
-            values.update({key: _LIMIT for key in _LIMITS if values.get(key) and values[key] < seq_len})
-        try:
-            copied = build(config).eval()
-            spread_weights(copied)
-            ids = torch.randint(_VOCABULARY, (1, _TOKENS))
-            copied(input_ids=ids, use_cache=False)
-        except Exception as error:  # this model refuses the sizes
-            problem = f"a small copy can't run ({type(error).__name__}: {error})"
-        else:
-            return _difference(copied, ids)
-    return problem
 
 
 def _difference(model: nn.Module, ids: Tensor) -> str:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -71,36 +71,19 @@ def require_documents_apart(model: Any, build: Callable[[Any], Any], *, eager: b
 
     `build(config)` returns a model of that transformers config on the host, in float32.
     """
-    with torch.no_grad(), warnings.catch_warnings():
-        # On the CPU attention over blocks runs uncompiled, and torch warns.
-        warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
-        problem = _problem(model, build, eager)
-    if problem:
+
+    def alone(copied: Any) -> Tensor:
+        """The logits of each document in its own row, one after the other."""
+        return torch.cat([copied(input_ids=ids, use_cache=False).logits for ids in _documents()], dim=1)
+
+    if problem := try_small_copies(model, build, alone, partial(_difference, eager=eager)):
         raise ConfigError(
             f"data.packing=documents: {type(model).__name__} doesn't keep the documents of a row apart: {problem}.\n"
             "  Set data.packing=none (one document per row, padded)."
         )
 
 
-def _problem(model: Any, build: Callable[[Any], Any], eager: bool) -> str:
-    """The reason why small copies of `model` don't keep documents apart; empty if the first one that runs does."""
-    problem = ""
-    for config in small_configs(model.config):
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                copied = build(config).eval()
-                spread_weights(copied)
-                # Each in its own row, one after the other.
-                alone = torch.cat([copied(input_ids=ids, use_cache=False).logits for ids in _documents()], dim=1)
-        except Exception as error:  # this model refuses the sizes
-            problem = f"a small copy can't run ({type(error).__name__}: {error})"
-        else:
-            return _difference(copied, alone, eager)
-    return problem
-
-
-def _difference(model: Any, alone: Tensor, eager: bool) -> str:
+def _difference(model: Any, alone: Tensor, *, eager: bool) -> str:
     """Describe how the logits of both documents in one row differ from `alone`; empty if they don't."""
     attention, windows = model.config._attn_implementation, (None, _WINDOW)
     make = document_arguments(attention, torch.float32, eager=eager, packs=True, windows=windows)
@@ -121,14 +104,39 @@ def _documents() -> list[Tensor]:
     return [torch.randint(0, _VOCABULARY, (1, length), generator=generator) for length in _LENGTHS]
 
 
-def spread_weights(model: nn.Module) -> None:
-    """Add random values to the weights, large enough that a position seen by mistake changes the logits."""
-    for weight in model.parameters():
-        scale = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
-        weight.add_(torch.randn(weight.shape) * scale)
+def try_small_copies(
+    model: Any,
+    build: Callable[[Any], Any],
+    run: Callable[[Any], Tensor],
+    compare: Callable[[Any, Tensor], str],
+    change: Callable[[Any], object] = lambda config: None,
+) -> str:
+    """Return `compare(copy, run(copy))` of the first small copy of `model` that runs, or why none does.
+
+    `build(config)` returns a model on the host, in float32; `change(config)` adapts each config in place. Weights get
+    random values, large enough that a position seen by mistake changes the outputs.
+    """
+    problem = ""
+    with torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        # On the CPU attention over blocks runs uncompiled, and torch warns.
+        warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
+        for config in _small_configs(model.config):
+            change(config)
+            torch.manual_seed(0)
+            try:
+                copied = build(config).eval()
+                for weight in copied.parameters():
+                    scale = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
+                    weight.add_(torch.randn(weight.shape) * scale)
+                result = run(copied)
+            except Exception as error:  # this model refuses the sizes
+                problem = f"a small copy can't run ({type(error).__name__}: {error})"
+            else:
+                return compare(copied, result)
+    return problem
 
 
-def small_configs(config: Any) -> Iterator[Any]:
+def _small_configs(config: Any) -> Iterator[Any]:
     """Yield configs to try, the smallest first: fewer heads of the same width, then the model's own width."""
     for narrow in (True, False):
         small = copy.deepcopy(config)

@@ -1,17 +1,17 @@
 """The experts of a mixture, with static shapes and no read on the host.
 
 transformers' own loop over experts reads on the host which tokens each of them got: a wait in every layer, and a new
-program in every step on XLA. `grouped_experts` sorts the tokens by expert and multiplies each group by its expert's
+program in every step on XLA. `experts_on_devices` sorts the tokens by expert and multiplies each group by its expert's
 weights alone. `dense_experts` runs every expert on every token, which needs no kernel, and costs num_experts / top_k
 times the products. An engine that has its own products, or the mesh axis `expert`, sets `groups` on the modules of
-experts: then `experts_on_devices` runs.
+experts: then `experts_on_devices` runs with these.
 
-There rows move by gathers alone, backward too: each movement knows the places of its rows in the result. A scatter is
+Rows move by gathers alone, backward too: each movement knows the places of its rows in the result. A scatter is
 slow on TPUs, and on GPUs adds in any order.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -47,19 +47,6 @@ def choice_counts(chosen: Tensor, experts: int) -> Tensor:
     return counts.index_add(
         0, chosen.flatten().clamp(max=experts), torch.ones_like(chosen.flatten(), dtype=counts.dtype)
     )[:-1]
-
-
-def grouped_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of the chosen experts; arguments as of `dense_experts`. The sizes of weights must be
-    multiples of 16 bytes, see `choose_experts`."""
-    if (groups := getattr(self, "groups", None)) is not None:
-        return experts_on_devices(groups, self, hidden, top_k_index, top_k_weights)
-    chosen, order = top_k_index.flatten().sort(stable=True)
-    rows = hidden[:, None].expand(-1, top_k_index.shape[1], -1).flatten(0, 1)[order]
-    ends = torch.searchsorted(chosen, torch.arange(len(self.down_proj), device=rows.device), right=True, out_int32=True)
-    out = run_expert(self, rows, partial(grouped_linear, self, ends))
-    out = torch.empty_like(out).index_copy(0, order, out)
-    return (out.unflatten(0, top_k_weights.shape) * top_k_weights[..., None]).sum(dim=1).to(hidden.dtype)
 
 
 def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tensor:
@@ -110,8 +97,6 @@ def dense_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights:
 
     Returns: `[tokens, hidden]`, in the dtype of `hidden`.
     """
-    if (groups := getattr(self, "groups", None)) is not None:
-        return experts_on_devices(groups, self, hidden, top_k_index, top_k_weights)
     ids = torch.arange(self.num_experts, device=hidden.device)
     # Compare and sum instead of scatter: a partitioner can split this by rows.
     share = ((top_k_index[..., None] == ids) * top_k_weights[..., None]).sum(dim=1)  # [tokens, experts]
@@ -126,14 +111,11 @@ def _linear(experts: Any, hidden: Tensor, name: str) -> Tensor:
     return out + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else out
 
 
-# ------------------------------------------------------------------------------------------------ by several devices
+# ---------------------------------------------------------------------------------------------------------- by groups
 
 
 class Groups(Protocol):
-    """What an engine does for the experts of its devices, which hold different tokens.
-
-    All tensors are `[devices, ...]`. A process that runs for itself has one device.
-    """
+    """What an engine does for the experts of its devices, which hold different tokens. Tensors are `[devices, ...]`."""
 
     devices: int
     divisions: int
@@ -159,6 +141,28 @@ class Groups(Protocol):
         ...
 
 
+class OneDevice:
+    """The `Groups` of a process that runs for its one device."""
+
+    devices, multiple = 1, 1
+
+    def __init__(
+        self, divisions: int = 1, capacity: float | None = None, exchange: Callable[[Tensor], Tensor] = torch.clone
+    ) -> None:
+        """`exchange`: `[divisions, ...]` of this process, for each device -> from each device."""
+        self.divisions, self.capacity, self._exchange = divisions, capacity, exchange
+
+    def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        with torch.no_grad():
+            return function(*(tensor[0] for tensor in tensors))[None]
+
+    def exchange(self, buffer: Tensor) -> Tensor:
+        return self._exchange(buffer[0])[None]
+
+    def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
+        return grouped_linear(experts, sizes[0].cumsum(dim=0, dtype=torch.int32), rows[0], name)[None]
+
+
 def experts_on_devices(
     groups: Groups, experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -168,18 +172,23 @@ def experts_on_devices(
     device of the axis, sorted by expert. Products compute the rows that arrive, and no padding. *collective*
     """
     top_k = top_k_index.shape[1]
-    own = hidden.view(groups.devices, -1, hidden.shape[1])
-    chosen = top_k_index.view(groups.devices, -1).int()
+    own = hidden.reshape(groups.devices, -1, hidden.shape[1])
+    chosen = top_k_index.reshape(groups.devices, -1).int()
     tokens, choices = own.shape[1], chosen.shape[1]
     held = experts.num_experts // groups.divisions
-    drops = groups.capacity is not None
+
+    def run(rows: Tensor, uses: int, sort: Callable[..., Tensor], ids: Tensor) -> Tensor:
+        """Return the outputs of the experts in `ids`: `uses` of them for each row."""
+        count = rows.shape[1] * uses
+        sizes, order, rank = groups.on_each(sort, ids).split([held, count, count], dim=1)
+        by_expert = _take(groups, rows, order // uses, rank.unflatten(1, (-1, uses)))
+        out = run_expert(experts, by_expert, partial(groups.linear, experts, sizes, choices))
+        return _take(groups, out, rank, order[..., None])
+
     if groups.divisions == 1:
-        sizes, order, rank = groups.on_each(partial(_sorted, held), chosen).split([held, choices, choices], dim=1)
-        rows = _take(groups, own, order // top_k, rank.unflatten(1, (-1, top_k)))
-        out = run_expert(experts, rows, partial(groups.linear, experts, sizes, choices))
-        out = _take(groups, out, rank, order[..., None])
+        out = run(own, top_k, partial(_sorted, held), chosen)
     else:
-        room = tokens * min(top_k, held)  # a token has different experts
+        drops, room = groups.capacity is not None, tokens * min(top_k, held)  # a token has different experts
         if groups.capacity is not None:
             room = min(room, math.ceil(choices / groups.divisions * groups.capacity))
         room = -(-room // groups.multiple) * groups.multiple
@@ -192,14 +201,10 @@ def experts_on_devices(
         sent = _take(groups, own, choice // top_k, slot.unflatten(1, (-1, top_k)), drops=drops)
         received = groups.exchange(sent.unflatten(1, buffer)).flatten(1, 2)
         ends = groups.exchange(ends.unflatten(1, (groups.divisions, held)))
-        sizes, order, rank = groups.on_each(partial(_sorted_places, room), ends).split(
-            [held, math.prod(buffer), math.prod(buffer)], dim=1
-        )
-        rows = _take(groups, received, order, rank[..., None])
-        out = run_expert(experts, rows, partial(groups.linear, experts, sizes, choices))
-        out = groups.exchange(_take(groups, out, rank, order[..., None]).unflatten(1, buffer)).flatten(1, 2)
+        out = run(received, 1, partial(_sorted_places, room), ends)
+        out = groups.exchange(out.unflatten(1, buffer)).flatten(1, 2)
         out = _take(groups, out, slot, choice[..., None], drops=drops)
-    weighted = out.unflatten(1, (-1, top_k)) * top_k_weights.view(groups.devices, -1, top_k)[..., None]
+    weighted = out.unflatten(1, (-1, top_k)) * top_k_weights.reshape(groups.devices, -1, top_k)[..., None]
     return weighted.sum(dim=2).view_as(hidden).to(hidden.dtype)
 
 
@@ -297,23 +302,13 @@ def choose_experts(model: Any, implementation: str, itemsize: int, *, eager: boo
     replace the dense formula by its own kernel. Raises ConfigError for a model without experts, and if grouped_mm
     can't run them.
     """
-    experts = {name: model.get_submodule(name) for name in expert_modules(model)}
-    if implementation != "auto" and not experts:
-        raise ConfigError(
-            f"model.experts: expected auto, found {implementation}: {type(model).__name__} has no experts whose "
-            "implementation can be set in transformers.\n  Set model.experts=auto."
-        )
-    unaligned = _unaligned(experts, itemsize)
-    if implementation == "grouped_mm" and unaligned:
-        raise ConfigError(
-            "model.experts=grouped_mm: expected experts whose rows are a multiple of 16 bytes, found "
-            f"{unaligned} with {itemsize} bytes per value.\n  Set model.experts=auto."
-        )
+    problem = _problem(model, itemsize)
+    if problem and (implementation == "grouped_mm" or (implementation != "auto" and not expert_modules(model))):
+        raise ConfigError(f"model.experts={implementation}: {problem}.\n  Set model.experts=auto.")
     if implementation == "auto":
-        implementation = "grouped_mm" if eager and not unaligned else "dense"
-    names = {"dense": DENSE, "grouped_mm": GROUPED, "batched_mm": BATCHED}
+        implementation = "grouped_mm" if eager and not problem else "dense"
     try:
-        model.set_experts_implementation(names.get(implementation, implementation))
+        model.set_experts_implementation({"dense": DENSE, "grouped_mm": GROUPED, "batched_mm": BATCHED}[implementation])
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"model.experts={implementation}: transformers refuses it for {type(model).__name__}: {error}\n"
@@ -325,24 +320,34 @@ def register_experts() -> None:
     """Register the implementations in transformers, with counts of what is chosen."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    def counted(run: Any) -> Any:
+    def counted(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            note_choices(self, top_k_index)
-            return run(self, hidden, top_k_index, top_k_weights)
+            groups = getattr(self, "groups", None)
+            if groups is None or groups.capacity is None:  # else the exchange counts, with the rows that it drops
+                note_choices(self, top_k_index)
+            function = run if groups is None else partial(experts_on_devices, groups)
+            return function(self, hidden, top_k_index, top_k_weights)
 
         return forward
 
-    ours = {DENSE: dense_experts, GROUPED: grouped_experts, BATCHED: ALL_EXPERTS_FUNCTIONS["batched_mm"]}
+    grouped = partial(experts_on_devices, OneDevice())
+    ours = {DENSE: dense_experts, GROUPED: grouped, BATCHED: ALL_EXPERTS_FUNCTIONS["batched_mm"]}
     for name, run in ours.items():
         ALL_EXPERTS_FUNCTIONS.register(name, counted(run))
 
 
-def _unaligned(experts: dict[str, nn.Module], itemsize: int) -> str:
-    """Return a weight whose rows aren't multiples of 16 bytes, which torch's grouped product requires; else empty."""
-    for name, module in experts.items():
-        for leaf, weight in module.named_parameters(recurse=False):
-            if weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
-                return f"{name}.{leaf} {list(weight.shape)}"
+def _problem(model: nn.Module, itemsize: int) -> str:
+    """The reason why grouped products can't run the experts of a model; empty: they can. torch's need rows of a
+    multiple of 16 bytes."""
+    weights = _weights(model)
+    if not weights:
+        return f"{type(model).__name__} has no experts whose implementation can be set in transformers"
+    for fqn, weight in weights.items():
+        if weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
+            return (
+                f"expected experts whose rows are a multiple of 16 bytes, found {fqn} {list(weight.shape)} with "
+                f"{itemsize} bytes per value"
+            )
     return ""
 
 
@@ -351,21 +356,18 @@ def expert_modules(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if takes_implementation(module))
 
 
-def expert_layouts(model: nn.Module, experts: Sequence[str], devices: int, itemsize: int) -> dict[str, Spec]:
+def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    names = expert_modules(model)
+    return {f"{name}.{leaf}": w for name in names for leaf, w in model.get_submodule(name).named_parameters()}
+
+
+def expert_layouts(model: nn.Module, devices: int, itemsize: int | None) -> dict[str, Spec]:
     """Return FQN -> layout of the weights of experts over an axis of `devices`. Raises ConfigError for a model without
-    experts, and if the devices don't divide their number, or grouped products can't run them."""
-    if unaligned := _unaligned({name: model.get_submodule(name) for name in experts}, itemsize):
-        raise ConfigError(
-            f"sharding.expert: expected experts whose rows are a multiple of 16 bytes, found {unaligned} with "
-            f"{itemsize} bytes per value.\n  Set sharding.expert=1."
-        )
-    if not experts:
-        raise ConfigError(
-            f"sharding.expert: {type(model).__name__} has no experts whose implementation can be set in transformers.\n"
-            "  Set sharding.expert=1."
-        )
-    weights = {f"{name}.{leaf}": w for name in experts for leaf, w in model.get_submodule(name).named_parameters()}
-    for fqn, weight in weights.items():
+    experts, and if the devices don't divide their number, or grouped products of values of `itemsize` bytes can't run
+    them; None: the engine has its own products."""
+    if problem := _problem(model, itemsize or 16):
+        raise ConfigError(f"sharding.expert: {problem}.\n  Set sharding.expert=1.")
+    for fqn, weight in _weights(model).items():
         if weight.dim() < 2 or len(weight) % devices:
             count = len(weight) if weight.dim() else 1
             fitting = " or ".join(str(size) for size in range(1, count + 1) if count % size == 0)
@@ -373,7 +375,7 @@ def expert_layouts(model: nn.Module, experts: Sequence[str], devices: int, items
                 f"sharding.expert: {devices} devices can't divide the experts of {fqn} {list(weight.shape)}.\n"
                 f"  Set sharding.expert={fitting if weight.dim() > 1 else 1}."
             )
-    return {fqn: expert_spec(weight.dim()) for fqn, weight in weights.items()}
+    return {fqn: expert_spec(weight.dim()) for fqn, weight in _weights(model).items()}
 
 
 def takes_implementation(module: nn.Module) -> bool:

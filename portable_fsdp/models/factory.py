@@ -9,6 +9,7 @@ operation is seeded by (seed, FQN of the weight that it fills, its number there)
 # Buffers are replaced in a module's own table: torch has no public way.
 # pyright: reportPrivateUsage=false
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -107,6 +108,8 @@ class Recording(TorchDispatchMode):
                 is_random = torch.Tag.nondeterministic_seeded in call.operator.tags
                 with seeded(seed, names[number]) if is_random else nullcontext():
                     result = call.operator(*args, **kwargs)
+                if "empty" in call.operator._schema.name and result.is_floating_point():
+                    result.fill_(torch.nan)  # shows what nothing fills
                 for view, real in zip(call.results, _tensors(result), strict=True):
                     on_host.setdefault(view.storage._cdata, real)
         return cast(_MetaView, _MetaView.of(tensor)).among(on_host).clone()
@@ -121,7 +124,9 @@ class _Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == cast(Any, Tensor).is_meta.__get__:
             return False  # torch.nn.init.orthogonal_ leaves meta tensors alone
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is None:
+        if func is torch.tensor and sys._getframe(2).f_code.co_name == "init_weights":
+            return torch.empty(0, device="cpu")  # transformers (5.24) asks its device: on meta it fills no weights
+        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "meta").type == "meta":
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")  # a copy, which is recorded
         return func(*args, **kwargs)
 
@@ -140,17 +145,25 @@ def _storage(tensor: Tensor) -> int:
 
 
 class RecordedWeights:
-    """The `fill` of a factory's model; see `weights.RandomWeights`."""
+    """The `fill` of a factory's model; see `weights.RandomWeights`. Raises ConfigError for a weight without a value."""
 
-    def __init__(self, values: dict[str, Tensor], recording: Recording, seed: int, dtype: torch.dtype) -> None:
-        self._values, self._recording, self._seed, self._dtype = values, recording, seed, dtype
+    def __init__(
+        self, name: str, values: dict[str, Tensor], recording: Recording, seed: int, dtype: torch.dtype
+    ) -> None:
+        self._name, self._values, self._recording, self._seed, self._dtype = name, values, recording, seed, dtype
         self._names = recording.names({_storage(value): fqn for fqn, value in reversed(values.items())})
         self._last = "", torch.empty(0)
 
     def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
         if self._last[0] != fqn:
             value = self.draw(fqn)
-            self._last = fqn, value.to(self._dtype) if value.is_floating_point() else value
+            value = value.to(self._dtype) if value.is_floating_point() else value
+            if value.isnan().any():
+                raise ConfigError(
+                    f"{self._name}: {fqn} has no initial value (NaN): nothing fills all of its torch.empty.\n"
+                    "  Fill it in the constructor (torch.nn.init.normal_, torch.zeros)."
+                )
+            self._last = fqn, value
         return self._last[1][slices].clone()
 
     def draw(self, fqn: str) -> Tensor:
@@ -190,7 +203,7 @@ def open_factory(
                     "device would get it.\n"
                     f'  Write self.register_buffer("{attribute}", ..., persistent=False).'
                 )
-    fill = RecordedWeights({fqn: tensor.detach() for fqn, tensor in named}, recording, seed, master)
+    fill = RecordedWeights(name, {fqn: tensor.detach() for fqn, tensor in named}, recording, seed, master)
     for fqn, buffer in list(model.named_buffers()):
         if buffer.device.type == "meta":
             owner, _, leaf = fqn.rpartition(".")

@@ -10,8 +10,9 @@ gradient at the routers' logits, as Megatron-LM's MoEAuxLossAutoScaler does: no 
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +47,14 @@ class Routers:
         self._biases = _biases(model, names) if bias_rate else []
         self._rate, self._drops = bias_rate, drops
         self._share: Tensor | None = None
-        self._balanced: dict[str, Any] = {}
+        self._balanced: list[Any] = []
         if has_loss:
-            for name, (module, index) in balanced_routers(model).items():
-                module.register_forward_hook(self._balance(index, model.num_experts_per_tok))
-                self._balanced[name], cast(Any, module).balance = module, None
+            routers = balanced_routers(model)
             self._scale, self._experts_of_loss = float(model.router_aux_loss_coef), int(model.num_experts)
-            self._top_k, self._axes_of_loss = int(model.num_experts_per_tok), _axes(plan, list(self._balanced))
+            self._top_k, self._axes_of_loss = int(model.num_experts_per_tok), _axes(plan, [*routers])
+            for module, index in routers.values():
+                module.register_forward_hook(partial(self._count, index))
+                self._balanced.append(module)
 
     @property
     def has_loss(self) -> bool:
@@ -60,17 +62,15 @@ class Routers:
 
     def zeros(self) -> dict[str, Tensor]:
         """Return the sums before the first forward of a step, on the host."""
-        sums = {"loads": torch.zeros(sum(self._sizes))}
+        sums = {"loads": torch.zeros(sum(self._sizes))} if self._experts else {}
         return sums | ({"balance": torch.zeros(2, self._experts_of_loss)} if self.has_loss else {})
 
     def open(self, device: torch.device) -> None:
-        """Prepare the tensors that the next forward counts into."""
+        """Make the tensors that the next forward counts into."""
         for module, size in zip(self._experts, self._sizes, strict=True):
-            if getattr(module, "load", None) is None:
-                module.load = torch.zeros(size, device=device)
-        for module in self._balanced.values():
-            if module.balance is None:
-                module.balance = torch.zeros(2, self._experts_of_loss, device=device)
+            module.load = torch.zeros(size, device=device)
+        for module in self._balanced:
+            module.balance = torch.zeros(2, self._experts_of_loss, device=device)
 
     def take(self, sum_over: SumOver, *, balance: Tensor | None = None) -> dict[str, Tensor]:
         """Return what the forward since `open` chose.
@@ -79,13 +79,12 @@ class Routers:
         router loss `balance` `[2, experts]`, of all devices: choices, and summed probabilities, of all layers; or the
         argument, if it is known. *collective*
         """
-        taken = {"loads": torch.cat([module.load for module in self._experts])}
+        taken = {"loads": torch.cat([module.load for module in self._experts])} if self._experts else {}
         if self.has_loss:
-            own = torch.stack([module.balance for module in self._balanced.values()]).sum(dim=0)
+            own = torch.stack([module.balance for module in self._balanced]).sum(dim=0)
             taken["balance"] = sum_over(own, self._axes_of_loss) if balance is None else balance
-        if taken["loads"].device.type == "xla":  # results of each program, in an order that changes, if they lived on
-            for module in (*self._experts, *self._balanced.values()):
-                module.load = module.balance = None
+        for module in (*self._experts, *self._balanced):  # on XLA tensors that live on are results of each program
+            module.load = module.balance = None
         return taken
 
     def prepare_backward(self, balance: Tensor, scale: Tensor | float) -> None:
@@ -100,41 +99,39 @@ class Routers:
 
     def finish_step(self, sums: Mapping[str, Tensor], is_skipped: Tensor, sum_over: SumOver) -> dict[str, Tensor]:
         """Update the biases from the step's `loads`, unless `is_skipped` (0-dim, bool); return metrics. *collective*"""
+        metrics = {"router_loss": self.loss(sums["balance"])} if self.has_loss else {}
+        if not self._experts:
+            return metrics
         loads = sum_over(sums["loads"], self._axes).split(self._sizes)
         with torch.no_grad():
             for owner, leaf, at in self._biases:
                 load = loads[at][:-1]
                 step = torch.sign(load.sum() - load * len(load)) * self._rate  # no mean, which would round
                 getattr(owner, leaf).add_(torch.where(is_skipped, 0.0, step))
-        metrics = {"router_loss": self.loss(sums["balance"])} if self.has_loss else {}
-        if len({*self._sizes}) > 1:
-            return metrics
-        by_layer, dropped = torch.stack(loads).split([self._sizes[0] - 1, 1], dim=1)
-        total = by_layer.sum().clamp(min=1)
-        fullest = by_layer.amax(dim=1) / by_layer.mean(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        metrics |= {"expert_load": by_layer.sum(dim=0) / total, "expert_load_max": fullest.max()}
-        return metrics | ({"experts_dropped": dropped.sum() / total} if self._drops else {})
+        by_layer, tiny = [load[:-1] for load in loads], torch.finfo(torch.float32).tiny
+        total = torch.cat(by_layer).sum().clamp(min=1)
+        metrics["expert_load_max"] = torch.stack([load.max() / load.mean().clamp(min=tiny) for load in by_layer]).max()
+        if len({*self._sizes}) == 1:
+            metrics["expert_load"] = torch.stack(by_layer).sum(dim=0) / total
+        if self._drops:
+            metrics["experts_dropped"] = torch.stack([load[-1] for load in loads]).sum() / total
+        return metrics
 
-    def _balance(self, index: int, top_k: int) -> Callable[..., Any]:
-        """Return a hook that counts a router's output, and adds the gradient of the loss to its logits: output `index`,
-        or the only one."""
-
-        def hook(module: Any, _: Any, output: Any) -> Any:
-            values: list[Any] = [*output] if isinstance(output, tuple) else [output]
-            logits: Tensor = values[index if len(values) > 1 else 0]
-            flat = logits.detach().float().flatten(0, -2)
-            counts = choice_counts(flat.topk(top_k, dim=-1).indices, flat.shape[-1])
-            if module.balance is not None:
-                module.balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
-            if not (torch.is_grad_enabled() and logits.requires_grad):
-                return None
-            # The model may drop the logits: the gradient enters through another output, whose backward runs.
-            used = [at for at, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
-            at = next((at for at in used if values[at] is not logits), used[0])
-            values[at] = _Balanced.apply(values[at], logits, self)
-            return type(output)(values) if isinstance(output, tuple) else values[0]
-
-        return hook
+    def _count(self, index: int, module: Any, _: Any, output: Any) -> Any:
+        """Count a router's output, and add the gradient of the loss to its logits: output `index`, or the only one."""
+        values: list[Any] = [*output] if isinstance(output, tuple) else [output]
+        logits: Tensor = values[index if len(values) > 1 else 0]
+        flat = logits.detach().float().flatten(0, -2)
+        if (balance := getattr(module, "balance", None)) is not None:
+            counts = choice_counts(flat.topk(self._top_k, dim=-1).indices, flat.shape[-1])
+            balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return None
+        # The model may drop the logits: the gradient enters through another output, whose backward runs.
+        used = [at for at, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
+        at = next((at for at in used if values[at] is not logits), used[0])
+        values[at] = _Balanced.apply(values[at], logits, self)
+        return type(output)(values) if isinstance(output, tuple) else values[0]
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Return the gradient of the loss for a router's logits."""
@@ -205,8 +202,8 @@ def _biases(model: Any, experts: Sequence[str]) -> list[tuple[nn.Module, str, in
             size = None if at is None else model.get_submodule(experts[at]).num_experts
             if at is None or buffer.shape != (size,):
                 raise ConfigError(
-                    f"model.router_bias_rate: {fqn} {[*buffer.shape]} isn't a bias of the {size} experts beside it.\n"
-                    "  Set model.router_bias_rate=0."
+                    f"model.router_bias_rate: {fqn} {[*buffer.shape]} needs one value for each of the experts beside "
+                    f"it, found {'no experts' if size is None else size}.\n  Set model.router_bias_rate=0."
                 )
             found.append((model.get_submodule(owner), leaf, at))
     if not found:

@@ -31,6 +31,7 @@ from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
 from portable_fsdp.layout import check_batch, devices_per_row
 from portable_fsdp.models import attention, document_masks
+from portable_fsdp.models.experts import OneDevice
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
 from portable_fsdp.plan.memory_trace import (
     Block,
@@ -232,15 +233,13 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
 
 def _noting_groups(recorder: Recorder) -> Any:
     """Context that tells the recorder how much of the buffers of experts their products compute: not the padding."""
-    from portable_fsdp.backends.native.experts import ProcessExperts
+    linear = OneDevice.linear
 
-    linear = ProcessExperts.linear
-
-    def noted(self: ProcessExperts, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
+    def noted(self: OneDevice, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
         recorder.grouped_share = active / rows.shape[1]
         return linear(self, experts, sizes, active, rows, name)
 
-    return patch.object(ProcessExperts, "linear", noted)
+    return patch.object(OneDevice, "linear", noted)
 
 
 @contextmanager
@@ -403,13 +402,15 @@ def least_traffic(
 def _sent_by(collective: Collective, target: Target) -> dict[str, float]:
     """Return link -> least bytes that a device sends over it; an all-reduce circles the ring twice."""
     ranks, size = collective.ranks, collective.bytes * (2 if collective.kind == "all_reduce" else 1)
-    return over_links(target.levels, size, members=len(ranks), stride=ranks[-1] - ranks[-2])
+    exchanges = collective.kind == "all_to_all"
+    return over_links(target.levels, size, members=len(ranks), stride=ranks[-1] - ranks[-2], exchanges=exchanges)
 
 
 def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float]], memory_bytes: float) -> Work:
     flops: defaultdict[str, float] = defaultdict(float)
     collectives: defaultdict[str, Moved] = defaultdict(Moved)
     links: defaultdict[str, float] = defaultdict(float)
+    exchanged: defaultdict[str, float] = defaultdict(float)
     for entry in chain.from_iterable(programs):
         if isinstance(entry, KernelRun):
             if entry.flops:
@@ -421,7 +422,15 @@ def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float
         collectives[f"{collective.kind} {collective.dtype}"] += Moved(1, collective.bytes, ring)
         for link, size in sent[collective].items():
             links[link] += size
-    return Work(matmul_flops=flops, memory_bytes=memory_bytes, collectives=collectives, sent_bytes=links)
+            if collective.kind == "all_to_all":
+                exchanged[link] += size
+    return Work(
+        matmul_flops=flops,
+        memory_bytes=memory_bytes,
+        collectives=collectives,
+        sent_bytes=links,
+        exchanged_bytes=exchanged,
+    )
 
 
 def operations_of(

@@ -277,14 +277,11 @@ class Recorder(TorchDispatchMode):
         is_whole = self.is_tpu and tensor.nbytes == storage.nbytes()
         bytes_ = tiled_bytes(tensor.shape, tensor.element_size()) if is_whole else self._flat_bytes(storage)
         block = Block(bytes_, self._stream(), part, op, where)
-        self._live[key] = (weakref.ref(storage, lambda _: self._freed(key)), block)
+        self._live[key] = (weakref.ref(storage, lambda _: self._note("freed", self._live.pop(key)[1])), block)
         self._note("made", block)
 
     def _flat_bytes(self, storage: Any) -> int:
         return tiled_bytes((storage.nbytes(),), 1) if self.is_tpu else storage.nbytes()
-
-    def _freed(self, key: int) -> None:
-        self._note("freed", self._live.pop(key)[1])
 
     def _part(self, tensor: Tensor, moment: str, module: str) -> MemoryPart:
         section = self.moments.section

@@ -80,13 +80,10 @@ class Pattern:
     def renamed(self, name: str, number: Callable[[int], Any]) -> str:
         return self._number.sub(lambda match: f"{self.layers}.{number(int(match[1]))}", name)
 
-    def is_left_out(self, name: str) -> bool:
-        return self.layer_of(name) in range(self.end, self.end + self.left_out)
-
     def as_kept(self, names: Sequence[str]) -> tuple[str, ...]:
         """Rename a model's modules or weights to those of the model that is traced; leave out those without."""
         later = self.end + self.left_out
-        here = [name for name in names if not self.is_left_out(name)]
+        here = [name for name in names if self.layer_of(name) not in range(self.end, later)]
         return tuple(self.renamed(name, lambda n: n if n < later else n - self.left_out) for name in here)
 
     def times(self, name: str) -> int:

@@ -94,6 +94,7 @@ class Work(_Result):
     collectives: dict[str, Moved]
     """Kind and dtype (`all_gather bfloat16`) -> calls, bytes of full tensors, sent_bytes of one device in a ring."""
     sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
+    exchanged_bytes: dict[str, float] = {}  # its part by all-to-all, which switches can't reduce (GPUs)
 
 
 class Expected(_Result):

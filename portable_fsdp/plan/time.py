@@ -32,8 +32,8 @@ def bound(
     """Return the bounds of a step that does `work` on each device of `target`; MFU is a share of the peak in `compute`.
 
     `model_flops_per_device`: FLOPs of the model in a step, as the trainer counts them for MFU. If a link's switches do
-    part of the work (`Figure.in_switch`), half the bytes count: a gather then mostly receives and a reduction mostly
-    sends, and an all-reduce sends once.
+    part of the work (`Figure.in_switch`), half the bytes count, but for an all-to-all: a gather then mostly receives
+    and a reduction mostly sends, and an all-reduce sends once.
     """
     name = target.hardware.device_name
     # Fall back to bfloat16's peak if the vendor states none: no product of 16 or 32 bits is faster, and one of 8 bits
@@ -48,7 +48,7 @@ def bound(
         compute_s=sum(times) if times else None,
         memory_s=work.memory_bytes / memory.value if memory else None,
         links_s={
-            name: sent / link.value / (2 if link.in_switch else 1)
+            name: (sent + work.exchanged_bytes.get(name, 0) if link.in_switch else 2 * sent) / link.value / 2
             for name, sent in work.sent_bytes.items()
             if sent and (link := target.link(name)) and link.value
         },
@@ -60,15 +60,21 @@ def bound(
 
 
 def over_links(
-    levels: Sequence[tuple[str, int]], full_bytes: float, *, members: int | None = None, stride: int = 1
+    levels: Sequence[tuple[str, int]],
+    full_bytes: float,
+    *,
+    members: int | None = None,
+    stride: int = 1,
+    exchanges: bool = False,
 ) -> dict[str, float]:
     """Return link -> least bytes that one device sends to gather, or reduce-scatter, a tensor; an all-reduce: twice.
 
+    `exchanges`: an all-to-all, in which each device sends an equal piece of its `full_bytes` to each other device.
     `levels` as `Target.levels`. A group has `members` devices (None: all), each `stride` after the last in the order of
     hosts, so neighbours share a host, a chip or a slice. Each part of the tensor crosses a network once per host or
     slice, divided over its devices, and then the links inside.
     """
-    left = members or math.prod(units for _, units in levels)
+    left = size = members or math.prod(units for _, units in levels)
     sent: dict[str, float] = {}
     inside = 1  # members of the group within one unit of this level
     for link, units in levels:
@@ -76,7 +82,7 @@ def over_links(
             stride //= units
             continue
         taken = min(left, units // stride)
-        sent[link] = full_bytes * (1 - 1 / taken) / inside
+        sent[link] = full_bytes * (1 - 1 / taken) * (inside * taken / size if exchanges else 1 / inside)
         inside, left, stride = inside * taken, left // taken, 1
     return {link: value for link, value in sent.items() if value and link not in ("chip", "host")}
 

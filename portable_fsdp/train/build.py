@@ -28,13 +28,14 @@ from portable_fsdp.layout import check_batch, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
-from portable_fsdp.models.experts import expert_layouts, expert_modules, grouped_linear
+from portable_fsdp.models.experts import OneDevice, expert_layouts, expert_modules
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.factory import call_user
+from portable_fsdp.runtime.hub import is_hub_id
 from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.preflight import checkpoint_folder
@@ -114,23 +115,37 @@ def build_training(
             "data.buckets: pads input_ids with 0, but this model classifies the last token that isn't pad_token_id.\n"
             "  Set model.architecture.pad_token_id=0 if 0 is no token of the rows, or pad the rows yourself."
         )
-    trial = None
+    policy, trial = _policy_of(config, backend, built.model), None
     if firsts is not None:
         from portable_fsdp.train.row_trial import try_rows
 
         task = with_problem(task, built.model, firsts[-1])
-        _cast_buffers(built.model, config.precision.buffers)
-        policy = shard_policy(config, built.model)
         trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager, policy=policy)
-    _watch_routers(config, built, task)
+    _watch_routers(config, built, task, policy)
     ties = _ties(built.model)
-    model, optimizer = _laid_out(config, backend, built.model, built.fill if fill else None, ties)
+    model, optimizer = _laid_out(config, backend, built.model, policy, built.fill if fill else None, ties)
     limit = config.train.max_grad_norm
     step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=limit, task=task)
     return Training(built, model, optimizer, step, task, trial, accumulation, ties)
 
 
-def _watch_routers(config: Config, built: BuiltModel, task: Task) -> None:
+def check_model(config: Config, backend: Backend) -> None:
+    """Raise ConfigError, before minutes of tokenizing, for an axis or router biases that the model can't have. Checks
+    no model of the hub, which would be downloaded first, and no rows of `data.factory`, whose length isn't known."""
+    sharding = config.sharding
+    has_either = max(sharding.expert, sharding.context) > 1 or config.model.router_bias_rate
+    if not has_either or is_hub_id(config.model.pretrained or "") or config.data.factory is not None:
+        return
+    eager = backend.expected_compilations == 0
+    task, seq_len, context = find_task(config.train.task, eager=eager), config.data.seq_len, sharding.context
+    model, precision = config.model, config.precision
+    built = build_model(
+        model, precision, seed=0, seq_len=seq_len, vocabulary=0, eager=eager, context=context, task=task
+    )
+    _watch_routers(config, built, task, _policy_of(config, backend, built.model))
+
+
+def _watch_routers(config: Config, built: BuiltModel, task: Task, policy: ShardPolicy) -> None:
     """Count the choices of a transformers model's routers, and balance them. Raises ConfigError for a router loss or
     biases that the model, the task or compiled layers can't have."""
     has_loss, compiles = bool(built.config.get("output_router_logits")), config.compile
@@ -149,13 +164,8 @@ def _watch_routers(config: Config, built: BuiltModel, task: Task) -> None:
             f"model: output_router_logits=true: {reason}.\n"
             f"  Set {fix}output_router_logits=false in model.architecture (in a folder: in its config.json)."
         )
-    plan = None
-    if config.sharding.tensor > 1:
-        from portable_fsdp.models.parallel import tensor_plan
-
-        plan = tensor_plan(built.model, config)
     rate, drops = config.model.router_bias_rate, config.sharding.expert_capacity is not None
-    cast(Any, built.model).routers = Routers(built.model, plan, rate, has_loss=has_loss, drops=drops)
+    cast(Any, built.model).routers = Routers(built.model, policy.tensor, rate, has_loss=has_loss, drops=drops)
 
 
 def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -176,11 +186,22 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
                 f"{name}: sharding.{axis} needs a transformers model that the config names.\n  Set sharding.{axis}=1."
             )
     module, fill = open_factory(name, partial(call_user, name, make), config.run.seed, master)
-    return _laid_out(config, backend, module, fill, _ties(module))
+    return _laid_out(config, backend, module, _policy_of(config, backend, module), fill, _ties(module))
+
+
+def _policy_of(config: Config, backend: Backend, model: nn.Module) -> ShardPolicy:
+    """Cast the buffers of a meta model, and make its policy for this engine."""
+    cast_once: dict[Tensor, Tensor] = {}  # a buffer with several names stays one tensor
+    dtype = DTYPES.get(config.precision.buffers)  # None: "auto"
+    for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if dtype is not None and buffer.is_floating_point():
+            owner, _, leaf = fqn.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(dtype)))
+    return shard_policy(config, model, backend.expected_compilations == 0)
 
 
 def _laid_out(
-    config: Config, backend: Backend, model: nn.Module, fill: Fill | None, ties: dict[str, str]
+    config: Config, backend: Backend, model: nn.Module, policy: ShardPolicy, fill: Fill | None, ties: dict[str, str]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Lay out a meta model on the engine and make its optimizer. Without `fill` neither uses memory."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -194,21 +215,12 @@ def _laid_out(
     shapes = {fqn: tuple(weight.shape) for fqn, weight in model.named_parameters() if weight.requires_grad}
     frozen = [fqn for fqn, weight in model.named_parameters() if not weight.requires_grad]
     groups = parameter_groups(shapes, config.optim, ties=ties, frozen=frozen, tables=table_weights(model))
-    _cast_buffers(model, config.precision.buffers)
-    policy, make = shard_policy(config, model), make_optimizer(config.optim, DTYPES[config.precision.compute])
+    make = make_optimizer(config.optim, DTYPES[config.precision.compute])
     if fill is not None:  # the planner has other hardware
         eager = backend.expected_compilations == 0
         own = config.optim.factory is not None
         require_memory(config, backend, memory_need(model, make, groups, eager=eager, own=own))
     return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)
-
-
-def _cast_buffers(model: nn.Module, word: str) -> None:
-    cast_once: dict[Tensor, Tensor] = {}  # a buffer with several names stays one tensor
-    for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
-        if word != "auto" and buffer.is_floating_point():
-            owner, _, leaf = fqn.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(DTYPES[word])))
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -217,8 +229,11 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {fqn: name for fqn, name in names if fqn != name}
 
 
-def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
-    """Convert the config to plain values for this model. Raises ConfigError for a name that the model doesn't have."""
+def shard_policy(config: Config, model: nn.Module, eager: bool = True) -> ShardPolicy:
+    """Convert the config to plain values for this model. Raises ConfigError for a name that the model doesn't have.
+
+    `eager`: operations run one by one, those of experts by torch's grouped products.
+    """
     sharding, precision, memory = config.sharding, config.precision, config.memory
     layers = find_layers(model, sharding)
     tensor = None
@@ -229,7 +244,8 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
     experts = expert_modules(model) if config.model.experts == "auto" else ()
     layouts = {fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()}
     if sharding.expert > 1:
-        layouts |= expert_layouts(model, experts, sharding.expert, DTYPES[precision.compute].itemsize)
+        itemsize = DTYPES[precision.compute].itemsize if eager else None
+        layouts |= expert_layouts(model, sharding.expert, itemsize)
     if tensor is not None:
         layouts = {fqn: tensor.layout(fqn, spec) for fqn, spec in layouts.items()}
     return ShardPolicy(
@@ -237,7 +253,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         layouts=layouts,
         tensor=tensor,
         experts=experts,
-        grouped_linear=grouped_linear,
+        process_experts=OneDevice,
         expert_capacity=sharding.expert_capacity,
         layers=layers,
         compute=DTYPES[precision.compute],

@@ -30,6 +30,7 @@ from portable_fsdp.train.build import (
     build_evaluator,
     build_sampler,
     build_training,
+    check_model,
     open_checkpoints,
     total_steps,
 )
@@ -98,6 +99,7 @@ def open_run(
     check_with_engine(config, engine)
     if config.checkpoint.export and exporter is not None:
         on_process_0(engine, partial(exporter.require_room, config))
+    check_model(config, engine)
     corpus = open_data(config, engine)
     steps = total_steps(config, len(corpus.rows))
     # Lock out other runs before the search for a checkpoint.

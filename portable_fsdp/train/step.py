@@ -26,10 +26,6 @@ Sums = dict[str, Tensor]
 experts also `loads`, and for a router loss `balance`, see `models.routers.Routers`."""
 
 
-def _routers_of(model: nn.Module) -> "Routers | None":
-    return vars(model).get("routers")  # set by `train.build`
-
-
 def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:
     """Zero gradients in place unless `keeps` (0-dim, 0 or 1), for a program that accumulates into them."""
     with torch.no_grad():
@@ -51,7 +47,8 @@ def add_gradients(
     backend: Backend, model: nn.Module, task: Task, batch: Batch, expected: Tensor, sums: Sums, *, last: bool
 ) -> Sums:
     """Run forward and backward of a micro batch; returns `sums` plus those of this batch. *collective*"""
-    routers, of_routers = _routers_of(model), Sums()
+    routers: Routers | None = vars(model).get("routers")  # set by `train.build`
+    of_routers = Sums()
     scale = 1.0 if backend.loss_scaler is None else backend.loss_scaler.scale
     with backend.accumulate(last, model):
         if routers is not None:
@@ -60,7 +57,8 @@ def add_gradients(
         mean = loss_sum / expected
         if routers is not None:
             of_routers = routers.take(backend.sum, balance=sums.get("balance"))
-            of_routers["loads"] = of_routers["loads"] + sums.get("loads", 0.0)
+            if "loads" in sums:
+                of_routers["loads"] = of_routers["loads"] + sums["loads"]
             if routers.has_loss:
                 routers.prepare_backward(of_routers["balance"], scale)
         (mean if backend.loss_scaler is None else mean * scale).backward()
@@ -116,7 +114,7 @@ def train_step(
     drops_in_program = accumulation > 1 and backend.expected_compilations > 0
     if backend.loss_scaler is not None:
         backend.loss_scaler.require_skippable(optimizer)
-    routers = _routers_of(model)
+    routers: Routers | None = vars(model).get("routers")
 
     def count_choices(batch: Batch, balance: Tensor) -> Metrics:
         assert routers is not None

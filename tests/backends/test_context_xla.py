@@ -12,48 +12,22 @@ import pytest
 import torch
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, assemble, assert_equal_states
 from test_curves import assert_equal_curves
-from test_tensor import GPT2
 from workers import GetWorkers, Group, marked
 
 CURVES = {
-    "context 2": (2, Case("llama", settings={"sharding.context": 2})),
-    **{
-        f"{model}, shard 2 x context 2": (4, Case(model, settings={"sharding.context": 2}))
-        for model in ("llama", "qwen3", "gemma2", "gpt2", "mixtral")
-    },
-    **{
-        f"{model}, context 4, documents": (
-            4,
-            Case(model, settings={"sharding.context": 4, "data.packing": "documents"}),
-        )
-        for model in ("llama", "gemma2", "gpt2")
-    },
-    **{
-        f"{model}, context 2 x tensor 2": (4, Case(model, settings={"sharding.context": 2, "sharding.tensor": 2}))
-        for model in ("llama", "qwen3", "gemma2", "mixtral")
-    },
-    "gpt2, context 2 x tensor 2": (
-        4,
-        Case("gpt2", settings={"sharding.context": 2, "sharding.tensor": 2, "sharding.plan": GPT2}),
+    "recompute, grad_op": Case(
+        "gemma2", strategy="SHARD_GRAD_OP", checkpointing="full", settings={"sharding.context": 2}
     ),
-    "recompute, grad_op": (
-        4,
-        Case("gemma2", strategy="SHARD_GRAD_OP", checkpointing="full", settings={"sharding.context": 2}),
-    ),
-    "scan": (4, Case("llama", settings={"sharding.context": 2, "compile.scan_layers": True})),
+    "scan": Case("llama", settings={"sharding.context": 2, "compile.scan_layers": True}),
 }
-IN_SUITE = ("context 2", "llama, context 4, documents")
 
 
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [marked(Group("xla", devices), name, in_suite=name in IN_SUITE) for name, (devices, _) in CURVES.items()],
-)
+@pytest.mark.parametrize(("group", "name"), [marked(Group("xla", 4), name, in_suite=False) for name in CURVES])
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
-    case = CURVES[name][1]
+    """That of each family: test_context.py."""
+    case = CURVES[name]
     answers = workers(group).run(jobs.train, case=case)
     assert_equal_curves(answers, case)
-    # Fewer: a program of an earlier job, such as the update of the same shards.
     assert 0 < answers[0]["compilations"] <= answers[0]["expected_compilations"]
 
 

@@ -9,8 +9,10 @@ from unittest.mock import patch
 import jobs
 import pytest
 from cases import ARCHITECTURES, SEQ_LEN, VOCABULARY, Case, assemble, assert_equal_states
+from reference import reference
 from test_curves import assert_equal_curves
-from workers import GetWorkers, Group, marked
+from test_routers import LOSS
+from workers import GetWorkers, Group, JobFailed, marked
 
 from portable_fsdp.models.build import build_model
 from portable_fsdp.runtime.errors import ConfigError
@@ -23,27 +25,94 @@ EVEN = {
 """Numbers of experts that devices divide, and rows of 16 bytes."""
 
 
+BIASED = "deepseek_v3"
+COMPILED = {"compile.enabled": True, "compile.backend": "aot_eager"}
+
+
 def case_of(model: str, **settings: Any) -> Case:
     return Case(model, settings={"model.architecture": EVEN.get(model, ARCHITECTURES[model])} | settings)
 
 
-CURVES = {
-    "qwen3_moe": case_of("qwen3_moe", **{"sharding.expert": 2}),
-    "mixtral": case_of("mixtral", **{"sharding.expert": 4}),
-    "gpt_oss": case_of("gpt_oss", **{"sharding.expert": 2}),
-    "deepseek_v3": case_of("deepseek_v3", **{"sharding.expert": 2}),
+def balanced(model: str, **settings: Any) -> Case:
+    """With a router loss; DeepSeek-V3 has none, but biases."""
+    case = case_of(model, **settings)
+    of_model = {"model.architecture": case.settings["model.architecture"] | LOSS}
+    return replace(case, settings=case.settings | ({"model.router_bias_rate": 0.01} if model == BIASED else of_model))
+
+
+MODELS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+TWO = {"sharding.expert": 2}
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "grouped": (2, {}),
+    "expert 2": (2, TWO),
+    "expert 4": (4, {"sharding.expert": 4}),
+    "shard 2 x expert 2": (4, TWO),
+    "shard 3 x expert 2": (6, TWO),
+    "expert 2 x context 2": (4, TWO | {"sharding.context": 2}),
+    "expert 2 x tensor 2": (4, TWO | {"sharding.tensor": 2}),
 }
+IN_SUITE = [("native", "qwen3_moe", "shard 2 x expert 2"), ("xla", "gpt_oss", "shard 2 x expert 2")]
+NOT_BY_THREE = ("qwen3_moe", "mixtral", "deepseek_v3")  # widths of experts: refused on native
 
 
-OF_SUITE = {"native": ["qwen3_moe"], "xla": ["gpt_oss"]}
+@pytest.mark.parametrize(
+    ("group", "model", "mesh"),
+    [
+        pytest.param(
+            Group(engine, devices),
+            model,
+            mesh,
+            marks=[pytest.mark.xla] * (engine == "xla") + [pytest.mark.proof] * ((engine, model, mesh) not in IN_SUITE),
+            id=f"{engine}-{model}-{mesh}",
+        )
+        for engine in ("native", "xla")
+        for model in MODELS
+        for mesh, (devices, _) in MESHES.items()
+    ],
+)
+def test_every_family_has_the_curve_of_a_plain_loop(group: Group, model: str, mesh: str, workers: GetWorkers) -> None:
+    case = balanced(model, **MESHES[mesh][1])
+    if (group.backend, mesh) == ("native", "shard 3 x expert 2") and model in NOT_BY_THREE:
+        with pytest.raises(JobFailed, match=r"gate_up_proj .*over 3 devices, which don't divide"):
+            workers(group).run(jobs.opened, case=case, build=True)
+        return
+    answers, truth = workers(group).run(jobs.train, case=case), reference(case)
+    assert_equal_curves(answers, case)
+    for answer in answers:
+        for row, loss, loads in zip(answer["metrics"], truth.router_losses, truth.loads, strict=True):
+            assert row.get("router_loss", 0.0) == pytest.approx(loss, rel=1e-5)
+            # A tie of two experts may be broken by rounding, once in 20 steps.
+            assert row["expert_load"] == pytest.approx((loads.sum(dim=0) / loads.sum()).tolist(), abs=5e-3)
+        assert answer["compilations"] <= answer["expected_compilations"]
+
+
+CURVES = {
+    "compiled": case_of("qwen3_moe", **COMPILED, **{"sharding.expert": 2}),
+    "capacity for all": case_of("mixtral", **{"sharding.expert": 2, "sharding.expert_capacity": 2.0}),
+}
 
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [marked(Group(e, 4), name, in_suite=name in OF_SUITE[e]) for e in ("native", "xla") for name in CURVES],
+    [marked(Group("native", 2), name, in_suite=False) for name in CURVES]
+    + [marked(Group("xla", 4), "capacity for all", in_suite=False)],
 )
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
-    assert_equal_curves(workers(group).run(jobs.train, case=CURVES[name]), CURVES[name])
+    answers = workers(group).run(jobs.train, case=CURVES[name])
+    assert_equal_curves(answers, CURVES[name])
+    assert all(row.get("experts_dropped", 0.0) == 0.0 for answer in answers for row in answer["metrics"])
+
+
+@pytest.mark.xla
+@pytest.mark.proof
+def test_xla_drops_the_rows_that_native_drops(workers: GetWorkers) -> None:
+    case = replace(balanced("mixtral", **{"sharding.expert": 2, "sharding.expert_capacity": 0.5}), steps=4)
+    native, xla = (workers(Group(engine, 4)).run(jobs.train, case=case)[0]["metrics"] for engine in ("native", "xla"))
+    for own, other in zip(native, xla, strict=True):
+        assert 0.5 <= own["experts_dropped"] < 0.75  # half of the rows would fit if they came evenly
+        for name in ("experts_dropped", "loss", "router_loss"):
+            assert other[name] == pytest.approx(own[name], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(own["grad_norm"], rel=2e-3)
 
 
 @pytest.mark.xla

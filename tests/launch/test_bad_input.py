@@ -186,6 +186,12 @@ def test_mistakes_of_the_data_and_of_the_model_are_one_answer(folder: Path, caps
     assert "model.freeze: the pattern 'nothing' matches nothing in the model" in message
 
 
+def test_what_a_model_lacks_is_refused_before_the_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, [*CPU, "model.router_bias_rate=0.1", "data.source=text", "data.path=short.txt"])
+    assert "model.router_bias_rate: LlamaForCausalLM has no buffer" in message
+    assert "data" not in message  # it is too short
+
+
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str], background: str) -> None:
     saving = ("checkpoint.every=1", f"checkpoint.async_save={background}")

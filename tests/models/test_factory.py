@@ -23,6 +23,7 @@ class Net(nn.Module):
         self.zero = nn.Parameter(torch.zeros(3))
         self.register_buffer("frequencies", 1 / (100 ** (torch.arange(4).float() / 4)))
         self.register_buffer("table", torch.tensor([1.0, 2.0, 4.0]), persistent=False)
+        self.register_buffer("placed", torch.tensor([8.0], device=self.zero.device))
         self.norm = nn.BatchNorm1d(5)
         self.orthogonal = nn.Linear(32, 32)
         nn.init.orthogonal_(self.orthogonal.weight)
@@ -52,6 +53,23 @@ def attribute():
     return module
 def frozen(): return nn.Linear(2, 2).requires_grad_(False)
 def generator(): return nn.Parameter(torch.randn(2, generator=torch.Generator()))
+def unfilled():
+    module = nn.Linear(2, 2)
+    module.gate = nn.Parameter(torch.empty(2, 2))
+    return module
+def half():
+    module = unfilled()
+    nn.init.normal_(module.gate[:1])
+    return module
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, initializer_range=0.5))
+    nn.init.zeros_(model.lm_head.weight)
+    return nn.ModuleDict({"own": model, "copied": copy.deepcopy(model)})
+def pretrained():
+    from transformers import LlamaForCausalLM
+    return LlamaForCausalLM.from_pretrained("no_folder")
 number = 3
 """
 
@@ -90,6 +108,7 @@ def test_weights_are_what_the_constructor_makes(build: Callable[..., BuiltModel]
     assert torch.equal(drawn["zero"], torch.zeros(3))
     assert torch.equal(drawn["frequencies"], 1 / (100 ** (torch.arange(4).float() / 4)))
     assert torch.equal(drawn["table"], torch.tensor([1.0, 2.0, 4.0]))
+    assert torch.equal(drawn["placed"], torch.tensor([8.0]))
     assert torch.equal(drawn["norm.running_var"], torch.ones(5))
     assert drawn["norm.num_batches_tracked"] == 0
 
@@ -109,6 +128,25 @@ def test_weights_depend_on_seed_and_name_alone(build: Callable[..., BuiltModel])
     assert torch.equal(part, first["position"][2:4])
 
 
+def test_a_model_of_transformers_gets_its_own_initialisation(build: Callable[..., BuiltModel]) -> None:
+    drawn = values(build("mixtral"))
+    gates = [f"own.model.layers.0.mlp.{name}" for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")]
+    for name in (*gates, "own.model.embed_tokens.weight", "own.model.layers.0.self_attn.q_proj.weight"):
+        assert drawn[name].std() == pytest.approx(0.5, rel=0.1)  # torch's own are 1 and 0.07
+        assert torch.equal(drawn[name], drawn[name.replace("own.", "copied.")])
+    assert (drawn["own.model.norm.weight"] == 1).all()
+    assert (drawn["own.lm_head.weight"] == 0).all()  # written after the constructor
+    frequencies = drawn["own.model.rotary_emb.inv_freq"]
+    torch.testing.assert_close(frequencies, 1e6 ** -(torch.arange(len(frequencies)) / len(frequencies)))
+
+
+@pytest.mark.parametrize("function", ["unfilled", "half"])
+def test_a_weight_that_nothing_fills_is_refused(build: Callable[..., BuiltModel], function: str) -> None:
+    built = build(function)
+    with pytest.raises(ConfigError, match=rf":{function}: gate has no initial value \(NaN\): nothing fills"):
+        values(built)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -118,6 +156,7 @@ def test_weights_depend_on_seed_and_name_alone(build: Callable[..., BuiltModel])
         ("off_meta", "expected parameters on the meta device, found weight on cpu"),
         ("attribute", 'Write self.register_buffer("scale"'),
         ("frozen", "parameters, but one must train"),
+        ("pretrained", "RuntimeError: You are using `from_pretrained` with a meta device"),
         ("generator", "leave `generator` out"),
         ("number", ":number = 3"),
         ("missing", "has no attribute 'missing'"),

@@ -1,5 +1,6 @@
 """The router loss and its gradient against transformers' own function of all layers."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -29,7 +30,7 @@ def test_the_loss_and_its_gradient_are_those_of_transformers() -> None:
     routers = Routers(ours, None, 0.0, has_loss=True, drops=False)
     routers.open(torch.device("cpu"))
     score = ours(input_ids=ids, use_cache=False).logits.square().mean()
-    taken = routers.take(lambda tensor, axes: tensor)
+    taken = routers.take(same)
     routers.prepare_backward(taken["balance"], 1.0)
     score.backward()
     torch.testing.assert_close(routers.loss(taken["balance"]), expected.detach())
@@ -53,6 +54,41 @@ def test_a_class_without_that_loss_is_refused_by_name(name: str) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture.pop("model_type"), **architecture))
     with pytest.raises(ConfigError, match=f"{type(model).__name__} computes no router loss"):
         balanced_routers(model)
+
+
+class Experts(nn.Module):
+    """What `expert_modules` finds."""
+
+    is_transposed = False
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+
+    def _apply_gate(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def test_layers_with_different_numbers_of_experts_have_a_largest_load_but_no_shares_of_experts() -> None:
+    model = nn.ModuleList([Experts(4), Experts(2)])
+    routers = Routers(model, None, 0.0, has_loss=False, drops=True)
+    routers.open(torch.device("cpu"))
+    for layer, load in zip(model, ([1.0, 2, 3, 4, 0], [9.0, 1, 2]), strict=True):
+        cast(Any, layer).load.copy_(torch.tensor(load))
+    metrics = routers.finish_step(routers.take(same), torch.tensor(False), same)
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
+        {"expert_load_max": 9 / 5, "experts_dropped": 2 / 20}
+    )
+
+
+def test_a_model_without_experts_has_no_loads() -> None:
+    routers = Routers(nn.Linear(2, 2), None, 0.0, has_loss=False, drops=False)
+    sums = routers.take(same)
+    assert (routers.zeros(), sums, routers.finish_step(sums, torch.tensor(False), same)) == ({}, {}, {})
+
+
+def same(tensor: Tensor, axes: Sequence[str]) -> Tensor:
+    return tensor
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

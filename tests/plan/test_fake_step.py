@@ -52,6 +52,9 @@ PLANNED = {
     "float32": step(devices=DEVICES, model=SHALLOW, precision__matmul="high"),
     "experts": step(**EXPERTS, model__experts="dense"),
     "grouped": step(**EXPERTS, model__experts="grouped_mm"),
+    "exchanged": step(
+        **EIGHT | {"model": {**MIXTRAL, "num_hidden_layers": 1, "num_local_experts": DEVICES}}, sharding__expert=DEVICES
+    ),
 }
 REAL = {
     "two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full"),
@@ -190,6 +193,11 @@ def test_other_options_move_what_they_say(planned: Plans) -> None:
     flops = {name: work.matmul_flops for name, (_, work) in planned.items()}
     assert flops["float32"].keys() == {"tf32"}
     assert flops["grouped"]["bfloat16"] < flops["experts"]["bfloat16"]  # two of four experts
+    exchanged = planned["exchanged"][1]
+    sent = sum(moved.bytes for kind, moved in exchanged.collectives.items() if kind.startswith("all_to_all"))
+    links = {"nvlink": sent * 3 / 8, "network": sent * 4 / 8}  # of eight pieces three stay on the host, four leave it
+    assert exchanged.exchanged_bytes == pytest.approx(links)
+    assert sent > 0
     # Blocks of flex attention need no mask: the batch's positions and segments come on top, and rotary tables (cosines
     # and sines, 64 wide) for each row; of the blocks themselves some numbers.
     known = 2 * 8 * ROWS * SEQ_LEN + 2 * 2 * (ROWS - 1) * SEQ_LEN * 64

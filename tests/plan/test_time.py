@@ -90,6 +90,36 @@ def test_traffic_is_divided_over_links(text: str, members: int | None, stride: i
     assert over_links(parse_target(text).levels, 1.0, members=members, stride=stride) == pytest.approx(sent)
 
 
+@pytest.mark.parametrize(
+    ("text", "members", "stride", "sent"),
+    [
+        ("h100:8", None, 1, {"nvlink": 7 / 8}),
+        ("h100:64", 4, 2, {"nvlink": 3 / 4}),
+        ("h100:64", 16, 1, {"nvlink": 7 / 16, "network": 8 / 16}),  # eight of sixteen pieces leave the host
+        ("h100:64", 8, 8, {"network": 7 / 8}),  # one device of each host
+        ("h100:64", 32, 2, {"nvlink": 3 / 32, "network": 28 / 32}),  # four of each host
+    ],
+)
+def test_an_all_to_all_sends_a_piece_to_each_device(
+    text: str, members: int | None, stride: int, sent: dict[str, float]
+) -> None:
+    links = over_links(parse_target(text).levels, 1.0, members=members, stride=stride, exchanges=True)
+    assert links == pytest.approx(sent)
+
+
+def test_switches_reduce_no_all_to_all() -> None:
+    work = Work(
+        matmul_flops={},
+        memory_bytes=1,
+        collectives={},
+        sent_bytes={"nvlink": 900e9, "network": 100e9},
+        exchanged_bytes={"nvlink": 450e9, "network": 100e9},
+    )
+    for text, links in (("h100:16", {"nvlink": 1.5, "network": 2}), ("a100-80gb:16", {"nvlink": 3, "network": 4})):
+        time = bound(work, parse_target(text), tokens_per_step=1, model_flops_per_device=None)
+        assert time.links_s == pytest.approx(links)
+
+
 # ------------------------------------------------------------------------------------------------------- comparison
 
 

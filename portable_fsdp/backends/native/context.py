@@ -5,7 +5,6 @@ All other layers work on a token alone, and positions are those of whole rows.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Batch
@@ -17,9 +16,8 @@ _OF_TOKENS = ("input_ids", "labels", "positions", "is_last")
 """The tensors of a batch that are split; `segments` stay whole, since queries see the documents of all keys."""
 
 
-def row_parts(process_group: dist.ProcessGroup) -> RowParts:
+def row_parts(group: Group) -> RowParts:
     """Return the place of this process among those that split a row."""
-    group = Group(process_group)
 
     def gather(tokens: Tensor) -> Tensor:
         first, second = enter(tokens, group, 0).unflatten(0, (group.count, 2, -1)).unbind(1)

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.peers import Peers
     from portable_fsdp.backends.native.prefetch import Prefetch
-    from portable_fsdp.backends.native.tensor import SplitModel
+    from portable_fsdp.backends.native.tensor import Group, SplitModel
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
 
 log = logging.getLogger("portable_fsdp")
@@ -140,7 +140,7 @@ class NativeBackend(contract.Backend):
         if "context" in self.axes:
             from portable_fsdp.backends.native.context import row_parts, split_tokens
 
-            self._row_parts = row_parts(cast(dist.ProcessGroup, self._group(("context",))))
+            self._row_parts = row_parts(self._along("context"))
             self.split_tokens = partial(split_tokens, parts=self._row_parts)
         self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
@@ -197,20 +197,18 @@ class NativeBackend(contract.Backend):
         move_buffers(model, self.device)
         self._root, self._layouts[model] = model, policy.layouts
         self._shapes[model] = {fqn: weight.shape for fqn, weight in model.named_parameters()}
-        if "expert" in self.axes:
-            from portable_fsdp.backends.native.experts import distribute_experts
-
-            group, size = cast(dist.ProcessGroup, self._group(("expert",))), self._fsdp_size // self.axes["expert"]
-            distribute_experts(model, policy, group, size)
         if self._row_parts is not None:
             from portable_fsdp.backends.native.context import use_row_parts
 
             use_row_parts(model, self._row_parts)
         if policy.tensor is not None:
-            from portable_fsdp.backends.native.tensor import Group, SplitModel
+            from portable_fsdp.backends.native.tensor import SplitModel
 
-            group = Group(cast(dist.ProcessGroup, self._group(("tensor",))))
-            self._split[model] = SplitModel(model, policy.tensor, group)
+            self._split[model] = SplitModel(model, policy.tensor, self._along("tensor"))
+        if "expert" in self.axes:
+            from portable_fsdp.backends.native.experts import distribute_experts
+
+            distribute_experts(model, policy, self._along("expert"), self._fsdp_size // self.axes["expert"])
         if policy.products != "auto":
             from portable_fsdp.backends.native.float8 import use_float8
 
@@ -411,6 +409,12 @@ class NativeBackend(contract.Backend):
             return dist.group.WORLD
         mesh = self._mesh[names]
         return (mesh if len(names) == 1 else cast(Any, mesh)._flatten()).get_group()
+
+    def _along(self, axis: str) -> "Group":
+        """The processes along one axis of several devices."""
+        from portable_fsdp.backends.native.tensor import Group
+
+        return Group(cast(dist.ProcessGroup, self._group((axis,))))
 
     def _fsdp_mesh(self, axes: Sequence[str]) -> DeviceMesh:
         """The mesh of `fully_shard`: `axes` as one dimension, after the replicas if there are any."""

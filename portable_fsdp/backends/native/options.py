@@ -9,6 +9,7 @@ from portable_fsdp.backends.refusals import (
     Deployment,
     Rule,
     divisors,
+    excluded_by,
     modules_without_float16,
     recomputes_modules,
     refused,
@@ -140,18 +141,14 @@ RULES = (
         "memory.gradient_checkpointing=full",
         when=lambda c, p: not recomputes_modules(c),
     ),
-    *refused(
-        "optim.name=adafactor|muon with memory.cpu_offload",
-        "its sums over shards would cross the network from host memory",
-        "memory.cpu_offload=false",
-        when=lambda c, p: c.memory.cpu_offload,
+    *excluded_by(
+        "memory.cpu_offload",
+        {"optim.name=adafactor|muon": "its sums over shards would cross the network from host memory"},
     ),
-    *refused(
-        "precision.products=float8 with memory.cpu_offload",
-        "shards would be cast on the host, where they are kept",
+    *excluded_by(
+        "memory.cpu_offload",
+        {"precision.products=float8": "shards would be cast on the host, where they are kept"},
         "precision.products=float8_rowwise",
-        "memory.cpu_offload=false",
-        when=lambda c, p: c.memory.cpu_offload,
     ),
     *refused("precision.products=int8 on native", "only XLA has it", "precision.products=float8", "--backend=xla"),
     *refused(

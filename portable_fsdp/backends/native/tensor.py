@@ -22,7 +22,7 @@ from portable_fsdp.tensor_plan import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, T
 
 
 class Group:
-    """The processes along the axis `tensor`, and their collectives."""
+    """The processes along an axis, and their collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.index, self.count, self._group = group.rank(), group.size(), group
@@ -49,6 +49,12 @@ class Group:
         dist.reduce_scatter_tensor(part, tensor, group=self._group)
         return part
 
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Exchange equal parts of dimension 0."""
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self._group)
+        return received
+
 
 # ------------------------------------------------------------------------------------------------- autograd functions
 
@@ -73,6 +79,10 @@ def _split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     return tensor.chunk(group.count, dim)[group.index].contiguous()
 
 
+def _exchange(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    return group.exchange(tensor)
+
+
 class _Crossing(torch.autograd.Function):
     """One collective in forward, another in backward."""
 
@@ -92,20 +102,14 @@ def _crossing(tensor: Tensor, group: Group, dim: int, there: Any, back: Any) -> 
 
 def enter(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
     """Megatron's f: the input of split weights; `dim`: the dimension of which each process holds a part, if any."""
-    return (
-        _crossing(tensor, group, 0, _same, _sum)
-        if dim is None
-        else _crossing(tensor, group, dim, _gather, _scatter_sum)
-    )
+    there, back = (_same, _sum) if dim is None else (_gather, _scatter_sum)
+    return _crossing(tensor, group, dim or 0, there, back)
 
 
 def leave(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
     """Megatron's g: the sum of what split weights gave; `dim`: keep a part of that dimension only."""
-    return (
-        _crossing(tensor, group, 0, _sum, _same)
-        if dim is None
-        else _crossing(tensor, group, dim, _scatter_sum, _gather)
-    )
+    there, back = (_sum, _same) if dim is None else (_scatter_sum, _gather)
+    return _crossing(tensor, group, dim or 0, there, back)
 
 
 def gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
@@ -116,6 +120,11 @@ def gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
 def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """Take the own part of what each process has."""
     return _crossing(tensor, group, dim, _split, _gather)
+
+
+def exchange(group: Group, tensor: Tensor) -> Tensor:
+    """Exchange equal parts of dimension 0, and their gradients."""
+    return _crossing(tensor, group, 0, _exchange, _exchange)
 
 
 # ------------------------------------------------------------------------------------------------------------ modules

@@ -62,7 +62,8 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         if policy.cast_inputs and name in (ROOT, *policy.units):  # as FSDP2 does: it may get pixels
             cast_inputs(block, dtype_of(name, policy))
         # A module with several names belongs to the innermost of its blocks, which come first.
-        uses = [use for use in uses if _is_cast(use) and (use.module, use.leaf) not in known]
+        floats = [use for use in uses if use.weight.is_floating_point() and use.weight.dtype != use.dtype]
+        uses = [use for use in floats if (use.module, use.leaf) not in known]
         known |= {(use.module, use.leaf) for use in uses}
         inside = name in policy.recompute and name not in compiled and bool(uses)
         if name in policy.recompute:
@@ -77,10 +78,6 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
     if known:
         model.forward = casts.around_all(model.forward, keep=not policy.reshard_after_forward)
         cast(Any, model).__deepcopy__ = _refuse_copy
-
-
-def _is_cast(use: Use) -> bool:
-    return use.weight.is_floating_point() and use.weight.dtype != use.dtype
 
 
 def _refuse_copy(_: Any) -> NoReturn:

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from portable_fsdp.backends.open import EngineSpec, Package
 from portable_fsdp.backends.refusals import (
+    SMALL_STEPS,
     Rule,
+    excluded_by,
     is_selective,
     modules_without_float16,
     only_largest_bucket,
@@ -106,12 +108,7 @@ SPMD_RULES = (
         lambda c, p: c.compile.scan_layers and is_selective(c) and c.memory.every is not None,
         ("memory.gradient_checkpointing=full and memory.every=null", "compile.scan_layers=false"),
     ),
-    *refused(
-        "compile.scan_layers with memory.classes",
-        f"{_ONE_PROGRAM}, which is recomputed as a whole",
-        "memory.classes=[]",
-        when=lambda c, p: bool(c.memory.classes),
-    ),
+    *excluded_by("memory.classes", {"compile.scan_layers": f"{_ONE_PROGRAM}, which is recomputed as a whole"}),
     *refused(
         "compile.scan_layers with units by size",
         _ONE_UNIT,
@@ -130,11 +127,8 @@ SPMD_RULES = (
         "an iteration of the loop is a layer, gathered as one unit",
     ),
     Rule("compile.scan_layers for layers that differ (gemma2)", "all iterations run one program"),
-    *refused(
-        "compile.scan_layers with model.router_bias_rate",
-        f"{_ONE_PROGRAM}, with the buffers of the first layer",
-        "model.router_bias_rate=0",
-        when=lambda c, p: c.model.router_bias_rate > 0,
+    *excluded_by(
+        "model.router_bias_rate", {"compile.scan_layers": f"{_ONE_PROGRAM}, with the buffers of the first layer"}
     ),
     *refused(
         "precision.products=int8 on TPU v4 and v6e",
@@ -238,12 +232,7 @@ FSDP1_RULES = (
         lambda c, p: c.data.shapes > 1 and (p.devices or 1) > 1,
         only_largest_bucket,
     ),
-    *refused(
-        "xla_fsdp1.buffer_dtype with model.router_bias_rate",
-        "a bias is the sum of small steps, which bfloat16 would round away",
-        "model.router_bias_rate=0",
-        when=lambda c, p: c.model.router_bias_rate > 0,
-    ),
+    *excluded_by("model.router_bias_rate", {"xla_fsdp1.buffer_dtype": SMALL_STEPS}),
     *refused(
         "xla_fsdp1.flatten_parameters with weight decay or optimizer groups",
         "a unit's parameters are one tensor, with one weight decay and one learning rate",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.torch_xla.runtime import Compiler, Programs
-from portable_fsdp.layout import Region, Spec, batch_spec, coordinates, count_row_shards, region
+from portable_fsdp.layout import LOSS_AXES, Region, Spec, batch_spec, coordinates, count_row_shards, region
 
 Initializer = Callable[[Region], Tensor]
 """Returns a piece of a global tensor, on the host."""
@@ -127,8 +127,26 @@ class Layouts:
 
     def split_rows_in_loop(self, tensor: Tensor, *rest: tuple[str, ...]) -> Tensor:
         """Return a new tensor, split by rows: tensors traced for a loop can't be annotated in place."""
-        partition = _partition(_split(tensor, rest), self._axes)
+        return self._marked(tensor, _split(tensor, rest))
+
+    def _marked(self, tensor: Tensor, spec: Spec) -> Tensor:
+        partition = _partition(spec, self._axes)
         return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self.mesh, partition)
+
+    def by_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a forward that computes each token by itself, and flattens `[rows, tokens, width]`: it gets
+        `[devices, tokens of a device, width]`. XLA can't split flattened tokens whose rows are split as well."""
+        rows, cuts = count_row_shards(self._axes), self._axes.get("context", 1)
+
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            pieces = hidden.unflatten(0, (rows, -1)).unflatten(2, (cuts, -1)).transpose(1, 2)
+            own = self._marked(pieces.flatten(2, 3).flatten(0, 1), batch_spec(3, LOSS_AXES))
+            out = forward(own, *args, **kwargs)
+            first = (out[0] if isinstance(out, tuple) else out).view(pieces.shape).transpose(1, 2).reshape(hidden.shape)
+            first = self.split_rows_in_loop(first, ("context",))
+            return (first, *out[1:]) if isinstance(out, tuple) else first
+
+        return run
 
     def shard(self, tensor: Tensor, spec: Spec) -> None:
         self._spmd.mark_sharding(tensor, self.mesh, _partition(spec, self._axes))
