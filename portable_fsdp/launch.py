@@ -145,12 +145,12 @@ def _config_of_start(config: "Config", launch: Launch) -> "Config":
 
     Raises ConfigError for a run.max_restarts that nobody would honour.
     """
-    counted_here = launch.is_alone or os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OUR_RUNS)
-    if not counted_here and config.run.max_restarts != type(config.run)().max_restarts:
-        fix = "torchrun restarts: pass it --max-restarts" if launch.kind == "torchrun" else f"{launch.kind} doesn't"
+    is_ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OUR_RUNS)
+    if config.run.max_restarts != type(config.run)().max_restarts and not (is_ours or is_supervised(os.environ)):
+        fix = "; torchrun restarts: pass it --max-restarts" if launch.kind == "torchrun" else ""
         raise ConfigError(
-            f"run.max_restarts={config.run.max_restarts}: only a run without a launcher restarts by itself.\n"
-            f"  Leave it out; {fix}."
+            f"run.max_restarts={config.run.max_restarts}: only a run that is started by hand, on one Linux host, "
+            f"restarts itself.\n  Leave it out{fix}."
         )
     if launch.restarts and config.checkpoint.resume == "none":
         return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, ConfigError, printable
 from portable_fsdp.runtime.files import open_regular
-from portable_fsdp.runtime.launchers import RESTARTS, detect_launch
+from portable_fsdp.runtime.launchers import RESTARTS, detect_launch, tpu_workers
 from portable_fsdp.runtime.signals import adopt_orphans, end_with_parent
 
 _PAUSES_S = (0, 5, 15, 30, 60)
 """Pauses before restarts that follow one another without progress; the last one repeats."""
-_LONG_S = 600.0  # where no file tells how far a start came, one of this length counts as progress
 _LAST_WORDS_S = 1.0  # for what a failed child has started, such as the copy of its stderr
 _TAIL_BYTES = 1 << 20
 _SI_KERNEL = 0x80  # asm-generic/siginfo.h: Ctrl-C at the terminal, which the child gets as well
@@ -32,7 +31,7 @@ _channel: int | None = None  # in the child, until it announces its run
 
 
 class _Failure(NamedTuple):
-    step: int | None  # the last one in metrics.jsonl; None without that file
+    step: int  # the last one in metrics.jsonl; 0 without that file
     cause: str
 
     @property
@@ -41,10 +40,11 @@ class _Failure(NamedTuple):
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
-    """Whether `launch` has a supervisor in this environment: no launcher that starts all processes again."""
+    """Whether `launch` has a supervisor: this host's processes are the whole run, and no launcher restarts them."""
     with suppress(ConfigError):
         launch = detect_launch(environ)
-        return sys.platform == "linux" and launch.is_alone and not launch.by_accelerate
+        is_whole = launch.is_alone and not launch.by_accelerate and len(tpu_workers(environ)) <= 1
+        return sys.platform == "linux" and is_whole
     return False
 
 
@@ -87,12 +87,10 @@ def supervise(work: Callable[[], int]) -> int:
         _end_descendants()
         folder, max_restarts = json.loads(announced)
         failure = _failure(code, Path(folder), began)
-        if failure.step is None and time.time() - began > _LONG_S:
-            failures = []
-        elif failure.step is not None and failure.step > furthest:
+        if failure.step > furthest:
             furthest, failures = failure.step, []
         failures.append(failure)
-        if len(failures) > max_restarts or (failure.step is not None and failures[-2:-1] == [failure]):
+        if len(failures) > max_restarts or failures[-2:-1] == [failure]:
             if max_restarts:
                 causes = "".join(f"\n  {failed.place}: {failed.cause}" for failed in failures)
                 to_stderr(f"the run ends: it failed {len(failures)} times without getting further:{causes}")
@@ -140,7 +138,7 @@ def _failure(code: int, folder: Path, began: float) -> _Failure:
     step, end = _last_row(folder / "metrics.jsonl").get("step"), _last_row(folder / "events.jsonl", began)
     reason = str(end["reason"]) if end.get("event") in ("fail", "stop") and "reason" in end else ""
     cause = reason or (f"exit code {code}" if code > 0 else f"its process ended by {signal.Signals(-code).name}")
-    return _Failure(step if isinstance(step, int) else None, printable(cause))
+    return _Failure(step if isinstance(step, int) else 0, printable(cause))
 
 
 def _last_row(path: Path, since: float = 0.0) -> dict[str, Any]:

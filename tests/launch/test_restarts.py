@@ -152,5 +152,5 @@ def test_a_stop_request_ends_a_run_that_is_supervised(tmp_path: Path) -> None:
 
 def test_a_launcher_restarts_itself(tmp_path: Path) -> None:
     run = finish([*TORCHRUN, "--device=cpu", f"--config={tiny_config(tmp_path)}", "run.max_restarts=5"], tmp_path, 1)
-    assert "run.max_restarts=5: only a run without a launcher restarts by itself" in run.err
+    assert "run.max_restarts=5: only a run that is started by hand" in run.err
     assert "--max-restarts" in run.err
