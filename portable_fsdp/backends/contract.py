@@ -25,6 +25,7 @@ from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, state_spec
 from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer
 from portable_fsdp.runtime.errors import BackendError, Closing
 from portable_fsdp.runtime.host import host_memory_bytes
+from portable_fsdp.runtime.watchdog import LONG_S, Watchdog
 
 if TYPE_CHECKING:
     from portable_fsdp.optim.counting import LossScaler
@@ -314,6 +315,12 @@ class Backend(Closing):
         supported.
         """
         return None
+
+    def watch(self, watchdog: Watchdog) -> None:
+        """Tell the other processes what this one does, and `watchdog` for whom it waits. Here they don't watch each
+        other, and each may wait for a callback of process 0."""
+        if self.process.count > 1:
+            watchdog.note("", LONG_S)
 
     @abstractmethod
     def memory(self) -> MemoryStats | None:

@@ -224,7 +224,10 @@ _CURVE_KEYS = ("run.seed", "train.global_batch", "train.steps", "train.epochs", 
 
 _BASE = "model.base"
 
-_IGNORED = ("run.name", "run.dir", "run.peer_timeout_s", "run.max_restarts", "train.stop_at", "checkpoint")
+_IGNORED = (
+    *("run.name", "run.dir", "run.peer_timeout_s", "run.step_timeout_s", "run.max_restarts"),
+    *("train.stop_at", "checkpoint"),
+)
 """Keys that set where a run is stored, when it saves and how long it waits."""
 
 

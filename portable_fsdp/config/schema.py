@@ -27,6 +27,9 @@ class Run(Section):
     # serve as this bound: it must exceed the longest save.
     peer_timeout_s: float = Field(default=120.0, ge=5)
     """seconds without a heartbeat after which a process counts as lost and all processes exit"""
+    step_timeout_s: Annotated[float, Ge(1)] | Literal["auto"] = "auto"
+    """seconds after which a step, an evaluation or a save counts as hung, and its process is ended; auto: for a step 10
+    times the median, at least 60, for the rest and the first steps 3 times the longest, at least 1800"""
     max_restarts: int = Field(default=3, ge=0)
     """restarts after a failure, counted anew whenever the run gets further; for runs without a launcher"""
 

@@ -82,7 +82,8 @@ def train(
                 if run.step > run.start.step:  # only process 0 knows the commits
                     newest = step_folder(run.checkpoints.folder, run.step)
                 if config.checkpoint.export and newest is not None and exporter is not None:
-                    exporter.export_run(config, engine, run.corpus.tokenizer, newest, run.history)
+                    with run.watchdog.within("the export"):
+                        exporter.export_run(config, engine, run.corpus.tokenizer, newest, run.history)
                 return EXIT_FINISHED
         except Stopped as request:
             log.error("stopped before the first step (%s): nothing to save", request)
@@ -102,11 +103,14 @@ def _train_steps(run: OpenRun) -> Outcome:
         undo.callback(gc.unfreeze)
         undo.callback(gc.enable)
         for step in range(run.step + 1, run.limits.last + 1):
-            with run.measures.timed("wait"):
+            with run.measures.timed("wait"), run.watchdog.within("the profile"):
                 until = run.profiles.before_step(step, in_flight and in_flight.metrics)
             began = run.measures.begin_step()
+            run.watchdog.begin_step(step, "waiting for its rows")
             rows = _next_rows(run, batches, in_flight)
             waited, lr = time.perf_counter() - began, learning_rate(config.optim, step, run.start.steps)
+            shapes = tuple(value.shape for value in rows.micro_batches[0].values())
+            run.watchdog.doing("computing", shapes)
             placed = [run.engine.place(batch) for batch in rows.micro_batches]
             # The clock of process 0 and its view of the run's folder decide for all processes.
             own_votes = Votes(run.wants_stop(), run.engine.process.index == 0 and run.triggers.due)
@@ -119,7 +123,7 @@ def _train_steps(run: OpenRun) -> Outcome:
             previous, in_flight, votes = in_flight, InFlight(step, lr, began, waited, metrics), Votes()
             if previous is not None:
                 end, votes = _read(run, previous, until)
-                run.callbacks.call(Callback.on_step, end)
+                run.call(Callback.on_step, end)
             decision = decide(run.limits, step, votes, run.history)
             if decision.reads_metrics:  # wait now for the metrics of this step
                 end, own_votes = _read(run, in_flight)
@@ -134,7 +138,7 @@ def _train_steps(run: OpenRun) -> Outcome:
                 if decision.sample:
                     votes |= Votes(stop=_sample(run, step))
                     decision = decide(run.limits, step, votes, run.history)
-                run.callbacks.call(Callback.on_step, end)
+                run.call(Callback.on_step, end)
                 if decision.save:
                     _save(run, batches.position, wait=decision.end is not None)
             note_commits(run)
@@ -174,7 +178,7 @@ def _next_rows(run: OpenRun, batches: Batches, in_flight: InFlight | None) -> St
         if in_flight is not None:
             end, _ = _read(run, in_flight)
             with suppress(Exception):  # the disk may be full too: the error of the data takes precedence
-                run.callbacks.call(Callback.on_step, end)
+                run.call(Callback.on_step, end)
         raise
 
 
@@ -193,7 +197,7 @@ def _evaluate(run: OpenRun, step: int) -> tuple[bool, EvaluationEnd | None]:
     """Evaluate. Returns (whether a stop request interrupted it, the result or None); None also if nothing in the
     validation set counts."""
     evaluator, began = cast(Evaluator, run.evaluator), time.perf_counter()
-    with run.measures.timed("wait"):
+    with run.measures.timed("wait"), run.watchdog.within(f"the evaluation after step {step}", "evaluation"):
         evaluation = evaluator(run.wants_stop)
     if evaluation is None:
         return True, None
@@ -207,19 +211,19 @@ def _evaluate(run: OpenRun, step: int) -> tuple[bool, EvaluationEnd | None]:
     is_best = run.history is not None and run.history.best_step == step
     figures = evaluation.loss, evaluation.perplexity, evaluation.tokens
     end = EvaluationEnd(step, *figures, time.perf_counter() - began, is_best, evaluation.metrics)
-    run.callbacks.call(Callback.on_evaluate, end)
+    run.call(Callback.on_evaluate, end)
     return False, end
 
 
 def _sample(run: OpenRun, step: int) -> bool:
     """Generate samples. Returns whether a stop request interrupted it."""
     began = time.perf_counter()
-    with run.measures.timed("wait"):
+    with run.measures.timed("wait"), run.watchdog.within(f"the samples after step {step}", "samples"):
         texts = cast(Sampler, run.sampler)(run.wants_stop)
     if texts is None:
         return True
     prompts = run.start.config.train.sample_prompts
-    run.callbacks.call(Callback.on_samples, SamplesEnd(step, prompts, tuple(texts), time.perf_counter() - began))
+    run.call(Callback.on_samples, SamplesEnd(step, prompts, tuple(texts), time.perf_counter() - began))
     return False
 
 
@@ -227,7 +231,7 @@ def _save(run: OpenRun, position: tuple[int, int], *, wait: bool) -> None:
     """Save a checkpoint. `position`: (epoch, samples) of the data; `wait`: wait for the commit."""
     run.triggers.began(run.step)
     try:
-        with run.measures.timed("wait"):
+        with run.measures.timed("wait"), run.watchdog.within(f"the save of step {run.step}", "save"):
             run.checkpoints.save(run.step, run.training.model, run.training.optimizer, position, run.history)
             if wait:
                 run.checkpoints.wait()

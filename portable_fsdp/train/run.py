@@ -1,13 +1,14 @@
 """A run: the state of the loop, how it is opened, and how its end is recorded."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps
@@ -25,6 +26,7 @@ from portable_fsdp.runtime.errors import EXIT_FAILED, CheckpointError, DataError
 from portable_fsdp.runtime.factory import UserExit, described, user_code
 from portable_fsdp.runtime.files import sole_run
 from portable_fsdp.runtime.signals import Stopped, StopRequest
+from portable_fsdp.runtime.watchdog import Watchdog
 from portable_fsdp.train.build import (
     Training,
     build_evaluator,
@@ -71,11 +73,17 @@ class OpenRun:
     stop: StopRequest
     callbacks: Callbacks
     profiles: Profiles
+    watchdog: Watchdog
     step: int  # the last finished step
     history: Evaluated | None  # the evaluations so far
     last_checkpoint: Path | None
     misses_evaluation: bool = False  # the resumed checkpoint lacks its evaluation, because of a stop request
     outcome: Outcome = "finished"
+
+    def call(self, method: Callable[..., Any], argument: object) -> None:
+        """Call the callbacks; all processes call it, and those of process 0 run."""
+        with self.watchdog.within("callbacks"):
+            self.callbacks.call(method, argument)
 
     def wants_stop(self) -> bool:
         return self.stop.requested or self.checkpoints.failed
@@ -125,6 +133,9 @@ def open_run(
     if history is not None and evaluator is not None and history.rows != evaluator.fingerprint:
         log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
         history = None
+    prints = os.environ.get("LOCAL_RANK", "0") == "0"
+    watchdog = held.enter_context(Watchdog(start.folder, process, config.run.step_timeout_s, prints=prints))
+    engine.watch(watchdog)
     observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
     is_own = point is not None and point.is_own
     misses_evaluation = is_own and evaluated < start.step and limits.evaluates(start.step)
@@ -142,6 +153,7 @@ def open_run(
         stop,
         observers,
         Profiles(engine, start, observers, stop),
+        watchdog,
         step=start.step,
         history=history,
         last_checkpoint=resumed.path if resumed else None,
@@ -189,9 +201,10 @@ def recorded(run: OpenRun) -> Generator[None]:
             try:
                 yield
             finally:  # an error may come between a commit and its event, while a save is in progress
-                run.profiles.after_step(run.step, is_last=True)
-                run.checkpoints.close()
-                note_commits(run)
+                with run.watchdog.within("the end of the run"):
+                    run.profiles.after_step(run.step, is_last=True)
+                    run.checkpoints.close()
+                    note_commits(run)
         end = _end_of(run, run.outcome, {})
         on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
     except (Exception, Stopped) as error:  # Stopped: before the first step ended
@@ -205,7 +218,7 @@ def note_commits(run: OpenRun) -> None:
     run.triggers.committed(saved.step for saved in finished)
     for saved in finished:
         run.last_checkpoint = saved.path
-        run.callbacks.call(Callback.on_save, saved)
+        run.call(Callback.on_save, saved)
 
 
 def _record_failure(run: OpenRun, error: BaseException) -> None:
@@ -213,7 +226,7 @@ def _record_failure(run: OpenRun, error: BaseException) -> None:
     values = error.values if isinstance(error, NotFiniteError) else {}
     end = _end_of(run, "not finite" if values else "failed", values, error)
     with suppress(Exception), user_code():  # the disk may be full: the run's own error takes precedence
-        run.callbacks.call(Callback.on_end, end)
+        run.call(Callback.on_end, end)
     if not isinstance(error, PortableFSDPError):
         return
     error.run_has_started = True

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.native.prefetch import Prefetch
     from portable_fsdp.backends.native.tensor import Group, SplitModel
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
+    from portable_fsdp.runtime.watchdog import Watchdog
 
 log = logging.getLogger("portable_fsdp")
 
@@ -468,6 +469,10 @@ class NativeBackend(contract.Backend):
         if not self._first_step_is_over or not self._counts_collectives:
             return None
         return dict(self._counter.traffic)
+
+    def watch(self, watchdog: "Watchdog") -> None:
+        if self._peers:
+            self._peers.watchdog = watchdog
 
     def compute_seconds(self) -> float | None:
         return self._compute_time.take() if self._compute_time else None

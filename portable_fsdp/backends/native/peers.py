@@ -10,6 +10,7 @@ The threads count rounds, not clock time: a process that was itself suspended bl
 
 import contextlib
 import json
+import math
 import os
 import re
 import socket
@@ -19,7 +20,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, PortableFSDPError, TrainingError, printable
 from portable_fsdp.runtime.files import parse_json
 from portable_fsdp.runtime.rendezvous import open_store
+
+if TYPE_CHECKING:
+    from portable_fsdp.runtime.watchdog import Watchdog
 
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
@@ -51,6 +55,10 @@ class Heartbeat:
     addresses: list[str]
     number: int = 0
     steps: int = 0  # finished since the start of the process
+    phase: int = 0  # of its watchdog: all processes count the same phases
+    doing: str = ""
+    limit_s: int = 0  # of what it does
+    waits_s: int = 0  # of process 0: the limit of the process that all others wait for
     left: bool = False  # in order
     error: str = ""  # that the process ended with
     verdict: str = ""  # of process 0: which process is lost, and why
@@ -108,6 +116,8 @@ class Peers:
         self._peers = {index: _Peer() for index in (range(1, self._count) if self._index == 0 else (0,))}
         self._joining_s, self._stepping_s, self._most_steps = 0.0, 0.0, 0
         self._unanswered_s, self._problem = 0.0, ""
+        self.watchdog: Watchdog | None = None
+        self._waits_s = 0
         self._joined, self._over = threading.Event(), threading.Event()
         # Daemons: a process that ends by an error doesn't wait for a store that is gone.
         self._threads = [
@@ -194,6 +204,7 @@ class Peers:
                 self._receive(pause_s)
                 self._unanswered_s = 0.0
                 self._judge()
+                self._note_limits()
                 if self._self.local_rank == 0:
                     self._report_waiting(pause_s)
             except RuntimeError as error:  # perhaps the process that holds the store has just left
@@ -218,8 +229,25 @@ class Peers:
 
     def _send(self, *, left: bool = False, error: str = "") -> None:
         self._sent += 1
-        beat = replace(self._self, number=self._sent, steps=self._steps, verdict=self._verdict, left=left, error=error)
+        beat = replace(self._own(), number=self._sent, verdict=self._verdict, left=left, error=error)
         self._store.set(_key(self._index), json.dumps(asdict(beat)))
+
+    def _note_limits(self) -> None:
+        """Give this process the time that the one furthest behind has: process 0 may be in a callback for minutes."""
+        if self.watchdog and self._index == 0:
+            beats = self._beats()
+            fewest = min((beat.steps, beat.phase) for beat in beats.values())
+            behind = [beat.limit_s for beat in beats.values() if (beat.steps, beat.phase) == fewest]
+            self._waits_s = max(behind)
+            self.watchdog.note(furthest_behind(beats), self._waits_s)
+        elif self.watchdog and (beat := self._peers[0].beat):
+            self.watchdog.note("", beat.waits_s)
+
+    def _own(self) -> Heartbeat:
+        beat = replace(self._self, steps=self._steps, waits_s=self._waits_s)
+        if not (own := self.watchdog):
+            return beat
+        return replace(beat, phase=own.phase, doing=own.what, limit_s=math.ceil(own.limit_s))
 
     def _receive(self, elapsed_s: float) -> None:
         known = [index for index, peer in self._peers.items() if peer.first or self._store.check([_key(index)])]
@@ -268,8 +296,7 @@ class Peers:
                 self._warn(message)
         if missing or self._index != 0:
             return
-        beats = {index: peer.beat for index, peer in self._peers.items() if peer.beat}
-        beats[0] = replace(self._self, steps=self._steps)
+        beats = self._beats()
         most = max(beat.steps for beat in beats.values())
         if most != self._most_steps:
             self._most_steps, self._stepping_s = most, 0.0
@@ -283,6 +310,10 @@ class Peers:
             else:
                 before = "before it the run tokenizes data, loads weights and compiles programs"
                 self._warn(f"the first step has not finished after {waited}: {before}")
+
+    def _beats(self) -> dict[int, Heartbeat]:
+        """The last heartbeats that process 0 has read, and its own."""
+        return {0: self._own()} | {index: peer.beat for index, peer in self._peers.items() if peer.beat}
 
     def _warn(self, message: str) -> None:
         to_stderr(printable(message))  # it quotes text that others wrote to the store
@@ -304,12 +335,16 @@ class Peers:
 
 
 def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
-    """Name the processes with the fewest steps, unless all have done the same number."""
-    fewest, most = (of(beat.steps for beat in beats.values()) for of in (min, max))
+    """Name the processes with the fewest steps and phases, and what they do, unless all have done the same number."""
+    fewest, most = (of((beat.steps, beat.phase) for beat in beats.values()) for of in (min, max))
     if fewest == most:
         return "no process is behind"
-    behind = [f"process {index} on {beat.host}" for index, beat in sorted(beats.items()) if beat.steps == fewest]
-    return f"furthest behind with {fewest} is {', '.join(behind)}"
+    behind = [
+        f"process {index} on {beat.host}" + (f" ({beat.doing})" if beat.doing else "")
+        for index, beat in sorted(beats.items())
+        if (beat.steps, beat.phase) == fewest
+    ]
+    return f"furthest behind with {fewest[0]} is {', '.join(behind)}"
 
 
 def _parse(line: bytes) -> Heartbeat | None:

@@ -1,0 +1,171 @@
+"""End a process that hangs: a small process beside it reads what it does, and since when, from shared memory.
+
+So an interpreter that is stuck in C code, or stopped, is noticed too. `faulthandler` writes the stacks of all threads
+from a signal handler in C, which needs no Python.
+"""
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Generator, Hashable
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from portable_fsdp.runtime.command import to_stderr
+from portable_fsdp.runtime.errors import Closing
+from portable_fsdp.runtime.signals import end_with_parent
+
+LEAST_S, TIMES = 60.0, 10
+"""Automatic limit of a step: TIMES the median, at least LEAST_S."""
+LONG_S, TIMES_LONGEST = 1800.0, 3
+"""Automatic limit of anything else, and of steps until ENOUGH are known: at least LONG_S, or TIMES_LONGEST the longest
+before."""
+ENOUGH = 5
+
+_BYTES = 4096
+_POLL_S = 0.5
+_STACKS_S = 3.0  # for the stacks to be written
+
+
+class Watchdog(Closing):
+    """Ends this process, with SIGKILL, when a step or another phase takes too long.
+
+        watchdog.begin_step(57, "waiting for its rows")
+        watchdog.doing("computing")              # the same step goes on
+        with watchdog.within("saving step 60"):  # a phase of its own
+            ...
+
+    Before that it writes the stacks of all threads into `logs/stacks-PROCESS.txt` of the run's folder, says on stderr
+    what hung and who is behind, and, for process 0, adds the event `fail`.
+    """
+
+    def __init__(self, folder: Path, process: int, timeout_s: float | Literal["auto"], *, prints: bool) -> None:
+        """`timeout_s`: limit of each phase; auto: by the constants above. `prints`: say the reason on stderr."""
+        self._timeout_s, self._steps, self._longest = timeout_s, deque[float](maxlen=50), dict[str, float]()
+        self._kinds = set[Hashable]([None])
+        self._began, self._apart_s, self._step, self.phase = 0.0, 0.0, 0, 0
+        self.what, self._behind = "", ("", 0.0)
+        self.limit_s: float = LONG_S
+        self._stacks = tempfile.TemporaryFile("a+")  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+        with tempfile.TemporaryFile() as shared:
+            shared.truncate(_BYTES)
+            self._shared = mmap.mmap(shared.fileno(), _BYTES)
+            files = shared.fileno(), self._stacks.fileno()
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", __name__, *map(str, files), str(folder), str(process), str(int(prints))],
+                stdin=subprocess.DEVNULL,
+                pass_fds=files,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+
+    def begin_step(self, step: int, what: str) -> None:
+        now = time.monotonic()
+        if self._step:
+            self._steps.append(now - self._began - self._apart_s)
+        self._began, self._apart_s, self._step = now, 0.0, step
+        self.doing(what)
+
+    def doing(self, what: str, kind: Hashable = None) -> None:
+        """The step goes on with something else. The first of a `kind` may take long: it compiles."""
+        enough = len(self._steps) >= ENOUGH and kind in self._kinds
+        self._kinds.add(kind)
+        median = statistics.median(self._steps) if enough else 0.0
+        limit = max(LEAST_S, TIMES * median) if enough else max(LONG_S, TIMES_LONGEST * max(self._steps, default=0.0))
+        self._set(f"step {self._step}: {what}", limit)
+
+    @contextmanager
+    def within(self, what: str, kind: str = "") -> Generator[None]:
+        """A phase that isn't a step: a save, an evaluation, an export. `kind`: what its duration is compared with."""
+        kind, began, before = kind or what, time.monotonic(), self.what
+        self._set(what, max(LONG_S, TIMES_LONGEST * self._longest.get(kind, 0.0)))
+        yield
+        seconds = time.monotonic() - began
+        self._longest[kind], self._apart_s = max(seconds, self._longest.get(kind, 0.0)), self._apart_s + seconds
+        self._set(before, LONG_S)
+
+    def _set(self, what: str, limit_s: float) -> None:
+        self.phase, self.what = self.phase + 1, what
+        self.limit_s = limit_s if self._timeout_s == "auto" else float(self._timeout_s)
+        self.note(*self._behind)
+
+    def note(self, behind: str, least_s: float) -> None:
+        """Say which process is behind, and how long this one may wait for it at least."""
+        self._behind = behind, least_s
+        state = {"phase": self.phase, "what": self.what, "step": self._step, "behind": behind[:2000]}
+        line = json.dumps({**state, "limit": max(self.limit_s, least_s)}).encode()
+        with suppress(ValueError):  # closed
+            self._shared[: len(line) + 1] = line + b"\n"
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        self._shared.close()
+        faulthandler.unregister(signal.SIGUSR2)
+        self._stacks.close()
+
+
+# ---------------------------------------------------------------------------------------------- in the process beside
+
+
+def main(descriptor: int, stacks: int, folder: Path, process: int, prints: bool) -> None:
+    """Watch the parent. Counts rounds, not clock time: a host that was suspended blames nobody."""
+    parent = os.getppid()
+    end_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the whole group
+        signal.signal(number, signal.SIG_IGN)
+    shared = mmap.mmap(descriptor, _BYTES)
+    last, waited_s, state = -1, 0.0, dict[str, Any]()
+    while True:
+        began = time.monotonic()
+        time.sleep(_POLL_S)
+        with suppress(ValueError):  # being written
+            state = json.loads(shared[:].partition(b"\n")[0])
+        if state and state["phase"] != last:
+            last, waited_s = state["phase"], 0.0
+        waited_s += min(time.monotonic() - began, 2 * _POLL_S)
+        if state and waited_s >= state["limit"]:
+            return _end(parent, state, stacks, folder, process, prints)
+
+
+def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process: int, prints: bool) -> None:
+    for number in (signal.SIGCONT, signal.SIGUSR2):  # a stopped process writes nothing
+        os.kill(parent, number)
+    size, deadline = -1, time.monotonic() + _STACKS_S
+    while time.monotonic() < deadline and ((now := os.fstat(stacks).st_size) != size or not now):
+        size = now
+        time.sleep(0.3)
+    moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+    path = folder / "logs" / f"stacks-{process}.txt"
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"--- {moment} {state['what']}\n{os.pread(stacks, size, 0).decode(errors='replace')}")
+    reason = (
+        f"process {process} on {socket.gethostname()} hangs: {state['what']} takes more than {state['limit']:.0f} s"
+    )
+    if state["behind"]:
+        reason += f"; {state['behind']}"
+    if prints:
+        to_stderr(f"{reason}\n  (run.step_timeout_s.) The stacks of all threads are in {path}.")
+    if process == 0:
+        event = {"time": moment, "event": "fail", "step": state["step"], "reason": f"TrainingError: {reason}"}
+        with suppress(OSError), (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+    with suppress(ProcessLookupError):
+        os.kill(parent, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "1")

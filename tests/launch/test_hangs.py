@@ -1,0 +1,133 @@
+"""A process that hangs is ended within twice its limit, and named, with the stacks of its threads; the run goes on."""
+
+import re
+import signal
+import time
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from cli import PYTHON, events, finish, losses, started
+
+MODULE = """
+import ctypes, os, time
+from pathlib import Path
+import torch
+
+WHERE, PROCESS = os.environ["HANG"], os.environ["HANG_PROCESS"]
+
+
+def hang(where):
+    begun = Path("run/events.jsonl").exists() and os.environ.get("RANK", "0") == PROCESS
+    if where != WHERE or not begun or Path("hung").exists():
+        return
+    Path("hung").write_text(str(time.time()))
+    if where == "gil":
+        ctypes.PyDLL(None).sleep(100)  # in C code, with Python's lock
+    time.sleep(100)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+
+    def forward(self, x, labels):
+        if x.device.type != "meta":
+            hang("forward" if self.training else "evaluation")
+            hang("gil")
+        return ((self.linear(x) - labels) ** 2).sum(), torch.ones_like(labels).sum()
+
+
+class Rows:
+    def __len__(self): return 400
+    def __getitem__(self, index):
+        hang("row")
+        return {"x": torch.tensor([index / 400]), "labels": torch.tensor([0.5])}
+
+
+def data(split): return Rows()
+
+
+def task(model, batch): return model(batch["x"], batch["labels"])
+
+
+fsync = os.fsync
+
+
+def slow(file):
+    hang("save")
+    fsync(file)
+
+
+os.fsync = slow
+"""
+CONFIG = {
+    "run": {"dir": "run", "step_timeout_s": 10},
+    "model": {"factory": "hangs:Model"},
+    "data": {"factory": "hangs:data", "eval_split": "test"},
+    "train": {"task": "hangs:task", "steps": 16, "global_batch": 4, "eval_every": 8, "log_every": 1},
+    "optim": {"lr": 0.01},
+    "checkpoint": {"every": 4},
+}
+CPU = [*PYTHON, "--device=cpu", "--config=hangs.yaml"]
+STARTS = {
+    "native": [*CPU, "--backend=native", "--num_devices=2"],
+    "xla": [*CPU, "--backend=xla", "--num_devices=2"],
+}
+SAYS = {
+    "row": "step [0-9]+: waiting for its rows",
+    "forward": "step [0-9]+: computing",
+    "gil": "step [0-9]+: computing",
+    "save": "the save of step [0-9]+",
+    "evaluation": "the evaluation after step [0-9]+",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "hangs.py").write_text(MODULE)
+    (tmp_path / "hangs.yaml").write_text(yaml.safe_dump(CONFIG))
+    return tmp_path
+
+
+def cases() -> list[object]:
+    proof = pytest.mark.proof
+    in_suite = [("native", "row", 1), ("native", "gil", 0), ("xla", "save", 0)]
+    all_cases = [(engine, where, process) for engine in STARTS for where in SAYS for process in (0, 1)]
+    legal = [case for case in all_cases if case[0] == "native" or case[2] == 0]
+    return [case if case in in_suite else pytest.param(*case, marks=proof) for case in legal]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "where", "process"), cases())
+def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
+    engine: str, where: str, process: int, folder: Path
+) -> None:
+    variables = {"HANG": where, "HANG_PROCESS": str(process)}
+    run = finish(STARTS[engine], folder, 0, **variables)
+    assert "Restart 1 of 3" in run.err
+    failed = events(folder / "run", "fail")[0]
+    behind = f"process {process} on [^ ]+" + (r" \(" if process else " hangs: ") + SAYS[where]
+    assert re.search(behind, failed["reason"]), failed
+    assert events(folder / "run", "start")[1]["began"] > failed["time"]
+    seconds = datetime.fromisoformat(failed["time"]).timestamp() - float((folder / "hung").read_text())
+    assert 9 < seconds < 20, seconds
+    stacks = (folder / "run" / "logs" / f"stacks-{process}.txt").read_text()
+    assert "in hang" in stacks
+    assert len(losses(folder / "run")) == 16
+
+
+@pytest.mark.slow
+def test_a_stopped_process_without_others_is_ended(folder: Path) -> None:
+    with started(STARTS["xla"], folder, HANG="", HANG_PROCESS="0") as run:
+        run.wait_until(
+            lambda: bool(events(folder / "run", "save")) if (folder / "run/events.jsonl").exists() else False
+        )
+        began = time.monotonic()
+        psutil.Process(run.pid).children()[0].send_signal(signal.SIGSTOP)
+        run.wait_until(lambda: "Restart 1 of 3" in run.err)
+        assert time.monotonic() - began < 22
+        assert run.wait() == 0, run.err
