@@ -201,16 +201,22 @@ def _axis_rule(axis: str) -> Rule:
     def others(config: Config) -> int:
         return math.prod(getattr(config.sharding, other) for other in INNER_AXES if other != axis)
 
+    def is_wrong(config: Config, place: Deployment) -> bool:
+        """Names the axes that don't divide the devices; if each does, but not all together, the last one."""
+        sizes, devices = {other: getattr(config.sharding, other) for other in INNER_AXES}, place.devices
+        if devices is None or devices % math.prod(sizes.values()) == 0:
+            return False
+        alone = [other for other, size in sizes.items() if devices % size]
+        return axis in (alone or [other for other, size in sizes.items() if size > 1][-1:])
+
     def fixes(config: Config, place: Deployment) -> tuple[str, ...]:
         share = (place.devices or 1) // others(config)
         return tuple(f"sharding.{axis}={count}" for count in dict.fromkeys((1, *divisors(share), max(1, share))))
 
     return Rule(
         f"sharding.{axis} that does not divide the devices",
-        "the devices form groups of this size",
-        lambda c, p: (
-            (size := getattr(c.sharding, axis)) > 1 and p.devices is not None and p.devices % (size * others(c)) > 0
-        ),
+        "the devices form groups of this size, times those of the other axes",
+        is_wrong,
         fixes,
     )
 

@@ -214,7 +214,7 @@ class Sharding(Section):
     the strategy"""
     expert: int = Field(default=1, ge=1)
     """expert parallelism: this many devices divide the experts of a mixture, and exchange tokens in each layer"""
-    expert_capacity: float | None = Field(default=None, gt=0)
+    expert_capacity: float | None = Field(default=None, ge=1)
     """with expert: room for tokens in exchanges, in multiples of an even load; tokens beyond it are dropped; null: room
     for all"""
     context: int = Field(default=1, ge=1)

@@ -4,10 +4,9 @@ transformers' own loop over experts reads on the host which tokens each of them 
 program in every step on XLA. `experts_on_devices` sorts the tokens by expert and multiplies each group by its expert's
 weights alone. `dense_experts` runs every expert on every token, which needs no kernel, and costs num_experts / top_k
 times the products. An engine that has its own products, or the mesh axis `expert`, sets `groups` on the modules of
-experts: then `experts_on_devices` runs with these.
+experts.
 
-Rows move by gathers alone, backward too: each movement knows the places of its rows in the result. A scatter is
-slow on TPUs, and on GPUs adds in any order.
+Rows are moved by gathers alone, backward too: each gather comes with its inverse. A scatter is slow on TPUs.
 """
 
 import math
@@ -56,7 +55,9 @@ def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tenso
     """
     weight: Tensor = getattr(experts, name)
     weight = weight if experts.is_transposed else weight.transpose(1, 2)
-    expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)  # of each row
+    expert = torch.empty(0)
+    if experts.has_bias or not _has_kernel(rows):
+        expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)  # of each row
     if _has_kernel(rows):
         product: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm
         out = product(rows.contiguous(), weight, offs=ends)
@@ -121,7 +122,7 @@ class Groups(Protocol):
     divisions: int
     """Devices along the axis `expert`; each holds this part of the experts."""
     capacity: float | None
-    """Rows for each of them, in multiples of an even load: rows beyond it give 0. None: room for all."""
+    """Rows that a device takes, in multiples of an even load: rows beyond it give 0. None: room for all."""
     multiple: int
     """Numbers of rows in products are multiples of this."""
 
@@ -149,7 +150,7 @@ class OneDevice:
     def __init__(
         self, divisions: int = 1, capacity: float | None = None, exchange: Callable[[Tensor], Tensor] = torch.clone
     ) -> None:
-        """`exchange`: `[divisions, ...]` of this process, for each device -> from each device."""
+        """`exchange`: an all-to-all of dimension 0, `[divisions, ...]`, between processes along the axis `expert`."""
         self.divisions, self.capacity, self._exchange = divisions, capacity, exchange
 
     def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -168,8 +169,9 @@ def experts_on_devices(
 ) -> Tensor:
     """Return the weighted sum of the chosen experts; arguments as of `dense_experts`.
 
-    Under the axis `expert` each device writes the rows of its tokens into a buffer with room for the worst case at each
-    device of the axis, sorted by expert. Products compute the rows that arrive, and no padding. *collective*
+    Under the axis `expert` each device writes the rows of its tokens into a buffer with a part for each device of the
+    axis, sorted by expert. A part has room for the worst case, or for `capacity`. Products compute the rows that
+    arrive, and no padding. *collective*
     """
     top_k = top_k_index.shape[1]
     own = hidden.reshape(groups.devices, -1, hidden.shape[1])
@@ -211,9 +213,13 @@ def experts_on_devices(
 def _sorted(groups: int, chosen: Tensor) -> Tensor:
     """`[n]` -> int32 `[groups + 2 * n]`: the size of each group, the order that sorts, and each one's rank in it. Ids
     from `groups` on sort to the end."""
-    order = chosen.argsort(stable=True)
-    sizes = (chosen[:, None] == torch.arange(groups, device=chosen.device)).sum(dim=0)
-    return torch.cat([sizes, order, order.argsort()]).int()
+    ids, order = chosen.sort(stable=True)
+    experts = torch.arange(groups, device=chosen.device)
+    if chosen.device.type == "xla":  # scatters are slow
+        return torch.cat([(chosen[:, None] == experts).sum(dim=0), order, order.argsort()]).int()
+    sizes = torch.searchsorted(ids, experts, right=True).diff(prepend=experts.new_zeros(1))
+    rank = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+    return torch.cat([sizes, order, rank]).int()
 
 
 def _places(divisions: int, held: int, room: int, drops: bool, chosen: Tensor) -> Tensor:
@@ -244,8 +250,11 @@ def _places(divisions: int, held: int, room: int, drops: bool, chosen: Tensor) -
 
 
 def _number(value: int, like: Tensor) -> Tensor:
-    """Return int64 `[1]`, on XLA a constant. torch_xla's `scan` carries a Python number other than 0 and 1 through its
-    loop, and so the size by which `x[index]` counts from the end: libtpu aborts where each device runs by itself."""
+    """Return int64 `[1]`, which is a constant on XLA.
+
+    torch_xla 2.9 makes an input of a Python number other than 0 and 1, and of the length in `x[index]`. `scan` carries
+    inputs through its loop, and libtpu 0.0.21 aborts where each device runs by itself. Until it takes them.
+    """
     return torch.arange(value, value + 1, device=like.device)
 
 
@@ -261,7 +270,7 @@ def _sorted_places(room: int, ends: Tensor) -> Tensor:
 
 
 def _take(groups: Groups, rows: Tensor, index: Tensor, back: Tensor, *, drops: bool = False) -> Tensor:
-    """Return `rows[index]` of each device: any row where the index is the number of rows, or with `drops` 0.
+    """Return `rows[index]` of each device. An index equal to the number of rows gives any row, or 0 with `drops`.
 
     `rows`: `[devices, rows, hidden]`; `index`: `[devices, n]`; `back` `[devices, rows, uses]`: the places of each row
     in the result, or n.
@@ -336,14 +345,14 @@ def register_experts() -> None:
         ALL_EXPERTS_FUNCTIONS.register(name, counted(run))
 
 
-def _problem(model: nn.Module, itemsize: int) -> str:
-    """The reason why grouped products can't run the experts of a model; empty: they can. torch's need rows of a
-    multiple of 16 bytes."""
+def _problem(model: nn.Module, itemsize: int | None) -> str:
+    """Return why grouped products can't run the experts of a model; empty: they can. torch's need rows of a multiple of
+    16 bytes; an engine's own, with `itemsize` None, don't."""
     weights = _weights(model)
     if not weights:
         return f"{type(model).__name__} has no experts whose implementation can be set in transformers"
     for fqn, weight in weights.items():
-        if weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
+        if itemsize and weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
             return (
                 f"expected experts whose rows are a multiple of 16 bytes, found {fqn} {list(weight.shape)} with "
                 f"{itemsize} bytes per value"
@@ -365,7 +374,7 @@ def expert_layouts(model: nn.Module, devices: int, itemsize: int | None) -> dict
     """Return FQN -> layout of the weights of experts over an axis of `devices`. Raises ConfigError for a model without
     experts, and if the devices don't divide their number, or grouped products of values of `itemsize` bytes can't run
     them; None: the engine has its own products."""
-    if problem := _problem(model, itemsize or 16):
+    if problem := _problem(model, itemsize):
         raise ConfigError(f"sharding.expert: {problem}.\n  Set sharding.expert=1.")
     for fqn, weight in _weights(model).items():
         if weight.dim() < 2 or len(weight) % devices:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -108,8 +109,8 @@ class Recording(TorchDispatchMode):
                 is_random = torch.Tag.nondeterministic_seeded in call.operator.tags
                 with seeded(seed, names[number]) if is_random else nullcontext():
                     result = call.operator(*args, **kwargs)
-                if "empty" in call.operator._schema.name and result.is_floating_point():
-                    result.fill_(torch.nan)  # shows what nothing fills
+                if "empty" in call.operator._schema.name and (marker := _unfilled(result)) is not None:
+                    result.fill_(marker)
                 for view, real in zip(call.results, _tensors(result), strict=True):
                     on_host.setdefault(view.storage._cdata, real)
         return cast(_MetaView, _MetaView.of(tensor)).among(on_host).clone()
@@ -124,11 +125,24 @@ class _Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == cast(Any, Tensor).is_meta.__get__:
             return False  # torch.nn.init.orthogonal_ leaves meta tensors alone
-        if func is torch.tensor and sys._getframe(2).f_code.co_name == "init_weights":
-            return torch.empty(0, device="cpu")  # transformers (5.24) asks its device: on meta it fills no weights
+        if func is torch.tensor and _is_init_weights(sys._getframe(2)):
+            return torch.empty(0, device="cpu")  # so it asks for the device: on meta it fills no weights
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "meta").type == "meta":
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")  # a copy, which is recorded
         return func(*args, **kwargs)
+
+
+def _unfilled(tensor: Tensor) -> float | None:
+    """The value that shows what nothing fills; None for dtypes without one to spare."""
+    if tensor.dtype in (torch.int32, torch.int64):
+        return torch.iinfo(tensor.dtype).min
+    return torch.nan if tensor.is_floating_point() else None
+
+
+def _is_init_weights(frame: FrameType) -> bool:
+    """Whether it is transformers' method of that name, which has no switch (5.24)."""
+    is_transformers = frame.f_globals.get("__name__") == "transformers.modeling_utils"
+    return is_transformers and frame.f_code.co_name == "init_weights"
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -158,17 +172,19 @@ class RecordedWeights:
         if self._last[0] != fqn:
             value = self.draw(fqn)
             value = value.to(self._dtype) if value.is_floating_point() else value
-            if value.isnan().any():
-                raise ConfigError(
-                    f"{self._name}: {fqn} has no initial value (NaN): nothing fills all of its torch.empty.\n"
-                    "  Fill it in the constructor (torch.nn.init.normal_, torch.zeros)."
-                )
             self._last = fqn, value
         return self._last[1][slices].clone()
 
     def draw(self, fqn: str) -> Tensor:
-        """Compute the whole weight, as the factory would."""
-        return self._recording.value(self._values[fqn], self._seed, self._names)
+        """Compute the whole weight or buffer, as the factory would. Raises ConfigError if nothing fills all of it."""
+        value = self._recording.value(self._values[fqn], self._seed, self._names)
+        marker = _unfilled(value)
+        if marker is not None and (value.isnan() if marker is torch.nan else value == marker).any():
+            raise ConfigError(
+                f"{self._name}: {fqn} has no initial value: nothing fills all of its torch.empty.\n"
+                "  Fill it in the constructor (torch.nn.init.normal_, torch.zeros)."
+            )
+        return value
 
 
 def open_factory(

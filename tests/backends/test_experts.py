@@ -100,16 +100,17 @@ CURVES = {
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
     answers = workers(group).run(jobs.train, case=CURVES[name])
     assert_equal_curves(answers, CURVES[name])
-    assert all(row.get("experts_dropped", 0.0) == 0.0 for answer in answers for row in answer["metrics"])
+    dropped = [row.get("experts_dropped") for answer in answers for row in answer["metrics"]]
+    assert {*dropped} == {0.0 if "capacity" in name else None}
 
 
 @pytest.mark.xla
 @pytest.mark.proof
 def test_xla_drops_the_rows_that_native_drops(workers: GetWorkers) -> None:
-    case = replace(balanced("mixtral", **{"sharding.expert": 2, "sharding.expert_capacity": 0.5}), steps=4)
+    case = replace(balanced("mixtral", **{"sharding.expert": 2, "sharding.expert_capacity": 1.0}), steps=4)
     native, xla = (workers(Group(engine, 4)).run(jobs.train, case=case)[0]["metrics"] for engine in ("native", "xla"))
     for own, other in zip(native, xla, strict=True):
-        assert 0.5 <= own["experts_dropped"] < 0.75  # half of the rows would fit if they came evenly
+        assert 0 < own["experts_dropped"] < 0.5  # all rows would fit if they came evenly
         for name in ("experts_dropped", "loss", "router_loss"):
             assert other[name] == pytest.approx(own[name], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(own["grad_norm"], rel=2e-3)

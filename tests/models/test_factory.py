@@ -57,6 +57,28 @@ def unfilled():
     module = nn.Linear(2, 2)
     module.gate = nn.Parameter(torch.empty(2, 2))
     return module
+def scale(): return torch.tensor([1.0, 2.0, 4.0])
+
+class OwnInit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.init_weights()
+
+    def init_weights(self):
+        self.register_buffer("scale", scale())
+
+def own_init(): return OwnInit()
+
+class Buffers(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("table", torch.empty(4, dtype=dtype))
+
+def floats(): return Buffers(torch.float32)
+def integers(): return Buffers(torch.int64)
+
 def half():
     module = unfilled()
     nn.init.normal_(module.gate[:1])
@@ -140,10 +162,20 @@ def test_a_model_of_transformers_gets_its_own_initialisation(build: Callable[...
     torch.testing.assert_close(frequencies, 1e6 ** -(torch.arange(len(frequencies)) / len(frequencies)))
 
 
+def test_a_method_with_the_name_of_transformers_own_is_left_alone(build: Callable[..., BuiltModel]) -> None:
+    assert torch.equal(build("own_init").model.scale, torch.tensor([1.0, 2.0, 4.0]))
+
+
+@pytest.mark.parametrize("function", ["floats", "integers"])
+def test_a_buffer_that_nothing_fills_is_refused(build: Callable[..., BuiltModel], function: str) -> None:
+    with pytest.raises(ConfigError, match=rf":{function}: table has no initial value: nothing fills"):
+        build(function)
+
+
 @pytest.mark.parametrize("function", ["unfilled", "half"])
 def test_a_weight_that_nothing_fills_is_refused(build: Callable[..., BuiltModel], function: str) -> None:
     built = build(function)
-    with pytest.raises(ConfigError, match=rf":{function}: gate has no initial value \(NaN\): nothing fills"):
+    with pytest.raises(ConfigError, match=rf":{function}: gate has no initial value: nothing fills"):
         values(built)
 
 

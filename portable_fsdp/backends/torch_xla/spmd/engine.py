@@ -156,9 +156,11 @@ class XlaBackend(PjrtBackend):
             groups = MeshExperts(self.mesh, self.axes, policy.expert_capacity, has_kernel=has_kernel)
             for name in policy.experts:
                 cast(Any, model.get_submodule(name)).groups = groups
-        for name in {name.rpartition(".")[0] for name in policy.experts if context > 1} - {*policy.layers}:
-            block = model.get_submodule(name)
-            block.forward = layouts.by_device(block.forward)
+        blocks_of_experts = dict.fromkeys(name.rpartition(".")[0] for name in policy.experts if context > 1)
+        for name in blocks_of_experts:
+            if name not in policy.layers:  # else the block has attention, which isn't computed token by token
+                block = model.get_submodule(name)
+                block.forward = layouts.by_device(block.forward)
         uses = weight_uses(model, policy)
         if self._sum_in_float32:
             uses = summed_in_float32(uses)

@@ -210,11 +210,11 @@ class _Product(torch.autograd.Function):
 
 _Operation = Callable[..., list[Tensor]]
 _traced: list[tuple[_Operation, _Operation]] = []
-"""What `scan` has traced, by number: a loop's body is traced once, and has few."""
+"""What `scan` has traced, by number: a run traces a loop's body once."""
 
 
 def _as_operation(run: _Operation, like: _Operation, *tensors: Tensor) -> list[Tensor]:
-    """Return `run(*tensors)`; while `scan` traces, as one operation, whose results have the shapes of `like`'s."""
+    """Return `run(*tensors)`; while `scan` traces (with fake tensors), as one operation with results like `like`'s."""
     if detect_fake_mode() is None:
         return run(*tensors)
     _traced.append((run, like))
