@@ -6,6 +6,7 @@ from a signal handler in C, which needs no Python.
 
 import faulthandler
 import json
+import logging
 import mmap
 import os
 import signal
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Generator, Hashable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from typing import Any, Literal
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import Closing
 from portable_fsdp.runtime.signals import end_with_parent
+
+log = logging.getLogger("portable_fsdp")
 
 LEAST_S, TIMES = 60.0, 10
 """Automatic limit of a step: TIMES the median, at least LEAST_S."""
@@ -36,6 +39,7 @@ ENOUGH = 5
 _BYTES = 4096
 _POLL_S = 0.5
 _STACKS_S = 3.0  # for the stacks to be written
+_OTHERS_LATER_S = 4.0
 
 
 class Watchdog(Closing):
@@ -57,18 +61,28 @@ class Watchdog(Closing):
         self._began, self._apart_s, self._step, self.phase = 0.0, 0.0, 0, 0
         self.what, self._behind = "", ("", 0.0)
         self.limit_s: float = LONG_S
-        self._stacks = tempfile.TemporaryFile("a+")  # noqa: SIM115
-        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
-        with tempfile.TemporaryFile() as shared:
-            shared.truncate(_BYTES)
-            self._shared = mmap.mmap(shared.fileno(), _BYTES)
-            files = shared.fileno(), self._stacks.fileno()
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", __name__, *map(str, files), str(folder), str(process), str(int(prints))],
-                stdin=subprocess.DEVNULL,
-                pass_fds=files,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+        self._child: subprocess.Popen[bytes] | None = None
+        self._shared, self._undo = mmap.mmap(-1, _BYTES), ExitStack()
+        try:
+            self._start(folder, process, prints)
+        except OSError as error:  # no room for temporary files
+            log.warning("nothing ends a step that hangs: %s", error)
+
+    def _start(self, folder: Path, process: int, prints: bool) -> None:
+        stacks = self._undo.enter_context(tempfile.TemporaryFile("a+"))
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        self._undo.callback(faulthandler.unregister, signal.SIGUSR2)
+        shared = self._undo.enter_context(tempfile.TemporaryFile())
+        shared.truncate(_BYTES)
+        self._shared = mmap.mmap(shared.fileno(), _BYTES)
+        files = shared.fileno(), stacks.fileno()
+        numbers = (os.getpid(), *files, process, int(prints))
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", __name__, *map(str, numbers), str(folder)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=files,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
 
     def begin_step(self, step: int, what: str) -> None:
         now = time.monotonic()
@@ -109,19 +123,18 @@ class Watchdog(Closing):
             self._shared[: len(line) + 1] = line + b"\n"
 
     def close(self) -> None:
-        self._child.kill()
-        self._child.wait()
+        if self._child:
+            self._child.kill()
+            self._child.wait()
         self._shared.close()
-        faulthandler.unregister(signal.SIGUSR2)
-        self._stacks.close()
+        self._undo.close()
 
 
 # ---------------------------------------------------------------------------------------------- in the process beside
 
 
-def main(descriptor: int, stacks: int, folder: Path, process: int, prints: bool) -> None:
-    """Watch the parent. Counts rounds, not clock time: a host that was suspended blames nobody."""
-    parent = os.getppid()
+def main(parent: int, descriptor: int, stacks: int, process: int, prints: bool, folder: Path) -> None:
+    """Watch process `parent`. Counts rounds, not clock time: a host that was suspended blames nobody."""
     end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the whole group
         signal.signal(number, signal.SIG_IGN)
@@ -135,7 +148,8 @@ def main(descriptor: int, stacks: int, folder: Path, process: int, prints: bool)
         if state and state["phase"] != last:
             last, waited_s = state["phase"], 0.0
         waited_s += min(time.monotonic() - began, 2 * _POLL_S)
-        if state and waited_s >= state["limit"]:
+        # Process 0 first: it knows who is behind, and the end of another process would hide that.
+        if state and waited_s >= state["limit"] + (_OTHERS_LATER_S if process else 0.0):
             return _end(parent, state, stacks, folder, process, prints)
 
 
@@ -160,7 +174,7 @@ def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process:
     if prints:
         to_stderr(f"{reason}\n  (run.step_timeout_s.) The stacks of all threads are in {path}.")
     if process == 0:
-        event = {"time": moment, "event": "fail", "step": state["step"], "reason": f"TrainingError: {reason}"}
+        event = {"time": moment, "event": "fail", "step": max(0, state["step"] - 1), "reason": f"Hung: {reason}"}
         with suppress(OSError), (folder / "events.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
     with suppress(ProcessLookupError):
@@ -168,4 +182,5 @@ def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "1")
+    _parent, _descriptor, _stacks, _process, _prints = map(int, sys.argv[1:6])
+    main(_parent, _descriptor, _stacks, _process, bool(_prints), Path(sys.argv[6]))

@@ -95,7 +95,7 @@ def folder(tmp_path: Path) -> Path:
 
 def cases() -> list[object]:
     proof = pytest.mark.proof
-    in_suite = [("native", "row", 1), ("native", "gil", 0), ("xla", "save", 0)]
+    in_suite = [("native", "gil", 1), ("xla", "save", 0)]
     all_cases = [(engine, where, process) for engine in STARTS for where in SAYS for process in (0, 1)]
     legal = [case for case in all_cases if case[0] == "native" or case[2] == 0]
     return [case if case in in_suite else pytest.param(*case, marks=proof) for case in legal]
@@ -120,7 +120,7 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
     assert len(losses(folder / "run")) == 16
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_stopped_process_without_others_is_ended(folder: Path) -> None:
     with started(STARTS["xla"], folder, HANG="", HANG_PROCESS="0") as run:
         run.wait_until(

@@ -249,7 +249,7 @@ def test_a_stop_before_anything_is_saved_is_not_called_one(folder: Path) -> None
     """143 promises a checkpoint; processes that still import have none to give."""
     command = [*PYTHON, "--device=cpu", "--num_devices=2", "--config=tiny.yaml"]
     with started(command, folder) as process:
-        process.wait_until(lambda: len(psutil.Process(process.pid).children()) >= 2)
+        process.wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 3)
         workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         code = process.wait()

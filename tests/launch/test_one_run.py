@@ -74,7 +74,7 @@ def test_a_second_start_in_the_same_folder_is_refused(folder: Path, capsys: pyte
     with started([*PYTHON, "--device=cpu", *arguments], folder) as first:
         first.wait_until(lambda: (run / "metrics.jsonl").exists())
         owner = json.loads((run / LOCK_NAME).read_text())
-        assert owner == {**owner, "host": socket.gethostname(), "pid": first.pid}
+        assert owner == {**owner, "host": socket.gethostname(), "pid": psutil.Process(first.pid).children()[0].pid}
         before = {path: path.stat().st_ino for path in run.rglob("*")}
         assert launch("--device=cpu", *arguments) == 2
         message = capsys.readouterr().err
