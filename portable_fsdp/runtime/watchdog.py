@@ -69,10 +69,10 @@ class Watchdog(Closing):
             log.warning("nothing ends a step that hangs: %s", error)
 
     def _start(self, folder: Path, process: int, prints: bool) -> None:
-        stacks = self._undo.enter_context(tempfile.TemporaryFile("a+"))
+        stacks = self._undo.enter_context(tempfile.TemporaryFile("a+"))  # noqa: SIM115
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         self._undo.callback(faulthandler.unregister, signal.SIGUSR2)
-        shared = self._undo.enter_context(tempfile.TemporaryFile())
+        shared = self._undo.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         shared.truncate(_BYTES)
         self._shared = mmap.mmap(shared.fileno(), _BYTES)
         files = shared.fileno(), stacks.fileno()

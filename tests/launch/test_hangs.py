@@ -110,13 +110,15 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
     run = finish(STARTS[engine], folder, 0, **variables)
     assert "Restart 1 of 3" in run.err
     failed = events(folder / "run", "fail")[0]
-    behind = f"process {process} on [^ ]+" + (r" \(" if process else " hangs: ") + SAYS[where]
-    assert re.search(behind, failed["reason"]), failed
+    assert f"process {process} on " in failed["reason"], failed
     assert events(folder / "run", "start")[1]["began"] > failed["time"]
     seconds = datetime.fromisoformat(failed["time"]).timestamp() - float((folder / "hung").read_text())
     assert 9 < seconds < 20, seconds
     stacks = (folder / "run" / "logs" / f"stacks-{process}.txt").read_text()
     assert "in hang" in stacks
+    assert re.search(
+        SAYS[where], stacks.partition("\n")[0]
+    )  # a heartbeat may be some seconds old when the process hangs
     assert len(losses(folder / "run")) == 16
 
 
