@@ -39,7 +39,9 @@ ENOUGH = 5
 _BYTES = 4096
 _POLL_S = 0.5
 _STACKS_S = 3.0  # for the stacks to be written
-_OTHERS_LATER_S = 4.0
+_FIRST_S, _OTHERS_S = 2.0, 6.0
+"""Until process 0, and then the others, are killed: all have written their stacks, and only process 0 knows who is
+behind."""
 
 
 class Watchdog(Closing):
@@ -148,8 +150,7 @@ def main(parent: int, descriptor: int, stacks: int, process: int, prints: bool, 
         if state and state["phase"] != last:
             last, waited_s = state["phase"], 0.0
         waited_s += min(time.monotonic() - began, 2 * _POLL_S)
-        # Process 0 first: it knows who is behind, and the end of another process would hide that.
-        if state and waited_s >= state["limit"] + (_OTHERS_LATER_S if process else 0.0):
+        if state and waited_s >= state["limit"]:
             return _end(parent, state, stacks, folder, process, prints)
 
 
@@ -177,6 +178,7 @@ def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process:
         event = {"time": moment, "event": "fail", "step": max(0, state["step"] - 1), "reason": f"Hung: {reason}"}
         with suppress(OSError), (folder / "events.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
+    time.sleep(_OTHERS_S if process else _FIRST_S)
     with suppress(ProcessLookupError):
         os.kill(parent, signal.SIGKILL)
 

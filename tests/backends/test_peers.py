@@ -115,7 +115,7 @@ def stderr(folder: Path, rank: int) -> str:
 
 def test_only_processes_with_fewer_steps_are_behind() -> None:
     beats = {rank: Heartbeat("id", f"host{rank}", 1, 0, [], steps=3) for rank in (1, 2, 0)}
-    assert furthest_behind(beats) == "no process is behind"
+    assert furthest_behind(beats) == "no process is behind: compare their stacks"
     beats[2] = replace(beats[2], steps=2)
     assert furthest_behind(beats) == "furthest behind with 2 is process 2 on host2"
 

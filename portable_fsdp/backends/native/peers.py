@@ -338,7 +338,7 @@ def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
     """Name the processes with the fewest steps and phases, and what they do, unless all have done the same number."""
     fewest, most = (of((beat.steps, beat.phase) for beat in beats.values()) for of in (min, max))
     if fewest == most:
-        return "no process is behind"
+        return "no process is behind: compare their stacks"
     behind = [
         f"process {index} on {beat.host}" + (f" ({beat.doing})" if beat.doing else "")
         for index, beat in sorted(beats.items())
