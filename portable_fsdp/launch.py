@@ -25,7 +25,7 @@ from portable_fsdp.runtime.command import (
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, PortableFSDPError
 from portable_fsdp.runtime.launchers import OUR_RUNS, Launch, detect_launch, is_by_accelerate, tpu_workers
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
-from portable_fsdp.supervisor import announce, is_supervised, supervise
+from portable_fsdp.runtime.supervisor import announce, is_supervised, supervise
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.refusals import Deployment

@@ -22,7 +22,7 @@ STEPS = 40
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from portable_fsdp import supervisor
+from portable_fsdp.runtime import supervisor
 
 supervisor._PAUSES_S = (0,)
 outcomes = Path("outcomes").read_text().split()
