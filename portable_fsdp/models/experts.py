@@ -55,13 +55,14 @@ def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tenso
     """
     weight: Tensor = getattr(experts, name)
     weight = weight if experts.is_transposed else weight.transpose(1, 2)
-    expert = torch.empty(0)
-    if experts.has_bias or not _has_kernel(rows):
-        expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)  # of each row
+    out = None
     if _has_kernel(rows):
         product: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm
-        out = product(rows.contiguous(), weight, offs=ends)
-    else:  # every row by every expert
+        out = cast(Tensor, product(rows.contiguous(), weight, offs=ends))
+        if not experts.has_bias:
+            return out
+    expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)  # of each row
+    if out is None:  # every row by every expert
         is_own = expert == torch.arange(len(ends), device=rows.device)[:, None]
         out = ((rows @ weight) * is_own[..., None]).sum(dim=0)
     if not experts.has_bias:

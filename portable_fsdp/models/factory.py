@@ -171,8 +171,7 @@ class RecordedWeights:
     def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
         if self._last[0] != fqn:
             value = self.draw(fqn)
-            value = value.to(self._dtype) if value.is_floating_point() else value
-            self._last = fqn, value
+            self._last = fqn, value.to(self._dtype) if value.is_floating_point() else value
         return self._last[1][slices].clone()
 
     def draw(self, fqn: str) -> Tensor:

@@ -1,6 +1,5 @@
 """Rendezvous of a run's processes: torch's elastic launcher, which starts those of a host, and torch's store."""
 
-import contextlib
 import logging
 import os
 import socket
@@ -22,6 +21,7 @@ from portable_fsdp.runtime.errors import (
 )
 from portable_fsdp.runtime.launchers import OUR_RUNS
 from portable_fsdp.runtime.limits import begin
+from portable_fsdp.runtime.signals import kill_descendants
 
 _CONNECT_S = 20  # between two checks of the store's address
 
@@ -42,7 +42,6 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
     0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1. SIGTERM and SIGINT are passed to the
     workers, which have torchrun's 30 s to save; the code is then 143 whether they saved or not.
     """
-    import psutil
     from torch.distributed import DistNetworkError, run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -75,9 +74,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
         raise cannot_listen(hosts.port, error) from None
     finally:
         # A signal during the start of its processes ends the launcher before it knows them; they would survive.
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        kill_descendants()
     return EXIT_FINISHED
 
 

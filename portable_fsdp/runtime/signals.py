@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,18 @@ def adopt_orphans() -> None:
     """Make this process the parent of all descendants whose own parent ends. Does nothing except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+
+
+def kill_descendants(grace_s: float = 0.0) -> None:
+    """Kill what this process has started, and what that has started, after `grace_s`; wait for the end of all."""
+    import psutil
+
+    this = psutil.Process()
+    psutil.wait_procs(this.children(recursive=True), timeout=grace_s)
+    for process in (left := this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left)
 
 
 class Stopped(BaseException):

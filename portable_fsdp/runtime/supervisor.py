@@ -18,7 +18,7 @@ from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, ConfigError, printable
 from portable_fsdp.runtime.files import open_regular
 from portable_fsdp.runtime.launchers import RESTARTS, detect_launch, tpu_workers
-from portable_fsdp.runtime.signals import adopt_orphans, end_with_parent
+from portable_fsdp.runtime.signals import adopt_orphans, end_with_parent, kill_descendants
 
 _PAUSES_S = (0, 5, 15, 30, 60)
 """Pauses before restarts that follow one another without progress; the last one repeats."""
@@ -84,7 +84,7 @@ def supervise(work: Callable[[], int]) -> int:
             announced = channel.read()
         if not announced or is_stopped or code in (EXIT_FINISHED, EXIT_USAGE, EXIT_STOPPED):
             return code if code >= 0 else EXIT_FAILED
-        _end_descendants()
+        kill_descendants(_LAST_WORDS_S)  # stopped processes too
         folder, max_restarts = json.loads(announced)
         failure = _failure(code, Path(folder), began)
         if failure.step > furthest:
@@ -118,19 +118,6 @@ def _wait(child: int) -> tuple[int, bool]:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == child:
                     return os.waitstatus_to_exitcode(ended[1]), is_stopped
-
-
-def _end_descendants() -> None:
-    """Kill what a failed child left, stopped processes too, and wait for its end."""
-    import psutil
-
-    for grace_s in (_LAST_WORDS_S, None):
-        left = psutil.Process().children(recursive=True)
-        if grace_s is None:
-            for process in left:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        psutil.wait_procs(left, timeout=grace_s)
 
 
 def _failure(code: int, folder: Path, began: float) -> _Failure:

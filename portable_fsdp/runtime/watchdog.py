@@ -48,8 +48,8 @@ class Watchdog(Closing):
     """Ends this process, with SIGKILL, when a step or another phase takes too long.
 
         watchdog.begin_step(57, "waiting for its rows")
-        watchdog.doing("computing")              # the same step goes on
-        with watchdog.within("saving step 60"):  # a phase of its own
+        watchdog.doing("computing")                     # in the same step
+        with watchdog.within("the save of step 60"):    # with its own limit
             ...
 
     Before that it writes the stacks of all threads into `logs/stacks-PROCESS.txt` of the run's folder, says on stderr
@@ -94,7 +94,7 @@ class Watchdog(Closing):
         self.doing(what)
 
     def doing(self, what: str, kind: Hashable = None) -> None:
-        """The step goes on with something else. The first of a `kind` may take long: it compiles."""
+        """Begin the next phase of this step. The first phase of a `kind` has the long limit: it may compile."""
         enough = len(self._steps) >= ENOUGH and kind in self._kinds
         self._kinds.add(kind)
         median = statistics.median(self._steps) if enough else 0.0

@@ -216,9 +216,10 @@ def note_commits(run: OpenRun) -> None:
     """Pass newly committed checkpoints to the callbacks."""
     finished = run.checkpoints.finished()
     run.triggers.committed(saved.step for saved in finished)
-    for saved in finished:
-        run.last_checkpoint = saved.path
-        run.call(Callback.on_save, saved)
+    with run.watchdog.within("callbacks"):  # a phase on all processes: only process 0 knows the commits
+        for saved in finished:
+            run.last_checkpoint = saved.path
+            run.callbacks.call(Callback.on_save, saved)
 
 
 def _record_failure(run: OpenRun, error: BaseException) -> None:

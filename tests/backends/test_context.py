@@ -13,7 +13,7 @@ from test_contract import assert_evaluation_changes_nothing, evaluated, evaluate
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from test_experts import EVEN
 from test_tensor import GPT2
-from workers import GetWorkers, Group, marked
+from workers import GetWorkers, Group, marked, marked_meshes
 
 from portable_fsdp.backends.native.context import split_tokens
 from portable_fsdp.layout import RowParts
@@ -46,19 +46,7 @@ FAMILIES_IN_SUITE = [
 
 @pytest.mark.parametrize(
     ("group", "model", "mesh"),
-    [
-        pytest.param(
-            Group(engine, devices),
-            model,
-            mesh,
-            marks=[pytest.mark.xla] * (engine == "xla")
-            + [pytest.mark.proof] * ((engine, model, mesh) not in FAMILIES_IN_SUITE),
-            id=f"{engine}-{model}-{mesh}",
-        )
-        for engine in ("native", "xla")
-        for model in MODELS
-        for mesh, (devices, _) in MESHES.items()
-    ],
+    marked_meshes(MODELS, MESHES, FAMILIES_IN_SUITE),
 )
 def test_every_family_has_the_curve_of_a_plain_loop(group: Group, model: str, mesh: str, workers: GetWorkers) -> None:
     settings = MESHES[mesh][1]

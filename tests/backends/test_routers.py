@@ -115,6 +115,11 @@ def test_tokens_count_once_on_any_mesh(group: Group, name: str, workers: GetWork
         return
     answers, truth = workers(group).run(jobs.train, case=case), reference(case)
     assert_equal_curves(answers, case)
+    assert_equal_routers(answers, truth)
+
+
+def assert_equal_routers(answers: list[Any], truth: Any) -> None:
+    """Router losses and loads are those of the plain loop, in all processes."""
     for answer in answers:
         for row, loss, loads in zip(answer["metrics"], truth.router_losses, truth.loads, strict=True):
             assert row.get("router_loss", 0.0) == pytest.approx(loss, rel=1e-5)

@@ -11,7 +11,7 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -140,6 +140,26 @@ def marked(group: Group, *more: Any, in_suite: bool | None = None) -> Any:
     proof = [] if (group.in_suite if in_suite is None else in_suite) else [pytest.mark.proof]
     names = [value for value in more if isinstance(value, str)][:1]
     return pytest.param(group, *more, marks=[*marks, *proof], id="-".join([str(group), *names]))
+
+
+def marked_meshes(
+    models: Iterable[str], meshes: Mapping[str, tuple[int, Any]], in_suite: Sequence[tuple[str, str, str]]
+) -> list[Any]:
+    """The parameters (group, model, mesh) of a test of every model on every mesh, (devices, settings), of both engines:
+    proofs, but for those `in_suite`, as (engine, model, mesh)."""
+    return [
+        pytest.param(
+            group := Group(engine, devices),
+            model,
+            mesh,
+            marks=[pytest.mark.xla] * group.engine.needs_xla
+            + [pytest.mark.proof] * ((engine, model, mesh) not in in_suite),
+            id=f"{engine}-{model}-{mesh}",
+        )
+        for engine in ("native", "xla")
+        for model in models
+        for mesh, (devices, _) in meshes.items()
+    ]
 
 
 def _serve(pipe: Connection, environment: dict[str, str], backend: str) -> None:

@@ -1,4 +1,4 @@
-"""A process that hangs is ended within twice its limit, and named, with the stacks of its threads; the run goes on."""
+"""A process that hangs is ended within twice its limit. The run says which one, keeps its stacks, and restarts."""
 
 import re
 import signal

@@ -236,9 +236,7 @@ class Peers:
         """Give this process the time that the one furthest behind has: process 0 may be in a callback for minutes."""
         if self.watchdog and self._index == 0:
             beats = self._beats()
-            fewest = min((beat.steps, beat.phase) for beat in beats.values())
-            behind = [beat.limit_s for beat in beats.values() if (beat.steps, beat.phase) == fewest]
-            self._waits_s = max(behind)
+            self._waits_s = max(beat.limit_s for beat in _behind(beats).values())
             self.watchdog.note(furthest_behind(beats), self._waits_s)
         elif self.watchdog and (beat := self._peers[0].beat):
             self.watchdog.note("", beat.waits_s)
@@ -336,15 +334,20 @@ class Peers:
 
 def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
     """Name the processes with the fewest steps and phases, and what they do, unless all have done the same number."""
-    fewest, most = (of((beat.steps, beat.phase) for beat in beats.values()) for of in (min, max))
-    if fewest == most:
+    behind = _behind(beats)
+    if len(behind) == len(beats):
         return "no process is behind: compare their stacks"
-    behind = [
+    names = [
         f"process {index} on {beat.host}" + (f" ({beat.doing})" if beat.doing else "")
-        for index, beat in sorted(beats.items())
-        if (beat.steps, beat.phase) == fewest
+        for index, beat in sorted(behind.items())
     ]
-    return f"furthest behind with {fewest[0]} is {', '.join(behind)}"
+    return f"furthest behind with {min(beat.steps for beat in beats.values())} is {', '.join(names)}"
+
+
+def _behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
+    """Return the processes with the fewest steps, and of these with the fewest phases; all, if none is behind."""
+    fewest = min((beat.steps, beat.phase) for beat in beats.values())
+    return {index: beat for index, beat in beats.items() if (beat.steps, beat.phase) == fewest}
 
 
 def _parse(line: bytes) -> Heartbeat | None:
