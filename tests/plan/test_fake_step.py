@@ -34,6 +34,8 @@ SHALLOW = {**LLAMA, "num_hidden_layers": LAYERS}
 EIGHT: dict[str, Any] = {"devices": DEVICES, "model": SHALLOW, "precision__compute": "bfloat16"}
 TIED: dict[str, Any] = EIGHT | {"model": {**SHALLOW, "tie_word_embeddings": True}}
 EXPERTS: dict[str, Any] = EIGHT | {"model": {**MIXTRAL, "num_hidden_layers": 1}}
+ONE_EACH = {**MIXTRAL, "num_hidden_layers": 1, "num_local_experts": DEVICES}
+EXCHANGED: dict[str, Any] = EIGHT | {"model": ONE_EACH, "sharding__expert": DEVICES}
 PLANNED = {
     "plain": step(**EIGHT),
     "zero2": step(**EIGHT, sharding__strategy="SHARD_GRAD_OP"),
@@ -52,9 +54,7 @@ PLANNED = {
     "float32": step(devices=DEVICES, model=SHALLOW, precision__matmul="high"),
     "experts": step(**EXPERTS, model__experts="dense"),
     "grouped": step(**EXPERTS, model__experts="grouped_mm"),
-    "exchanged": step(
-        **EIGHT | {"model": {**MIXTRAL, "num_hidden_layers": 1, "num_local_experts": DEVICES}}, sharding__expert=DEVICES
-    ),
+    "exchanged": step(**EXCHANGED),
 }
 REAL = {
     "two micro batches, recomputed": step(accumulation=2, memory__gradient_checkpointing="full"),
