@@ -9,9 +9,9 @@ size 1. All axes that a mesh may have, outermost first: replicate, shard, expert
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import TASKS, Config
 from portable_fsdp.runtime.errors import ConfigError
 
 ROW_AXES = ("replicate", "shard", "expert")
@@ -184,34 +184,84 @@ class RowParts:
         return [piece * size + at for piece in self.pieces for at in range(size)]
 
 
-def check_batch(config: Config, row_shards: int) -> int:
-    """Return the micro batches per step (gradient accumulation): global_batch / (micro_batch * row_shards).
+class BatchSplit(NamedTuple):
+    """The rows of a step, over row shards and micro batches."""
 
-    Raises ConfigError, with the nearest batch sizes that fit, if that leaves a remainder.
+    rows: int  # of a row shard in a micro batch
+    accumulation: int  # micro batches
+    padding: int  # rows of all devices that count nothing
+
+
+def split_batch(config: Config, row_shards: int) -> BatchSplit:
+    """Split `train.global_batch`: at most `train.micro_batch` rows for each row shard, in the fewest micro batches.
+
+    If that leaves a remainder, rows that count nothing fill it up. Raises ConfigError, with sizes that fit, if a row
+    shard has fewer rows than train.micro_batch, or such rows would change the loss.
     """
     train = config.train
-    micro_batch = train.resolved_micro_batch
+    share = -(-train.global_batch // row_shards)
+    if (micro_batch := train.resolved_micro_batch) > share:
+        raise ConfigError(
+            f"train.micro_batch: expected at most {share}, the rows of each of {row_shards} {_row_shards(config)} "
+            f"(train.global_batch={train.global_batch}), found {micro_batch}.\n"
+            f"  Set train.micro_batch={share}, or train.global_batch={micro_batch * row_shards}."
+        )
+    accumulation = -(-share // micro_batch)
+    rows = -(-train.global_batch // (row_shards * accumulation))
+    split = BatchSplit(rows, accumulation, rows * row_shards * accumulation - train.global_batch)
+    reasons = {
+        f"train.task={train.task} counts its losses itself": train.task not in TASKS.split("|"),
+        "padding would take the room of sharding.expert_capacity": config.sharding.expert_capacity is not None,
+        "model.router_bias_rate would count the choices of padding": config.model.router_bias_rate > 0,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds and split.padding):
+        raise no_padding(config, row_shards, reason)
+    return split
+
+
+def no_padding(config: Config, row_shards: int, reason: str) -> ConfigError:
+    """The error of a global batch that needs padding where `reason` forbids it, with sizes that need none."""
+    train, micro_batch = config.train, config.train.resolved_micro_batch
     rows = micro_batch * row_shards
-    if train.global_batch % rows == 0:
-        return train.global_batch // rows
     below = train.global_batch // rows * rows
     global_batches = [str(size) for size in (below, below + rows) if size > 0]
     fits = f"train.global_batch={' or '.join(global_batches)}"
-    divisors = micro_batches(train.global_batch, row_shards)
-    if near := [d for d in divisors if d < micro_batch][-1:] + [d for d in divisors if d > micro_batch][:1]:
+    if near := _without_padding(config, row_shards):
         fits += f", or train.micro_batch={' or '.join(map(str, near))}"
-    keys = [f" / sharding.{axis}" for axis in ("context", "tensor") if getattr(config.sharding, axis) > 1]
-    devices = "devices" + "".join(keys)
-    raise ConfigError(
-        f"train.global_batch: expected a multiple of train.micro_batch * {devices} = {micro_batch} * "
-        f"{row_shards} = {rows} sequences, found {train.global_batch}.\n  Set {fits}."
+    return ConfigError(
+        f"train.global_batch: expected a multiple of train.micro_batch * {_row_shards(config)} = {micro_batch} * "
+        f"{row_shards} = {rows} sequences, found {train.global_batch}: {reason}.\n  Set {fits}."
     )
 
 
-def micro_batches(global_batch: int, row_shards: int) -> list[int]:
-    """Divisors of a row shard's part of the global batch, ascending; none if the row shards don't divide it."""
-    share, rest = divmod(global_batch, row_shards)
-    if rest:
+def padding_note(config: Config, row_shards: int) -> str:
+    """Say what the padding of a step costs, and what avoids it; empty without padding."""
+    split, total = split_batch(config, row_shards), config.train.global_batch
+    if not split.padding:
+        return ""
+    near = _without_padding(config, row_shards)
+    fix = f" (train.micro_batch={' or '.join(map(str, near))} needs none)" if near else ""
+    computed = total + split.padding
+    return (
+        f"train.global_batch: a step of {total} rows computes {computed} on {row_shards} {_row_shards(config)}: "
+        f"{split.padding} rows of padding ({split.padding / computed:.0%}) count nothing{fix}"
+    )
+
+
+def _row_shards(config: Config) -> str:
+    return "devices" + "".join(f" / sharding.{a}" for a in ("context", "tensor") if getattr(config.sharding, a) > 1)
+
+
+def _without_padding(config: Config, row_shards: int) -> list[int]:
+    """The nearest values of train.micro_batch without padding; none if the row shards don't divide the batch."""
+    if config.train.global_batch % row_shards:
         return []
+    sizes, own = micro_batches(config.train.global_batch, row_shards), config.train.resolved_micro_batch
+    return [size for size in sizes if size < own][-1:] + [size for size in sizes if size > own][:1]
+
+
+def micro_batches(global_batch: int, row_shards: int) -> list[int]:
+    """Divisors of the rows of the fullest row shard, ascending."""
+    share = -(-global_batch // row_shards)
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     return sorted({*small, *(share // size for size in small)})

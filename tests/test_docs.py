@@ -30,7 +30,7 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.convert.table import ACCELERATE, find_anywhere, key_table
 from portable_fsdp.doctor import __main__ as doctor
-from portable_fsdp.layout import check_batch
+from portable_fsdp.layout import split_batch
 from portable_fsdp.parity import __main__ as parity
 from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
@@ -95,7 +95,7 @@ def check(command: Command) -> None:
                 [path, *overrides] = values.words
                 for engine, devices in (place.split(":") for place in values.on.split(",")):
                     require_names(values.device, engine)
-                    check_batch(load_config(ROOT / path, overrides), int(devices))
+                    split_batch(load_config(ROOT / path, overrides), int(devices))
         case ["python", "-m", module, *arguments] if module in PARSED:
             PARSED[module]._parser().parse_args(arguments)
         case ["python", "examples/accelerate_loop.py"]:
@@ -118,7 +118,7 @@ def check_launch(arguments: list[str], where: str, processes: int | None = None)
     if processes is None and (values.num_devices != "auto" or values.device == "tpu"):
         processes = 8 if values.num_devices == "auto" else int(values.num_devices)  # a slice of eight chips
     if processes is not None:
-        check_batch(loaded.config, processes)
+        split_batch(loaded.config, processes)
     if values.device != "auto":
         assert values.backend == "auto" or values.backend in engines_on(values.device), where
         engine = usual_engine(values.device) if values.backend == "auto" else values.backend
@@ -204,7 +204,7 @@ def test_configs_load_and_the_demo_changes_engine_half_way() -> None:
     configs = {path.stem: load_config(path) for path in (ROOT / "configs").glob("*.yaml")}
     assert {name: config.run.dir for name, config in configs.items()} == {name: f"runs/{name}" for name in configs}
     for devices in (1, 2, 3, 4):
-        check_batch(configs["quickstart"], devices)
+        split_batch(configs["quickstart"], devices)
     [half] = re.findall(r"^DEMO_HALF := (\d+)$", MAKEFILE, re.MULTILINE)
     assert configs["quickstart"].train.steps == 2 * int(half)
 

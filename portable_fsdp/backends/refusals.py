@@ -24,7 +24,7 @@ from portable_fsdp.config.describe import (
 )
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import parse
-from portable_fsdp.layout import INNER_AXES, check_batch, devices_per_row
+from portable_fsdp.layout import INNER_AXES, devices_per_row, split_batch
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 
@@ -570,7 +570,7 @@ def refusals(config: Config, place: Deployment) -> tuple[Rule, ...]:
 def require_supported(config: Config, place: Deployment) -> None:
     """Raise BackendError with all options that the engine can't honour at `place`.
 
-    A global batch that the devices don't divide comes first in the message; alone it raises ConfigError.
+    A global batch that the devices can't split comes first in the message; alone it raises ConfigError.
     """
     where = f"backend {place.engine} on {place.device}"
     where += f" ({place.devices} device(s) of {place.hosts} host(s))" if place.devices is not None else ""
@@ -590,12 +590,12 @@ def _reason(rule: Rule, config: Config, place: Deployment, gap: str) -> str:
 
 
 def _batch_problem(config: Config, devices: int | None) -> str | None:
-    """The error message of `check_batch`; None if it passes."""
+    """The error message of `split_batch`; None if it passes."""
     try:
         if devices is not None:
             is_auto = config.train.micro_batch == "auto"  # it picks a divisor, and every number of devices has one
             row_shards = max(1, devices // devices_per_row(config))
-            check_batch(with_value(config, "train.micro_batch", 1) if is_auto else config, row_shards)
+            split_batch(with_value(config, "train.micro_batch", 1) if is_auto else config, row_shards)
     except ConfigError as error:
         return str(error)
     return None
@@ -644,7 +644,8 @@ def verdicts(config: Config, place: Deployment) -> tuple[Verdict, ...]:
     for rule in refusals(config, place):
         reasons.setdefault(rule.option, []).append(f"{rule.case}: {_reason(rule, config, place, ' ')}")
     if batch := _batch_problem(config, place.devices):
-        reasons["train.global_batch"] = [" ".join(batch.removeprefix("train.global_batch: ").split())]
+        option, _, text = " ".join(batch.split()).partition(": ")
+        reasons[option] = [text]
     return tuple(
         Verdict(option, "refused", " ".join(reasons[option]))
         if option in reasons

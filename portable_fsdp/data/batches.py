@@ -2,7 +2,8 @@
 
 With global batch G, step k of a run that begins at `start` samples reads the positions [start + k * G, start + (k + 1)
 * G). Shard i of n reads the i-th of n equal slices and cuts it into equal micro batches. Both cuts are contiguous; with
-`data.buckets`, the rows are sorted by size before the second.
+`data.buckets`, the rows are sorted by size before the second. If G has no such slices, the last ones go beyond it: the
+first rows of the step come again there, and none of their labels counts.
 """
 
 import os
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from portable_fsdp.config.data import Data
-from portable_fsdp.data.packing import Rows, StepRows, count_labels
+from portable_fsdp.data.packing import Rows, StepRows, count_labels, count_values, ignore_rows
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import Closing, ConfigError, PortableFSDPError, TrainingError
 from portable_fsdp.runtime.factory import user_code
@@ -43,12 +44,26 @@ ReadStep = Callable[[Rows, int], StepRows]
 
 
 def read_step(
-    rows: Rows, first: int, *, seed: int, shard_rows: int, accumulation: int, check: Check | None, count: Count | None
+    rows: Rows,
+    first: int,
+    *,
+    seed: int,
+    global_batch: int,
+    own: slice,
+    pads: bool,
+    accumulation: int,
+    check: Check | None,
+    count: Count | None,
 ) -> StepRows:
-    parts = rows.micro_batches(rows.order(seed, np.arange(first, first + shard_rows)), accumulation)
-    if check is not None:
+    """Read the rows `own` of the step whose first row has position `first`."""
+    places = np.arange(own.start, own.stop)
+    numbers = rows.order(seed, first + places % global_batch)
+    parts = rows.micro_batches(numbers, accumulation)
+    for part in parts if check is not None else ():
+        check(part.tensors, lambda row, numbers=numbers[part.places]: rows.place(int(numbers[row])))
+    if pads:
         for part in parts:
-            check(part.tensors, lambda row, numbers=part.numbers: rows.place(int(numbers[row])))
+            ignore_rows(part.tensors, places[part.places] >= global_batch, numbers=count is count_values)
     batches = [part.tensors for part in parts]
     return StepRows(batches, sum(map(count, batches)) if count else 0)
 
@@ -64,6 +79,7 @@ class Batches(Closing):
         global_batch: int,
         shard: tuple[int, int],
         accumulation: int,
+        parts: int = 1,
         start: int = 0,
         check: Check | None = None,
         count_losses: Count | None = count_labels,
@@ -73,34 +89,37 @@ class Batches(Closing):
         global_batch: rows in a step over all shards and micro batches.
         shard: (index, count): which part of the global batch this process feeds.
         accumulation: micro batches in a step.
+        parts: devices that split the rows of a micro batch that this process feeds.
         start: samples consumed before the first step.
         check: called on each micro batch by the thread or worker that read it. With workers it must pickle.
-        count_losses: counts the losses of a batch; None if only the task can. With workers it must pickle.
+        count_losses: `count_labels`, or `count_values` for labels that are numbers; None if only the task can count.
         data: its `data.workers` replace the thread, and each opens the rows itself.
 
-        Raises ConfigError if the global batch can't be cut into equal micro batches.
+        Raises ConfigError if the global batch can't be cut into equal micro batches, and the task counts by itself.
         """
         index, count = shard
-        if global_batch % (count * accumulation):
+        if global_batch % (count * parts * accumulation) and count_losses is None:
             raise ConfigError(
-                f"train.global_batch: expected a multiple of {count * accumulation} ({count} data shards * "
-                f"{accumulation} micro batches), found {global_batch}.\n"
+                f"train.global_batch: expected a multiple of {count * parts * accumulation} ({count * parts} row "
+                f"shards * {accumulation} micro batches), found {global_batch}.\n"
                 "  Change train.global_batch, train.micro_batch or the number of devices."
             )
         self.consumed = start
         """Samples consumed, including those of the last step that `next()` returned."""
         self._rows = rows
         self._global_batch = global_batch
-        shard_rows = global_batch // count
+        shard_rows = -(-global_batch // (count * parts * accumulation)) * parts * accumulation
         read = partial(
             read_step,
             seed=seed,
-            shard_rows=shard_rows,
+            global_batch=global_batch,
+            own=slice(index * shard_rows, (index + 1) * shard_rows),
+            pads=count * shard_rows != global_batch,
             accumulation=accumulation,
             check=check,
             count=count_losses,
         )
-        firsts = count_from(start + index * shard_rows, global_batch)
+        firsts = count_from(start, global_batch)
         self._loader = StepLoader(data, read, firsts, process=index) if data is not None and data.workers else None
         self._read = self._loader.read if self._loader else lambda: read(rows, next(firsts))
         self._is_closed = False

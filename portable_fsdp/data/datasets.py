@@ -174,7 +174,7 @@ class _OwnRows(Rows):
         order, size = sorted(range(len(rows)), key=numbers.__getitem__), len(rows) // count
         chosen = [order[begin : begin + size] for begin in range(0, len(rows), size)]
         batches = [self._in_bucket([rows[n] for n in part], numbers[part[-1]]) for part in chosen]
-        return [MicroBatch(indices[part], batch) for part, batch in zip(chosen, batches, strict=True)]
+        return [MicroBatch(np.array(part), batch) for part, batch in zip(chosen, batches, strict=True)]
 
     def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
         """Return the rows padded or cut to each bucket; unchanged without buckets."""

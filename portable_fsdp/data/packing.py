@@ -13,6 +13,7 @@ and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4). W
 matter, so any run can resume anywhere from its position alone.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -39,8 +40,8 @@ ENDLESS = 2**62
 
 
 class MicroBatch(NamedTuple):
-    numbers: Int64s
-    """Row numbers, `[rows]`."""
+    places: Int64s
+    """Where its rows were in the argument of `micro_batches`, `[rows]`."""
     tensors: dict[str, Tensor]
 
 
@@ -69,7 +70,8 @@ class Rows(Protocol):
         """Return these rows in `count` batches of equal size."""
         batch, size = self.rows(indices), len(indices) // count
         parts = [slice(begin, begin + size) for begin in range(0, len(indices), size)]
-        return [MicroBatch(indices[part], {name: value[part] for name, value in batch.items()}) for part in parts]
+        places = np.arange(len(indices))
+        return [MicroBatch(places[part], {name: value[part] for name, value in batch.items()}) for part in parts]
 
     def place(self, number: int) -> str:
         """Name a row in messages."""
@@ -94,8 +96,15 @@ def count_labels(batch: Mapping[str, Tensor]) -> int:
 
 
 def count_values(batch: Mapping[str, Tensor]) -> int:
-    """Count all labels of a batch: they are numbers, and none is ignored."""
-    return batch["labels"].numel()
+    """Count the labels of a batch that are numbers: not NaN."""
+    return int((~batch["labels"].isnan()).sum())
+
+
+def ignore_rows(batch: dict[str, Tensor], ignored: NDArray[np.bool_], *, numbers: bool) -> None:
+    """Have no loss count the rows `ignored`, bool `[rows]`. With `numbers` any label counts but NaN, in float32."""
+    if numbers:
+        batch["labels"] = batch["labels"].float()
+    batch["labels"][torch.from_numpy(ignored)] = math.nan if numbers else IGNORED
 
 
 def make_again(purpose: str, make: Callable[[], str]) -> str:

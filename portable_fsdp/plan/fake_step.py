@@ -29,7 +29,7 @@ from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
 from portable_fsdp.data.packing import Rows
-from portable_fsdp.layout import check_batch, devices_per_row
+from portable_fsdp.layout import devices_per_row, split_batch
 from portable_fsdp.models import attention, document_masks
 from portable_fsdp.models.experts import OneDevice
 from portable_fsdp.plan.device_rules import CachingAllocator, gpu_attention, gpu_flex, tpu_attention
@@ -99,7 +99,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
         recorder, training, host_bytes, frozen, _ = _record(config, target)
     events, calls = replay(recorder.log)
     is_compiled, rates = config.compile.enabled, rates_of(target)
-    left_out = _micro_batches(config, target.devices) - MICRO_BATCHES
+    left_out = split_batch(config, target.devices // devices_per_row(config)).accumulation - MICRO_BATCHES
     programs = [*calls[:2], *calls[1:2] * left_out, *calls[2:]]  # the micro batches left out equal the second
     runs = [entry for program in calls for entry in program if isinstance(entry, CollectiveRun)]
     sent = {run.collective: _sent_by(run.collective, target) for run in runs}
@@ -154,15 +154,14 @@ def _memory(
     )
 
 
-def _micro_batches(config: Config, devices: int) -> int:
-    return check_batch(config, devices // devices_per_row(config))
-
-
 def _planned(config: Config, devices: int) -> Config:
     """Return the config for the plan: eager, products in the compute dtype, and only the micro batches that differ."""
-    accumulation = _micro_batches(config, devices)
-    rows = config.train.global_batch // accumulation * min(accumulation, MICRO_BATCHES)
-    return with_value(with_value(config.without_compiler(), "train.global_batch", rows), "precision.products", "auto")
+    row_shards = devices // devices_per_row(config)
+    split = split_batch(config, row_shards)
+    computed = split.rows * row_shards * min(split.accumulation, MICRO_BATCHES)
+    config = with_value(config.without_compiler(), "train.micro_batch", split.rows)
+    config = with_value(config, "train.global_batch", computed - (split.padding > 0))  # refused where padding is
+    return with_value(config, "precision.products", "auto")
 
 
 # ---------------------------------------------------------------------------------------------------------- the step
@@ -222,8 +221,7 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
         first = train_step(backend, training.model, training.optimizer, accumulation=1, max_grad_norm=limit, task=task)
         for step, micro_batches in ((first, 1), (training.step, training.accumulation)):
             recorder.begin("step")
-            rows = config.train.resolved_micro_batch
-            placed = [backend.place(empty_batch(config, training, rows, "cpu")) for _ in range(micro_batches)]
+            placed = [backend.place(empty_batch(config, training, training.rows, "cpu")) for _ in range(micro_batches)]
             backend.fetch(step(placed, config.optim.lr, control_numbers(target.devices)))
             del placed
     planned = cast(_Planned, backend)

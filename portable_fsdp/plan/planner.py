@@ -21,7 +21,7 @@ from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of, with_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import check_batch, devices_per_row, micro_batches
+from portable_fsdp.layout import devices_per_row, micro_batches, padding_note, split_batch
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Settings, Time, Tried
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
@@ -63,7 +63,8 @@ def make_plan(
     require_supported(config, Deployment(engine, kind, target.devices, target.hosts, generation))
     is_compiled = methods[engine] == "compiled step"
     planned = plan_compiled(config, target, progress) if is_compiled else _fake_step(config, target, worker, progress)
-    notes = [*planned.notes]
+    padding = padding_note(config, target.devices // devices_per_row(config))
+    notes = [*planned.notes, *([f"{padding}."] if padding else [])]
     if target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0):  # counted by device, not by chip
         notes.append("two devices share a chip's links: ici traffic isn't bounded.")
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row
@@ -246,11 +247,11 @@ def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: P
     """Plan the largest `train.micro_batch` that fits and leaves FREE; else that of 1, whether it fits or not.
 
     Bisects the divisors of a device's rows: at most 2 + log2(number of divisors) plans, each reported to `progress`.
-    Raises ConfigError if the devices don't divide the global batch, BackendError for a plan without a verdict, and what
-    planning the result raises.
+    Raises ConfigError for a global batch that needs padding and can't have it, BackendError for a plan without a
+    verdict, and what planning the result raises.
     """
     devices //= devices_per_row(config)
-    check_batch(with_value(config, "train.micro_batch", 1), devices)
+    split_batch(with_value(config, "train.micro_batch", 1), devices)
     *smaller, largest = sizes = micro_batches(config.train.global_batch, devices)
     tried: dict[int, Tried] = {}
 

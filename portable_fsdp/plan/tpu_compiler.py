@@ -33,7 +33,7 @@ from typing import Any
 from portable_fsdp.backends.torch_xla.options import libtpu_arguments
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import devices_per_row
+from portable_fsdp.layout import devices_per_row, split_batch
 from portable_fsdp.plan.result import EnginePlan, Progress
 from portable_fsdp.plan.target import Shape, Target
 from portable_fsdp.plan.time import Loop, expected_time, rates_of
@@ -86,8 +86,7 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
             compiled = {name: future.result() for name, future in pending.items()}
         finally:
             stop.set()  # Ctrl-C reaches this thread alone
-    row_shards = target.devices // devices_per_row(config)
-    accumulation = config.train.global_batch // (config.train.resolved_micro_batch * row_shards)
+    accumulation = split_batch(config, target.devices // devices_per_row(config)).accumulation
     work = work_of(compiled, accumulation)
     notes = notes_of(compiled)
     if config.precision.products != "auto":

@@ -40,7 +40,7 @@ def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
         tracer.begin(training, backend.axes)
         model = facts_of(training, config.data.seq_len)
         name_operations(training.model, tracer.scope)
-        rows = config.train.resolved_micro_batch * backend.row_shards
+        rows = training.rows * backend.row_shards
         batches = [backend.place(empty_batch(config, training, rows, "meta")) for _ in range(training.accumulation)]
         training.step(batches, config.optim.lr, control_numbers(backend.process.count))
         return Traced(tracer.programs, model)

@@ -24,7 +24,7 @@ from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
-from portable_fsdp.layout import check_batch, weight_spec
+from portable_fsdp.layout import no_padding, padding_note, split_batch, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.attention import attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
@@ -57,6 +57,7 @@ class Training:
     step: Step
     task: Task
     trial: "RowTrial | None"  # for `data.factory`
+    rows: int  # of a row shard in a micro batch
     accumulation: int  # micro batches per step
     ties: dict[str, str]  # FQN -> the first FQN of the same weight
 
@@ -77,7 +78,7 @@ def build_training(
     loss, see `build_model`. `rows`: the corpus's rows; the first are tried on the model, except for text. Raises
     ConfigError if the model or the devices don't support the config, DataError if the task can't use the rows.
     """
-    accumulation, eager = check_batch(config, backend.row_shards), backend.expected_compilations == 0
+    split, eager = split_batch(config, backend.row_shards), backend.expected_compilations == 0
     size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (0, vocabulary)
     if isinstance(vocabulary, int) and fill and config.model.pretrained is not None:
         raise TypeError("build_training: needs corpus.tokenizer, to compare its ids with those of model.pretrained")
@@ -122,11 +123,15 @@ def build_training(
         task = with_problem(task, built.model, firsts[-1])
         trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager, policy=policy)
     _watch_routers(config, built, task, policy)
+    if split.padding:
+        _require_paddable(config, backend, built)
+        if fill:
+            log.warning(padding_note(config, backend.row_shards))
     ties = _ties(built.model)
     model, optimizer = _laid_out(config, backend, built.model, policy, built.fill if fill else None, ties)
     limit = config.train.max_grad_norm
-    step = train_step(backend, model, optimizer, accumulation=accumulation, max_grad_norm=limit, task=task)
-    return Training(built, model, optimizer, step, task, trial, accumulation, ties)
+    step = train_step(backend, model, optimizer, accumulation=split.accumulation, max_grad_norm=limit, task=task)
+    return Training(built, model, optimizer, step, task, trial, split.rows, split.accumulation, ties)
 
 
 def check_model(config: Config, backend: Backend) -> None:
@@ -143,6 +148,17 @@ def check_model(config: Config, backend: Backend) -> None:
         model, precision, seed=0, seq_len=seq_len, vocabulary=0, eager=eager, context=context, task=task
     )
     _watch_routers(config, built, task, _policy_of(config, backend, built.model))
+
+
+def _require_paddable(config: Config, backend: Backend, built: BuiltModel) -> None:
+    """Raise ConfigError if rows whose labels don't count would change the step of this model."""
+    if built.config.get("output_router_logits"):
+        reason = "output_router_logits=true would count the choices of padding"
+    elif norms := _batch_norms(built.model):
+        reason = f"batch norm ({norms[0]}) would see padding"
+    else:
+        return
+    raise no_padding(config, backend.row_shards, reason)
 
 
 def _watch_routers(config: Config, built: BuiltModel, task: Task, policy: ShardPolicy) -> None:
@@ -204,8 +220,7 @@ def _laid_out(
     config: Config, backend: Backend, model: nn.Module, policy: ShardPolicy, fill: Fill | None, ties: dict[str, str]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Lay out a meta model on the engine and make its optimizer. Without `fill` neither uses memory."""
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    drawing = [*dropouts(model), *(name for name, module in model.named_modules() if isinstance(module, norms))]
+    drawing = [*dropouts(model), *_batch_norms(model)]
     if drawing and fill is not None:
         log.warning(
             "model: %s%s: dropout and batch norm make losses depend on the number of devices (docs/any_model.md)",
@@ -221,6 +236,11 @@ def _laid_out(
         own = config.optim.factory is not None
         require_memory(config, backend, memory_need(model, make, groups, eager=eager, own=own))
     return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)
+
+
+def _batch_norms(model: nn.Module) -> list[str]:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -340,6 +360,7 @@ def open_batches(
         global_batch=config.train.global_batch,
         shard=(backend.data_shard.index, backend.data_shard.count),
         accumulation=training.accumulation,
+        parts=backend.row_shards // backend.data_shard.count,
         start=epoch * len(corpus.rows) + samples,
         check=training.trial.check if training.trial else None,
         count_losses=of_labels if training.task.counts_labels else None,

@@ -22,7 +22,7 @@ from torch import nn
 from portable_fsdp.backends.contract import Backend, Batch, Metrics, Pending
 from portable_fsdp.checkpoint.format import Evaluated
 from portable_fsdp.config import schema
-from portable_fsdp.data.packing import IGNORED, Rows
+from portable_fsdp.data.packing import Rows, ignore_rows
 from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.layout import rows_of_shard
 from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task
@@ -119,11 +119,8 @@ class Evaluator:
         for begin in range(shard.index * size, shard.index * size + count, self._batch):
             positions = np.arange(begin, begin + size)
             batch = self._rows.rows(self._chosen[np.minimum(positions, count - 1)])
-            fill: float = IGNORED
-            if self._task.problem != SINGLE_LABEL:  # any number counts
-                batch["labels"], fill = batch["labels"].float(), math.nan
-            if (filled := positions >= count).any():
-                batch["labels"][torch.from_numpy(filled)] = fill
+            if self._task.counts_labels:
+                ignore_rows(batch, positions >= count, numbers=self._task.problem != SINGLE_LABEL)
             yield batch
 
 

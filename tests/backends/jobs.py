@@ -78,10 +78,11 @@ class Run:
         with Batches(
             rows_of(self.config),
             seed=self.config.run.seed,
-            global_batch=GLOBAL_BATCH,
+            global_batch=(global_batch := self.config.train.global_batch),
             shard=(self.backend.data_shard.index, self.backend.data_shard.count),
             accumulation=self.accumulation,
-            start=(first - 1) * GLOBAL_BATCH,
+            parts=self.backend.row_shards // self.backend.data_shard.count,
+            start=(first - 1) * global_batch,
         ) as batches:
             for step in range(first, last + 1):
                 lr = learning_rate(self.config.optim, step, steps)

@@ -29,6 +29,7 @@ OF_THE_LOOP = (
     "precision.frozen",
     "optim.groups",
     "data.packing",
+    "train.global_batch",
 )
 # Softcap, sinks and ALiBi exist in eager only; the last attends to nothing.
 OWN_ATTENTION = {"gemma2": "eager", "gpt_oss": "eager", "bloom": "eager", "mamba2": "eager"}
@@ -154,7 +155,8 @@ def _batch_of_step(case: Case, step: int) -> dict[str, Tensor]:
 
 
 def _indices(case: Case, step: int) -> np.ndarray:
-    positions = np.arange((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH)
+    global_batch = case.config(1).train.global_batch
+    positions = np.arange((step - 1) * global_batch, step * global_batch)
     return sample_indices(case.seed, positions, len(rows_of(case.config(1))))
 
 

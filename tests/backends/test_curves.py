@@ -21,6 +21,7 @@ SUITE = {
     "llama_tied": Case("llama_tied", steps=50),
     "sgd": Case(optim=SGD, max_grad_norm=None),
     "micro batches of 1": Case(micro_batch=1),
+    "rows of padding": Case(micro_batch=2, steps=20, settings={"train.global_batch": 11, "data.packing": "documents"}),
     # State of other shapes than the weights'; products of whole matrices.
     "adafactor": Case(steps=12, optim=ADAFACTOR),
     "muon": Case("llama_tied", steps=12, optim=MUON),
@@ -57,8 +58,22 @@ def test_fp32_equals_a_plain_loop(group: Group, workers: GetWorkers, run: Run, n
     case = (SUITE | PROOFS)[name]
     if any(workers(group).run(jobs.is_refused, case=case)):  # optimizers of whole matrices, on flat shards
         return
-    if case.micro_batch is None or GLOBAL_BATCH % (case.micro_batch * group.devices) == 0:
+    if (case.micro_batch or 0) * group.devices <= GLOBAL_BATCH:
         assert_equal_curves(run(group, case), case)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        marked(Group(engine, devices), in_suite=False)
+        for engine, most in (("native", 8), ("xla", 4))
+        for devices in range(1, most + 1)
+    ],
+)
+def test_any_number_of_devices_trains_a_global_batch(group: Group, workers: GetWorkers) -> None:
+    """With rows of padding where the devices don't divide it."""
+    case = Case(micro_batch=1)
+    assert_equal_curves(workers(group).run(jobs.train, case=case), case)
 
 
 def test_bf16_equals_fp32_within_rounding(group: Group, run: Run) -> None:

@@ -242,18 +242,19 @@ def test_what_touches_numerics_or_memory_is_never_delegated() -> None:
     assert delegated == {*of_sharding, "compile.enabled", "compile.backend", "run.peer_timeout_s"}
 
 
-def test_a_batch_that_the_devices_do_not_divide_is_refused_in_the_words_of_the_launcher() -> None:
-    config = config_of({"train.global_batch": 8, "train.micro_batch": 2})
+def test_a_batch_that_the_devices_can_not_split_is_refused_in_the_words_of_the_launcher() -> None:
+    sizes = {"train.global_batch": 8, "train.micro_batch": 4}
+    config = config_of(sizes)
     place = Deployment("native", "cpu", 3, 1)
     [verdict] = [verdict for verdict in verdicts(config, place) if verdict.kind == "refused"]
-    assert verdict.option == "train.global_batch"
-    assert verdict.text.startswith("expected a multiple of train.micro_batch * devices = 2 * 3 = 6 sequences, found 8.")
-    assert verdict.text.endswith("Set train.global_batch=6 or 12.")  # explain starts nothing in any case
-    with pytest.raises(ConfigError, match=r"train\.global_batch: expected a multiple"):
+    assert verdict.option == "train.micro_batch"
+    assert verdict.text.startswith("expected at most 3, the rows of each of 3 devices (train.global_batch=8), found 4.")
+    assert verdict.text.endswith("Set train.micro_batch=3, or train.global_batch=12.")  # explain starts nothing
+    with pytest.raises(ConfigError, match=r"train\.micro_batch: expected at most 3"):
         require_supported(config, place)
     with pytest.raises(BackendError) as both:
-        require_supported(config_of({"train.global_batch": 8, "train.micro_batch": 2, "sharding.replicas": 2}), place)
-    assert str(both.value).startswith("train.global_batch: expected a multiple")
+        require_supported(config_of(sizes | {"sharding.replicas": 2}), place)
+    assert str(both.value).startswith("train.micro_batch: expected at most 3")
     assert "sharding.replicas=2 without a hybrid strategy" in str(both.value)
     unknown = Deployment("native", "cpu", None, None)
     assert not [verdict for verdict in verdicts(config, unknown) if verdict.kind == "refused"]

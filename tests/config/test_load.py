@@ -8,7 +8,7 @@ from portable_fsdp.config.data import Data, share_held_out
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config, Memory, Run
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.layout import check_batch
+from portable_fsdp.layout import padding_note, split_batch
 from portable_fsdp.runtime.errors import ConfigError
 
 SMALL = """\
@@ -225,13 +225,48 @@ def test_a_share_is_told_from_a_name() -> None:
 # --- sizes
 
 
-def test_check_batch_counts_micro_batches_and_names_what_fits(tmp_path: Path) -> None:
-    assert check_batch(small(tmp_path, "train.global_batch=24", "train.micro_batch=2"), 3) == 4
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "row_shards", "split"),
+    [
+        (24, 2, 3, (2, 4, 0)),
+        (12, 1, 5, (1, 3, 3)),
+        (12, 1, 8, (1, 2, 4)),
+        (48, 8, 4, (6, 2, 0)),  # the micro batch shrinks to what a device has
+        (16, 3, 2, (3, 3, 2)),
+        (32, 8, 3, (6, 2, 4)),
+        (7, 7, 1, (7, 1, 0)),
+        (1, 1, 3, (1, 1, 2)),
+    ],
+)
+def test_a_global_batch_is_split_with_little_padding(
+    global_batch: int, micro_batch: int, row_shards: int, split: tuple[int, int, int], tmp_path: Path
+) -> None:
+    config = small(tmp_path, f"train.global_batch={global_batch}", f"train.micro_batch={micro_batch}")
+    assert split_batch(config, row_shards) == split
+    rows, accumulation, padding = split
+    assert rows * accumulation * row_shards == global_batch + padding
+    assert bool(padding_note(config, row_shards)) == (padding > 0)
+
+
+def test_padding_is_told_with_its_cost_and_the_way_out(tmp_path: Path) -> None:
+    assert padding_note(small(tmp_path, "train.global_batch=16", "train.micro_batch=3"), 2) == (
+        "train.global_batch: a step of 16 rows computes 18 on 2 devices: 2 rows of padding (11%) count nothing "
+        "(train.micro_batch=2 or 4 needs none)"
+    )
+
+
+def test_a_batch_that_can_not_be_split_is_refused_with_what_fits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_batch(small(tmp_path, "train.global_batch=32", "train.micro_batch=3"), 4)
+        split_batch(small(tmp_path, "train.global_batch=8", "train.micro_batch=8"), 3)
     assert str(caught.value) == (
-        "train.global_batch: expected a multiple of train.micro_batch * devices = 3 * 4 = 12 sequences, found 32.\n"
+        "train.micro_batch: expected at most 3, the rows of each of 3 devices (train.global_batch=8), found 8.\n"
+        "  Set train.micro_batch=3, or train.global_batch=24."
+    )
+    own = small(tmp_path, "train.global_batch=32", "train.micro_batch=3", "train.task=my:task")
+    with pytest.raises(ConfigError) as caught:
+        split_batch(own, 4)
+    assert str(caught.value) == (
+        "train.global_batch: expected a multiple of train.micro_batch * devices = 3 * 4 = 12 sequences, found 32: "
+        "train.task=my:task counts its losses itself.\n"
         "  Set train.global_batch=24 or 36, or train.micro_batch=2 or 4."
     )
-    with pytest.raises(ConfigError, match=r"Set train\.global_batch=24\.$"):
-        check_batch(small(tmp_path, "train.global_batch=8", "train.micro_batch=8"), 3)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.data.batches import STEPS_AHEAD, Batches
-from portable_fsdp.data.packing import IGNORED, Rows, StepRows, sample_indices
+from portable_fsdp.data.packing import IGNORED, Rows, StepRows, count_labels, count_values, sample_indices
 from portable_fsdp.runtime.errors import ConfigError
 
 SEQ_LEN = 6
@@ -41,11 +42,15 @@ class NumberedRows(Rows):
 
 
 def batches(
-    rows: NumberedRows | None = None, *, shard: tuple[int, int] = (0, 1), accumulation: int = 1, start: int = 0
+    rows: NumberedRows | None = None,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    accumulation: int = 1,
+    start: int = 0,
+    **keys: Any,
 ) -> Batches:
-    return Batches(
-        rows or NumberedRows(50), seed=7, global_batch=12, shard=shard, accumulation=accumulation, start=start
-    )
+    rows = rows or NumberedRows(50)
+    return Batches(rows, seed=7, global_batch=12, shard=shard, accumulation=accumulation, start=start, **keys)
 
 
 def numbers(step: StepRows) -> list[int]:
@@ -135,7 +140,35 @@ def test_closing_ends_the_thread_also_with_steps_made_ahead() -> None:
 
 
 @pytest.mark.parametrize(("count", "accumulation"), [(5, 1), (1, 5), (4, 2)])
-def test_a_global_batch_that_cannot_be_cut_is_refused(count: int, accumulation: int) -> None:
+def test_a_global_batch_that_cannot_be_cut_is_refused_where_padding_would_count(count: int, accumulation: int) -> None:
     with pytest.raises(ConfigError, match=rf"train\.global_batch: .* multiple of {count * accumulation} .* found 12"):
-        batches(shard=(0, count), accumulation=accumulation)
+        batches(shard=(0, count), accumulation=accumulation, count_losses=None)
     assert our_threads() == []
+
+
+@pytest.mark.parametrize(("count", "parts", "accumulation"), [(5, 1, 1), (1, 5, 1), (4, 1, 2), (1, 1, 5), (3, 3, 1)])
+@pytest.mark.parametrize("numbers_count", [False, True])
+def test_padding_fills_up_a_step_and_counts_nothing(
+    count: int, parts: int, accumulation: int, numbers_count: bool
+) -> None:
+    """Labels that are numbers become NaN there."""
+    counting = count_values if numbers_count else count_labels
+    shards = [
+        batches(shard=(index, count), parts=parts, accumulation=accumulation, count_losses=counting)
+        for index in range(count)
+    ]
+    for first in (0, 12, 24):
+        steps = [next(shard) for shard in shards]
+        micro_batches = [micro for step in steps for micro in step.micro_batches]
+        assert len(micro_batches) == count * accumulation
+        [size] = {len(micro["labels"]) for micro in micro_batches}
+        assert size % parts == 0
+        assert size * len(micro_batches) < 12 + count * parts * accumulation
+        labels = torch.cat([micro["labels"] for micro in micro_batches])
+        expected = NumberedRows(50).rows(sample_indices(7, np.arange(first, first + 12), 50))["labels"]
+        assert torch.equal(labels[:12], expected.to(labels.dtype))
+        assert (labels[12:].isnan() if numbers_count else labels[12:] == IGNORED).all()
+        assert sum(step.count for step in steps) == counting({"labels": expected})
+    for shard in shards:
+        assert shard.consumed == 36
+        shard.close()

@@ -256,10 +256,10 @@ def test_micro_batches_take_the_bucket_of_their_longest_row(corpus: Callable[...
     rows = corpus("words", buckets=SIZES).rows
     lengths = [11, 0, 5, 1, 9, 3]  # rows of 4, 3, 8, 4, 12 and 6 tokens
     parts = rows.micro_batches(np.array(lengths), 3)
-    assert [part.numbers.tolist() for part in parts] == [[11, 0], [1, 5], [3, 9]]  # stable within a bucket
+    assert [part.places.tolist() for part in parts] == [[0, 1], [3, 2], [5, 4]]  # stable within a bucket
     assert [part.tensors["labels"].shape[1] for part in parts] == [4, 8, 12]
     whole = corpus("words", buckets={key: [12] for key in SIZES}).rows.micro_batches(np.array(lengths), 3)
-    assert [part.numbers.tolist() for part in whole] == [[11, 0], [5, 1], [9, 3]]
+    assert [part.places.tolist() for part in whole] == [[0, 1], [2, 3], [4, 5]]
     shapes = [batch["input_ids"].shape for batch in rows.of_each_shape(np.array([9, 0]))]
     assert shapes == [(2, 4), (2, 8), (2, 12)]
 

@@ -119,7 +119,7 @@ WRONG = {
     "--on=native:0": "found 'native:0'",
     "--on=native:2,": "found ''",
     "--on=jax:2": "--backend=jax: expected one of auto, native, xla, xla_fsdp1.",
-    "--on=native:2,native:3": "train.global_batch: expected a multiple of train.micro_batch * devices = 2 * 3 = 6",
+    "--on=native:2,native:3 train.micro_batch=4": "train.micro_batch: expected at most 3, the rows of each of 3",
     "--on=native:1 --steps=51": "--steps: expected at most 50",
     "--on=native:1 --steps=21 precision.compute=bfloat16": "--steps: expected at most 20",
     "--on=native:1 --steps=0": "expected a whole number of at least 1, found 0",

@@ -36,7 +36,7 @@ from portable_fsdp.backends.torch_xla.options import libtpu_arguments
 from portable_fsdp.backends.torch_xla.program import run_program
 from portable_fsdp.backends.torch_xla.recurrent import loop_over_positions
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import check_batch, count_row_shards, mesh_axes
+from portable_fsdp.layout import count_row_shards, mesh_axes, split_batch
 from portable_fsdp.runtime.errors import BackendError
 
 log = logging.getLogger("portable_fsdp")
@@ -112,7 +112,7 @@ class PjrtBackend(Backend):
         self.process = self.data_shard = rank
         self.devices, self.axes = count, mesh_axes(config, count, hosts)
         self.row_shards = count_row_shards(self.axes)
-        self._accumulation = check_batch(config, self.row_shards)
+        self._accumulation = split_batch(config, self.row_shards).accumulation
         self._shapes = config.data.shapes
         # The step, or a micro batch and the update; and evaluation and samples, if the run has them. Programs that take
         # rows are compiled for each of their shapes; the update takes none.
