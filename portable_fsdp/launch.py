@@ -23,7 +23,14 @@ from portable_fsdp.runtime.command import (
     to_stderr,
 )
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, PortableFSDPError
-from portable_fsdp.runtime.launchers import OUR_RUNS, Launch, detect_launch, is_by_accelerate, tpu_workers
+from portable_fsdp.runtime.launchers import (
+    OUR_RUNS,
+    Launch,
+    detect_launch,
+    elastic_hosts,
+    is_by_accelerate,
+    tpu_workers,
+)
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 from portable_fsdp.runtime.supervisor import announce, is_supervised, supervise
 
@@ -113,6 +120,8 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
     check_config(loaded.config, _deployment(launch, device, backend, num_devices))
     config = _config_of_start(loaded.config, launch)
+    if hosts := elastic_hosts(os.environ):
+        _check_elastic(config, launch, device, backend, hosts)
     announce(config.run.dir, config.run.max_restarts)
     since = time.time()
     code = run_in_processes(processes, launch, device, backend, "portable_fsdp.launch", argv)
@@ -155,6 +164,26 @@ def _config_of_start(config: "Config", launch: Launch) -> "Config":
     if launch.restarts and config.checkpoint.resume == "none":
         return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
     return config
+
+
+def _check_elastic(config: "Config", launch: Launch, device: str, backend: str, hosts: tuple[int, int]) -> None:
+    """Raise ConfigError for a `torchrun --nnodes=MIN:MAX` that could not go on when a host is lost or joins."""
+    from portable_fsdp.train.preflight import check_hosts
+
+    nnodes = f"torchrun --nnodes={hosts[0]}:{hosts[1]}"
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        raise ConfigError(
+            f"{nnodes}: restarted processes would wait for the store of a host that is lost.\n"
+            "  Run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host before torchrun."
+        )
+    if config.checkpoint.resume == "none":
+        raise ConfigError(
+            f"checkpoint.resume=none: {nnodes} restarts a run whenever a host joins, and it would begin again.\n"
+            "  Set checkpoint.resume=auto, and run.dir to a new folder for a new run."
+        )
+    limits = check_hosts(config, backend, device, hosts, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if limits and launch.rank == 0:
+        to_stderr(limits)
 
 
 def _processes(launch: Launch, device: str, backend: str, num_devices: int | None) -> int:

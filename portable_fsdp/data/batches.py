@@ -59,10 +59,10 @@ def read_step(
     places = np.arange(own.start, own.stop)
     numbers = rows.order(seed, first + places % global_batch)
     parts = rows.micro_batches(numbers, accumulation)
-    for part in parts if check is not None else ():
-        check(part.tensors, lambda row, numbers=numbers[part.places]: rows.place(int(numbers[row])))
-    if pads:
-        for part in parts:
+    for part in parts:
+        if check is not None:
+            check(part.tensors, lambda row, numbers=numbers[part.places]: rows.place(int(numbers[row])))
+        if pads:
             ignore_rows(part.tensors, places[part.places] >= global_batch, numbers=count is count_values)
     batches = [part.tensors for part in parts]
     return StepRows(batches, sum(map(count, batches)) if count else 0)

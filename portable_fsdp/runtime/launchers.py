@@ -271,6 +271,22 @@ def _torchrun(environ: Mapping[str, str], tasks: _Tasks | None) -> Launch:
     return launch
 
 
+def elastic_hosts(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return MIN and MAX of `torchrun --nnodes=MIN:MAX`, which workers get no variable for; None without them."""
+    import psutil
+
+    if not environ.get("TORCHELASTIC_RUN_ID") or environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS):
+        return None
+    for words in (
+        [f"--nnodes={environ.get('PET_NNODES')}"],
+        *(process.cmdline() for process in psutil.Process().parents()),
+    ):
+        found = re.search(r"(?:^| )--nnodes[= ](\d+):(\d+)(?: |$)", " ".join(words))
+        if found and (least := int(found[1])) < (most := int(found[2])):
+            return least, most
+    return None
+
+
 def _of_tasks(environ: Mapping[str, str], tasks: _Tasks) -> Launch:
     """Return the launch of srun or mpirun in torchrun's terms; torchrun variables that are already set must agree."""
     counts = {

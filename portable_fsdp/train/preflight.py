@@ -56,6 +56,29 @@ def _checks(config: Config, deployment: Deployment | None, *, writes: bool = Tru
         yield from (lambda: _require_model(config), lambda: _require_data(config))
 
 
+def check_hosts(config: Config, engine: str, device: str, hosts: tuple[int, int], host_devices: int) -> str:
+    """Say which numbers of hosts, from the first to the second, can't train; empty if all can.
+
+    Raises ConfigError, with numbers that can, if none of them can.
+    """
+
+    def problem(count: int) -> str:
+        try:
+            require_supported(config, Deployment(engine, device, count * host_devices, count))
+        except PortableFSDPError as error:
+            return str(error)
+        return ""
+
+    problems = {count: text for count in range(hosts[0], hosts[1] + 1) if (text := problem(count))}
+    words = f"torchrun --nnodes={hosts[0]}:{hosts[1]}, {host_devices} device(s) per host"
+    if len(problems) > hosts[1] - hosts[0]:
+        able = [str(count) for count in range(1, 2 * hosts[1] + 1) if not problem(count)]
+        fix = f"numbers of hosts that can: {', '.join(able)}" if able else f"no number up to {2 * hosts[1]} can"
+        raise ConfigError(f"{words}: no number of hosts in it can train.\n  {problems[hosts[0]]}\n  With it, {fix}.")
+    lines = [f"\n  {count}: {text.splitlines()[0]}" for count, text in problems.items()]
+    return f"{words}: the run would end on these numbers of hosts:{''.join(lines)}" if lines else ""
+
+
 def _together(checks: Iterable[Callable[[], None]]) -> None:
     """Run all checks. Raises the error of the first that fails, with the messages of all."""
     if errors := _errors(checks):

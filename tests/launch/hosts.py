@@ -18,6 +18,7 @@ from cli import PROGRAMS, Started, started
 
 LIMIT_S = 30.0
 JOIN_S = 60  # for the others; torchrun's own default is 600
+LAST_CALL_S = 10  # for more hosts, once there are enough; torchrun's own default is 30
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,35 @@ class Host:
         folder: Path,
         own: Path | None = None,
         restarts: int = 0,
+        least: int = 0,
+        store: str = "",
         /,
         **more: str,
     ) -> AbstractContextManager[Started]:
-        """One process of a run on all hosts, which meet at the first. `own` as of `inside`; `more`: variables."""
-        is_first = int(self == hosts[0])
+        """One process of a run on all hosts, which meet at the first, or at the address of a `store`; `least`: on so
+        many of them, if others are lost. `own` as of `inside`; `more`: variables."""
+        is_first = int(self == hosts[0] and not store)
+        nodes = f"{least}:{len(hosts)}" if least else str(len(hosts))
         command = [
-            *(*self.inside(own), str(PROGRAMS / "torchrun"), f"--nnodes={len(hosts)}", "--nproc-per-node=1"),
-            *(f"--max-restarts={restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:29500"),
+            *(*self.inside(own), str(PROGRAMS / "torchrun"), f"--nnodes={nodes}", "--nproc-per-node=1"),
+            *(
+                f"--max-restarts={restarts}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={store or hosts[0].address}:29500",
+            ),
             # Without these two no host knows that the endpoint is itself: its address isn't that of its name.
-            *(f"--rdzv-conf=is_host={is_first},join_timeout={JOIN_S}", f"--local-addr={self.address}"),
+            *(
+                f"--rdzv-conf=is_host={is_first},join_timeout={JOIN_S},last_call_timeout={LAST_CALL_S}",
+                f"--local-addr={self.address}",
+            ),
             *("-m", "portable_fsdp.launch", *run),
         ]
         return started(command, folder, GLOO_SOCKET_IFNAME="eth0", **more)
+
+    @property
+    def outside(self) -> str:
+        """The address of this machine on the bridge."""
+        return f"{self.address.rpartition('.')[0]}.254"
 
     def give_up_connections(self, retries: int) -> None:
         """After how many tries of the kernel's, 15 by default: 6 take about 25 s, 8 take 100 s."""

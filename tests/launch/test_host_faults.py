@@ -28,13 +28,20 @@ AT_ONCE_S = 10  # within it a process that was killed is missed by the others
 SPARE_S = 60  # for rounds, messages and starts of a machine that does other work
 TCP_RETRIES, TCP_GIVES_UP_S = 6, 26  # Linux's own default is 15: about 15 minutes
 TORCHRUN_KILLS_AFTER_S = 30  # a process that doesn't take a SIGTERM
+STORE = [
+    *(sys.executable, "-c"),
+    "from time import sleep; from torch.distributed import TCPStore\n"
+    "store = TCPStore('0.0.0.0', 29500, is_master=True, wait_for_workers=False)\nsleep(1e6)",
+]
+"""torchrun's store, on a host that trains nothing."""
 SENTENCES = ("lost its connection", "no heartbeat", "no answer")
 
 
-def arguments(folder: Path) -> list[str]:
+def arguments(folder: Path, steps: int = STEPS) -> list[str]:
     """Of a run that saves after every step."""
-    batch = "train.global_batch=6"  # which 2 and 3 processes divide
-    return ["--device=cpu", f"--config={tiny_config(folder)}", f"train.steps={STEPS}", batch, *SAVES]
+    batch = "train.global_batch=5"  # which neither 2 nor 3 processes divide
+    keys = [f"train.steps={steps}", "optim.lr=0.0003", batch, *SAVES]  # a small rate: rounding doesn't grow
+    return ["--device=cpu", f"--config={tiny_config(folder)}", *keys]
 
 
 def wait_for_the_middle(process: Started, checkpoints: Path) -> None:
@@ -65,13 +72,15 @@ class Run:
     checkpoints: str
     running: ExitStack
     variables: dict[str, str]
+    fault: "Fault"
+    store: str = ""  # the address of torchrun's store, if it lies on no host of the run
     processes: dict[str, Started] = field(default_factory=dict)  # host -> its torchrun
     times: dict[str, float] = field(default_factory=dict)  # what was seen -> seconds after the fault
 
     def start(self, host: Host) -> None:
         saves = f"checkpoint.dir={self.checkpoints}"
-        words = [*arguments(self.folder), saves, f"run.peer_timeout_s={PEER_TIMEOUT_S}"]
-        process = host.start(self.hosts, words, self.folder, None, 3, **self.variables)
+        words = [*arguments(self.folder, self.fault.steps), saves, f"run.peer_timeout_s={PEER_TIMEOUT_S}"]
+        process = host.start(self.hosts, words, self.folder, None, 3, self.fault.least, self.store, **self.variables)
         self.processes[host.name] = self.running.enter_context(process)
 
     def starts(self) -> list[int]:
@@ -112,6 +121,10 @@ class Fault(NamedTuple):
     hosts: int = 2
     comes_back: bool = False
     in_store: bool = False  # of the first host
+    least: int = 0  # `--nnodes=least:hosts`
+    survivors: slice = slice(None)
+    steps: int = STEPS
+    store_apart: bool = False
 
 
 def cut_for_a_moment(run: Run) -> None:
@@ -140,6 +153,14 @@ def lose_the_first_host(run: Run) -> None:
 def lose_and_return(run: Run) -> None:
     lose(run)
     time.sleep(10)
+    run.hosts[-1].set_link("up")
+    run.start(run.hosts[-1])
+
+
+def lose_and_join(run: Run) -> None:
+    """The host returns once the others have gone on without it."""
+    lose(run)
+    run.processes[run.hosts[0].name].wait_until(lambda: len(run.starts()) == 2)
     run.hosts[-1].set_link("up")
     run.start(run.hosts[-1])
 
@@ -178,6 +199,13 @@ FAULTS = {
     ),
     "lose a host that comes back": RETURN,
     "lose a host of three that comes back": RETURN._replace(hosts=3),
+    "lose a host of three for good": Fault(lose, PEER_TIMEOUT_S, hosts=3, least=2, survivors=slice(0, 2)),
+    "lose a host of three that comes back late": Fault(
+        lose_and_join, PEER_TIMEOUT_S, restarts=None, hosts=3, least=2, comes_back=True, steps=3 * STEPS
+    ),
+    "lose the first host of three, and the store is elsewhere": Fault(
+        lose_the_first_host, PEER_TIMEOUT_S, hosts=3, least=2, store_apart=True, survivors=slice(1, 3)
+    ),
     "kill all and start again": Fault(kill_all_and_return, 2 * AT_ONCE_S),
     "kill all that save to a store": Fault(kill_all_and_return, 2 * AT_ONCE_S, in_store=True),
 }
@@ -187,32 +215,35 @@ def inject(fault: Fault, folder: Path) -> Run:
     """Into the middle of a run, which then does what the fault says."""
     with new_hosts(fault.hosts) as hosts, ExitStack() as running:
         # Without it a torchrun that comes later finds no MASTER_ADDR.
-        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if fault.comes_back else {}
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if fault.comes_back or fault.least else {}
         place = str(folder / "run/checkpoints")
         if fault.in_store:
             (folder / "store").mkdir()
             store = seaweedfs(folder / "store", hosts[0].address, hosts[0].inside())
             place = f"{running.enter_context(store)}/run"
-        run = Run(hosts, folder, place, running, variables)
+        run = Run(hosts, folder, place, running, variables, fault)
+        if fault.store_apart:
+            run.store = hosts[0].outside
+            running.enter_context(started(STORE, folder))
         for host in hosts:
             run.start(host)
         wait_for_the_middle(run.processes[hosts[0].name], at(place))
         since, saved = time.monotonic(), max(committed_in(at(place)))
         fault.strike(run)
-        ends = hosts[fault.on] if fault.stops else hosts
-        run.watch(since, fault.bound_s + SPARE_S + (0 if fault.stops else STEPS), ends)
+        ends = hosts[fault.on if fault.stops else fault.survivors]
+        run.watch(since, fault.bound_s + SPARE_S + (0 if fault.stops else fault.steps), ends)
         for host in ends:
             process = run.processes[host.name]
             assert process.wait() == (1 if fault.stops else 0), process.err
             # torchrun's own traceback is not ours.
             assert not fault.stops or "portable_fsdp/launch.py" not in process.err, process.err
         assert all(fault.sentence in run.processes[host.name].err for host in hosts[fault.on])
-        assert fault.stops or committed_in(at(place)) == [STEPS - 1, STEPS]
+        assert fault.stops or committed_in(at(place)) == [fault.steps - 1, fault.steps]
     if not fault.stops:
         assert fault.restarts is None or len(run.starts()) == fault.restarts + 1
         assert fault.restarts == 0 or run.starts()[-1] >= saved, "a committed save was lost"
         assert run.times.get("goes on", 0.0) < fault.bound_s + SPARE_S, run.times
-        require_curve(folder, *arguments(folder))
+        require_curve(folder, *arguments(folder, fault.steps))
     return run
 
 

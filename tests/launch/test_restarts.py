@@ -12,6 +12,10 @@ import psutil
 import pytest
 from cli import PYTHON, SAVES, TORCHRUN, Started, committed, events, finish, require_curve, started, tiny_config
 
+from portable_fsdp.convert.read import load_config
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.preflight import check_hosts
+
 CPU = [*PYTHON, "--device=cpu"]
 STARTS = {
     "native": [*CPU, "--backend=native", "--num_devices=2"],
@@ -147,6 +151,42 @@ def test_a_stop_request_ends_a_run_that_is_supervised(tmp_path: Path) -> None:
         left = psutil.Process(run.pid).children(recursive=True)
         run.send_signal(signal.SIGKILL)
         assert not psutil.wait_procs(left, timeout=10)[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "variables", "sentences"),
+    [
+        ("", {}, ["torchrun --nnodes=1:2: restarted processes", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]),
+        (
+            "checkpoint.resume=none",
+            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            ["checkpoint.resume=none: torchrun --nnodes=1:2 restarts", "Set checkpoint.resume=auto"],
+        ),
+    ],
+)
+def test_a_number_of_hosts_that_may_change_needs_its_settings(
+    key: str, variables: dict[str, str], sentences: list[str], tmp_path: Path
+) -> None:
+    more = ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=last_call_timeout=1"]
+    command = [TORCHRUN[0], *more, "-m", "portable_fsdp.launch", "--device=cpu", f"--config={tiny_config(tmp_path)}"]
+    run = finish([*command, *filter(None, [key])], tmp_path, 1, **variables)
+    assert all(sentence in run.err for sentence in sentences), run.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_of_hosts_that_can_not_train_are_told(tmp_path: Path) -> None:
+    config = load_config(tiny_config(tmp_path), ["train.global_batch=16", "train.micro_batch=2"])
+    assert check_hosts(config, "native", "cpu", (1, 2), 2) == ""
+    assert check_hosts(config, "native", "cpu", (7, 8), 2) == (
+        "torchrun --nnodes=7:8, 2 device(s) per host: the run would end on these numbers of hosts:\n"
+        "  8: train.micro_batch: expected at most 1, the rows of each of 16 devices (train.global_batch=16), found 2."
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_hosts(config, "native", "cpu", (8, 9), 2)
+    assert str(caught.value).startswith(
+        "torchrun --nnodes=8:9, 2 device(s) per host: no number of hosts in it can train."
+    )
+    assert str(caught.value).endswith("numbers of hosts that can: 1, 2, 3, 4, 5, 6, 7.")
 
 
 def test_a_launcher_restarts_itself(tmp_path: Path) -> None:
