@@ -15,9 +15,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,7 +54,8 @@ class Watchdog(Closing):
             ...
 
     Before that it writes the stacks of all threads into `logs/stacks-PROCESS.txt` of the run's folder, says on stderr
-    what hung and who is behind, and, for process 0, adds the event `fail`.
+    what hung and who is behind, and, for process 0, adds the event `fail`. `record`, if it is set, returns the last
+    collectives; a thread writes them into `logs/collectives-PROCESS.json`, unless the interpreter is stuck.
     """
 
     def __init__(self, folder: Path, process: int, timeout_s: float | Literal["auto"], *, prints: bool) -> None:
@@ -63,6 +65,8 @@ class Watchdog(Closing):
         self._began, self._apart_s, self._step, self.phase = 0.0, 0.0, 0, 0
         self.what, self._behind = "", ("", 0.0)
         self.limit_s: float = LONG_S
+        self.steps = 0  # finished since the start
+        self.record: Callable[[], bytes] = bytes
         self._child: subprocess.Popen[bytes] | None = None
         self._shared, self._undo = mmap.mmap(-1, _BYTES), ExitStack()
         try:
@@ -77,7 +81,8 @@ class Watchdog(Closing):
         shared = self._undo.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         shared.truncate(_BYTES)
         self._shared = mmap.mmap(shared.fileno(), _BYTES)
-        files = shared.fileno(), stacks.fileno()
+        reads, writes = os.pipe()
+        files = shared.fileno(), stacks.fileno(), writes
         numbers = (os.getpid(), *files, process, int(prints))
         self._child = subprocess.Popen(
             [sys.executable, "-m", __name__, *map(str, numbers), str(folder)],
@@ -85,10 +90,22 @@ class Watchdog(Closing):
             pass_fds=files,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
+        os.close(writes)
+        path = folder / "logs" / f"collectives-{process}.json"
+        threading.Thread(
+            target=self._write_record, args=(reads, path), name="portable_fsdp record", daemon=True
+        ).start()
+
+    def _write_record(self, reads: int, path: Path) -> None:
+        with os.fdopen(reads, "rb") as pipe:
+            if pipe.read(1) and (record := self.record()):  # nothing once the process beside has ended
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(record)
 
     def begin_step(self, step: int, what: str) -> None:
         now = time.monotonic()
         if self._step:
+            self.steps += 1
             self._steps.append(now - self._began - self._apart_s)
         self._began, self._apart_s, self._step = now, 0.0, step
         self.doing(what)
@@ -135,7 +152,7 @@ class Watchdog(Closing):
 # ---------------------------------------------------------------------------------------------- in the process beside
 
 
-def main(parent: int, descriptor: int, stacks: int, process: int, prints: bool, folder: Path) -> None:
+def main(parent: int, descriptor: int, stacks: int, record: int, process: int, prints: bool, folder: Path) -> None:
     """Watch process `parent`. Counts rounds, not clock time: a host that was suspended blames nobody."""
     end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the whole group
@@ -151,6 +168,8 @@ def main(parent: int, descriptor: int, stacks: int, process: int, prints: bool, 
             last, waited_s = state["phase"], 0.0
         waited_s += min(time.monotonic() - began, 2 * _POLL_S)
         if state and waited_s >= state["limit"]:
+            with suppress(OSError):  # the thread may have failed
+                os.write(record, b"1")
             return _end(parent, state, stacks, folder, process, prints)
 
 
@@ -184,5 +203,5 @@ def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process:
 
 
 if __name__ == "__main__":
-    _parent, _descriptor, _stacks, _process, _prints = map(int, sys.argv[1:6])
-    main(_parent, _descriptor, _stacks, _process, bool(_prints), Path(sys.argv[6]))
+    _parent, _descriptor, _stacks, _record, _process, _prints = map(int, sys.argv[1:7])
+    main(_parent, _descriptor, _stacks, _record, _process, bool(_prints), Path(sys.argv[7]))

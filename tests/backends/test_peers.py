@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from portable_fsdp.backends.contract import Partition
-from portable_fsdp.backends.native.peers import Heartbeat, Peers, furthest_behind
+from portable_fsdp.backends.peers import Heartbeat, Peers, furthest_behind
 from portable_fsdp.runtime.rendezvous import open_store
 
 pytestmark = pytest.mark.slow
@@ -30,9 +30,9 @@ PROCESS = f"""
 import os, sys
 from datetime import timedelta
 from portable_fsdp.backends.contract import Partition
-from portable_fsdp.backends.native.peers import Peers
+from portable_fsdp.backends.peers import Peers
 index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-peers = Peers(Partition(index, count), {TIMEOUT_S}, timedelta(seconds=60))
+peers = Peers(Partition(index, count), {TIMEOUT_S}, timedelta(seconds=60), os.environ)
 store = peers.meet()
 store.set(f"here{{index}}", "")
 store.wait([f"here{{other}}" for other in range(count)])
@@ -53,6 +53,38 @@ for number in range(3):
     with pf.open_backend(config, device="cpu", backend="native") as engine:
         assert engine.agree(number) == number
     time.sleep(1.0 * (engine.process.index == LATE))
+"""
+
+
+XLA_HOST = f"""
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from portable_fsdp.backends.contract import Partition
+from portable_fsdp.backends.peers import join
+from portable_fsdp.runtime.watchdog import Watchdog
+index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+peers, device = join("gloo", Partition(index, count), {TIMEOUT_S}, os.environ), "cpu"
+watchdog = Watchdog(Path("FOLDER"), index, {2 * TIMEOUT_S}, prints=True)
+if index == 0:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    import portable_fsdp as pf
+    config = pf.load_config({str(ROOT / "configs/quickstart.yaml")!r})
+    engine = pf.open_backend(config, device="cpu", backend="xla")
+    engine._peers, device = peers, "xla:0"
+    engine.watch(watchdog)
+else:
+    peers.watch(watchdog)
+print("met", flush=True)
+for step in range(10**6):
+    watchdog.begin_step(step, "computing")
+    assert torch.ones(4, device=device).sum().item() == 4
+    dist.barrier()
+    if index == 2 and Path("FOLDER/hang").exists():
+        time.sleep(100)
+    time.sleep(0.1)
 """
 
 
@@ -96,7 +128,8 @@ def meet(processes: list[subprocess.Popen[str]]) -> None:
     """All have met, and have said so a few times more."""
     for process in processes:
         assert process.stdout
-        assert process.stdout.readline() == "met\n"
+        while (line := process.stdout.readline()) != "met\n":
+            assert line.startswith("[Gloo]")  # its word on each group
     time.sleep(2.0)
 
 
@@ -197,6 +230,27 @@ def test_engines_opened_one_after_the_other(tmp_path: Path, late: int) -> None:
         assert (codes, [stderr(tmp_path, rank) for rank in range(2)]) == ([0, 0], ["", ""])
 
 
+@pytest.mark.xla
+@pytest.mark.parametrize("fault", ["stop", pytest.param("hang", marks=pytest.mark.proof)])
+def test_an_xla_host_watches_the_others(fault: str, tmp_path: Path) -> None:
+    """One XLA process and two stand-ins for other hosts: PJRT's CPU devices can't communicate across processes."""
+    with watching(tmp_path, 3, program=XLA_HOST.replace("FOLDER", str(tmp_path))) as processes:
+        meet(processes)
+        if fault == "stop":
+            processes[2].send_signal(signal.SIGSTOP)
+            assert processes[0].wait(LIMIT_S) == 1
+            assert f"process 2 on {socket.gethostname()} (PID {processes[2].pid}) sent no heartbeat" in stderr(
+                tmp_path, 0
+            )
+        else:
+            (tmp_path / "hang").touch()
+            assert processes[0].wait(LIMIT_S) == -signal.SIGKILL
+            assert re.search(
+                "process 0 on .* hangs: step .*; furthest behind with .* is process 2", stderr(tmp_path, 0)
+            )
+            assert '"entries"' in (tmp_path / "logs/collectives-2.json").read_text()
+
+
 # --------------------------------------------------------------------------- process 1 of two, and what it reads of 0
 
 ZERO = Heartbeat("the run before", "host", 1, 0, [])
@@ -227,7 +281,7 @@ def zero(monkeypatch: pytest.MonkeyPatch) -> Generator[Zero]:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     limit = timedelta(seconds=60)
     store = open_store(os.environ, limit, serves=True)
-    peers = Peers(Partition(1, 2), TIMEOUT_S, limit)
+    peers = Peers(Partition(1, 2), TIMEOUT_S, limit, os.environ)
     try:
         yield Zero(peers, store)
     finally:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.backends.native.peers import Heartbeat, _Peer, _verdict  # pyright: ignore[reportPrivateUsage]
+from portable_fsdp.backends.peers import Heartbeat, _Peer, _verdict  # pyright: ignore[reportPrivateUsage]
 from portable_fsdp.runtime.errors import TrainingError, printable
 
 _ODD: tuple[Any, ...] = (

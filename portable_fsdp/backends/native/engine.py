@@ -13,7 +13,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -64,16 +63,15 @@ from portable_fsdp.runtime.launchers import detect_launch
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
-    from portable_fsdp.backends.native.peers import Peers
     from portable_fsdp.backends.native.prefetch import Prefetch
     from portable_fsdp.backends.native.tensor import Group, SplitModel
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
+    from portable_fsdp.backends.peers import Peers
     from portable_fsdp.runtime.watchdog import Watchdog
 
 log = logging.getLogger("portable_fsdp")
 
-# torch's default. It ends a run whose live processes all wait; a lost process ends it after run.peer_timeout_s.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}  # of torch.distributed
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # torch's names
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 COLLECTIVES = {  # torch's name -> the contract's
@@ -113,10 +111,13 @@ class NativeBackend(contract.Backend):
         if self._owns_group:
             rank = contract.Partition(launch.rank, launch.world_size)
             if not launch.is_alone:
-                from portable_fsdp.backends.native import peers
+                from portable_fsdp.backends.peers import join
 
-                self._peers = peers.Peers(rank, config.run.peer_timeout_s, COLLECTIVE_TIMEOUT)
-            _init_process_group(device, self.device, rank, self._peers)
+                where = self.device if device == "cuda" else None
+                self._peers = join(_BACKENDS[device], rank, config.run.peer_timeout_s, os.environ, where)
+            else:
+                store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+                dist.init_process_group(_BACKENDS[device], store=store, rank=rank.index, world_size=rank.count)
         self.process = contract.Partition(dist.get_rank(), dist.get_world_size())
         self.devices = self.process.count
         self.expected_compilations = 0
@@ -472,7 +473,7 @@ class NativeBackend(contract.Backend):
 
     def watch(self, watchdog: "Watchdog") -> None:
         if self._peers:
-            self._peers.watchdog = watchdog
+            self._peers.watch(watchdog)
 
     def compute_seconds(self) -> float | None:
         return self._compute_time.take() if self._compute_time else None
@@ -520,25 +521,6 @@ class NativeBackend(contract.Backend):
         """The shape on all devices of the weight `fqn` or of its optimizer state; DTensor knows FSDP's axes alone."""
         sizes = zip(tensor.shape, self._shapes[model].get(fqn, tensor.shape), spec, strict=False)
         return tuple(whole if cuts[:1] in (("tensor",), ("expert",)) else size for size, whole, cuts in sizes)
-
-
-def _init_process_group(device: str, where: torch.device, process: contract.Partition, peers: "Peers | None") -> None:
-    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}[device]
-    try:
-        dist.init_process_group(
-            backend,
-            store=peers.meet() if peers else dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
-            rank=process.index,
-            world_size=process.count,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=where if peers and device == "cuda" else None,
-        )
-    except Exception as error:
-        if peers:
-            peers.leave(error)
-        raise
-    if peers:
-        peers.slow_down()
 
 
 def _set_matmul_precision(precision: str) -> str:

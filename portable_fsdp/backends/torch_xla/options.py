@@ -57,7 +57,6 @@ NOTES = {
 _GATHERS = "XLA's scheduler starts gathers"
 _COMPILES = "XLA compiles the whole step in any case"
 DELEGATED = {
-    "run.peer_timeout_s": "PJRT detects a lost process by its own timeouts, gloo after 30 minutes",
     "sharding.forward_prefetch": _GATHERS,
     "sharding.backward_prefetch": _GATHERS,
     "sharding.backward_prefetch_units": _GATHERS,
@@ -177,7 +176,10 @@ SPMD = EngineSpec(
     launcher_counts_devices=False,
     planned_by={"tpu": "compiled step"},
     notes={**NOTES, **SPMD_NOTES},
-    delegated=DELEGATED,
+    delegated={
+        **DELEGATED,
+        "run.peer_timeout_s": "PJRT detects a lost process by its own timeouts, gloo after 30 minutes",
+    },
     other_devices={
         "cuda": "torch_xla dropped its CUDA support with release 2.8.\n"
         "  Use --backend=native (FSDP2 on NCCL) on GPUs; the config and the checkpoints are the same."
@@ -256,6 +258,7 @@ FSDP1 = replace(
     engine="portable_fsdp.backends.torch_xla.fsdp1.engine:XlaFsdp1Backend",
     rules=(*RULES, *FSDP1_RULES),
     notes=NOTES,
+    delegated={**DELEGATED, "run.peer_timeout_s": "PJRT detects a lost process by its own timeouts"},
     planned_by={},
     # One per chip. PJRT's CPU devices can't communicate across processes.
     processes=lambda device, requested, count: count(device) if device == "tpu" else 1,

@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -64,6 +64,10 @@ from portable_fsdp.layout import (
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.launchers import detect_launch
 
+if TYPE_CHECKING:
+    from portable_fsdp.backends.peers import Peers
+    from portable_fsdp.runtime.watchdog import Watchdog
+
 log = logging.getLogger("portable_fsdp")
 
 
@@ -100,10 +104,24 @@ class XlaBackend(PjrtBackend):
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._copies: list[Copies] = []  # of each model
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
+        self._peers: Peers | None = None
         if self._owns_group:
-            dist.init_process_group("gloo", init_method="xla://")
+            from portable_fsdp.backends.peers import join
+
+            self._peers = join("gloo", self.process, config.run.peer_timeout_s, _meeting(device, self.process))
         if self.process.count > 1 and self.row_shards < count:
             self.data_shard = _data_shard(cast(DeviceTensors, self._tensors).row_shards(), self.row_shards)
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        try:
+            if self._peers:
+                self._peers.leave(error)
+        finally:
+            super().__exit__(kind, error, where)
+
+    def watch(self, watchdog: "Watchdog") -> None:
+        if self._peers:
+            self._peers.watch(watchdog)
 
     def close(self) -> None:
         super().close()
@@ -304,6 +322,16 @@ def _data_shard(own: tuple[int, ...], row_shards: int) -> contract.Partition:
             "  Set sharding.context and sharding.tensor to divide, or be a multiple of, the chips of a host."
         )
     return contract.Partition(different.index(own), len(different))
+
+
+def _meeting(device: str, process: contract.Partition) -> dict[str, str]:
+    """The variables by which the hosts of a slice meet: torchrun's, else the first worker's address and torch_xla's
+    port (torch_xla/_internal/rendezvous.py)."""
+    from torch_xla._internal import tpu
+
+    address = os.environ.get("MASTER_ADDR") or (tpu.discover_master_worker_ip() if device == "tpu" else "localhost")
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT") or "12355"}
+    return {**os.environ, **meeting, "RANK": str(process.index), "WORLD_SIZE": str(process.count)}
 
 
 def _check_launch(device: str) -> None:

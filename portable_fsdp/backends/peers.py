@@ -17,13 +17,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from portable_fsdp.backends.contract import Partition
 from portable_fsdp.runtime.command import to_stderr
@@ -34,6 +36,9 @@ from portable_fsdp.runtime.rendezvous import open_store
 if TYPE_CHECKING:
     from portable_fsdp.runtime.watchdog import Watchdog
 
+# torch's default. It ends processes that wait for one another before their run has a watchdog.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+WATCHED_TIMEOUT = timedelta(days=30)  # longer than every limit of a watchdog
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
 ROUNDS = 6  # heartbeats that fit into the timeout, at least
@@ -56,6 +61,7 @@ class Heartbeat:
     number: int = 0
     steps: int = 0  # finished since the start of the process
     phase: int = 0  # of its watchdog: all processes count the same phases
+    collectives: int = 0  # that it has begun
     doing: str = ""
     limit_s: int = 0  # of what it does
     waits_s: int = 0  # of process 0: the limit of the process that all others wait for
@@ -92,31 +98,55 @@ class _Peer:
             self.beat, self.unreadable = beat or self.beat, beat is None
 
 
+def join(
+    backend: str, rank: Partition, timeout_s: float, environ: Mapping[str, str], device: torch.device | None = None
+) -> "Peers":
+    """Form torch's process group of all processes of the run, and watch them. *collective*
+
+    `environ`: the launcher's variables. `device`: the GPU that NCCL connects at once.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # gloo's flight recorder, off by default in torch 2.9
+    peers = Peers(rank, timeout_s, COLLECTIVE_TIMEOUT, environ)
+    try:
+        dist.init_process_group(
+            backend,
+            store=peers.meet(),
+            rank=rank.index,
+            world_size=rank.count,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device,
+        )
+    except Exception as error:
+        peers.leave(error)
+        raise
+    peers.slow_down()
+    return peers
+
+
 class Peers:
     """Watches the processes of a run from one of them.
 
-    peers = Peers(rank, timeout_s, limit)
+    peers = Peers(rank, timeout_s, limit, os.environ)
     store = peers.meet()        # for torch's process group
     peers.slow_down()           # once all processes have it
     peers.leave(None)
     """
 
-    def __init__(self, rank: Partition, timeout_s: float, limit: timedelta) -> None:
-        """A process silent for `timeout_s` is lost; `limit`: how long to wait for one that has not joined.
-
-        Reads the launcher's variables from the environment.
-        """
+    def __init__(self, rank: Partition, timeout_s: float, limit: timedelta, environ: Mapping[str, str]) -> None:
+        """A process silent for `timeout_s` is lost; `limit`: how long to wait for one that has not joined. `environ`:
+        the launcher's variables."""
         self._index, self._count = rank.index, rank.count
         self._timeout_s, self._limit = timeout_s, limit
         self._round_s = JOINING_ROUND_S
-        self._group_store = open_store(os.environ, limit, serves=self._index == 0)
-        self._store = open_store(os.environ, limit, serves=False)  # its own connection: the other may block
-        self._holds_store = self._index == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._store_name = f"the store at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        self._group_store = open_store(environ, limit, serves=self._index == 0)
+        self._store = open_store(environ, limit, serves=False)  # its own connection: the other may block
+        self._holds_store = self._index == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._self, self._steps, self._sent, self._verdict = _heartbeat_of_this_process(), 0, 0, ""
         self._peers = {index: _Peer() for index in (range(1, self._count) if self._index == 0 else (0,))}
         self._joining_s, self._stepping_s, self._most_steps = 0.0, 0.0, 0
         self._unanswered_s, self._problem = 0.0, ""
-        self.watchdog: Watchdog | None = None
+        self._watchdog: Watchdog | None = None
         self._waits_s = 0
         self._joined, self._over = threading.Event(), threading.Event()
         # Daemons: a process that ends by an error doesn't wait for a store that is gone.
@@ -135,13 +165,23 @@ class Peers:
         start = self._self.id
         if self._index != 0:
             if not self._joined.wait(self._limit.total_seconds()):
-                raise TrainingError(f"process 0 did not join {_store()} within {self._limit.total_seconds():.0f} s")
+                raise TrainingError(
+                    f"process 0 did not join {self._store_name} within {self._limit.total_seconds():.0f} s"
+                )
             start = cast(Heartbeat, self._peers[0].beat).id
         return dist.PrefixStore(f"portable_fsdp/{start}", self._group_store)  # pyright: ignore[reportPrivateImportUsage]
 
     def slow_down(self) -> None:
         """Send heartbeats only every few seconds, once all processes have joined."""
         self._round_s = min(LONGEST_ROUND_S, self._timeout_s / ROUNDS)
+
+    def watch(self, watchdog: "Watchdog") -> None:
+        """Send what `watchdog` knows, and tell it for whom this process waits. From now on it alone ends collectives
+        that take too long."""
+        self._watchdog, watchdog.record = watchdog, flight_record
+        for backend in _group_backends():
+            with contextlib.suppress(RuntimeError):  # a backend without timeouts
+                backend._set_default_timeout(WATCHED_TIMEOUT)
 
     def note_step(self) -> None:
         """This process finished a step."""
@@ -221,7 +261,7 @@ class Peers:
             if self._unanswered_s >= self._timeout_s:
                 self._end(
                     f"process {self._index} on {self._self.host} got no answer for {self._timeout_s:.0f} s, after "
-                    f"{self._steps} step(s) of this start,\n  from {_store()}, the rendezvous of all processes: its "
+                    f"{self._steps} step(s) of this start,\n  from {self._store_name}, where all processes meet: its "
                     "host is gone, or the link to it is cut."
                     f"{self._problem}\n{RESTART_NOTE}",
                     prints=self._self.local_rank == 0,
@@ -234,18 +274,19 @@ class Peers:
 
     def _note_limits(self) -> None:
         """Give this process the time that the one furthest behind has: process 0 may be in a callback for minutes."""
-        if self.watchdog and self._index == 0:
+        if self._watchdog and self._index == 0:
             beats = self._beats()
             self._waits_s = max(beat.limit_s for beat in _behind(beats).values())
-            self.watchdog.note(furthest_behind(beats), self._waits_s)
-        elif self.watchdog and (beat := self._peers[0].beat):
-            self.watchdog.note("", beat.waits_s)
+            self._watchdog.note(furthest_behind(beats), self._waits_s)
+        elif self._watchdog and (beat := self._peers[0].beat):
+            self._watchdog.note("", beat.waits_s)
 
     def _own(self) -> Heartbeat:
-        beat = replace(self._self, steps=self._steps, waits_s=self._waits_s)
-        if not (own := self.watchdog):
+        beat = replace(self._self, steps=self._steps, waits_s=self._waits_s, collectives=_count_collectives())
+        if not (own := self._watchdog):
             return beat
-        return replace(beat, phase=own.phase, doing=own.what, limit_s=math.ceil(own.limit_s))
+        steps = max(self._steps, own.steps)  # engines that compile the step don't note it
+        return replace(beat, steps=steps, phase=own.phase, doing=own.what, limit_s=math.ceil(own.limit_s))
 
     def _receive(self, elapsed_s: float) -> None:
         known = [index for index, peer in self._peers.items() if peer.first or self._store.check([_key(index)])]
@@ -288,7 +329,9 @@ class Peers:
         if missing := ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None):
             self._joining_s += elapsed_s
             if is_due(self._joining_s):
-                message = f"waiting for process {missing}, which did not join {_store()} in {self._joining_s:.0f} s"
+                message = (
+                    f"waiting for process {missing}, which did not join {self._store_name} in {self._joining_s:.0f} s"
+                )
                 if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
                     message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
                 self._warn(message)
@@ -333,7 +376,7 @@ class Peers:
 
 
 def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
-    """Name the processes with the fewest steps and phases, and what they do, unless all have done the same number."""
+    """Name the processes that `_behind` returns, and what they do, unless it returns all."""
     behind = _behind(beats)
     if len(behind) == len(beats):
         return "no process is behind: compare their stacks"
@@ -345,9 +388,36 @@ def furthest_behind(beats: Mapping[int, Heartbeat]) -> str:
 
 
 def _behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Return the processes with the fewest steps, and of these with the fewest phases; all, if none is behind."""
-    fewest = min((beat.steps, beat.phase) for beat in beats.values())
-    return {index: beat for index, beat in beats.items() if (beat.steps, beat.phase) == fewest}
+    """Return the processes with the fewest steps, of these those with the fewest phases, and of these those with the
+    fewest collectives; all, if none is behind."""
+    done = {index: (beat.steps, beat.phase, beat.collectives) for index, beat in beats.items()}
+    return {index: beat for index, beat in beats.items() if done[index] == min(done.values())}
+
+
+def _group_backends() -> Iterator[Any]:
+    """Yield the backends of all process groups, those of device meshes too."""
+    groups: Any = distributed_c10d
+    for group in [*groups._world.pg_map]:
+        for device in group._device_types:
+            yield group._get_backend(device)
+
+
+def _count_collectives() -> int:
+    """Number of collectives that this process has begun, in all groups; processes in lockstep begin equally many."""
+    total = 0
+    for backend in _group_backends() if dist.is_initialized() else ():
+        with contextlib.suppress(RuntimeError):  # a backend that doesn't count
+            total += backend._get_sequence_number_for_group()
+    return total
+
+
+def flight_record() -> bytes:
+    """Return torch's record of the last collectives, JSON: what was begun, by whose code, and what has ended."""
+    torch_distributed: Any = cast(Any, torch)._C._distributed_c10d
+    record = b""
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with times of the GPU, where NCCL is used
+        record = record if b'"entries"' in record else getattr(torch_distributed, name, lambda *_: b"")(True, False)
+    return record
 
 
 def _parse(line: bytes) -> Heartbeat | None:
@@ -385,10 +455,6 @@ def _verdict(index: int, beat: Heartbeat, timeout_s: float) -> str:
         f"{process} sent no heartbeat for {timeout_s:.0f} s; its last one came after {beat.steps} step(s) of this "
         f"start.\n  It was stopped or killed, its host is gone, or the link to it is cut: look there.\n{RESTART_NOTE}"
     )
-
-
-def _store() -> str:
-    return f"the store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _key(index: int) -> str:
