@@ -61,7 +61,7 @@ class Heartbeat:
     number: int = 0
     steps: int = 0  # finished since the start of the process
     phase: int = 0  # of its watchdog: all processes count the same phases
-    collectives: int = 0  # that it has begun
+    collectives: int = 0  # that it has begun, and parts of checkpoints that it has written
     doing: str = ""
     limit_s: int = 0  # of what it does
     waits_s: int = 0  # of process 0: the limit of the process that all others wait for
@@ -240,19 +240,23 @@ class Peers:
     def _beat(self) -> None:
         while not self._over.wait(pause_s := self._round_s):
             try:
-                self._send()
-                self._receive(pause_s)
-                self._unanswered_s = 0.0
-                self._judge()
-                self._note_limits()
-                if self._self.local_rank == 0:
-                    self._report_waiting(pause_s)
+                self.beat_once(pause_s)
             except RuntimeError as error:  # perhaps the process that holds the store has just left
                 self._problem = f" torch reports: {_first_line(error)}"
             except Exception as error:  # a fault here must not end the watch, nor pass for a lost process
                 if not self._problem:
                     self._problem = f" {type(error).__name__}: {_first_line(error)}"
                     self._warn(f"process {self._index} can't check the other heartbeats:{self._problem}")
+
+    def beat_once(self, elapsed_s: float) -> None:
+        """Send a heartbeat and read the others', `elapsed_s` after the last time."""
+        self._send()
+        self._receive(elapsed_s)
+        self._unanswered_s = 0.0
+        self._judge()
+        self._note_limits()
+        if self._self.local_rank == 0:
+            self._report_waiting(elapsed_s)
 
     def _guard_store(self) -> None:
         """End this process if the store is silent: the other thread may block, as TCP doesn't notice a cut link."""
@@ -286,7 +290,8 @@ class Peers:
         if not (own := self._watchdog):
             return beat
         steps = max(self._steps, own.steps)  # engines that compile the step don't note it
-        return replace(beat, steps=steps, phase=own.phase, doing=own.what, limit_s=math.ceil(own.limit_s))
+        doing = replace(beat, phase=own.phase, doing=own.what, limit_s=math.ceil(own.limit_s))
+        return replace(doing, steps=steps, collectives=beat.collectives + own.parts)
 
     def _receive(self, elapsed_s: float) -> None:
         known = [index for index, peer in self._peers.items() if peer.first or self._store.check([_key(index)])]

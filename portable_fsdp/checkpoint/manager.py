@@ -108,6 +108,8 @@ class Checkpoints(Closing):
         self._own: dict[int, Path] | None = None  # on process 0: the run's own, intact at the first look
         self._background, self._snapshot = Background(), Snapshot()
         self._finished: list[Saved] = []
+        self.on_part: Callable[[], None] = lambda: None
+        """Called once this process has written its part of a checkpoint."""
         resume.check_allow(self._settings.allow, config)
         format.check_json({"config": config, "model_config": model_config})
 
@@ -269,6 +271,7 @@ class Checkpoints(Closing):
             remove_files(folder, process)  # makes room on a full disk for the index
             index = Index(attempt=attempt, process=process, error=message)
         commit.write_index(folder, index)
+        self.on_part()
         return index
 
     def _as_error(self, final: Path, manifest: format.Manifest | None, error: Exception) -> CheckpointError:

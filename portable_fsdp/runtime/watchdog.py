@@ -65,7 +65,7 @@ class Watchdog(Closing):
         self._began, self._apart_s, self._step, self.phase = 0.0, 0.0, 0, 0
         self.what, self._behind = "", ("", 0.0)
         self.limit_s: float = LONG_S
-        self.steps = 0  # finished since the start
+        self.steps = self.parts = 0  # finished since the start; parts of checkpoints
         self.record: Callable[[], bytes] = bytes
         self._child: subprocess.Popen[bytes] | None = None
         self._shared, self._undo = mmap.mmap(-1, _BYTES), ExitStack()
@@ -127,6 +127,10 @@ class Watchdog(Closing):
         seconds = time.monotonic() - began
         self._longest[kind], self._apart_s = max(seconds, self._longest.get(kind, 0.0)), self._apart_s + seconds
         self._set(before, LONG_S)
+
+    def note_part(self) -> None:
+        """This process has written its part of a checkpoint, for which process 0 waits without a collective."""
+        self.parts += 1
 
     def _set(self, what: str, limit_s: float) -> None:
         self.phase, self.what = self.phase + 1, what

@@ -136,6 +136,7 @@ def open_run(
     prints = os.environ.get("LOCAL_RANK", "0") == "0"
     watchdog = held.enter_context(Watchdog(start.folder, process, config.run.step_timeout_s, prints=prints))
     engine.watch(watchdog)
+    checkpoints.on_part = watchdog.note_part
     observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
     is_own = point is not None and point.is_own
     misses_evaluation = is_own and evaluated < start.step and limits.evaluates(start.step)
