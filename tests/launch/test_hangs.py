@@ -121,7 +121,8 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
         SAYS[where], stacks.partition("\n")[0]
     )  # a heartbeat may be some seconds old when the process hangs
     record = folder / "run" / "logs" / f"collectives-{process}.json"
-    assert record.exists() == (engine == "native" and where != "gil")  # which a stuck interpreter can't write
+    if where != "gil":  # a stuck interpreter may write none
+        assert record.exists() == (engine == "native")
     assert not record.exists() or json.loads(record.read_text())["entries"]
     assert len(losses(folder / "run")) == 16
 
