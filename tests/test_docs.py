@@ -63,6 +63,7 @@ FORMS = [
     rf"kubectl logs --follow --prefix --selector=jobset\.sigs\.k8s\.io/jobset-name=({'|'.join(JOBSETS)})",
     r"sky jobs launch launch/skypilot_\w+\.yaml",
     r"docker build -f launch/Dockerfile\.(\w+) -t portable_fsdp:\1 \.",
+    r"python -c 'import time, torch\.distributed as d; s = d\.TCPStore.*",  # test_host_faults.py runs it
     r"python examples/(plot_loss|read_checkpoint)\.py .*",
 ]
 
@@ -175,7 +176,7 @@ python -m portable_fsdp.launch --config=configs/none.yaml
 python -m portable_fsdp.launch --config=configs/quickstart.yaml optim.learning_rate=1
 python -m portable_fsdp.launch --device=cuda --config=configs/llama_1b.yaml compile.scan_layers=true
 torchrun --standalon --nproc_per_node=8 -m portable_fsdp.launch --config=configs/llama_1b.yaml
-torchrun --standalone --nproc_per_node=8 -m portable_fsdp.launch --config=configs/quickstart.yaml
+torchrun --standalone --nproc_per_node=24 -m portable_fsdp.launch --config=configs/quickstart.yaml
 srun --ntask-per-node=8 python -m portable_fsdp.launch --config=configs/llama_1b.yaml
 docker run --rm portable_fsdp:rocm python -m portable_fsdp.launch --config=configs/llama_1b.yaml
 accelerate launch -m portable_fsdp.launch --devise=cuda --config=configs/llama_1b.yaml
@@ -183,7 +184,7 @@ kubectl logs --follow --prefix --selector=jobset.sigs.k8s.io/jobset-name=portabl
 python -m portable_fsdp.explain nonsense.key
 python -m portable_fsdp.doctor --jason
 python -m portable_fsdp.plan --config=configs/llama_1b.yaml --on=h1000:8
-python -m portable_fsdp.parity configs/quickstart.yaml --on=native:5 --device=cpu
+python -m portable_fsdp.parity configs/quickstart.yaml --on=native:24 --device=cpu
 python examples/own_loop.py configs/quickstart.yaml gpu native
 curl localhost
 """

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from cli import PROGRAMS, SAVES, Started, committed_in, events, require_curve, started, tiny_config
+from cli import PROGRAMS, ROOT, SAVES, Started, committed_in, events, require_curve, started, tiny_config
 from hosts import JOIN_S, Host, new_hosts
 from in_stores import at
 from servers import seaweedfs
@@ -28,11 +28,7 @@ AT_ONCE_S = 10  # within it a process that was killed is missed by the others
 SPARE_S = 60  # for rounds, messages and starts of a machine that does other work
 TCP_RETRIES, TCP_GIVES_UP_S = 6, 26  # Linux's own default is 15: about 15 minutes
 TORCHRUN_KILLS_AFTER_S = 30  # a process that doesn't take a SIGTERM
-STORE = [
-    *(sys.executable, "-c"),
-    "from time import sleep; from torch.distributed import TCPStore\n"
-    "store = TCPStore('0.0.0.0', 29500, is_master=True, wait_for_workers=False)\nsleep(1e6)",
-]
+STORE_LINE = re.search(r'^python -c "(.*)"$', (ROOT / "docs/failures.md").read_text(), re.MULTILINE)
 """torchrun's store, on a host that trains nothing."""
 SENTENCES = ("lost its connection", "no heartbeat", "no answer")
 
@@ -224,7 +220,8 @@ def inject(fault: Fault, folder: Path) -> Run:
         run = Run(hosts, folder, place, running, variables, fault)
         if fault.store_apart:
             run.store = hosts[0].outside
-            running.enter_context(started(STORE, folder))
+            assert STORE_LINE
+            running.enter_context(started([sys.executable, "-c", STORE_LINE[1]], folder))
         for host in hosts:
             run.start(host)
         wait_for_the_middle(run.processes[hosts[0].name], at(place))
