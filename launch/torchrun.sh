@@ -6,7 +6,7 @@
 # Edit these five lines, or set the variables. Several nodes need RDZV_ENDPOINT, HOST[:PORT] of one node that all of
 # them reach, the same RDZV_ID everywhere, and checkpoints in a folder that they share.
 nproc_per_node=${NPROC_PER_NODE:-gpu} # processes per node; gpu: one for each GPU
-nnodes=${NNODES:-1}
+nnodes=${NNODES:-1} # MIN:MAX: goes on with the nodes that are left, and takes those that join
 rdzv_endpoint=${RDZV_ENDPOINT:-}
 rdzv_id=${RDZV_ID:-portable_fsdp}
 max_restarts=${MAX_RESTARTS:-3} # how often all processes are started again, from the last checkpoint, after a failure
@@ -19,14 +19,12 @@ if [[ ${1:-} == --dry-run ]]; then
     shift
 fi
 
-if [[ $nnodes == *:* ]]; then
-    echo "torchrun.sh: NNODES=$nnodes: expected one number: a node that comes back doesn't join again. See docs/launching.md." >&2
-    exit 2
-elif [[ $nnodes == 1 ]]; then
+if [[ $nnodes == 1 ]]; then
     meeting=(--standalone) # a free port of this host, so that two runs don't collide
 elif [[ -n $rdzv_endpoint ]]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else a node that comes back is told no address: docs/failures.md
     meeting=(--nnodes="$nnodes" --rdzv-backend=c10d --rdzv-id="$rdzv_id" --rdzv-endpoint="$rdzv_endpoint")
+    [[ $nnodes != *:* ]] || meeting+=(--rdzv-conf=last_call_timeout=10) # the wait for more than MIN nodes, instead of 30 s
 else
     echo "torchrun.sh: NNODES=$nnodes needs RDZV_ENDPOINT=HOST[:PORT], one node that all nodes reach." >&2
     exit 2
@@ -39,7 +37,7 @@ if [[ $devices == gpu ]] && ! $dry_run; then
     devices=$(python -c 'import torch; print(torch.cuda.device_count())') # as torchrun counts them
 fi
 [[ $devices =~ ^[1-9][0-9]*$ ]] && counted=$devices || counted=auto # torchrun knows other words too
-check=(python -m portable_fsdp.explain --strict --json --num_devices="$counted" --num_hosts="$nnodes" "${arguments[@]}")
+check=(python -m portable_fsdp.explain --strict --json --num_devices="$counted" --num_hosts="${nnodes%%:*}" "${arguments[@]}")
 train=(torchrun "${meeting[@]}" --nproc-per-node="$nproc_per_node" --max-restarts="$max_restarts"
     -m portable_fsdp.launch "${arguments[@]}")
 if $dry_run; then
