@@ -77,6 +77,7 @@ CPU = [*PYTHON, "--device=cpu", "--config=hangs.yaml"]
 STARTS = {
     "native": [*CPU, "--backend=native", "--num_devices=2"],
     "xla": [*CPU, "--backend=xla", "--num_devices=2"],
+    "xla_fsdp1": [*CPU, "--backend=xla_fsdp1", "--num_devices=1"],
 }
 SAYS = {
     "row": "step [0-9]+: waiting for its rows",
