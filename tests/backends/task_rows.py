@@ -62,6 +62,15 @@ class Sees(nn.Module):
 sees_float32, sees_bfloat16 = partial(Sees, torch.float32), partial(Sees, torch.bfloat16)
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(256), nn.Linear(256, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(images.flatten(1)))
+
+
 def some_rows(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Counts rows by their label, so that micro batches and devices count differently."""
     losses = F.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")

@@ -254,6 +254,43 @@ def test_rows_in_buckets_have_the_losses_of_rows_without_padding(
         assert answer["compilations"] == (programs, programs)
 
 
+UNEVEN = ("train.global_batch=7", "train.micro_batch=2", *WITHOUT_EVALUATION)
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        marked(group, name, in_suite=group == NATIVE and name in ("scores", "buckets"))
+        for group in (NATIVE, Group("native", 3), XLA)
+        for name in ("scores", "tags", "bert", "vit", "buckets")
+    ],
+)
+def test_rows_of_padding_change_no_loss(workers: GetWorkers, group: Group, name: str, tmp_path: Path) -> None:
+    """Of classes, of numbers, and of rows that are sorted by size."""
+    example = IN_BUCKETS if name == "buckets" else EXAMPLES[name]
+    example = replace(example, settings=(*example.settings, *UNEVEN))
+    expected = plain_run(example)[0]
+    for answer in trained(workers(group), example, STEPS, tmp_path):
+        assert answer["losses"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("own_count", (), "train.task=task_rows:some_rows counts its losses itself"),
+        ("classifier", ("model.factory=task_rows:Normed",), "batch norm .* would see padding"),
+    ],
+)
+def test_padding_that_would_change_a_loss_is_refused(
+    workers: GetWorkers, name: str, settings: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    example = EXAMPLES[name]
+    with pytest.raises(JobFailed, match=reason) as failure:
+        trained(workers(NATIVE), replace(example, settings=(*example.settings, *settings, *UNEVEN)), 1, tmp_path)
+    assert failure.value.kind == "ConfigError"
+    assert "Set train.global_batch=4 or 8" in failure.value.message
+
+
 @pytest.mark.xla
 @pytest.mark.parametrize(
     ("example", "reader"),
