@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -277,11 +278,12 @@ def elastic_hosts(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
     if not environ.get("TORCHELASTIC_RUN_ID") or environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS):
         return None
-    for words in (
-        [f"--nnodes={environ.get('PET_NNODES')}"],
-        *(process.cmdline() for process in psutil.Process().parents()),
-    ):
-        found = re.search(r"(?:^| )--nnodes[= ](\d+):(\d+)(?: |$)", " ".join(words))
+    lines = [f"--nnodes={environ.get('PET_NNODES')}"]  # torchrun's variable for the flag
+    for process in psutil.Process().parents():
+        with suppress(psutil.Error):  # another user's, where /proc is hidden
+            lines.append(" ".join(process.cmdline()))
+    for line in lines:
+        found = re.search(r"(?:^| )--nnodes[= ](\d+):(\d+)(?: |$)", line)
         if found and (least := int(found[1])) < (most := int(found[2])):
             return least, most
     return None
