@@ -153,6 +153,11 @@ class Checkpoints(Closing):
         self._together("checkpoint", self._background.wait)
 
     @property
+    def is_saving(self) -> bool:
+        """Whether this process writes a background save. Not collective."""
+        return self._background.is_running
+
+    @property
     def failed(self) -> bool:
         """Whether a background save has failed on this process: `wait` then raises on all. Not collective."""
         return self._background.failure is not None

@@ -85,6 +85,10 @@ class Background:
             return
         self._thread = thread
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait for the job; raises its error, once."""
         if self._thread is not None:

@@ -28,7 +28,7 @@ from portable_fsdp.data.packing import Rows, StepRows, count_labels, count_value
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import Closing, ConfigError, PortableFSDPError, TrainingError
 from portable_fsdp.runtime.factory import user_code
-from portable_fsdp.runtime.signals import end_with_parent
+from portable_fsdp.runtime.signals import STOP_SIGNALS, end_with_parent
 
 STEPS_AHEAD = 3
 _CLOSE_S = 5.0  # for the step that workers are reading
@@ -185,7 +185,7 @@ class _Steps(Dataset[Any]):
 
 def _begin_worker(process: int, parent: int, number: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach all processes of a run, and the run still reads its last step.
-    for stop in (signal.SIGINT, signal.SIGTERM):
+    for stop in STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     end_with_parent(parent)
     configure_log(process)

@@ -122,6 +122,12 @@ def last_save(path: Path) -> NamedSave | None:
     return saves[-1] if saves else None
 
 
+def measured_seconds(path: Path, event: str | None) -> list[float]:
+    """Return `seconds` of the last rows of metrics.jsonl (None), or of one event among the last of events.jsonl."""
+    rows = (parse_line(line) or {} for line in _tail(path).splitlines()[-200:])
+    return [row["seconds"] for row in rows if row.get("event") == event and isinstance(row.get("seconds"), float)]
+
+
 def utc_text(seconds: float) -> str:
     """Format seconds since 1970 in UTC (ISO 8601, milliseconds), as in the files."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from portable_fsdp.runtime.errors import (
 )
 from portable_fsdp.runtime.launchers import OUR_RUNS
 from portable_fsdp.runtime.limits import begin
-from portable_fsdp.runtime.signals import kill_descendants
+from portable_fsdp.runtime.signals import as_sigterm, kill_descendants
 
 _CONNECT_S = 20  # between two checks of the store's address
 
@@ -39,8 +40,9 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
     """Run `python -m module arguments` in `count` processes on this host, together with other `hosts`, with torchrun's
     environment; return one exit code.
 
-    0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1. SIGTERM and SIGINT are passed to the
-    workers, which have torchrun's 30 s to save; the code is then 143 whether they saved or not.
+    0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1. SIGTERM, SIGINT and SIGUSR1 (as
+    SIGTERM) are passed to the workers, which have torchrun's 30 s to save. The code is then 143 whether they saved or
+    not.
     """
     from torch.distributed import DistNetworkError, run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -57,7 +59,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
         rendezvous += [f"--master-addr={hosts.address}", f"--master-port={hosts.port}"]
     try:
         # The launcher creates a log folder, unused here (logs go to the console), and never removes it.
-        with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs:
+        with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs, as_sigterm(signal.SIGUSR1):
             run.run(
                 run.parse_args(
                     [*rendezvous, f"--nproc_per_node={count}", f"--log-dir={logs}", "-m", module, *arguments]

@@ -1,4 +1,4 @@
-"""The end of a process: with its parent, or on request by SIGTERM or SIGINT."""
+"""The end of a process: with its parent, or on request by SIGTERM, SIGINT or SIGUSR1."""
 
 import ctypes
 import os
@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # Python 3.10 has none, and the doctor reports that version
     from typing import Self
 
 from portable_fsdp.runtime.launchers import OUR_RUNS
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that request a stop. Schedulers send SIGUSR1 (`--signal`) a while before SIGTERM."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 
@@ -79,28 +82,50 @@ def is_signal(error: BaseException) -> bool:
 
 @contextmanager
 def early_stop() -> Generator[None]:
-    """Make SIGTERM raise Stopped before there is a StopRequest. Otherwise the exit code is 143, which means saved."""
+    """Make SIGTERM and SIGUSR1 raise Stopped before there is a StopRequest.
+
+    Otherwise SIGTERM gives the exit code 143, which means saved.
+    """
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # once
+        for each in numbers:  # once
+            signal.signal(each, signal.SIG_IGN)
         raise Stopped(signal.Signals(number).name)
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = [(number, signal.signal(number, stop)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        _restore(previous)
+
+
+def _restore(handlers: Iterable[tuple[signal.Signals, Any]]) -> None:
+    for number, handler in handlers:
+        # None: the handler was installed by C code, which Python can't restore.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def as_sigterm(number: signal.Signals) -> Generator[None]:
+    """Handle `number` as this process handles SIGTERM at that time."""
+    previous = signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        _restore([(number, previous)])
 
 
 class StopRequest:
-    """Context manager in which SIGTERM and SIGINT request a stop.
+    """Context manager in which SIGTERM, SIGINT and SIGUSR1 request a stop.
 
         with StopRequest() as stop:
             ...                       # before the first step: a request raises Stopped here
             stop.begin_steps()        # from now on it only sets a flag and prints one line
             while not stop.requested: ...
 
-    A second request raises Interrupted, which ends the run immediately, without waiting for the step and its save.
+    A second SIGTERM or SIGINT raises Interrupted, which ends the run immediately, without waiting for the step and its
+    save. SIGUSR1 and `request` don't count: a scheduler announces by them that its SIGTERM will follow.
     Enter it in the main thread: Python handles signals only there, between two Python instructions, and a compiler may
     run for minutes. So before the first step a thread ends the process if the main thread hasn't within `grace_s`.
     """
@@ -109,14 +134,22 @@ class StopRequest:
         # torch's elastic launcher forwards a signal to processes that already got it from the terminal or a scheduler,
         # so one request can arrive twice within milliseconds.
         self._same_press_s, self._grace_s = same_press_s, grace_s
-        self._requested_at: float | None = None
+        self._pressed_at: float | None = None  # by SIGTERM or SIGINT
+        self.requested_at: float | None = None  # time.monotonic()
         self._previous: dict[signal.Signals, Any] = {}
-        self._ends_at_once, self._over = True, threading.Event()
+        self._ends_at_once, self._is_ending, self._over = True, False, threading.Event()
         self.reason: str | None = None
 
     @property
     def requested(self) -> bool:
         return self.reason is not None
+
+    def request(self, reason: str) -> bool:
+        """Request a stop from any thread; before the first step too it waits for a step. Returns whether it is new."""
+        if self.reason is not None:
+            return False
+        self.requested_at, self.reason = time.monotonic(), reason
+        return True
 
     def begin_steps(self) -> None:
         """From now on a stop request waits for the current step and its save."""
@@ -128,14 +161,12 @@ class StopRequest:
         self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._guard, name="portable_fsdp stop", daemon=True)
         self._thread.start()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            # None: the handler was installed by C code, which Python can't restore.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _restore(self._previous.items())
         signal.set_wakeup_fd(self._previous_wakeup)
         self._over.set()
         os.close(self._wakeup)  # ends the thread
@@ -143,15 +174,17 @@ class StopRequest:
         os.close(self._signals)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._requested_at is not None:
-            if now - self._requested_at > self._same_press_s:
+        now, name = time.monotonic(), signal.Signals(number).name
+        if number != signal.SIGUSR1:
+            if self._pressed_at is not None and now - self._pressed_at > self._same_press_s:
                 raise Interrupted
-            return
-        self._requested_at, self.reason = now, signal.Signals(number).name
-        if self._ends_at_once:
-            raise Stopped(self.reason)
-        self._write(f"{self.reason}: ending after the current step and its save")
+            self._pressed_at = self._pressed_at or now
+        is_new = self.request(name)
+        if self._ends_at_once and not self._is_ending:
+            self._is_ending = True
+            raise Stopped(name)
+        if is_new:
+            self._write(f"{name}: ending after the current step and its save")
 
     def _guard(self) -> None:
         while numbers := os.read(self._signals, 1):

@@ -18,14 +18,13 @@ from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, ConfigError, printable
 from portable_fsdp.runtime.files import open_regular
 from portable_fsdp.runtime.launchers import RESTARTS, detect_launch, tpu_workers
-from portable_fsdp.runtime.signals import adopt_orphans, end_with_parent, kill_descendants
+from portable_fsdp.runtime.signals import STOP_SIGNALS, adopt_orphans, end_with_parent, kill_descendants
 
 _PAUSES_S = (0, 5, 15, 30, 60)
 """Pauses before restarts that follow one another without progress; the last one repeats."""
 _LAST_WORDS_S = 1.0  # for what a failed child has started, such as the copy of its stderr
 _TAIL_BYTES = 1 << 20
 _SI_KERNEL = 0x80  # asm-generic/siginfo.h: Ctrl-C at the terminal, which the child gets as well
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
 _channel: int | None = None  # in the child, until it announces its run
 
@@ -61,9 +60,9 @@ def supervise(work: Callable[[], int]) -> int:
     """Return `work()`, which calls `announce`; start it again after exit code 1 and after a signal.
 
     `max_restarts` times, counted anew whenever a start gets further than all before it. Two failures at one step with
-    one cause end the run. SIGTERM and SIGINT are passed on, and nothing restarts after them.
+    one cause end the run. SIGTERM, SIGINT and SIGUSR1 are passed on, and nothing restarts after them.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
     adopt_orphans()
     parent, furthest, failures = os.getpid(), -1, list[_Failure]()
     while True:
@@ -74,7 +73,7 @@ def supervise(work: Callable[[], int]) -> int:
             global _channel
             os.close(reads)
             end_with_parent(parent)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_PASSED_ON, signal.SIGCHLD})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
             os.environ[RESTARTS] = str(len(failures))
             _channel = writes
             return work()
@@ -100,7 +99,7 @@ def supervise(work: Callable[[], int]) -> int:
             f"the run failed {failure.place}: {failure.cause}\n  Restart {len(failures)} of {max_restarts} "
             f"(run.max_restarts) from the newest checkpoint{f', in {pause} s' if pause else ''}."
         )
-        if signal.sigtimedwait(_PASSED_ON, pause) is not None:
+        if signal.sigtimedwait(STOP_SIGNALS, pause) is not None:
             return EXIT_FAILED
 
 
@@ -108,7 +107,7 @@ def _wait(child: int) -> tuple[int, bool]:
     """Return the exit code of `child`, negative for a signal, and whether a stop was requested. Reaps all children."""
     is_stopped = False
     while True:
-        info = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
+        info = signal.sigwaitinfo({*STOP_SIGNALS, signal.SIGCHLD})
         if info.si_signo != signal.SIGCHLD:
             is_stopped = True
             if info.si_code != _SI_KERNEL:

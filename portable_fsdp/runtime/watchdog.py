@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import Closing
-from portable_fsdp.runtime.signals import end_with_parent
+from portable_fsdp.runtime.signals import STOP_SIGNALS, end_with_parent
 
 log = logging.getLogger("portable_fsdp")
 
@@ -159,7 +159,7 @@ class Watchdog(Closing):
 def main(parent: int, descriptor: int, stacks: int, record: int, process: int, prints: bool, folder: Path) -> None:
     """Watch process `parent`. Counts rounds, not clock time: a host that was suspended blames nobody."""
     end_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to the whole group
+    for number in STOP_SIGNALS:  # sent to the whole group
         signal.signal(number, signal.SIG_IGN)
     shared = mmap.mmap(descriptor, _BYTES)
     last, waited_s, state = -1, 0.0, dict[str, Any]()

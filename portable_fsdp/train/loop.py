@@ -139,6 +139,9 @@ def _train_steps(run: OpenRun) -> Outcome:
                     votes |= Votes(stop=_sample(run, step))
                     decision = decide(run.limits, step, votes, run.history)
                 run.call(Callback.on_step, end)
+                if decision.end == "stopped":
+                    saves = 1 + run.checkpoints.is_saving
+                    run.grace.before_last_save(run.stop.requested_at, saves, run.last_checkpoint)
                 if decision.save:
                     _save(run, batches.position, wait=decision.end is not None)
             note_commits(run)

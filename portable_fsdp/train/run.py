@@ -18,6 +18,7 @@ from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.observe.callbacks import Callback, Callbacks, Outcome, RunEnd, RunStart
 from portable_fsdp.observe.console import Console
+from portable_fsdp.observe.grace import Grace
 from portable_fsdp.observe.profiles import Profiles
 from portable_fsdp.observe.run_files import EventsFile, RunFiles, last_save
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -25,6 +26,7 @@ from portable_fsdp.runtime.command import RunLog, configure_log, run_log
 from portable_fsdp.runtime.errors import EXIT_FAILED, CheckpointError, DataError, PortableFSDPError
 from portable_fsdp.runtime.factory import UserExit, described, user_code
 from portable_fsdp.runtime.files import sole_run
+from portable_fsdp.runtime.host import metadata_server
 from portable_fsdp.runtime.signals import Stopped, StopRequest
 from portable_fsdp.runtime.watchdog import Watchdog
 from portable_fsdp.train.build import (
@@ -74,6 +76,7 @@ class OpenRun:
     callbacks: Callbacks
     profiles: Profiles
     watchdog: Watchdog
+    grace: Grace
     step: int  # the last finished step
     history: Evaluated | None  # the evaluations so far
     last_checkpoint: Path | None
@@ -105,6 +108,11 @@ def open_run(
     run_file = held.enter_context(run_log(process))
     held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
     check_with_engine(config, engine)
+    url = metadata_server(config.run.preemption) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    if url is not None:
+        from portable_fsdp.runtime.preemption import watched
+
+        held.enter_context(watched(url, stop.request))
     if config.checkpoint.export and exporter is not None:
         on_process_0(engine, partial(exporter.require_room, config))
     check_model(config, engine)
@@ -137,7 +145,8 @@ def open_run(
     watchdog = held.enter_context(Watchdog(start.folder, process, config.run.step_timeout_s, prints=prints))
     engine.watch(watchdog)
     checkpoints.on_part = watchdog.note_part
-    observers = Callbacks([RunFiles(), Console()], [*_displays(config), *callbacks], engine)
+    grace = Grace()
+    observers = Callbacks([RunFiles(), Console(), grace], [*_displays(config), *callbacks], engine)
     is_own = point is not None and point.is_own
     misses_evaluation = is_own and evaluated < start.step and limits.evaluates(start.step)
     run = OpenRun(
@@ -155,6 +164,7 @@ def open_run(
         observers,
         Profiles(engine, start, observers, stop),
         watchdog,
+        grace,
         step=start.step,
         history=history,
         last_checkpoint=resumed.path if resumed else None,
@@ -206,6 +216,9 @@ def recorded(run: OpenRun) -> Generator[None]:
                     run.profiles.after_step(run.step, is_last=True)
                     run.checkpoints.close()
                     note_commits(run)
+        if run.outcome == "stopped":  # perhaps at the request of another process
+            reasons = dict.fromkeys(filter(None, run.engine.gather(run.stop.reason)))
+            run.stop.reason = ", ".join(reasons) or None
         end = _end_of(run, run.outcome, {})
         on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_end, end))
     except (Exception, Stopped) as error:  # Stopped: before the first step ended
