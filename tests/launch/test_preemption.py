@@ -1,0 +1,297 @@
+"""Runs that save and stop before their host ends: notices of a metadata server, SIGUSR1, and too short a grace."""
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+from cli import PYTHON, SAVES, Started, committed, events, finish, launch, require_curve, started, tiny_config
+
+from portable_fsdp.convert.read import load_config
+from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.host import metadata_server
+from portable_fsdp.runtime.preemption import _watch
+
+CPU = [*PYTHON, "--device=cpu"]
+STARTS = {
+    "native": [*CPU, "--backend=native", "--num_devices=2"],
+    "xla": [*CPU, "--backend=xla", "--num_devices=2"],
+}
+GRACE_S = 30  # of a spot VM
+NOTHING = {
+    "preempted": "FALSE",
+    "maintenance-event": "NONE",
+    "upcoming-maintenance": '{ "error": "no notifications have been received yet, try again later" }',
+}
+
+
+class Metadata(ThreadingHTTPServer):
+    """Compute Engine's metadata server: it needs its header, and holds a request until its value changes."""
+
+    def __init__(self, **values: str) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.values, self.changed = NOTHING | values, threading.Condition()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values = self.values | {key: value}
+            self.changed.notify_all()
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Metadata)
+        path, _, query = self.path.partition("?")
+        key = path.removeprefix("/computeMetadata/v1/instance/")
+        wanted = dict(part.split("=") for part in query.split("&") if part)
+        values, changed = self.server.values, self.server.changed
+        if self.headers["Metadata-Flavor"] != "Google" or key not in values:
+            self.send_error(404)
+            return
+        with changed:
+            if "wait_for_change" in wanted:
+                is_new = lambda: etag(self.server.values[key]) != wanted["last_etag"]  # noqa: E731
+                changed.wait_for(is_new, float(wanted["timeout_sec"]))
+            value = self.server.values[key]
+        self.send_response(200)
+        self.send_header("Metadata-Flavor", "Google")
+        self.send_header("ETag", etag(value))
+        self.end_headers()
+        self.wfile.write(value.encode())
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def etag(value: str) -> str:
+    return f"{hash(value) & 0xFFFFFFFF:x}"
+
+
+@contextmanager
+def serving(**values: str) -> Generator[Metadata]:
+    with Metadata(**values) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+# ----------------------------------------------------------------------------------------------------------- the watch
+
+
+def window(start: datetime, status: str = "PENDING") -> str:
+    return json.dumps({"maintenance_status": status, "window_start_time": start.isoformat()})
+
+
+NOW = datetime.now(UTC)
+HOST = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("preempted", "TRUE", f"Compute Engine preempts {HOST}"),
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", f"Compute Engine's maintenance ends {HOST}"),
+        ("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE", None),
+        ("upcoming-maintenance", window(NOW, "ONGOING"), f"Compute Engine's maintenance of {HOST} begins"),
+        ("upcoming-maintenance", window(NOW + timedelta(minutes=1)), f"Compute Engine's maintenance of {HOST} begins"),
+        ("upcoming-maintenance", window(NOW + timedelta(days=7)), None),
+        ("upcoming-maintenance", '{"windowStartTime": "soon"}', None),
+    ],
+)
+def test_a_notice_requests_a_stop(key: str, value: str, reason: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    reasons, over = list[str](), threading.Event()
+    with serving() as server:
+        timers = [threading.Timer(0.3, server.set, (key, value)), threading.Timer(8 if reason else 1.8, over.set)]
+        for timer in timers:
+            timer.start()
+        _watch(server.url, lambda text: not reasons.append(text), over)
+        for timer in timers:
+            timer.cancel()
+            timer.join()
+    assert reasons == ([reason] if reason else [])
+    assert [record.message for record in caplog.records] == (
+        [f"{reason}: ending after the current step and its save"] if reason else []
+    )
+
+
+def test_a_notice_from_before_the_start_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Else a run that is started again on a host with an hour of notice would stop after each step."""
+    over = threading.Event()
+    with serving(**{"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}) as server:
+        ends = threading.Timer(1.5, over.set)
+        ends.start()
+        _watch(server.url, lambda reason: pytest.fail(reason), over)
+        ends.join()
+    assert [record.message for record in caplog.records] == [
+        f"Compute Engine's maintenance ends {HOST}, announced before this start: the run continues until a signal"
+    ]
+
+
+BAD = {
+    "not found": b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+    "another value": b"HTTP/1.1 200 OK\r\nMetadata-Flavor: Google\r\nContent-Length: 5\r\n\r\nmaybe",
+    "another server": b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nFALSE",
+    "a redirect": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n",
+    "no HTTP": b"\x00\xff SSH-2.0 hello\r\n",
+    "cut short": b"HTTP/1.1 200 OK\r\nMetadata-Flavor: Google\r\nContent-Length: 500\r\n\r\nFAL",
+    "closes": b"",
+}
+
+
+@contextmanager
+def bad_server(answer: bytes | None) -> Generator[str]:
+    """A server that answers each connection so; None: it accepts, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answers() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with connection:
+                        if not connection.recv(4096):
+                            return
+                        connection.sendall(answer or b"")
+
+        thread = threading.Thread(target=answers)
+        if answer is not None:
+            thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        if answer is not None:
+            socket.create_connection(listening.getsockname()).close()
+            thread.join()
+
+
+@pytest.mark.parametrize("answer", [*BAD.values(), None], ids=[*BAD, "hangs"])
+def test_a_server_that_is_none_is_named_once(answer: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    began = time.monotonic()
+    with bad_server(answer) as url:
+        _watch(url, lambda reason: pytest.fail(reason), threading.Event())
+    assert time.monotonic() - began < 5
+    [record] = caplog.records
+    assert f"run.preemption: {url} is no metadata server: " in record.message
+    assert "No notice will stop the run." in record.message
+
+
+def test_nothing_is_watched_where_compute_engine_isnt(tmp_path: Path) -> None:
+    product = tmp_path / "product_name"
+    assert metadata_server("auto", product) is None
+    product.write_text("Google Compute Engine\n")
+    assert metadata_server("auto", product) == "http://metadata.google.internal"
+    assert metadata_server("off", product) is None
+    assert metadata_server("http://localhost:1/proxy", product) == "http://localhost:1/proxy"
+
+
+def test_the_values_of_the_key(tmp_path: Path) -> None:
+    path = tiny_config(tmp_path)
+    for value in ("auto", "off", "'off'", "http://h:8080", "https://proxy.example/gce"):
+        assert load_config(path, [f"run.preemption={value}"]).run.preemption == value.strip("'")
+    for value in ("on", "true", "metadata.google.internal", "ftp://h", "http://", "http://h:99999", "7", "null"):
+        with pytest.raises(ConfigError, match=r"run\.preemption.*expected off, auto, or a URL"):
+            load_config(path, [f"run.preemption={value}"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+def stopped_by_notice(engine: str, folder: Path, seed: int, *words: str) -> float:
+    """Start a run, plant a notice at a random moment, and check what it leaves. Returns its seconds until the end."""
+    moment, run_dir = random.Random(seed), folder / "run"
+    after = moment.randrange(1, 12)
+    with serving() as server:
+        command = [*STARTS[engine], *words, f"run.preemption={server.url}"]
+        with started(command, folder) as run:
+            run.wait_until(lambda: max(committed(run_dir), default=0) >= after)
+            time.sleep(moment.uniform(0, 0.5))
+            key, value = moment.choice([("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")])
+            server.set(key, value)
+            began = time.monotonic()
+            assert run.wait(GRACE_S) == 143, run.err
+            seconds = time.monotonic() - began
+            assert run.err.count("ending after the current step and its save") == 1, run.err
+            assert "Traceback" not in run.err, run.err
+            assert "before the run began" not in run.err, run.err
+            assert "Restart" not in run.err, run.err
+    end = json.loads((run_dir / "STOPPED").read_text())
+    assert "Compute Engine" in end["reason"]
+    assert committed(run_dir)[-1] == end["step"] > after
+    assert events(run_dir, "stop")[-1]["step"] == end["step"]
+    return seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "seed"),
+    [
+        ("native", 0),
+        pytest.param("xla", 0, marks=pytest.mark.xla),
+        *(pytest.param("native", seed, marks=pytest.mark.proof) for seed in range(1, 6)),
+        *(pytest.param("xla", seed, marks=[pytest.mark.proof, pytest.mark.xla]) for seed in range(1, 6)),
+    ],
+)
+def test_a_run_saves_before_its_host_ends_and_resumes_to_the_same_curve(engine: str, seed: int, tmp_path: Path) -> None:
+    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100", "train.global_batch=32"]
+    seconds = stopped_by_notice(engine, tmp_path, seed, *words)
+    print(f"{engine}, seed {seed}: out after {seconds:.2f} s")
+    finish([*STARTS[engine], *words], tmp_path)
+    assert len(events(tmp_path / "run", "start")) == 2
+    require_curve(tmp_path, "--device=cpu", *words)
+
+
+def everything(run: Started) -> list[psutil.Process]:
+    process = psutil.Process(run.pid)
+    return [process, *process.children(recursive=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", pytest.param("xla", marks=[pytest.mark.proof, pytest.mark.xla])])
+@pytest.mark.parametrize("to_all", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["supervisor", "all"])
+def test_sigusr1_requests_a_stop(engine: str, to_all: bool, tmp_path: Path) -> None:
+    """To all processes: as Slurm does to those of a step. The SIGTERM that follows doesn't skip the save."""
+    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000", "train.global_batch=32"]
+    with started([*STARTS[engine], *words], tmp_path) as run:
+        run.wait_until(lambda: len(committed(tmp_path / "run")) > 1)
+        for process in everything(run) if to_all else [psutil.Process(run.pid)]:
+            process.send_signal(signal.SIGUSR1)
+        time.sleep(0.05)
+        if run.poll() is None:
+            os.kill(run.pid, signal.SIGTERM)
+        assert run.wait(GRACE_S) == 143, run.err
+        assert "stopped after step" in run.err, run.err
+        assert "Restart" not in run.err
+        assert "Traceback" not in run.err
+    end = json.loads((tmp_path / "run/STOPPED").read_text())
+    assert end["step"] == committed(tmp_path / "run")[-1]
+    assert end["reason"] in ("SIGUSR1", "SIGTERM", "SIGUSR1, SIGTERM", "SIGTERM, SIGUSR1")
+
+
+@pytest.mark.slow
+def test_too_short_a_grace_is_said_after_the_first_save_and_at_the_next_start(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device=cpu", "--config=tiny.yaml", "run.grace_s=0.001", "checkpoint.every=2"]
+    said = "more than run.grace_s=0.001 s"
+    assert launch(*words, "train.stop_at=4") == 0
+    err = capfd.readouterr().err
+    assert err.count(said) == 1
+    assert err.index("saved ") < err.index(said) < err.index("step-00000004")
+    assert launch(*words) == 0
+    err = capfd.readouterr().err
+    assert err.count(said) == 1
+    assert err.index(said) < err.index("step: ")
+    assert "a save takes " in err
+    assert launch(*words, "train.steps=8", "run.grace_s=60", "checkpoint.allow=[train.steps]") == 0
+    assert "grace_s" not in capfd.readouterr().err.replace("run.grace_s=60", "")
