@@ -35,6 +35,17 @@ def end_with_agent(environ: Mapping[str, str]) -> None:
         end_with_parent(int(run.removeprefix(OUR_RUNS)) if run.startswith(OUR_RUNS) else os.getppid())
 
 
+def end_agent(environ: Mapping[str, str]) -> None:
+    """Ask torchrun on this host to end, after a stop that its processes learnt of by themselves.
+
+    Otherwise it takes their exit code for a failure: it restarts them, and on several hosts waits for the others. Does
+    nothing without restarts.
+    """
+    if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environ.get("LOCAL_RANK") == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun passes it on
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
 def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent, process `parent`, ends. Does nothing except on Linux."""
     if sys.platform != "linux":
@@ -143,6 +154,11 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         return self.reason is not None
+
+    @property
+    def is_by_signal(self) -> bool:
+        """Whether this process got SIGTERM or SIGINT, which launchers send to all of theirs."""
+        return self._pressed_at is not None
 
     def request(self, reason: str) -> bool:
         """Request a stop from any thread; before the first step too it waits for a step. Returns whether it is new."""

@@ -7,6 +7,7 @@ never waits for the host. They are read before a save, so that values that aren'
 import gc
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -31,7 +32,7 @@ from portable_fsdp.runtime.errors import (
     TrainingError,
 )
 from portable_fsdp.runtime.factory import UserExit, user_code
-from portable_fsdp.runtime.signals import Stopped, StopRequest
+from portable_fsdp.runtime.signals import Stopped, StopRequest, end_agent
 from portable_fsdp.train.build import open_batches
 from portable_fsdp.train.control import Votes, decide, is_patience_over
 from portable_fsdp.train.evaluate import Evaluator, Sampler, updated_history
@@ -77,6 +78,8 @@ def train(
                 with recorded(run):
                     run.outcome = _train_steps(run)
                 if run.outcome == "stopped":
+                    if not stop.is_by_signal:
+                        end_agent(os.environ)
                     return EXIT_STOPPED
                 newest = run.last_checkpoint
                 if run.step > run.start.step:  # only process 0 knows the commits
