@@ -28,6 +28,7 @@ fi
 
 not_set_up=66 # answer of a worker that has no checkout yet
 unknown=67    # gcloud couldn't tell the state
+taken=75      # answer of a worker whose run saved and stopped without `stop`: its host is about to end
 
 call() { # runs a command, or prints it
     if $dry_run; then
@@ -74,13 +75,15 @@ ${slice}log=build/run.log
 touch \$log
 lines=\$(wc -l < \$log)
 if ! kill -0 \"\$(cat build/run.pid 2> /dev/null)\" 2> /dev/null; then
-    rm -f build/run.exit
+    rm -f build/run.exit build/stop
     PJRT_DEVICE=TPU setsid bash -c 'trap : TERM; \"\$@\"; echo \$? > build/run.exit' run \\
         .venv/bin/python -m portable_fsdp.launch --device=tpu$arguments >> \$log 2>&1 < /dev/null &
     echo \$! > build/run.pid
 fi
 tail --lines=+\$((lines + 1)) --follow --pid=\"\$(cat build/run.pid)\" \$log
-exit \"\$(cat build/run.exit 2> /dev/null || echo 1)\""
+code=\$(cat build/run.exit 2> /dev/null || echo 1)
+[ \$code != 143 ] || [ -e build/stop ] || code=$taken
+exit \$code"
 }
 
 logs() {
@@ -88,7 +91,8 @@ logs() {
 }
 
 stop() { # the run saves, and ends with 143
-    on_workers all "pkill --signal TERM --session \"\$(cat portable_fsdp/build/run.pid)\" --full portable_fsdp.launch"
+    on_workers all "touch portable_fsdp/build/stop
+pkill --signal TERM --session \"\$(cat portable_fsdp/build/run.pid)\" --full portable_fsdp.launch"
 }
 
 doctor() {

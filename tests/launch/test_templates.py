@@ -184,6 +184,17 @@ def test_a_worker_with_torchtpu_names_the_slice_or_fails(
     assert ("the metadata server names no hosts of this slice" in done.stderr) == (code == 1)
 
 
+@pytest.mark.parametrize(("ends", "code"), [("touch build/stop; exit 143", 143), ("exit 143", 75), ("exit 1", 1)])
+def test_a_worker_tells_a_stop_by_its_user_from_the_end_of_its_host(ends: str, code: int, tmp_path: Path) -> None:
+    """A TPU that is about to end may look usable for another minute: `run` shall start again, and not end with 143."""
+    program(tmp_path / "portable_fsdp/.venv/bin", "python", ends)
+    (tmp_path / "portable_fsdp/build").mkdir()
+    (tmp_path / "portable_fsdp/build/installed").touch()
+    line = worker_line("tpu_vm.sh", tmp_path / "bin", "run", "--config=c.yaml")
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+
+
 # ------------------------------------------------------------------------------------- Slurm, containers and SkyPilot
 
 HOST = {"PATH": f"{PROGRAMS}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
