@@ -243,7 +243,7 @@ def stopped_by_notice(engine: str, folder: Path, seed: int, *words: str) -> floa
     ],
 )
 def test_a_run_saves_before_its_host_ends_and_resumes_to_the_same_curve(engine: str, seed: int, tmp_path: Path) -> None:
-    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100", "train.global_batch=32"]
+    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=60", "train.global_batch=16"]
     seconds = stopped_by_notice(engine, tmp_path, seed, *words)
     print(f"{engine}, seed {seed}: out after {seconds:.2f} s")
     finish([*STARTS[engine], *words], tmp_path)
