@@ -113,13 +113,13 @@ def test_a_run_on_a_tpu_vm_is_tried_again_and_nothing_is_deleted_on_a_guess(
 # --------------------------------------------------------------------------------------------- a worker of a TPU VM
 
 
-def worker_line(script: str, folder: Path, *words: str) -> str:
+def worker_line(script: str, folder: Path, *arguments: str) -> str:
     """The command line that `script` hands to its workers, as a dry run prints it; checks the words on the way."""
     variables = "TPU_NAME=slice TPU_ZONE=z"
     show = 'gcloud() { printf "%s\\0" "$@"; }'
-    line = f'{show}; eval "$({variables} launch/{script} --dry-run {shlex.join(words)})"'
-    [*_, last] = play(line, folder).stdout.rstrip("\0").split("\0")
-    return last.removeprefix("--command=")
+    line = f'{show}; eval "$({variables} launch/{script} --dry-run {shlex.join(arguments)})"'
+    words = play(line, folder).stdout.split("\0")
+    return [word.removeprefix("--command=") for word in words if word.startswith("--command=")][-1]
 
 
 @pytest.mark.slow
@@ -187,6 +187,7 @@ def test_a_worker_with_torchtpu_names_the_slice_or_fails(
 @pytest.mark.parametrize(("ends", "code"), [("touch build/stop; exit 143", 143), ("exit 143", 75), ("exit 1", 1)])
 def test_a_worker_tells_a_stop_by_its_user_from_the_end_of_its_host(ends: str, code: int, tmp_path: Path) -> None:
     """A TPU that is about to end may look usable for another minute: `run` shall start again, and not end with 143."""
+    (tmp_path / "bin").mkdir()
     program(tmp_path / "portable_fsdp/.venv/bin", "python", ends)
     (tmp_path / "portable_fsdp/build").mkdir()
     (tmp_path / "portable_fsdp/build/installed").touch()
