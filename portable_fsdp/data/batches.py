@@ -28,7 +28,7 @@ from portable_fsdp.data.packing import Rows, StepRows, count_labels, count_value
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import Closing, ConfigError, PortableFSDPError, TrainingError
 from portable_fsdp.runtime.factory import user_code
-from portable_fsdp.runtime.signals import STOP_SIGNALS, end_with_parent
+from portable_fsdp.runtime.signals import STOP_SIGNALS, end_with_parent, starts_without
 
 STEPS_AHEAD = 3
 _CLOSE_S = 5.0  # for the step that workers are reading
@@ -239,7 +239,8 @@ class StepLoader(Closing):
         before = os.environ.get(name)
         os.environ[name] = "0"  # else torch in a worker would load device backend packages
         try:
-            steps = cast(Any, iter(self._loader))
+            with starts_without(signal.SIGUSR1):  # else it would kill multiprocessing's resource tracker
+                steps = cast(Any, iter(self._loader))
         finally:
             self._processes = [process for process in active_children() if process not in others]
             os.environ.pop(name)

@@ -54,7 +54,7 @@ class Grace(Callback):
     def before_last_save(self, requested_at: float | None, saves: int, newest: Path | None) -> None:
         """Warn if the time left seems too short for `saves` saves in a row. `requested_at`: by time.monotonic()."""
         left_s = self._grace_s - (0.0 if requested_at is None else time.monotonic() - requested_at)
-        if self._save_s * saves > left_s:
+        if self._save_s and self._save_s * saves > left_s:  # unknown on other processes than 0
             under_way = ", after one that is under way" if saves > 1 else ""
             saved = newest.name if newest else "none"
             log.warning(

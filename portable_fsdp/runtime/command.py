@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from portable_fsdp.runtime.errors import (
     without_passwords,
 )
 from portable_fsdp.runtime.host import keep_torch_tpu_out, pip_install
-from portable_fsdp.runtime.signals import STOP_SIGNALS
+from portable_fsdp.runtime.signals import STOP_SIGNALS, starts_without
 
 _OWN_PACKAGES = (
     *("absl", "accelerate", "annotated_types", "numpy", "psutil", "pydantic", "rich", "safetensors", "tokenizers"),
@@ -370,13 +369,9 @@ class KeptOutput:
             path.parent.mkdir(exist_ok=True)
             with path.open("ab") as file:
                 file.write(f"--- {time.strftime(_TIME)}\n".encode() + self._held.read())
-            # In its own session: Ctrl-C at the terminal reaches only the run. Slurm signals all processes of a job, and
-            # tee must outlive them: it inherits these signals as blocked.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            try:
+            # In its own session: Ctrl-C at the terminal reaches only the run. Schedulers signal all processes of a job.
+            with starts_without(*STOP_SIGNALS):
                 tee = subprocess.Popen(["tee", "-a", path], stdin=subprocess.PIPE, stdout=2, start_new_session=True)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         except OSError as error:
             to_stderr(_dropped(path, error))
             return

@@ -74,6 +74,16 @@ def kill_descendants(grace_s: float = 0.0) -> None:
     psutil.wait_procs(left)
 
 
+@contextmanager
+def starts_without(*numbers: signal.Signals) -> Generator[None]:
+    """Block signals in this thread, and for good in the processes that it starts meanwhile: they inherit the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Stopped(BaseException):
     """A stop was requested before the first step, when there is nothing to save. Not an Exception, so that no handler
     takes it for an error of a file."""

@@ -8,14 +8,27 @@ import socket
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
-from cli import PYTHON, SAVES, Started, committed, events, finish, launch, require_curve, started, tiny_config
+from cli import (
+    PYTHON,
+    SAVES,
+    TORCHRUN,
+    Started,
+    committed,
+    events,
+    finish,
+    free_port,
+    launch,
+    require_curve,
+    started,
+    tiny_config,
+)
 
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.runtime.errors import ConfigError
@@ -251,6 +264,38 @@ def test_a_run_saves_before_its_host_ends_and_resumes_to_the_same_curve(engine: 
     require_curve(tmp_path, "--device=cpu", *words)
 
 
+@pytest.mark.proof
+def test_the_notice_of_any_host_stops_all(tmp_path: Path) -> None:
+    """Two processes as on two hosts, each with a metadata server of its own; only that of the second has a notice."""
+    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000"]
+    counts = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    counts["MASTER_PORT"] = str(free_port())
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving()) for _ in range(2)]
+        commands = [[*CPU, "--backend=native", *words, f"run.preemption={server.url}"] for server in servers]
+        starts = (started(command, tmp_path, RANK=str(rank), **counts) for rank, command in enumerate(commands))
+        runs = [stack.enter_context(start) for start in starts]
+        runs[0].wait_until(lambda: bool(committed(tmp_path / "run")))
+        servers[1].set("preempted", "TRUE")
+        assert [run.wait(GRACE_S) for run in runs] == [143, 143], runs[0].err + runs[1].err
+    assert f"stopped after step {committed(tmp_path / 'run')[-1]} (Compute Engine preempts {HOST})" in runs[0].err
+    assert f"[process 1] Compute Engine preempts {HOST}: ending after" in runs[1].err
+    assert "grace" not in runs[1].err
+
+
+@pytest.mark.proof
+def test_torchrun_restarts_nothing_after_a_notice(tmp_path: Path) -> None:
+    words = ["--device=cpu", f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000"]
+    with serving() as server:
+        command = [*TORCHRUN[:-2], "--max-restarts=3", *TORCHRUN[-2:], *words, f"run.preemption={server.url}"]
+        with started(command, tmp_path) as run:
+            run.wait_until(lambda: bool(committed(tmp_path / "run")))
+            server.set("preempted", "TRUE")
+            assert run.wait(GRACE_S) == 1, run.err  # torchrun's own
+    assert len(events(tmp_path / "run", "start")) == 1
+    assert json.loads((tmp_path / "run/STOPPED").read_text())["step"] == committed(tmp_path / "run")[-1]
+
+
 def everything(run: Started) -> list[psutil.Process]:
     process = psutil.Process(run.pid)
     return [process, *process.children(recursive=True)]
@@ -261,7 +306,7 @@ def everything(run: Started) -> list[psutil.Process]:
 @pytest.mark.parametrize("to_all", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["supervisor", "all"])
 def test_sigusr1_requests_a_stop(engine: str, to_all: bool, tmp_path: Path) -> None:
     """To all processes: as Slurm does to those of a step. The SIGTERM that follows doesn't skip the save."""
-    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000", "train.global_batch=32"]
+    words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000", "run.grace_s=0.001"]
     with started([*STARTS[engine], *words], tmp_path) as run:
         run.wait_until(lambda: len(committed(tmp_path / "run")) > 1)
         for process in everything(run) if to_all else [psutil.Process(run.pid)]:
@@ -271,6 +316,7 @@ def test_sigusr1_requests_a_stop(engine: str, to_all: bool, tmp_path: Path) -> N
             os.kill(run.pid, signal.SIGTERM)
         assert run.wait(GRACE_S) == 143, run.err
         assert "stopped after step" in run.err, run.err
+        assert run.err.count("0.0 s of run.grace_s are left. Newest checkpoint until then: step-") == 1, run.err
         assert "Restart" not in run.err
         assert "Traceback" not in run.err
     end = json.loads((tmp_path / "run/STOPPED").read_text())
