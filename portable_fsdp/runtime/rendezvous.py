@@ -22,7 +22,7 @@ from portable_fsdp.runtime.errors import (
 )
 from portable_fsdp.runtime.launchers import OUR_RUNS
 from portable_fsdp.runtime.limits import begin
-from portable_fsdp.runtime.signals import as_sigterm, kill_descendants
+from portable_fsdp.runtime.signals import Presses, kill_descendants
 
 _CONNECT_S = 20  # between two checks of the store's address
 
@@ -45,7 +45,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
     not.
     """
     from torch.distributed import DistNetworkError, run
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException, api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # Else torchrun sets it to 1 and prints a paragraph about it.
@@ -57,9 +57,20 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
     else:
         rendezvous = [f"--nnodes={hosts.hosts}", f"--node-rank={hosts.rank}", "--rdzv-id=portable_fsdp"]
         rendezvous += [f"--master-addr={hosts.address}", f"--master-port={hosts.port}"]
+    presses, stops = Presses(), list[int]()
+
+    def stop(number: int, _: object) -> None:
+        """Raise at the first signal and at a second request: another exception would end torch's wait for the save."""
+        if presses.is_second(number) or not stops:
+            stops.append(number)
+            sent = signal.SIGTERM if number == signal.SIGUSR1 else signal.Signals(number)
+            raise SignalException(f"stopped by {sent.name}", sigval=sent)
+
+    cast(Any, api)._terminate_process_handler = stop  # torch installs it when it starts the workers
+    previous = signal.signal(signal.SIGUSR1, stop)  # which torch doesn't handle
     try:
         # The launcher creates a log folder, unused here (logs go to the console), and never removes it.
-        with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs, as_sigterm(signal.SIGUSR1):
+        with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs:
             run.run(
                 run.parse_args(
                     [*rendezvous, f"--nproc_per_node={count}", f"--log-dir={logs}", "-m", module, *arguments]
@@ -75,6 +86,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
             raise
         raise cannot_listen(hosts.port, error) from None
     finally:
+        signal.signal(signal.SIGUSR1, previous)
         # A signal during the start of its processes ends the launcher before it knows them; they would survive.
         kill_descendants()
     return EXIT_FINISHED

@@ -127,14 +127,23 @@ def _restore(handlers: Iterable[tuple[signal.Signals, Any]]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-@contextmanager
-def as_sigterm(number: signal.Signals) -> Generator[None]:
-    """Handle `number` as this process handles SIGTERM at that time."""
-    previous = signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
-    try:
-        yield
-    finally:
-        _restore([(number, previous)])
+class Presses:
+    """Tell a second request from a copy of the first, and from the SIGTERM that a scheduler's SIGUSR1 announces.
+
+    torch's elastic launcher forwards a signal to processes that already got it from the terminal or a scheduler, so one
+    request can arrive twice within milliseconds.
+    """
+
+    def __init__(self, same_press_s: float = 1.0) -> None:
+        self._same_press_s = same_press_s
+        self.first_at: float | None = None  # time.monotonic() of the first SIGTERM or SIGINT
+
+    def is_second(self, number: int) -> bool:
+        if number == signal.SIGUSR1:
+            return False
+        now = time.monotonic()
+        self.first_at = self.first_at or now
+        return now - self.first_at > self._same_press_s
 
 
 class StopRequest:
@@ -146,16 +155,13 @@ class StopRequest:
             while not stop.requested: ...
 
     A second SIGTERM or SIGINT raises Interrupted, which ends the run immediately, without waiting for the step and its
-    save. SIGUSR1 and `request` don't count: a scheduler announces by them that its SIGTERM will follow.
+    save. SIGUSR1 and `request` don't count: they announce that SIGTERM will follow.
     Enter it in the main thread: Python handles signals only there, between two Python instructions, and a compiler may
     run for minutes. So before the first step a thread ends the process if the main thread hasn't within `grace_s`.
     """
 
     def __init__(self, same_press_s: float = 1.0, grace_s: float = 2.0) -> None:
-        # torch's elastic launcher forwards a signal to processes that already got it from the terminal or a scheduler,
-        # so one request can arrive twice within milliseconds.
-        self._same_press_s, self._grace_s = same_press_s, grace_s
-        self._pressed_at: float | None = None  # by SIGTERM or SIGINT
+        self._presses, self._grace_s = Presses(same_press_s), grace_s
         self.requested_at: float | None = None  # time.monotonic()
         self._previous: dict[signal.Signals, Any] = {}
         self._ends_at_once, self._is_ending, self._over = True, False, threading.Event()
@@ -167,8 +173,8 @@ class StopRequest:
 
     @property
     def is_by_signal(self) -> bool:
-        """Whether this process got SIGTERM or SIGINT, which launchers send to all of theirs."""
-        return self._pressed_at is not None
+        """Whether this process got SIGTERM or SIGINT, which launchers send to all their processes."""
+        return self._presses.first_at is not None
 
     def request(self, reason: str) -> bool:
         """Request a stop from any thread; before the first step too it waits for a step. Returns whether it is new."""
@@ -200,11 +206,9 @@ class StopRequest:
         os.close(self._signals)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now, name = time.monotonic(), signal.Signals(number).name
-        if number != signal.SIGUSR1:
-            if self._pressed_at is not None and now - self._pressed_at > self._same_press_s:
-                raise Interrupted
-            self._pressed_at = self._pressed_at or now
+        if self._presses.is_second(number):
+            raise Interrupted
+        name = signal.Signals(number).name
         is_new = self.request(name)
         if self._ends_at_once and not self._is_ending:
             self._is_ending = True

@@ -1,7 +1,6 @@
 """Runs that save and stop before their host ends: notices of a metadata server, SIGUSR1, and too short a grace."""
 
 import json
-import os
 import random
 import signal
 import socket
@@ -309,11 +308,12 @@ def test_sigusr1_requests_a_stop(engine: str, to_all: bool, tmp_path: Path) -> N
     words = [f"--config={tiny_config(tmp_path)}", *SAVES, "train.steps=100000", "run.grace_s=0.001"]
     with started([*STARTS[engine], *words], tmp_path) as run:
         run.wait_until(lambda: len(committed(tmp_path / "run")) > 1)
-        for process in everything(run) if to_all else [psutil.Process(run.pid)]:
-            process.send_signal(signal.SIGUSR1)
-        time.sleep(0.05)
-        if run.poll() is None:
-            os.kill(run.pid, signal.SIGTERM)
+        processes = everything(run) if to_all else [psutil.Process(run.pid)]
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            time.sleep(0.05)
         assert run.wait(GRACE_S) == 143, run.err
         assert "stopped after step" in run.err, run.err
         assert run.err.count("0.0 s of run.grace_s are left. Newest checkpoint until then: step-") == 1, run.err
