@@ -73,7 +73,8 @@ class Answer(BaseHTTPRequestHandler):
             return
         with changed:
             if "wait_for_change" in wanted:
-                is_new = lambda: etag(self.server.values[key]) != wanted["last_etag"]  # noqa: E731
+                server = self.server
+                is_new = lambda: etag(server.values[key]) != wanted["last_etag"]  # noqa: E731
                 changed.wait_for(is_new, float(wanted["timeout_sec"]))
             value = self.server.values[key]
         self.send_response(200)
