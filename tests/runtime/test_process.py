@@ -24,7 +24,7 @@ from portable_fsdp.runtime.signals import Stopped, StopRequest
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_sets_the_flag_once_and_the_old_handler_comes_back(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +78,23 @@ def test_the_second_request_interrupts(number: signal.Signals) -> None:
         time.sleep(0.1)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
+
+
+def test_what_announces_a_sigterm_is_no_first_request(capfd: pytest.CaptureFixture[str]) -> None:
+    """The scheduler's SIGTERM comes while the run saves: it mustn't skip that save."""
+    with StopRequest(same_press_s=0.05) as stop:
+        assert stop.request("a notice")  # before the first step: nothing raises
+        assert not stop.request("another")
+        stop.begin_steps()
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            assert not stop.is_by_signal
+            time.sleep(0.1)
+            os.kill(os.getpid(), number)
+        assert (stop.reason, stop.is_by_signal) == ("a notice", True)
+        time.sleep(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == ""  # the watch has logged the notice
 
 
 ASK_THE_KERNEL = """
