@@ -54,7 +54,7 @@ def _watch(url: str, request_stop: Callable[[str], bool], over: threading.Event)
             failures += 1
             if is_first or failures >= _FAILURES:
                 cause = str(error) or type(error).__name__
-                log.warning("run.preemption: %s is no metadata server: %s. No notice will stop the run.", url, cause)
+                log.warning("run.preemption: %s is no metadata server: %s. Only signals will stop the run.", url, cause)
                 return
             over.wait(_HELD_S)
             continue

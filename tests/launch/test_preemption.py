@@ -196,7 +196,7 @@ def test_a_server_that_is_none_is_named_once(answer: bytes | None, caplog: pytes
     assert time.monotonic() - began < 5
     [record] = caplog.records
     assert f"run.preemption: {url} is no metadata server: " in record.message
-    assert "No notice will stop the run." in record.message
+    assert "Only signals will stop the run." in record.message
 
 
 def test_nothing_is_watched_where_compute_engine_isnt(tmp_path: Path) -> None:
