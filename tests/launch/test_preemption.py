@@ -30,6 +30,7 @@ from cli import (
 )
 
 from portable_fsdp.convert.read import load_config
+from portable_fsdp.runtime import preemption
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.host import metadata_server
 from portable_fsdp.runtime.preemption import _watch
@@ -105,6 +106,11 @@ def serving(**values: str) -> Generator[Metadata]:
 # ----------------------------------------------------------------------------------------------------------- the watch
 
 
+@pytest.fixture
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "_HELD_S", 1)
+
+
 def window(start: datetime, status: str = "PENDING") -> str:
     return json.dumps({"maintenance_status": status, "window_start_time": start.isoformat()})
 
@@ -125,6 +131,7 @@ HOST = socket.gethostname()
         ("upcoming-maintenance", '{"windowStartTime": "soon"}', None),
     ],
 )
+@pytest.mark.usefixtures("short_polls")
 def test_a_notice_requests_a_stop(key: str, value: str, reason: str | None, caplog: pytest.LogCaptureFixture) -> None:
     reasons, over = list[str](), threading.Event()
     with serving() as server:
@@ -141,6 +148,7 @@ def test_a_notice_requests_a_stop(key: str, value: str, reason: str | None, capl
     )
 
 
+@pytest.mark.usefixtures("short_polls")
 def test_a_notice_from_before_the_start_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Else a run that is started again on a host with an hour of notice would stop after each step."""
     over = threading.Event()
