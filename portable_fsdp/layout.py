@@ -199,11 +199,14 @@ def split_batch(config: Config, row_shards: int) -> BatchSplit:
     shard has fewer rows than train.micro_batch, or such rows would change the loss.
     """
     train = config.train
+    if train.global_batch == 0:  # `make_config` without it, for a loop that makes its own batches
+        return BatchSplit(train.resolved_micro_batch, 0, 0)
     share = -(-train.global_batch // row_shards)
     if (micro_batch := train.resolved_micro_batch) > share:
+        rows = f"the rows of each of {row_shards} {_row_shards(config)}" if row_shards > 1 else "all rows"
         raise ConfigError(
-            f"train.micro_batch: expected at most {share}, the rows of each of {row_shards} {_row_shards(config)} "
-            f"(train.global_batch={train.global_batch}), found {micro_batch}.\n"
+            f"train.micro_batch: expected at most {share}, {rows} (train.global_batch={train.global_batch}), "
+            f"found {micro_batch}.\n"
             f"  Set train.micro_batch={share}, or train.global_batch={micro_batch * row_shards}."
         )
     accumulation = -(-share // micro_batch)

@@ -138,8 +138,8 @@ QUICKSTART = [f"--config={ROOT / 'configs/quickstart.yaml'}", "--device=cpu", "-
 
 THEIRS = f"--import={ROOT / 'tests/convert/samples/multi_gpu.yaml'}"
 WRONG = [
-    *("optim.lrr=1", "optim.warmup_steps=151", "optim.schedule=wsd optim.decay_ratio=0.99", "train.global_batch=7"),
-    *("memory.every=2", "compile.scan_layers=true memory.every=2 train.global_batch=7", THEIRS, "--num_devices=x"),
+    *("optim.lrr=1", "optim.warmup_steps=151", "optim.schedule=wsd optim.decay_ratio=0.99", "train.global_batch=2"),
+    *("memory.every=2", "compile.scan_layers=true memory.every=2 train.global_batch=2", THEIRS, "--num_devices=x"),
 ]
 
 
@@ -163,7 +163,9 @@ def test_strict_does_not_judge_by_a_number_of_devices_that_it_is_not_told(capsys
     strict = [CONFIG, "--strict", "--device=cuda", "train.global_batch=7", "train.micro_batch=7"]
     assert explained(capsys, *strict, "--num_devices=1")
     assert explained(capsys, *strict)
-    assert "7 * 16 = 112 sequences, found 7" in refused(capsys, *strict, "--num_devices=8", "--num_hosts=2")
+    assert "expected at most 1, the rows of each of 16 devices (train.global_batch=7), found 7" in refused(
+        capsys, *strict, "--num_devices=8", "--num_hosts=2"
+    )
     message = refused(capsys, *QUICKSTART, "--strict", THEIRS, "--num_hosts=2")  # 4 devices, as it says
     assert "num_machines: expected 2 (the launcher), found 1" in message
     assert "num_processes" not in message

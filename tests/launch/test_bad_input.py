@@ -219,7 +219,11 @@ QUICKSTART = ["--device=cpu", f"--config={ROOT / 'configs/quickstart.yaml'}"]
 REFUSED = [
     ("launch", [*QUICKSTART, "optim.lrr=3"], "optim.lrr: unknown key"),
     ("launch", [*QUICKSTART, "sharding.plan={x: colwize}"], "sharding.plan.x: expected colwise | packed_colwise |"),
-    ("launch", [*QUICKSTART, "--num_devices=5"], "train.global_batch: expected a multiple"),
+    (
+        "launch",
+        [*QUICKSTART, "--num_devices=24"],
+        "train.micro_batch: expected at most 1, the rows of each of 24 devices",
+    ),
     ("launch", [*QUICKSTART, "--backend=xla", "memory.cpu_offload=true"], "memory.cpu_offload=true"),
     ("launch", [*QUICKSTART, "--num_devices=2", "run.dir={tmp}/file"], "run.dir: expected a writable or new folder"),
     ("launch", [*QUICKSTART, "data.source=text", "data.path={tmp}/*.txt"], "data.path: no such file or match: "),

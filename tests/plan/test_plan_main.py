@@ -157,20 +157,20 @@ def test_a_plan_on_a_tpu_slice(plan: Planner) -> None:
 
 
 def test_a_sweep(plan: Planner) -> None:
-    code, out, err = plan("--on=h100:2", "--over=train.micro_batch=2,3", "--over=sharding.strategy=NO_SHARD,FULL_SHARD")
+    code, out, err = plan("--on=h100:2", "--over=train.micro_batch=2,9", "--over=sharding.strategy=NO_SHARD,FULL_SHARD")
     assert code == 0, err
     rows = [line.split()[:2] for line in out.splitlines()[1:] if "fits" in line]
     assert sorted(rows) == sorted([size, how] for size in "2" for how in ("NO_SHARD", "FULL_SHARD"))
     refused = out.partition("refused:\n")[2].splitlines()
     assert [row.split() for row in refused[:2]] == [
-        ["train.micro_batch=3", f"sharding.strategy={how}"] for how in ("NO_SHARD", "FULL_SHARD")
+        ["train.micro_batch=9", f"sharding.strategy={how}"] for how in ("NO_SHARD", "FULL_SHARD")
     ]
-    assert refused[2].startswith("train.global_batch: expected a multiple")  # 16 rows are none of 3 x 2, said once
-    assert "4 of at most 4: train.micro_batch=3 sharding.strategy=FULL_SHARD: refused" in err
-    code, out, _ = plan("--on=h100:2", "--over=train.micro_batch=3,5", "--json")
+    assert refused[2].startswith("train.micro_batch: expected at most 8")  # of 16 rows on two devices, said once
+    assert "4 of at most 4: train.micro_batch=9 sharding.strategy=FULL_SHARD: refused" in err
+    code, out, _ = plan("--on=h100:2", "--over=train.micro_batch=9,10", "--json")
     result = json.loads(out)
     assert (code, result["schema_version"], result["complete"], result["left_out"]) == (2, 1, True, [])
-    assert ["expected a multiple" in tried["refusal"] for tried in result["plans"]] == [True, True]
+    assert ["expected at most 8" in tried["refusal"] for tried in result["plans"]] == [True, True]
 
 
 def test_what_does_not_fit_comes_with_what_would_and_a_picture(plan: Planner, tmp_path: Path) -> None:
