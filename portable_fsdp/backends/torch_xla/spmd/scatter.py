@@ -10,7 +10,7 @@ reduce-scatter per axis. The head and its loss run so too, by chunks of a device
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -64,17 +64,13 @@ class Scatter(NamedTuple):
 
     def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """`[rows, ..., a]`, `[rows, ..., b]` -> `[a, b]`, summed over all but the last dimension, in `dtype`."""
-        return self._summed(
-            lambda left, right: product_in(left, right, dtype), (left.shape[-1], right.shape[-1]), dtype, left, right
-        )
+        return self._summed(partial(product_in, dtype=dtype), (left.shape[-1], right.shape[-1]), dtype, left, right)
 
     def rows(self, ids: Tensor, gradient: Tensor, words: int, padding: int) -> Tensor:
         """`[rows, ...]`, `[rows, ..., hidden]` -> `[words, hidden]`: sum by word, without those of `padding`."""
-
-        def by_word(ids: Tensor, gradient: Tensor) -> Tensor:
-            return torch.ops.aten.embedding_dense_backward(gradient, ids, words, padding, False)
-
-        return self._summed(by_word, (words, gradient.shape[-1]), gradient.dtype, ids, gradient)
+        options = {"num_weights": words, "padding_idx": padding, "scale_grad_by_freq": False}
+        by_word = partial(torch.ops.aten.embedding_dense_backward, **options)
+        return self._summed(by_word, (words, gradient.shape[-1]), gradient.dtype, gradient, ids)
 
     def _summed(
         self, function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor
@@ -117,11 +113,11 @@ def scattered(total: Tensor, scatter: Scatter) -> Tensor:
     """`[rows, width]` on each device -> their sum, a global tensor that is sharded by rows."""
     import torch_xla
 
-    bridge, shape = cast(Any, torch_xla)._XLAC, total.shape
+    bridge = cast(Any, torch_xla)._XLAC
     if scatter.slices > 1:
         # Within a slice first: then only each chip's part of its slice's sum crosses the network.
         by_slice = total.reshape(scatter.slices, math.prod(scatter.along), -1)
-        total = by_slice.transpose(0, 1).reshape(shape)
+        total = by_slice.transpose(0, 1).reshape(total.shape)
     devices = np.arange(scatter.replicas * scatter.parts).reshape(scatter.replicas, scatter.slices, *scatter.along)
     for axis in (*range(2, devices.ndim), 1):
         if (size := devices.shape[axis]) > 1:
