@@ -128,7 +128,8 @@ class ShardPolicy:
     layouts: Mapping[str, Spec] = field(default_factory=lambda: {})
     tensor: "TensorPlan | None" = None  # None: no axis `tensor`
     experts: tuple[str, ...] = ()  # modules whose weights `expert_spec` lays out; an engine may run its own products
-    process_experts: Callable[..., Any] | None = None  # `models.experts.OneDevice`
+    process_experts: Callable[[int, float | None, Callable[[Tensor], Tensor]], Any] | None = None
+    """`models.experts.OneDevice`: experts of processes that exchange rows"""
     expert_capacity: float | None = None  # of each exchange, in multiples of an even load; None: of the worst case
 
 

@@ -191,26 +191,26 @@ def shards_of_a_replica(config: Config, place: Deployment) -> int | None:
 
 def _groups(config: Config, devices: int | None) -> int | None:
     """Devices along the axes `replicate` and `shard`."""
-    sharding = config.sharding
-    return None if devices is None else devices // (sharding.expert * sharding.context * sharding.tensor)
+    return None if devices is None else devices // math.prod(_inner_axes(config).values())
+
+
+def _inner_axes(config: Config) -> dict[str, int]:
+    return {axis: getattr(config.sharding, axis) for axis in INNER_AXES}
 
 
 def _axis_rule(axis: str) -> Rule:
     """The rule of an axis of neighbouring devices: all these axes together divide the devices."""
 
-    def others(config: Config) -> int:
-        return math.prod(getattr(config.sharding, other) for other in INNER_AXES if other != axis)
-
     def is_wrong(config: Config, place: Deployment) -> bool:
         """Names the axes that don't divide the devices; if each does, but not all together, the last one."""
-        sizes, devices = {other: getattr(config.sharding, other) for other in INNER_AXES}, place.devices
+        sizes, devices = _inner_axes(config), place.devices
         if devices is None or devices % math.prod(sizes.values()) == 0:
             return False
         alone = [other for other, size in sizes.items() if devices % size]
         return axis in (alone or [other for other, size in sizes.items() if size > 1][-1:])
 
     def fixes(config: Config, place: Deployment) -> tuple[str, ...]:
-        share = (place.devices or 1) // others(config)
+        share = (place.devices or 1) // math.prod((_inner_axes(config) | {axis: 1}).values())
         return tuple(f"sharding.{axis}={count}" for count in dict.fromkeys((1, *divisors(share), max(1, share))))
 
     return Rule(

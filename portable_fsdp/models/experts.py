@@ -23,18 +23,7 @@ from portable_fsdp.layout import Spec, expert_spec
 from portable_fsdp.runtime.errors import ConfigError
 
 DENSE = "portable_fsdp_dense"
-GROUPED = "portable_fsdp_grouped"
-BATCHED = "portable_fsdp_batched"
-
-
-def note_choices(experts: Any, top_k_index: Tensor, dropped: Tensor | None = None) -> None:
-    """Write the rows of each expert, and the number of `dropped` rows, into the tensor `experts.load`, if it has one.
-
-    In place: torch.compile refuses an attribute that changes in a recomputed layer.
-    """
-    if (load := getattr(experts, "load", None)) is not None:
-        last = load.new_zeros(1) if dropped is None else dropped
-        load.copy_(torch.cat([choice_counts(top_k_index, experts.num_experts), last]))
+_NO_EXPERTS = "has no experts whose implementation can be set in transformers"
 
 
 def choice_counts(chosen: Tensor, experts: int) -> Tensor:
@@ -56,7 +45,7 @@ def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tenso
     weight: Tensor = getattr(experts, name)
     weight = weight if experts.is_transposed else weight.transpose(1, 2)
     out = None
-    if _has_kernel(rows):
+    if _has_kernel(rows, weight):
         product: Any = getattr(F, "grouped_mm", None) or cast(Any, torch)._grouped_mm
         out = cast(Tensor, product(rows.contiguous(), weight, offs=ends))
         if not experts.has_bias:
@@ -71,9 +60,11 @@ def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tenso
     return torch.where((expert < len(ends))[:, None], out, 0.0)  # the bias gets no gradient of what is arbitrary
 
 
-def _has_kernel(rows: Tensor) -> bool:
-    """torch 2.9 has a private function, which takes other dtypes than bfloat16 on CPUs alone, and never on tensors
-    without values: in plans, and while torch.compile traces."""
+def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """torch's products need rows of a multiple of 16 bytes. torch 2.9 has a private function, which takes other dtypes
+    than bfloat16 on CPUs alone, and never on tensors without values: in plans, and while torch.compile traces."""
+    if any(size * weight.itemsize % 16 for size in weight.shape[1:]):
+        return False
     if rows.dtype == torch.bfloat16 or hasattr(F, "grouped_mm"):
         return True
     return rows.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(rows, FakeTensor)
@@ -127,7 +118,7 @@ class Groups(Protocol):
     multiple: int
     """Numbers of rows in products are multiples of this."""
 
-    def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def on_each(self, function: Callable[..., list[Tensor]], *tensors: Tensor) -> list[Tensor]:
         """Run a function of each device's part, without gradients."""
         ...
 
@@ -154,9 +145,9 @@ class OneDevice:
         """`exchange`: an all-to-all of dimension 0, `[divisions, ...]`, between processes along the axis `expert`."""
         self.divisions, self.capacity, self._exchange = divisions, capacity, exchange
 
-    def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def on_each(self, function: Callable[..., list[Tensor]], *tensors: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            return function(*(tensor[0] for tensor in tensors))[None]
+            return [out[None] for out in function(*(tensor[0] for tensor in tensors))]
 
     def exchange(self, buffer: Tensor) -> Tensor:
         return self._exchange(buffer[0])[None]
@@ -180,10 +171,9 @@ def experts_on_devices(
     tokens, choices = own.shape[1], chosen.shape[1]
     held = experts.num_experts // groups.divisions
 
-    def run(rows: Tensor, uses: int, sort: Callable[..., Tensor], ids: Tensor) -> Tensor:
+    def run(rows: Tensor, uses: int, sort: Callable[..., list[Tensor]], ids: Tensor) -> Tensor:
         """Return the outputs of the experts in `ids`: `uses` of them for each row."""
-        count = rows.shape[1] * uses
-        sizes, order, rank = groups.on_each(sort, ids).split([held, count, count], dim=1)
+        sizes, order, rank = groups.on_each(sort, ids)
         by_expert = _take(groups, rows, order // uses, rank.unflatten(1, (-1, uses)))
         out = run_expert(experts, by_expert, partial(groups.linear, experts, sizes, choices))
         return _take(groups, out, rank, order[..., None])
@@ -196,58 +186,57 @@ def experts_on_devices(
             room = min(room, math.ceil(choices / groups.divisions * groups.capacity))
         room = -(-room // groups.multiple) * groups.multiple
         buffer = (groups.divisions, room)
-        places = groups.on_each(partial(_places, groups.divisions, held, room, drops), chosen)
-        slot, choice, ends = places.split([choices, math.prod(buffer), groups.divisions * held], dim=1)
-        if drops:
-            dropped = groups.on_each(partial(_dropped, math.prod(buffer)), slot)  # libtpu can't divide such a sum
-            note_choices(experts, top_k_index, dropped.sum(dim=0))
+        place = partial(_places, groups.divisions, held, room, drops)
+        slot, choice, ends, dropped = groups.on_each(place, chosen)
+        if drops and (load := getattr(experts, "load", None)) is not None:
+            load[-1:].copy_(dropped.sum(dim=0))
         sent = _take(groups, own, choice // top_k, slot.unflatten(1, (-1, top_k)), drops=drops)
         received = groups.exchange(sent.unflatten(1, buffer)).flatten(1, 2)
-        ends = groups.exchange(ends.unflatten(1, (groups.divisions, held)))
-        out = run(received, 1, partial(_sorted_places, room), ends)
+        out = run(received, 1, partial(_sorted_places, room), groups.exchange(ends))
         out = groups.exchange(out.unflatten(1, buffer)).flatten(1, 2)
         out = _take(groups, out, slot, choice[..., None], drops=drops)
     weighted = out.unflatten(1, (-1, top_k)) * top_k_weights.reshape(groups.devices, -1, top_k)[..., None]
     return weighted.sum(dim=2).view_as(hidden).to(hidden.dtype)
 
 
-def _sorted(groups: int, chosen: Tensor) -> Tensor:
-    """`[n]` -> int32 `[groups + 2 * n]`: the size of each group, the order that sorts, and each one's rank in it. Ids
-    from `groups` on sort to the end."""
+def _sorted(groups: int, chosen: Tensor) -> list[Tensor]:
+    """`[n]` -> int32: the size of each group, the order that sorts, and each one's rank in it. Ids from `groups` on
+    sort to the end."""
     ids, order = chosen.sort(stable=True)
     experts = torch.arange(groups, device=chosen.device)
     if chosen.device.type == "xla":  # scatters are slow
-        return torch.cat([(chosen[:, None] == experts).sum(dim=0), order, order.argsort()]).int()
-    sizes = torch.searchsorted(ids, experts, right=True).diff(prepend=experts.new_zeros(1))
-    rank = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
-    return torch.cat([sizes, order, rank]).int()
+        sizes, rank = (chosen[:, None] == experts).sum(dim=0), order.argsort()
+    else:
+        sizes = torch.searchsorted(ids, experts, right=True).diff(prepend=experts.new_zeros(1))
+        rank = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+    return [sizes.int(), order.int(), rank.int()]
 
 
-def _places(divisions: int, held: int, room: int, drops: bool, chosen: Tensor) -> Tensor:
+def _places(divisions: int, held: int, room: int, drops: bool, chosen: Tensor) -> list[Tensor]:
     """Place the choices `[n]` in a buffer `[divisions, room]`, by the device of their expert and sorted by it.
 
-    Returns int32, one after the other: the place of each choice, or divisions * room: dropped; the choice at each
-    place, or n: none; and the end of each expert's rows in its device's part, `[divisions, held]`.
+    Returns int32 the place of each choice, or divisions * room: dropped; the choice at each place, or n: none; the end
+    of each expert's rows in its device's part, `[divisions, held]`; and float32 `[1]`, how many choices it drops.
     """
-    count, device = divisions * held, chosen.device
+    count = divisions * held
     n_held, n_room, n = (_number(value, chosen) for value in (held, room, len(chosen)))
-    sizes, order, rank = _sorted(count, chosen).long().split([count, len(chosen), len(chosen)])
-    firsts, chosen = sizes.cumsum(dim=0) - sizes, chosen.long()
-    to, nth = chosen // n_held, rank - firsts.index_select(0, chosen)  # the device, and the place among its expert's
+    to, is_lost = chosen.long() // n_held, torch.zeros_like(chosen, dtype=torch.bool)  # `to`: the device
     if drops:  # experts take turns, so that the largest lose first
+        sizes, _, rank = (result.long() for result in _sorted(count, chosen))
+        firsts = sizes.cumsum(dim=0) - sizes
+        nth = rank - firsts.index_select(0, chosen)  # among the rows of its expert
         turns = ((to * n + nth) * n_held + chosen % n_held).argsort().argsort()
-        is_kept = turns - firsts[::held].index_select(0, to) < n_room
-        sizes = ((chosen[:, None] == torch.arange(count, device=device)) & is_kept[:, None]).sum(dim=0)
+        is_lost = turns - firsts[::held].index_select(0, to) >= n_room
+        chosen = torch.where(is_lost, _number(count, chosen), chosen.long()).int()
+    sizes, order, rank = (result.long() for result in _sorted(count, chosen))  # torch_xla doesn't promote in `where`
     ends = sizes.view(divisions, held).cumsum(dim=1)
-    starts, is_kept = ends.flatten() - sizes, nth < sizes.index_select(0, chosen)
-    slot = torch.where(is_kept, to * n_room + starts.index_select(0, chosen) + nth, _number(divisions * room, chosen))
-    places = torch.arange(room, device=device)
-    expert = (places[:, None] >= ends[:, None]).sum(dim=-1)  # `held`: none
-    first = torch.arange(0, count, held, device=device)
-    at = (torch.minimum(expert, n_held - 1) + first[:, None]).flatten()
-    place = (firsts - starts).index_select(0, at) + places.repeat(divisions)
-    choice = torch.where(expert.flatten() < n_held, order.index_select(0, torch.minimum(place, n - 1)), n)
-    return torch.cat([slot, choice, ends.flatten()]).int()
+    rows = sizes.view(divisions, held).sum(dim=1)
+    first = rows.cumsum(dim=0) - rows  # of each device, in the order
+    slot = torch.where(is_lost, _number(divisions * room, chosen), to * n_room + rank - first.index_select(0, to))
+    places = torch.arange(room, device=chosen.device)
+    at = torch.minimum(first[:, None] + places, n - 1)
+    choice = torch.where(places < rows[:, None], order.index_select(0, at.flatten()).view(at.shape), n)
+    return [slot.int(), choice.flatten().int(), ends.int(), is_lost.sum(dim=0, keepdim=True).float()]
 
 
 def _number(value: int, like: Tensor) -> Tensor:
@@ -259,11 +248,7 @@ def _number(value: int, like: Tensor) -> Tensor:
     return torch.arange(value, value + 1, device=like.device)
 
 
-def _dropped(places: int, slot: Tensor) -> Tensor:
-    return (slot >= _number(places, slot)).sum(dim=0, keepdim=True).float()
-
-
-def _sorted_places(room: int, ends: Tensor) -> Tensor:
+def _sorted_places(room: int, ends: Tensor) -> list[Tensor]:
     """Sort the rows of a received buffer `[from, room]` by expert, see `_sorted`; `ends`: `[from, held]`."""
     places = torch.arange(room, device=ends.device)
     expert = (places[:, None] >= ends[:, None]).sum(dim=-1).flatten()
@@ -284,22 +269,23 @@ class _Take(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, index: Tensor, back: Tensor, groups: Groups, drops: bool) -> Tensor:
         ctx.save_for_backward(back)
         ctx.groups, ctx.drops = groups, drops
-        return groups.on_each(partial(_taken, drops), rows, index)
+        return groups.on_each(partial(_taken, drops), rows, index)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         of_rows = ctx.groups.on_each(partial(_summed, ctx.drops), gradients[0], *ctx.saved_tensors)
-        return of_rows, None, None, None, None
+        return *of_rows, None, None, None, None
 
 
-def _taken(drops: bool, rows: Tensor, index: Tensor) -> Tensor:
+def _taken(drops: bool, rows: Tensor, index: Tensor) -> list[Tensor]:
     last = _number(len(rows) - 1, index)
     taken = rows.index_select(0, torch.minimum(index, last))
-    return torch.where((index <= last)[:, None], taken, torch.zeros_like(taken)) if drops else taken
+    return [torch.where((index <= last)[:, None], taken, torch.zeros_like(taken)) if drops else taken]
 
 
-def _summed(drops: bool, gradient: Tensor, back: Tensor) -> Tensor:
-    return _taken(drops, gradient, back.flatten()).unflatten(0, back.shape).sum(dim=1)
+def _summed(drops: bool, gradient: Tensor, back: Tensor) -> list[Tensor]:
+    (taken,) = _taken(drops, gradient, back.flatten())
+    return [taken.unflatten(0, back.shape).sum(dim=1)]
 
 
 # ----------------------------------------------------------------------------------------------------------- choices
@@ -318,7 +304,7 @@ def choose_experts(model: Any, implementation: str, itemsize: int, *, eager: boo
     if implementation == "auto":
         implementation = "grouped_mm" if eager and not problem else "dense"
     try:
-        model.set_experts_implementation({"dense": DENSE, "grouped_mm": GROUPED, "batched_mm": BATCHED}[implementation])
+        model.set_experts_implementation(f"portable_fsdp_{implementation}")
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"model.experts={implementation}: transformers refuses it for {type(model).__name__}: {error}\n"
@@ -327,33 +313,34 @@ def choose_experts(model: Any, implementation: str, itemsize: int, *, eager: boo
 
 
 def register_experts() -> None:
-    """Register the implementations in transformers, with counts of what is chosen."""
+    """Register the implementations in transformers. They write the rows of each expert, and at the end the number of
+    dropped rows, into the tensor `load` of a module of experts, if it has one."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def counted(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            if (load := getattr(self, "load", None)) is not None:
+                # In place: torch.compile refuses an attribute that changes in a recomputed layer.
+                load[:-1].copy_(choice_counts(top_k_index, self.num_experts))
             groups = getattr(self, "groups", None)
-            if groups is None or groups.capacity is None:  # else the exchange counts, with the rows that it drops
-                note_choices(self, top_k_index)
             function = run if groups is None else partial(experts_on_devices, groups)
             return function(self, hidden, top_k_index, top_k_weights)
 
         return forward
 
     grouped = partial(experts_on_devices, OneDevice())
-    ours = {DENSE: dense_experts, GROUPED: grouped, BATCHED: ALL_EXPERTS_FUNCTIONS["batched_mm"]}
+    ours = {"dense": dense_experts, "grouped_mm": grouped, "batched_mm": ALL_EXPERTS_FUNCTIONS["batched_mm"]}
     for name, run in ours.items():
-        ALL_EXPERTS_FUNCTIONS.register(name, counted(run))
+        ALL_EXPERTS_FUNCTIONS.register(f"portable_fsdp_{name}", counted(run))
 
 
-def _problem(model: nn.Module, itemsize: int | None) -> str:
-    """Return why grouped products can't run the experts of a model; empty: they can. torch's need rows of a multiple of
-    16 bytes; an engine's own, with `itemsize` None, don't."""
+def _problem(model: nn.Module, itemsize: int) -> str:
+    """Return why torch's grouped products can't run the experts of a model; empty: they can."""
     weights = _weights(model)
     if not weights:
-        return f"{type(model).__name__} has no experts whose implementation can be set in transformers"
+        return f"{type(model).__name__} {_NO_EXPERTS}"
     for fqn, weight in weights.items():
-        if itemsize and weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
+        if weight.dim() == 3 and any(size * itemsize % 16 for size in weight.shape[1:]):
             return (
                 f"expected experts whose rows are a multiple of 16 bytes, found {fqn} {list(weight.shape)} with "
                 f"{itemsize} bytes per value"
@@ -371,13 +358,13 @@ def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return {f"{name}.{leaf}": w for name in names for leaf, w in model.get_submodule(name).named_parameters()}
 
 
-def expert_layouts(model: nn.Module, devices: int, itemsize: int | None) -> dict[str, Spec]:
+def expert_layouts(model: nn.Module, devices: int) -> dict[str, Spec]:
     """Return FQN -> layout of the weights of experts over an axis of `devices`. Raises ConfigError for a model without
-    experts, and if the devices don't divide their number, or grouped products of values of `itemsize` bytes can't run
-    them; None: the engine has its own products."""
-    if problem := _problem(model, itemsize):
-        raise ConfigError(f"sharding.expert: {problem}.\n  Set sharding.expert=1.")
-    for fqn, weight in _weights(model).items():
+    experts, and if the devices don't divide their number."""
+    weights = _weights(model)
+    if not weights:
+        raise ConfigError(f"sharding.expert: {type(model).__name__} {_NO_EXPERTS}.\n  Set sharding.expert=1.")
+    for fqn, weight in weights.items():
         if weight.dim() < 2 or len(weight) % devices:
             count = len(weight) if weight.dim() else 1
             fitting = " or ".join(str(size) for size in range(1, count + 1) if count % size == 0)
@@ -385,7 +372,7 @@ def expert_layouts(model: nn.Module, devices: int, itemsize: int | None) -> dict
                 f"sharding.expert: {devices} devices can't divide the experts of {fqn} {list(weight.shape)}.\n"
                 f"  Set sharding.expert={fitting if weight.dim() > 1 else 1}."
             )
-    return {fqn: expert_spec(weight.dim()) for fqn, weight in _weights(model).items()}
+    return {fqn: expert_spec(weight.dim()) for fqn, weight in weights.items()}
 
 
 def takes_implementation(module: nn.Module) -> bool:

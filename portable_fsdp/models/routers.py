@@ -48,6 +48,7 @@ class Routers:
         self._rate, self._drops = bias_rate, drops
         self._share: Tensor | None = None
         self._balanced: list[Any] = []
+        self.has_loss = has_loss
         if has_loss:
             routers = balanced_routers(model)
             self._scale, self._experts_of_loss = float(model.router_aux_loss_coef), int(model.num_experts)
@@ -55,10 +56,6 @@ class Routers:
             for module, index in routers.values():
                 module.register_forward_hook(partial(self._count, index))
                 self._balanced.append(module)
-
-    @property
-    def has_loss(self) -> bool:
-        return bool(self._balanced)
 
     def zeros(self) -> dict[str, Tensor]:
         """Return the sums before the first forward of a step, on the host."""

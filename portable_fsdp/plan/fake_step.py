@@ -206,8 +206,7 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
         training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
         _name(recorder, training)
-        if "expert" in backend.axes:
-            held.enter_context(_noting_groups(recorder))
+        held.enter_context(_noting_groups(recorder))
         if recorder.is_tpu:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", tpu_attention))
         if recorder.is_gpu:

@@ -116,7 +116,8 @@ def build_training(
             "data.buckets: pads input_ids with 0, but this model classifies the last token that isn't pad_token_id.\n"
             "  Set model.architecture.pad_token_id=0 if 0 is no token of the rows, or pad the rows yourself."
         )
-    policy, trial = _policy_of(config, backend, built.model), None
+    _cast_buffers(config, built.model)
+    policy, trial = shard_policy(config, built.model), None
     if firsts is not None:
         from portable_fsdp.train.row_trial import try_rows
 
@@ -137,17 +138,16 @@ def build_training(
 def check_model(config: Config, backend: Backend) -> None:
     """Raise ConfigError, before minutes of tokenizing, for an axis or router biases that the model can't have. Checks
     no model of the hub, which would be downloaded first, and no rows of `data.factory`, whose length isn't known."""
-    sharding = config.sharding
-    has_either = max(sharding.expert, sharding.context) > 1 or config.model.router_bias_rate
-    if not has_either or is_hub_id(config.model.pretrained or "") or config.data.factory is not None:
+    model, context = config.model, config.sharding.context
+    has_either = max(config.sharding.expert, context) > 1 or model.router_bias_rate
+    if not has_either or is_hub_id(model.pretrained or "") or config.data.factory is not None:
         return
-    eager = backend.expected_compilations == 0
-    task, seq_len, context = find_task(config.train.task, eager=eager), config.data.seq_len, sharding.context
-    model, precision = config.model, config.precision
+    eager, seq_len, precision = backend.expected_compilations == 0, config.data.seq_len, config.precision
+    task = find_task(config.train.task, eager=eager)
     built = build_model(
         model, precision, seed=0, seq_len=seq_len, vocabulary=0, eager=eager, context=context, task=task
     )
-    _watch_routers(config, built, task, _policy_of(config, backend, built.model))
+    _watch_routers(config, built, task, shard_policy(config, built.model))
 
 
 def _require_paddable(config: Config, backend: Backend, built: BuiltModel) -> None:
@@ -202,18 +202,17 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
                 f"{name}: sharding.{axis} needs a transformers model that the config names.\n  Set sharding.{axis}=1."
             )
     module, fill = open_factory(name, partial(call_user, name, make), config.run.seed, master)
-    return _laid_out(config, backend, module, _policy_of(config, backend, module), fill, _ties(module))
+    _cast_buffers(config, module)
+    return _laid_out(config, backend, module, shard_policy(config, module), fill, _ties(module))
 
 
-def _policy_of(config: Config, backend: Backend, model: nn.Module) -> ShardPolicy:
-    """Cast the buffers of a meta model, and make its policy for this engine."""
+def _cast_buffers(config: Config, model: nn.Module) -> None:
     cast_once: dict[Tensor, Tensor] = {}  # a buffer with several names stays one tensor
     dtype = DTYPES.get(config.precision.buffers)  # None: "auto"
     for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
         if dtype is not None and buffer.is_floating_point():
             owner, _, leaf = fqn.rpartition(".")
             setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(dtype)))
-    return shard_policy(config, model, backend.expected_compilations == 0)
 
 
 def _laid_out(
@@ -249,11 +248,8 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {fqn: name for fqn, name in names if fqn != name}
 
 
-def shard_policy(config: Config, model: nn.Module, eager: bool = True) -> ShardPolicy:
-    """Convert the config to plain values for this model. Raises ConfigError for a name that the model doesn't have.
-
-    `eager`: operations run one by one, those of experts by torch's grouped products.
-    """
+def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
+    """Convert the config to plain values for this model. Raises ConfigError for a name that the model doesn't have."""
     sharding, precision, memory = config.sharding, config.precision, config.memory
     layers = find_layers(model, sharding)
     tensor = None
@@ -264,8 +260,7 @@ def shard_policy(config: Config, model: nn.Module, eager: bool = True) -> ShardP
     experts = expert_modules(model) if config.model.experts == "auto" else ()
     layouts = {fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()}
     if sharding.expert > 1:
-        itemsize = DTYPES[precision.compute].itemsize if eager else None
-        layouts |= expert_layouts(model, sharding.expert, itemsize)
+        layouts |= expert_layouts(model, sharding.expert)
     if tensor is not None:
         layouts = {fqn: tensor.layout(fqn, spec) for fqn, spec in layouts.items()}
     return ShardPolicy(

@@ -34,7 +34,7 @@ from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.native.offload import ActivationOffload
 from portable_fsdp.backends.native.units import local_part, recompute
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.backends.torch_xla.spmd.attention import _Attention
+from portable_fsdp.backends.torch_xla.spmd.attention import _Attention, _on_each_device
 from portable_fsdp.backends.torch_xla.spmd.scan import _recompute
 from portable_fsdp.config.schema import Train
 from portable_fsdp.train.build import build_training, shard_policy
@@ -367,7 +367,7 @@ def test_a_scanned_layer_gets_its_input_back_from_the_host() -> None:
 def test_the_second_run_of_a_scanned_layer_calls_no_attention(offload: bool) -> None:
     def layer(hidden: Tensor, weight: Tensor) -> Tensor:
         query = (hidden @ weight)[:, None]
-        out, _ = cast(Any, _Attention.apply("", None, query, query, query, None, None))
+        out, _ = cast(Any, _Attention.apply(_on_each_device, None, query, query, query, None, None))
         return hidden + torch.tanh(out[:, 0])
 
     with FakeTensorMode():

@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from workers import GetWorkers, Group
 
 from portable_fsdp.backends.torch_xla.spmd import engine, splash
-from portable_fsdp.backends.torch_xla.spmd.attention import _operations
+from portable_fsdp.backends.torch_xla.spmd.attention import _like_forward
 from portable_fsdp.backends.torch_xla.spmd.splash import Kernel, splash_backward, splash_forward
+from portable_fsdp.backends.torch_xla.spmd.tensors import as_operation
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.attention import attend
 from portable_fsdp.train.build import build_training
@@ -170,14 +171,14 @@ def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
     backend, config = open_case(case)
     calls: Counter[str] = Counter()
 
-    def counted(kernel: splash.Kernel, function: Any, *tensors: Any) -> list[torch.Tensor]:
+    def counted(function: Any, kernel: splash.Kernel, *tensors: Any) -> list[torch.Tensor]:
         calls[function.__name__] += 1
-        return run(kernel, function, *tensors)
+        return run(function, kernel, *tensors)
 
-    run = splash.Kernel._run
+    run = splash.run_kernel
     with (
         backend,
-        patch.object(splash.Kernel, "_run", counted),
+        patch.object(splash, "run_kernel", counted),
         patch.object(engine, "LayerAttention", partial(engine.LayerAttention, interpret=True)),
         patch.object(engine, "MeshExperts", partial(engine.MeshExperts, interpret=True)),
     ):
@@ -234,5 +235,5 @@ def test_what_a_layer_keeps_fills_the_lanes_of_a_tpu(width: int, kept: tuple[int
     """A TPU pads the last dimension to a multiple of 128."""
     with FakeTensorMode():
         query, key = (torch.empty(2, heads, 256, width, dtype=torch.bfloat16) for heads in (4, 2))
-        out, lse = _operations()[0]([query, key, key, None, None, None], "")
+        out, lse = as_operation("attention", cast(Any, None), _like_forward, query, key, key, None, None, None)
     assert (out.shape, lse.shape) == (kept, (2, 4, 256))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from workers import GetWorkers, Group, marked
 
-from portable_fsdp.backends.native.tensor import Group as TensorGroup
-from portable_fsdp.backends.native.tensor import SplitModel
+from portable_fsdp.backends.native.groups import Group as TensorGroup
+from portable_fsdp.backends.native.tensor import split_model, sum_gradients
 from portable_fsdp.config.schema import TensorWord
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.parallel import tensor_plan
@@ -79,10 +79,10 @@ def compare_with_the_whole(model: str, settings: dict[str, Any], rows: bool) -> 
     loss, expected = gradients_of(materialise(whole.model, values), ids)
     made, config = built(model, **settings, **settings_of(group.count, rows))
     plan = tensor_plan(made.model, config)
-    split = SplitModel(made.model, plan, group)
+    split_model(made.model, plan, group)
     parts = materialise(made.model, {fqn: part_of(fqn, v, plan, group.index) for fqn, v in values.items()})
     own_loss, gradients = gradients_of(parts, ids)
-    split.sum_gradients()
+    sum_gradients(made.model, plan, group)
     assert own_loss == pytest.approx(loss, rel=2e-6)
     assert gradients.keys() == expected.keys()
     for fqn, gradient in gradients.items():

@@ -25,8 +25,7 @@ def test_each_choice_has_a_place_among_its_experts_and_the_largest_lose_first(
     if capacity is not None:
         room = int(choices / divisions * capacity)
     places = experts._places(divisions, held, room, capacity is not None, chosen)  # pyright: ignore[reportPrivateUsage]
-    slot, choice, ends = places.split([choices, divisions * room, divisions * held])
-    ends = ends.view(divisions, held)
+    slot, choice, ends, dropped = places
     for device in range(divisions):
         for place in range(room):
             own = int(choice[device * room + place])
@@ -37,7 +36,7 @@ def test_each_choice_has_a_place_among_its_experts_and_the_largest_lose_first(
                 assert expert // held == device
                 assert start <= place < ends[device, expert % held]
     is_kept = slot < divisions * room
-    assert int((choice < choices).sum()) == int(is_kept.sum())
+    assert int((choice < choices).sum()) == int(is_kept.sum()) == choices - int(dropped)
     sizes, kept = (torch.bincount(ids.long(), minlength=divisions * held) for ids in (chosen, chosen[is_kept]))
     assert capacity is not None or torch.equal(sizes, kept)
     for of_all, left in zip(sizes.view(divisions, held), kept.view(divisions, held), strict=True):
@@ -57,9 +56,10 @@ class Devices:
         layout = {name: getattr(module, name) for name in ("is_transposed", "has_bias")}
         self._parts = [SimpleNamespace(**layout, **{n: parts[i] for n, parts in pairs}) for i in range(divisions)]
 
-    def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def on_each(self, function: Callable[..., list[Tensor]], *tensors: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            return torch.stack([function(*own) for own in zip(*tensors, strict=True)])
+            results = [function(*own) for own in zip(*tensors, strict=True)]
+            return [torch.stack(parts) for parts in zip(*results, strict=True)]
 
     def exchange(self, buffer: Tensor) -> Tensor:
         return buffer.transpose(0, 1)

@@ -5,11 +5,11 @@ All other layers work on a token alone, and positions are those of whole rows.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from portable_fsdp.backends.contract import Batch
-from portable_fsdp.backends.native.tensor import Group, enter
-from portable_fsdp.layout import ROW_PARTS, RowParts
+from portable_fsdp.backends.native.groups import Group, enter
+from portable_fsdp.layout import RowParts
 from portable_fsdp.runtime.errors import DataError
 
 _OF_TOKENS = ("input_ids", "labels", "positions", "is_last")
@@ -24,12 +24,6 @@ def row_parts(group: Group) -> RowParts:
         return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
     return RowParts(group.index, group.count, gather)
-
-
-def use_row_parts(model: nn.Module, parts: RowParts) -> None:
-    """Let attention in `model` gather. An attribute, since gradient checkpointing and compilers keep those."""
-    for module in model.modules():
-        setattr(module, ROW_PARTS, parts)
 
 
 def split_tokens(batch: Batch, parts: RowParts) -> Batch:

@@ -44,6 +44,7 @@ from portable_fsdp.layout import (
     FSDP_AXES,
     LOSS_AXES,
     ROW_AXES,
+    ROW_PARTS,
     Region,
     RowParts,
     Spec,
@@ -62,12 +63,13 @@ from portable_fsdp.runtime.host import prefer_expandable_segments
 from portable_fsdp.runtime.launchers import detect_launch
 
 if TYPE_CHECKING:
+    from portable_fsdp.backends.native.groups import Group
     from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.prefetch import Prefetch
-    from portable_fsdp.backends.native.tensor import Group, SplitModel
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
     from portable_fsdp.backends.peers import Peers
     from portable_fsdp.runtime.watchdog import Watchdog
+    from portable_fsdp.tensor_plan import TensorPlan
 
 log = logging.getLogger("portable_fsdp")
 
@@ -151,7 +153,7 @@ class NativeBackend(contract.Backend):
         self._compute_time: ComputeTime | None = None
         self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
-        self._split: dict[nn.Module, SplitModel] = {}  # over the axis `tensor`
+        self._tensor_plans: dict[nn.Module, TensorPlan] = {}
         self._shapes: dict[nn.Module, dict[str, torch.Size]] = {}  # of whole weights
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the ids of the models
         self.offload: ActivationOffload | None = None
@@ -200,13 +202,13 @@ class NativeBackend(contract.Backend):
         self._root, self._layouts[model] = model, policy.layouts
         self._shapes[model] = {fqn: weight.shape for fqn, weight in model.named_parameters()}
         if self._row_parts is not None:
-            from portable_fsdp.backends.native.context import use_row_parts
-
-            use_row_parts(model, self._row_parts)
+            for module in model.modules():  # an attribute, since gradient checkpointing and compilers keep those
+                setattr(module, ROW_PARTS, self._row_parts)
         if policy.tensor is not None:
-            from portable_fsdp.backends.native.tensor import SplitModel
+            from portable_fsdp.backends.native.tensor import split_model
 
-            self._split[model] = SplitModel(model, policy.tensor, self._along("tensor"))
+            split_model(model, policy.tensor, self._along("tensor"))
+            self._tensor_plans[model] = policy.tensor
         if "expert" in self.axes:
             from portable_fsdp.backends.native.experts import distribute_experts
 
@@ -310,8 +312,10 @@ class NativeBackend(contract.Backend):
         with sums.summing() if sums else nullcontext(), _explained_errors(models):
             yield
         for model in models if last else ():
-            if model in self._split:
-                self._split[model].sum_gradients()
+            if model in self._tensor_plans:
+                from portable_fsdp.backends.native.tensor import sum_gradients
+
+                sum_gradients(model, self._tensor_plans[model], self._along("tensor"))
 
     def _gradient_sums(self, models: list[nn.Module]) -> GradientSums | None:
         """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
@@ -414,7 +418,7 @@ class NativeBackend(contract.Backend):
 
     def _along(self, axis: str) -> "Group":
         """The processes along one axis of several devices."""
-        from portable_fsdp.backends.native.tensor import Group
+        from portable_fsdp.backends.native.groups import Group
 
         return Group(cast(dist.ProcessGroup, self._group((axis,))))
 
@@ -501,7 +505,9 @@ class NativeBackend(contract.Backend):
         """The regions of a whole tensor that this process holds, each with its region in the local tensor."""
         shape = self._whole_shape(model, fqn, tensor, spec)
         if "tensor" in cutting_axes(spec):
-            return self._split[model].regions(fqn, shape, spec, self.axes, self._place)
+            from portable_fsdp.tensor_plan import packed_regions
+
+            return packed_regions(shape, spec, self.axes, self._place, self._tensor_plans[model].parts[fqn].sizes)
         part = region(shape, spec, self.axes, self._place)
         is_empty = any(cut.start >= cut.stop for cut in part)
         return [] if is_empty else [(part, full_region([cut.stop - cut.start for cut in part]))]

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from portable_fsdp.backends.contract import ShardPolicy, parameter_slots
-from portable_fsdp.backends.native.tensor import Group, exchange
+from portable_fsdp.backends.native.groups import Group, exchange
 from portable_fsdp.runtime.errors import BackendError
 
 

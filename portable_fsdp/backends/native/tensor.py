@@ -5,127 +5,20 @@ FSDP2 shards the parts over `shard` as it shards whole weights. No DTensor holds
 slower, and wrongly where weights are tied.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from types import MethodType
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from portable_fsdp.backends.contract import parameter_slots
+from portable_fsdp.backends.native.groups import Group, enter, gather, leave, split
 from portable_fsdp.backends.native.units import forward_of, local_part
-from portable_fsdp.layout import Region, Spec, rows_of_shard
-from portable_fsdp.tensor_plan import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, packed_regions, split_ranges
-
-
-class Group:
-    """The processes along an axis, and their collectives."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.index, self.count, self._group = group.rank(), group.size(), group
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum in place; returns the argument, contiguous."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
-
-    def max(self, tensor: Tensor) -> Tensor:
-        """Take the largest in place."""
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return tensor
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate along dimension 0."""
-        whole = tensor.new_empty((self.count * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather_into_tensor(whole, tensor, group=self._group)
-        return whole
-
-    def scatter_sum(self, tensor: Tensor) -> Tensor:
-        """Sum, and return the own part of dimension 0."""
-        part = tensor.new_empty((tensor.shape[0] // self.count, *tensor.shape[1:]))
-        dist.reduce_scatter_tensor(part, tensor, group=self._group)
-        return part
-
-    def exchange(self, tensor: Tensor) -> Tensor:
-        """Exchange equal parts of dimension 0."""
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, tensor.contiguous(), group=self._group)
-        return received
-
-
-# ------------------------------------------------------------------------------------------------- autograd functions
-
-
-def _same(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    return tensor.view_as(tensor)
-
-
-def _sum(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    return group.sum(tensor.clone(memory_format=torch.contiguous_format))
-
-
-def _gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    return group.gather(tensor.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()
-
-
-def _scatter_sum(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    return group.scatter_sum(tensor.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()
-
-
-def _split(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    return tensor.chunk(group.count, dim)[group.index].contiguous()
-
-
-def _exchange(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    return group.exchange(tensor)
-
-
-class _Crossing(torch.autograd.Function):
-    """One collective in forward, another in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, there: Any, back: Any) -> Tensor:
-        ctx.group, ctx.dim, ctx.back = group, dim, back
-        return there(tensor, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.back(gradients[0], ctx.group, ctx.dim), None, None, None, None
-
-
-def _crossing(tensor: Tensor, group: Group, dim: int, there: Any, back: Any) -> Tensor:
-    return cast(Tensor, _Crossing.apply(tensor, group, dim, there, back))
-
-
-def enter(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
-    """Megatron's f: the input of split weights; `dim`: the dimension of which each process holds a part, if any."""
-    there, back = (_same, _sum) if dim is None else (_gather, _scatter_sum)
-    return _crossing(tensor, group, dim or 0, there, back)
-
-
-def leave(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
-    """Megatron's g: the sum of what split weights gave; `dim`: keep a part of that dimension only."""
-    there, back = (_sum, _same) if dim is None else (_scatter_sum, _gather)
-    return _crossing(tensor, group, dim or 0, there, back)
-
-
-def gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """Make parts whole, for what each process computes alike."""
-    return _crossing(tensor, group, dim, _gather, _split)
-
-
-def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """Take the own part of what each process has."""
-    return _crossing(tensor, group, dim, _split, _gather)
-
-
-def exchange(group: Group, tensor: Tensor) -> Tensor:
-    """Exchange equal parts of dimension 0, and their gradients."""
-    return _crossing(tensor, group, 0, _exchange, _exchange)
-
+from portable_fsdp.layout import rows_of_shard
+from portable_fsdp.tensor_plan import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, split_ranges
 
 # ------------------------------------------------------------------------------------------------------------ modules
 
@@ -242,7 +135,7 @@ def _experts(forward: Callable[..., Tensor], group: Group, splits_rows: bool) ->
     dim = 0 if splits_rows else None
 
     def run(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        chosen = _gather(chosen, group, 0) if splits_rows else chosen
+        chosen = group.gather(chosen, 0) if splits_rows else chosen
         return leave(forward(self, enter(hidden, group, dim), chosen, enter(weights, group, dim)), group, dim)
 
     return run
@@ -319,30 +212,16 @@ def vocabulary_loss(group: Group, first: int, logits: Tensor, labels: Tensor) ->
     return loss, gradient.mul_(counted).to(logits.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------- the whole model
+# --------------------------------------------------------------------------------------------------------- gradients
 
 
-class SplitModel:
-    """A model whose modules hold this process's parts, and the sums of partial gradients."""
-
-    def __init__(self, model: nn.Module, plan: TensorPlan, group: Group) -> None:
-        """Split a model on meta, see `split_model`."""
-        self._model, self._plan, self._group = model, plan, group
-        split_model(model, plan, group)
-
-    def regions(
-        self, fqn: str, shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Mapping[str, int]
-    ) -> list[tuple[Region, Region]]:
-        """See `packed_regions`, for a tensor that `tensor` splits."""
-        return packed_regions(shape, spec, axes, place, self._plan.parts[fqn].sizes)
-
-    def sum_gradients(self) -> None:
-        """Sum the gradients of `plan.summed`, in one collective for each dtype: each process has a part of them."""
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for fqn, weight in self._model.named_parameters():
-            if fqn in self._plan.summed and weight.grad is not None and (own := local_part(weight.grad)).numel():
-                kinds.setdefault(own.dtype, []).append(own)
-        for gradients in kinds.values():
-            flat = self._group.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
+def sum_gradients(model: nn.Module, plan: TensorPlan, group: Group) -> None:
+    """Sum the gradients of `plan.summed`, in one collective for each dtype: each process has a part of them."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for fqn, weight in model.named_parameters():
+        if fqn in plan.summed and weight.grad is not None and (own := local_part(weight.grad)).numel():
+            kinds.setdefault(own.dtype, []).append(own)
+    for gradients in kinds.values():
+        flat = group.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))

@@ -75,9 +75,9 @@ def shard_units(
         if name in policy.layers and policy.compile_backend is not None:
             compile_layer(layer, policy.compile_backend, breaks=holds_units)
     for name in (*reversed(units), ROOT):
-        for dtype, names in (*groups[name], (dtype_of(name, policy), [name])):
+        for names in (*groups[name], [name]):
             over, dim = (of_experts, 1) if of_experts and names[0] in experts else (mesh, 0)
-            _fully_shard(model, names, shared, policy, over, dtype, is_root=name == ROOT, dim=dim)
+            _fully_shard(model, names, shared, policy, over, is_root=name == ROOT, dim=dim)
         if policy.cast_inputs:
             cast_inputs(model.get_submodule(name), dtype_of(name, policy))
     _require_sharded(model, shared)
@@ -93,31 +93,17 @@ def _is_in(name: str, outer: str) -> bool:
 # ------------------------------------------------------------------------------------------------------- the dtypes
 
 
-class Inner(NamedTuple):
-    """Modules inside a unit that form one group of their own, gathered in `dtype`."""
-
-    dtype: torch.dtype
-    names: list[str]
-
-
-def _groups(policy: ShardPolicy, units: list[str], experts: Sequence[str]) -> dict[str, list[Inner]]:
-    """Unit -> the groups inside it: a group for each other dtype than the unit's, and one for each module of
+def _groups(policy: ShardPolicy, units: list[str], experts: Sequence[str]) -> dict[str, list[list[str]]]:
+    """Unit -> the groups of modules inside it: one for each other dtype than the unit's, and one for each module of
     `experts`."""
-    by_dtype: dict[str, dict[torch.dtype, Inner]] = {name: {} for name in (*units, ROOT)}
-    for name, dtype in policy.modules.items():
-        unit = _unit_around(name, units)
-        if name not in (*units, *experts) and dtype != dtype_of(unit, policy):
-            by_dtype[unit].setdefault(dtype, Inner(dtype, [])).names.append(name)
-    groups = {unit: [*inner.values()] for unit, inner in by_dtype.items()}
-    for name in experts:
-        if name not in units:
-            groups[_unit_around(name, units)].insert(0, Inner(dtype_of(name, policy), [name]))
-    return groups
-
-
-def _unit_around(name: str, units: list[str]) -> str:
-    """The innermost unit around a module; the root holds all."""
-    return max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
+    groups: dict[str, dict[str | torch.dtype, list[str]]] = {name: {} for name in (*units, ROOT)}
+    for name in dict.fromkeys((*experts, *policy.modules)):
+        # The innermost unit around the module; the root holds all.
+        unit = max((unit for unit in units if _is_in(name, unit)), key=len, default=ROOT)
+        dtype, is_experts = dtype_of(name, policy), name in experts
+        if name not in units and (is_experts or dtype != dtype_of(unit, policy)):
+            groups[unit].setdefault(name if is_experts else dtype, []).append(name)
+    return {unit: [*inner.values()] for unit, inner in groups.items()}
 
 
 def cast_modules(model: nn.Module, policy: ShardPolicy) -> None:
@@ -232,12 +218,11 @@ def _fully_shard(
     shared: Mapping[nn.Parameter, list[str]],
     policy: ShardPolicy,
     mesh: DeviceMesh,
-    dtype: torch.dtype,
     is_root: bool,
     dim: int,
 ) -> None:
-    """Make `names` one group of parameters, gathered in `dtype`, with gradients summed in `policy.reduce`, and
-    sharded along their dimension `dim`.
+    """Make `names` one group of parameters, gathered in their compute dtype, with gradients summed in `policy.reduce`,
+    and sharded along their dimension `dim`.
 
     The root's parameters stay gathered after forward whatever the policy says, since backward begins with them.
     """
@@ -247,7 +232,7 @@ def _fully_shard(
         modules,
         mesh=mesh,
         reshard_after_forward=False if is_root else policy.reshard_after_forward,
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=policy.reduce, cast_forward_inputs=False),
+        mp_policy=MixedPrecisionPolicy(dtype_of(names[0], policy), policy.reduce, cast_forward_inputs=False),
         offload_policy=offload,
         shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
         ignored_params=_owned_further_out(shared, names) or None,
@@ -294,7 +279,7 @@ def reshard_all(root: nn.Module) -> None:
 
 
 def _gather_order(
-    model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, list[Inner]]
+    model: nn.Module, policy: ShardPolicy, units: list[str], groups: Mapping[str, list[list[str]]]
 ) -> list[UnitGroup]:
     """Return the root and the units. Units inside a recomputed layer, which runs twice, are gathered with it."""
     chain: list[UnitGroup] = []
@@ -302,7 +287,7 @@ def _gather_order(
         if any(_is_in(name, layer) for layer in policy.recompute):
             continue
         inner = [unit for unit in units if _is_in(unit, name)] if name in policy.recompute else []
-        names = [group for unit in (name, *inner) for group in (unit, *(group.names[0] for group in groups[unit]))]
+        names = [group for unit in (name, *inner) for group in (unit, *(group[0] for group in groups[unit]))]
         unit, *inside = (cast(FSDPModule, model.get_submodule(group)) for group in names)
         chain.append(UnitGroup(unit, tuple(inside)))
     return chain

@@ -6,13 +6,11 @@ Models don't change: a function mode intercepts calls of the project's attention
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-import json
 import logging
 import math
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache, partial
 from typing import Any, cast
 
@@ -23,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from portable_fsdp.backends.contract import Forward
 from portable_fsdp.backends.torch_xla.spmd.splash import Kernel, block_of
-from portable_fsdp.layout import groups_over
+from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
+from portable_fsdp.layout import ROW_AXES, Spec, groups_over
 
 log = logging.getLogger("portable_fsdp")
 
@@ -37,8 +36,7 @@ class LayerAttention:
 
     def __init__(
         self,
-        mesh: Any,
-        rows: tuple[str, ...],
+        layouts: Layouts,
         models: Callable[..., Tensor] | None,
         *,
         tensor: int = 1,
@@ -47,12 +45,12 @@ class LayerAttention:
     ) -> None:
         """
         Args:
-            mesh: torch_xla's; its axes `rows` split the batch, and the kernel runs on each device's rows.
+            layouts: of the mesh; the kernel runs on each device's rows.
             tensor: devices along the axis `tensor`, which splits the heads.
             context: devices along the axis `context`, which split the tokens of a row.
             models: the attention function that models call (`models.attention.attend`), in addition to torch's.
         """
-        self._mesh, self._rows, self._tensor, self._interpret = str(mesh), rows, tensor, interpret
+        self._layouts, self._tensor, self._interpret = layouts, tensor, interpret
         self._models, self._context = models, context
         self._kept: list[Tensor] | None = None
         self._runs_again = False
@@ -95,17 +93,15 @@ class LayerAttention:
         if splits_heads and (times := self._tensor // math.gcd(self._tensor, key.shape[1])) > 1:
             key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))  # fewer than devices
         kernel = Kernel(window, softcap, self._interpret, self._context)
-        options = json.dumps((self._mesh, self._rows, splits_heads, asdict(kernel)))
+        run = partial(_on_each_device, self._layouts, kernel, ("tensor",) if splits_heads else ())
         query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
         documents = None if documents is None else documents[:, 0, 0].to(torch.int32)
-        sinks = None if sinks is None else sinks.float() * 1  # an argument of the program can't be split by hand
+        sinks = None if sinks is None else sinks.float()
         part = torch.arange(self._context, dtype=torch.int32, device=query.device) if self._context > 1 else None
         known = None
         if self._kept and self._runs_again:
             known, self._kept[:2] = tuple(self._kept[:2]), []
-        out, lse = cast(
-            tuple[Tensor, Tensor], _Attention.apply(options, known, query, key, value, documents, sinks, part)
-        )
+        out, lse = cast(tuple[Tensor, Tensor], _Attention.apply(run, known, query, key, value, documents, sinks, part))
         if self._kept is not None and not self._runs_again:
             self._kept += [out.detach(), lse]
         return _with_width(out, query)
@@ -186,51 +182,30 @@ class _Attention(torch.autograd.Function):
     """Returns (out, log-sum-exp) of the tensors of `Kernel.forward`, or `known`: a layer's first run's."""
 
     @staticmethod
-    def forward(ctx: Any, options: str, known: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = known or _operations()[0](list(tensors), options)
+    def forward(ctx: Any, run: Callable[..., Any], known: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = known or as_operation("attention", partial(run, "forward"), _like_forward, *tensors)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.options = options
+        ctx.run = run
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        d_query, d_key, d_value, *d_sinks = _operations()[1]([*ctx.saved_tensors, outputs[0]], ctx.options)
+        run, tensors = partial(ctx.run, "backward"), (*ctx.saved_tensors, outputs[0])
+        d_query, d_key, d_value, *d_sinks = as_operation("attention_backward", run, _like_backward, *tensors)
         return None, None, d_query, d_key, d_value, None, d_sinks[0].sum(0) if d_sinks else None, None
 
 
-@cache  # once per process: the dispatcher registers them by name
-def _operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return forward and backward as torch operations, which `scan` can trace.
+def _like_forward(query: Tensor, _: Tensor, value: Tensor, *__: Tensor | None) -> list[Tensor]:
+    out = query.new_empty([*query.shape[:-1], value.shape[-1]])
+    return [_without_padding(out), query.new_empty(query.shape[:-1], dtype=torch.float32)]
 
-    They take the tensors of `Kernel.forward` and `Kernel.backward` (the parts' numbers as one tensor), and the options
-    as JSON: mesh, axes of the rows, whether the axis `tensor` splits heads, and the kernel.
-    """
 
-    @torch.library.custom_op("portable_fsdp::attention", mutates_args=())
-    def forward(tensors: Sequence[Tensor | None], options: str) -> tuple[Tensor, Tensor]:
-        out, lse = _on_each_device("forward", options, *tensors)
-        return _without_padding(out), lse
-
-    @forward.register_fake
-    def _(tensors: Any, options: str) -> tuple[Tensor, Tensor]:
-        query, _, value, *_ = tensors
-        out = query.new_empty([*query.shape[:-1], value.shape[-1]])
-        return _without_padding(out), query.new_empty(query.shape[:-1], dtype=torch.float32)
-
-    @torch.library.custom_op("portable_fsdp::attention_backward", mutates_args=())
-    def backward(tensors: Sequence[Tensor | None], options: str) -> list[Tensor]:
-        *inputs, out, lse, gradient = cast(Any, tensors)
-        out, gradient = (_with_width(tensor, inputs[0]) for tensor in (out, gradient))
-        return _on_each_device("backward", options, *inputs, out, lse, gradient)
-
-    @backward.register_fake
-    def _(tensors: Any, options: str) -> list[Tensor]:
-        query, key, value, _, sinks, *_ = tensors
-        of_sinks = [] if sinks is None else [sinks.new_empty([query.shape[0], *sinks.shape])]
-        return [*map(torch.empty_like, (query, key, value)), *of_sinks]
-
-    return forward, backward
+def _like_backward(
+    query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, sinks: Tensor | None, *__: Tensor | None
+) -> list[Tensor]:
+    of_sinks = [] if sinks is None else [sinks.new_empty([query.shape[0], *sinks.shape])]
+    return [*map(torch.empty_like, (query, key, value)), *of_sinks]
 
 
 def _without_padding(out: Tensor) -> Tensor:
@@ -249,35 +224,33 @@ def is_kept(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and str(source.target) == "portable_fsdp.attention.default"
 
 
-def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[Tensor]:
-    """Run a kernel's method on each device's rows, heads and queries; XLA's partitioner can't split kernels."""
+def _on_each_device(
+    layouts: Layouts, kernel: Kernel, heads: tuple[str, ...], method: str, *tensors: Tensor | None
+) -> list[Tensor]:
+    """Run a kernel's method on each device's rows, heads and queries; XLA's partitioner can't split kernels.
+
+    `heads`: the axes that split them. `tensors`: of `Kernel.forward` or `Kernel.backward`, the parts' numbers as one.
+    """
     import torch_xla
-    import torch_xla.distributed.spmd as spmd
 
-    shards, bridge = cast(Any, spmd), cast(Any, torch_xla)._XLAC
-    name, rows, splits_heads, fields = json.loads(options)
-    kernel, mesh = Kernel(**fields), shards.Mesh.from_str(name)
-    sizes: dict[str, int] = dict(mesh.shape())
-    heads, tokens = "tensor" if splits_heads else None, "context" if kernel.parts > 1 else None
-    groups = groups_over(sizes, ("context",))
+    bridge = cast(Any, torch_xla)._XLAC
+    tokens = ("context",) if kernel.parts > 1 else ()
+    groups = groups_over(layouts.axes, ("context",))
 
-    def spec(tensor: Tensor, *over: str | None) -> tuple[Any, ...]:
+    def spec(tensor: Tensor, *over: tuple[str, ...]) -> Spec:
+        of_heads = heads if tensor.is_floating_point() else ()
         if tensor.dim() == 1:  # sinks, or the number of a part
-            return (heads if tensor.is_floating_point() else tokens,)
-        first = (tuple(rows), heads if tensor.is_floating_point() else None)
+            return (of_heads if tensor.is_floating_point() else tokens,)
         if tensor.dim() == 5:  # torch_xla takes five dimensions
-            first = ((*rows, heads) if heads else tuple(rows),)
-        return (*first, *over, *(None for _ in tensor.shape[len(first) + len(over) :]))
+            return ((*ROW_AXES, *of_heads), *over)
+        return (ROW_AXES, of_heads, *over)
 
-    def own(tensor: Tensor, *over: str | None) -> Tensor:
+    def own(tensor: Tensor, *over: tuple[str, ...]) -> Tensor:
         """A device's part of a global tensor; `over`: the axes that split its dimensions after rows and heads."""
-        return shards.enable_manual_sharding(tensor, spec(tensor, *over), mesh=mesh).global_tensor
+        return layouts.part(tensor, *spec(tensor, *over))
 
-    def whole(tensor: Tensor, *over: str | None) -> Tensor:
-        cuts = spec(tensor, *over)
-        times = [math.prod(sizes[axis] for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis) for cut in cuts]
-        full = [size * count for size, count in zip(tensor.shape, times, strict=True)]
-        return shards.disable_manual_sharding(tensor, cuts, full, mesh=mesh).global_tensor
+    def whole(tensor: Tensor, *over: tuple[str, ...]) -> Tensor:
+        return layouts.whole(tensor, *spec(tensor, *over))
 
     def turned(pieces: Tensor) -> Tensor:
         """`[rows x heads, 1, parts, ...]`: reverse the pieces on every other device."""
@@ -288,20 +261,20 @@ def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[
     def to_parts(tensor: Tensor) -> Tensor:
         """A device's queries in the order of `Kernel.positions`: one all-to-all."""
         part = own(tensor, tokens)
-        if tokens is None:
+        if not tokens:
             return part
         pieces = turned(part.flatten(0, 1).unflatten(1, (1, kernel.parts, -1)))
-        return own(whole(pieces, tokens, None) * 1, None, tokens).reshape(part.shape)
+        return own(whole(pieces, tokens), (), tokens).reshape(part.shape)
 
     def from_parts(part: Tensor) -> Tensor:
-        if tokens is not None:
+        if tokens:
             pieces = part.flatten(0, 1).unflatten(1, (kernel.parts, 1, -1))
-            part = turned(own(whole(pieces, None, tokens) * 1, tokens, None)).reshape(part.shape)
+            part = turned(own(whole(pieces, (), tokens), tokens)).reshape(part.shape)
         return whole(part, tokens)
 
     def summed(part: Tensor) -> Tensor:
         """The sum over devices that share a row: `[rows, heads]` on each, else tokens are split again."""
-        if tokens is None:
+        if not tokens:
             return whole(part)
         if part.dim() == 2:
             return whole(bridge._xla_spmd_all_reduce("sum", part, 1.0, groups))
@@ -311,9 +284,10 @@ def _on_each_device(method: str, options: str, *tensors: Tensor | None) -> list[
     assert query is not None
     number = None if part is None else own(part)
     shared = [None if tensor is None else own(tensor) for tensor in (key, value, documents, sinks)]
-    # In backward: the output, the log-sum-exp (already in the order of parts), and the output's gradient.
-    others = [own(t, tokens) if t.dim() == 3 else to_parts(t) for t in cast(list[Tensor], rest)]
-    first, *results = cast(list[Tensor], getattr(kernel, method)(to_parts(query), *shared, number, *others))
     if method == "forward":
-        return [from_parts(first), *(whole(lse, tokens) for lse in results)]
-    return [from_parts(first), *map(summed, results)]
+        out, lse = kernel.forward(to_parts(query), *shared, number)
+        return [_without_padding(from_parts(out)), whole(lse, tokens)]
+    out, lse, gradient = cast(list[Tensor], rest)
+    others = [to_parts(_with_width(out, query)), own(lse, tokens), to_parts(_with_width(gradient, query))]
+    of_query, *gradients = kernel.backward(to_parts(query), *shared, number, *others)
+    return [from_parts(of_query), *map(summed, gradients)]

@@ -40,7 +40,14 @@ from portable_fsdp.backends.torch_xla.spmd.forward import (
 from portable_fsdp.backends.torch_xla.spmd.scan import LayerLoop
 from portable_fsdp.backends.torch_xla.spmd.scatter import scatter_over, torus_of_run
 from portable_fsdp.backends.torch_xla.spmd.sums import replace_forwards, summed_in_float32
-from portable_fsdp.backends.torch_xla.spmd.tensors import DeviceTensors, Layouts, Tensors, axes_apart, rows_between
+from portable_fsdp.backends.torch_xla.spmd.tensors import (
+    DeviceTensors,
+    Layouts,
+    Tensors,
+    axes_apart,
+    rows_between,
+    traced,
+)
 from portable_fsdp.backends.weight_uses import (
     check_statistics,
     eight_bit_layers,
@@ -125,6 +132,7 @@ class XlaBackend(PjrtBackend):
 
     def close(self) -> None:
         super().close()
+        traced.clear()
         if self._owns_group:
             dist.destroy_process_group()
 
@@ -162,16 +170,15 @@ class XlaBackend(PjrtBackend):
         layouts, barrier = Layouts(self.mesh, self.axes), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = contract.output_head(model)
-        rows = tuple(axis for axis in ROW_AXES if axis in self.axes)
         tensor, context = (self.axes.get(axis, 1) for axis in ("tensor", "context"))
-        attention = LayerAttention(self.mesh, rows, policy.attention, tensor=tensor, context=context)
+        attention = LayerAttention(layouts, policy.attention, tensor=tensor, context=context)
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
             layer.forward = attention.in_layer(layer.forward)
         has_kernel = self._tensors.for_tpu and tensor == 1
         if policy.experts and (has_kernel or "expert" in self.axes):
-            groups = MeshExperts(self.mesh, self.axes, policy.expert_capacity, has_kernel=has_kernel)
+            groups = MeshExperts(layouts, policy.expert_capacity, has_kernel=has_kernel)
             for name in policy.experts:
                 cast(Any, model.get_submodule(name)).groups = groups
         blocks_of_experts = dict.fromkeys(name.rpartition(".")[0] for name in policy.experts if context > 1)

@@ -4,24 +4,22 @@
 run the kernel, a dense formula computes the products.
 """
 
-# jax's kernels take no gradients of `export`; torch_xla's bridge has no public names.
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 
-from portable_fsdp.backends.torch_xla.spmd.splash import computation
+from portable_fsdp.backends.torch_xla.spmd.splash import run_kernel
+from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
+from portable_fsdp.layout import LOSS_AXES
 
 _ROWS = (512, 256, 128)
 """Rows of a tile, which the kernel computes whole: a group that ends inside one costs another tile."""
 _COLUMNS = 1024
+_OUTER, _EXPERT, _CONTEXT = ("replicate", "shard"), ("expert",), ("context",)
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class GroupedProduct:
         sizes = [size for size in _ROWS if rows % size == 0]
         return next((size for size in sizes if groups * size <= self.active / 10), sizes[-1])
 
-    def flops(self, _: Callable[..., Any], kinds: Sequence[Any]) -> int:
+    def flops(self, function: Callable[..., Any], kinds: Sequence[Any]) -> int:
         (rows, inputs), other, groups = kinds[0][0], kinds[1][0], kinds[2][0][0]
         outputs = other[-1] if len(other) == 2 else math.prod(other[1:]) // inputs
         return 2 * (self.active + groups * self.tile(rows, groups)) * inputs * outputs
@@ -70,39 +68,23 @@ def product_of_groups(kernel: GroupedProduct, left: Any, right: Any, sizes: Any)
 class MeshExperts:
     """`models.experts.Groups` of all devices of a mesh."""
 
-    def __init__(
-        self,
-        mesh: Any,
-        axes: Mapping[str, int],
-        capacity: float | None,
-        *,
-        has_kernel: bool,
-        interpret: bool = False,
-    ) -> None:
-        import torch_xla.distributed.spmd as spmd
-
-        self._mesh, self._spmd, self._has_kernel, self._interpret = mesh, cast(Any, spmd), has_kernel, interpret
+    def __init__(self, layouts: Layouts, capacity: float | None, *, has_kernel: bool, interpret: bool = False) -> None:
+        self._layouts, self._has_kernel, self._interpret, axes = layouts, has_kernel, interpret, layouts.axes
         self.capacity, self.divisions = capacity, axes.get("expert", 1)
         self.multiple = _ROWS[-1] if has_kernel else 1
-        names = [axis for axis in axes if axis != "tensor"]
-        self._outer = tuple(axis for axis in names if axis in ("replicate", "shard"))
-        self._expert = "expert" if "expert" in axes else None
-        self._context = "context" if "context" in axes else None
-        self._all = tuple(names)
-        self._without_expert = tuple(axis for axis in names if axis != "expert")
         # Devices along replicate and shard, expert, context: they hold different tokens, in this order.
         self._grid = (axes["replicate"] * axes["shard"], self.divisions, axes.get("context", 1))
         self.devices = math.prod(self._grid)
 
-    def on_each(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def on_each(self, function: Callable[..., list[Tensor]], *tensors: Tensor) -> list[Tensor]:
         def run(*tensors: Tensor) -> list[Tensor]:
-            return [self.from_devices(function(*map(self.rows_on_devices, tensors)))]
+            return [*map(self.from_devices, function(*map(self.rows_on_devices, tensors)))]
 
         def like(*tensors: Tensor) -> list[Tensor]:
-            out = function(*(tensor[0] for tensor in tensors))
-            return [out.new_empty((self.devices, *out.shape))]
+            results = function(*(tensor[0] for tensor in tensors))
+            return [out.new_empty((self.devices, *out.shape)) for out in results]
 
-        return _as_operation(run, like, *tensors)[0]
+        return as_operation("experts", run, like, *tensors)
 
     def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
         weight: Tensor = getattr(experts, name)
@@ -121,48 +103,33 @@ class MeshExperts:
     def _per_division(self, equation: str, rows: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
         weight = weight if is_transposed else weight.transpose(1, 2)
         out = torch.einsum(equation, rows.unflatten(0, self._grid), weight.unflatten(0, (self.divisions, -1)))
-        return self._on_rows(out.flatten(0, 2))
-
-    def on_devices(self, tensor: Tensor, *spec: Any) -> Tensor:
-        """Return a device's part of a global tensor, for operations that each device runs by itself."""
-        spec += (None,) * (tensor.dim() - len(spec))
-        return self._spmd.enable_manual_sharding(tensor * 1, spec, mesh=self._mesh).global_tensor
+        return self._layouts.marked(out.flatten(0, 2), LOSS_AXES)
 
     def rows_on_devices(self, tensor: Tensor) -> Tensor:
         """Return a device's part of `[devices, ...]`, without that dimension."""
-        return self.on_devices(tensor, self._all)[0]
+        return self._layouts.part(tensor, LOSS_AXES)[0]
 
     def experts_on_devices(self, weight: Tensor) -> Tensor:
         """Return the experts that a device holds."""
-        return self.on_devices(weight, self._expert)
+        return self._layouts.part(weight, _EXPERT)
 
     def from_devices(self, part: Tensor) -> Tensor:
         """Return `[devices, ...]`, of which each device has a part."""
-        shape, spec = (self.devices, *part.shape), (self._all, *(None for _ in part.shape))
-        return self._spmd.disable_manual_sharding(part[None], spec, shape, mesh=self._mesh).global_tensor
+        return self._layouts.whole(part[None], LOSS_AXES)
 
     def sum_of_devices(self, part: Tensor) -> Tensor:
         """Return the sum of a gradient `[held, ...]` over devices that hold the same experts: `[experts, ...]`."""
-        spec = (self._without_expert, self._expert, *(None for _ in part.shape[1:]))
-        shape = (self._grid[0] * self._grid[2], self.divisions * len(part), *part.shape[1:])
-        return self._spmd.disable_manual_sharding(part[None], spec, shape, mesh=self._mesh).global_tensor.sum(dim=0)
-
-    def _on_rows(self, tensor: Tensor) -> Tensor:
-        """Mark `[devices, ...]`, and its gradient, as lying on the devices."""
-        return self._mark(tensor, self._all)
-
-    def _mark(self, tensor: Tensor, *spec: Any) -> Tensor:
-        spec += (None,) * (tensor.dim() - len(spec))
-        return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self._mesh, spec)
+        return self._layouts.whole(part[None], (*_OUTER, *_CONTEXT), _EXPERT).sum(dim=0)
 
     def exchange(self, buffer: Tensor) -> Tensor:
-        if self._context is None:
-            grid = self._mark(buffer.unflatten(0, self._grid[:2]), self._outer, self._expert)
-            return self._on_rows(self._mark(grid, self._outer, None, self._expert).transpose(1, 2).flatten(0, 1))
-        grid = buffer.flatten(2).unflatten(0, self._grid)  # torch_xla marks 5 dimensions at most
-        grid = self._mark(grid, self._outer, self._expert, self._context)
-        grid = self._mark(grid, self._outer, None, self._context, self._expert)
-        return self._on_rows(grid.transpose(1, 3).flatten(0, 2).view_as(buffer))
+        mark = self._layouts.marked
+        if self._grid[2] == 1:
+            grid = mark(buffer.unflatten(0, self._grid[:2]), _OUTER, _EXPERT)
+            received = mark(grid, _OUTER, (), _EXPERT).transpose(1, 2).flatten(0, 1)
+        else:  # torch_xla marks 5 dimensions at most
+            grid = mark(buffer.flatten(2).unflatten(0, self._grid), _OUTER, _EXPERT, _CONTEXT)
+            received = mark(grid, _OUTER, (), _CONTEXT, _EXPERT).transpose(1, 3).flatten(0, 2).view_as(buffer)
+        return mark(received, LOSS_AXES)
 
 
 def _one_hot(sizes: Tensor, rows: Tensor) -> Tensor:
@@ -183,12 +150,12 @@ class _Product(torch.autograd.Function):
 
         def run(rows: Tensor, weight: Tensor, sizes: Tensor) -> list[Tensor]:
             own = groups.rows_on_devices(rows), groups.experts_on_devices(weight), groups.rows_on_devices(sizes)
-            return [groups.from_devices(_run(product, kernel, *own))]
+            return [groups.from_devices(*run_kernel(product, kernel, *own))]
 
         def like(rows: Tensor, weight: Tensor, _: Tensor) -> list[Tensor]:
             return [rows.new_empty((*rows.shape[:2], weight.shape[2 if kernel.transposed else 1]))]
 
-        return _as_operation(run, like, rows, weight, sizes)[0]
+        return as_operation("experts", run, like, rows, weight, sizes)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -197,47 +164,12 @@ class _Product(torch.autograd.Function):
         def run(rows: Tensor, weight: Tensor, sizes: Tensor, gradient: Tensor) -> list[Tensor]:
             rows, gradient, sizes = map(groups.rows_on_devices, (rows, gradient, sizes))
             back = GroupedProduct(not kernel.transposed, kernel.active, kernel.interpret)
-            of_rows = _run(product, back, gradient, groups.experts_on_devices(weight), sizes)
+            of_rows = run_kernel(product, back, gradient, groups.experts_on_devices(weight), sizes)
             factors = (rows, gradient) if kernel.transposed else (gradient, rows)
-            of_weight = _run(product_of_groups, kernel, *factors, sizes)
-            return [groups.from_devices(of_rows), groups.sum_of_devices(of_weight)]
+            of_weight = run_kernel(product_of_groups, kernel, *factors, sizes)
+            return [groups.from_devices(*of_rows), groups.sum_of_devices(*of_weight)]
 
         def like(rows: Tensor, weight: Tensor, *_: Tensor) -> list[Tensor]:
             return [torch.empty_like(rows), torch.empty_like(weight)]
 
-        return *_as_operation(run, like, *ctx.saved_tensors, gradients[0]), None, None, None
-
-
-_Operation = Callable[..., list[Tensor]]
-_traced: list[tuple[_Operation, _Operation]] = []
-"""What `scan` has traced, by number: a run traces a loop's body once."""
-
-
-def _as_operation(run: _Operation, like: _Operation, *tensors: Tensor) -> list[Tensor]:
-    """Return `run(*tensors)`; while `scan` traces (with fake tensors), as one operation with results like `like`'s."""
-    if detect_fake_mode() is None:
-        return run(*tensors)
-    _traced.append((run, like))
-    return _operation()([*tensors], len(_traced) - 1)
-
-
-@cache  # once per process: the dispatcher registers it by name
-def _operation() -> Callable[..., list[Tensor]]:
-    @torch.library.custom_op("portable_fsdp::on_devices", mutates_args=())
-    def on_devices(tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-        return _traced[number][0](*tensors)
-
-    @on_devices.register_fake
-    def _(tensors: Any, number: int) -> list[Tensor]:
-        return _traced[number][1](*tensors)
-
-    return on_devices
-
-
-def _run(function: Callable[..., Any], kernel: GroupedProduct, *tensors: Tensor) -> Tensor:
-    import torch_xla
-
-    kinds = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-    bridge = cast(Any, torch_xla)._XLAC
-    (out,) = bridge._xla_user_computation("xla::experts", [*tensors], computation(function, kernel, kinds))
-    return out
+        return *as_operation("experts", run, like, *ctx.saved_tensors, gradients[0]), None, None, None

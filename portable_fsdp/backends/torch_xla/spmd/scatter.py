@@ -9,14 +9,16 @@ reduce-scatter per axis. The head and its loss run so too, by chunks of a device
 # pyright: reportPrivateUsage=false
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
 
 _AXES = ("replicate", "shard")
 
@@ -52,17 +54,36 @@ class Scatter(NamedTuple):
     def parts(self) -> int:
         return self.slices * math.prod(self.along)
 
+    @property
+    def layouts(self) -> Layouts:
+        return _layouts(self.replicas, self.parts)
+
     def fits(self, rows: int, weight: Tensor) -> bool:
         """Whether the devices divide both the rows that they sum over and the rows of the weight."""
         return rows % (self.replicas * self.parts) == 0 and len(weight) % self.parts == 0
 
     def product(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """`[rows, ..., a]`, `[rows, ..., b]` -> `[a, b]`, summed over all but the last dimension, in `dtype`."""
-        return _operator()(left, right, dtype, 0, -1, *self)
+        return self._summed(partial(product_in, dtype=dtype), (left.shape[-1], right.shape[-1]), dtype, left, right)
 
     def rows(self, ids: Tensor, gradient: Tensor, words: int, padding: int) -> Tensor:
         """`[rows, ...]`, `[rows, ..., hidden]` -> `[words, hidden]`: sum by word, without those of `padding`."""
-        return _operator()(ids, gradient, gradient.dtype, words, padding, *self)
+        options = {"num_weights": words, "padding_idx": padding, "scale_grad_by_freq": False}
+        by_word = partial(torch.ops.aten.embedding_dense_backward, **options)
+        return self._summed(by_word, (words, gradient.shape[-1]), gradient.dtype, gradient, ids)
+
+    def _summed(
+        self, function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor
+    ) -> Tensor:
+        """Sum what `function` returns for the rows of each device."""
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            return [scattered(function(*(self.layouts.part(tensor, _AXES) for tensor in tensors)), self)]
+
+        def like(*tensors: Tensor) -> list[Tensor]:
+            return [tensors[0].new_empty(shape, dtype=dtype)]
+
+        return as_operation("scattered_sum", run, like, *tensors)[0]
 
 
 def scatter_over(torus: Torus, axes: Mapping[str, int]) -> Scatter | None:
@@ -88,59 +109,15 @@ def scatter_over(torus: Torus, axes: Mapping[str, int]) -> Scatter | None:
     return scatter if is_mesh and axes["shard"] > 1 else None
 
 
-@cache
-def _operator() -> Any:
-    """Register one operator, so that `scan` can trace it: scan takes no annotations of tensors."""
-
-    @torch.library.custom_op("portable_fsdp::scattered_sum", mutates_args=())
-    def scattered_sum(
-        left: Tensor,
-        right: Tensor,
-        dtype: torch.dtype,
-        words: int,
-        padding: int,
-        replicas: int,
-        slices: int,
-        along: Sequence[int],
-    ) -> Tensor:
-        scatter = Scatter(replicas, slices, tuple(along))
-        left, right = on_devices(left, scatter), on_devices(right, scatter)
-        if words:
-            return scattered(torch.ops.aten.embedding_dense_backward(right, left, words, padding, False), scatter)
-        return scattered(product_in(left, right, dtype), scatter)
-
-    scattered_sum.register_fake(
-        lambda left, right, dtype, words, *_: right.new_empty((words or left.shape[-1], right.shape[-1]), dtype=dtype)
-    )
-    return scattered_sum
-
-
-def on_devices(tensor: Tensor, scatter: Scatter, *, whole: bool = False) -> Tensor:
-    """Return a device's rows of a global tensor, or all of it, for operations that each device runs by itself."""
-    import torch_xla.distributed.spmd as spmd
-
-    spec = (None if whole else _AXES, *(None for _ in tensor.shape[1:]))
-    mesh = _mesh(scatter.replicas, scatter.parts)  # an argument of the program can't be annotated so, a new tensor can
-    return cast(Any, spmd).enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
-
-
-def off_devices(tensor: Tensor, shape: Sequence[int], scatter: Scatter, axis: str | tuple[str, ...] = _AXES) -> Tensor:
-    """Return the global tensor `[rows, ...]` of which each device has a part, by `axis` of the mesh."""
-    import torch_xla.distributed.spmd as spmd
-
-    spec, mesh = (axis, *(None for _ in shape[1:])), _mesh(scatter.replicas, scatter.parts)
-    return cast(Any, spmd).disable_manual_sharding(tensor, spec, tuple(shape), mesh=mesh).global_tensor
-
-
 def scattered(total: Tensor, scatter: Scatter) -> Tensor:
     """`[rows, width]` on each device -> their sum, a global tensor that is sharded by rows."""
     import torch_xla
 
-    bridge, shape = cast(Any, torch_xla)._XLAC, total.shape
+    bridge = cast(Any, torch_xla)._XLAC
     if scatter.slices > 1:
         # Within a slice first: then only each chip's part of its slice's sum crosses the network.
         by_slice = total.reshape(scatter.slices, math.prod(scatter.along), -1)
-        total = by_slice.transpose(0, 1).reshape(shape)
+        total = by_slice.transpose(0, 1).reshape(total.shape)
     devices = np.arange(scatter.replicas * scatter.parts).reshape(scatter.replicas, scatter.slices, *scatter.along)
     for axis in (*range(2, devices.ndim), 1):
         if (size := devices.shape[axis]) > 1:
@@ -148,14 +125,15 @@ def scattered(total: Tensor, scatter: Scatter) -> Tensor:
             total = bridge._xla_spmd_reduce_scatter("sum", total, 1.0, 0, size, groups)  # dimension 0: others stay sums
     if scatter.replicas > 1:
         total = bridge._xla_spmd_all_reduce("sum", total, 1.0, devices.reshape(scatter.replicas, -1).T.tolist())
-    return off_devices(total, shape, scatter, "shard")
+    return scatter.layouts.whole(total, ("shard",))
 
 
 @cache
-def _mesh(replicas: int, shards: int) -> Any:
+def _layouts(replicas: int, shards: int) -> Layouts:
     import torch_xla.distributed.spmd as spmd
 
-    return cast(Any, spmd).Mesh(np.arange(replicas * shards), (replicas, shards), _AXES)
+    mesh = cast(Any, spmd).Mesh(np.arange(replicas * shards), (replicas, shards), _AXES)
+    return Layouts(mesh, {"replicate": replicas, "shard": shards})
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -197,9 +175,9 @@ class ChunkedHead(torch.autograd.Function):
         import torch_xla
 
         barrier = cast(Any, torch_xla)._XLAC._xla_optimization_barrier_
-        devices = scatter.replicas * scatter.parts
-        own, labels = on_devices(hidden, scatter), on_devices(loss_input.labels, scatter)
-        copy = on_devices(weight_copy, scatter, whole=True)
+        devices, layouts = scatter.replicas * scatter.parts, scatter.layouts
+        own, labels = layouts.part(hidden, _AXES), layouts.part(loss_input.labels, _AXES)
+        copy = layouts.part(weight_copy)
         loss, of_weight, of_hidden = own.new_zeros(1, dtype=torch.float32), cast(Any, None), list[Tensor]()
         length = chunk_length(len(hidden) // devices, hidden.shape[1])
         for start in range(0, hidden.shape[1], length):
@@ -211,10 +189,10 @@ class ChunkedHead(torch.autograd.Function):
             loss, of_weight = loss + addend, product if of_weight is None else of_weight + product
             of_hidden.append(gradient @ copy)
         barrier([of_weight, *of_hidden])  # frees the gathered weight before the sum over devices, which ends before
-        gradients = [off_devices(torch.cat(of_hidden, 1), hidden.shape, scatter), scattered(of_weight, scatter)]
+        gradients = [layouts.whole(torch.cat(of_hidden, 1), _AXES), scattered(of_weight, scatter)]
         barrier(gradients)  # the backward of layers
         ctx.gradients = gradients
-        return off_devices(loss, (devices,), scatter).sum()
+        return layouts.whole(loss, _AXES).sum()
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:

@@ -55,14 +55,14 @@ class Kernel:
                 sinks: `[heads]` or None: a further score of each position, without a value.
                 part: int32 `[1]`, this device's number among `parts`; None for one part.
         """
-        return self._run(splash_forward, *tensors)
+        return run_kernel(splash_forward, self, *tensors)
 
     def backward(self, *tensors: Tensor | None) -> list[Tensor]:
         """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`.
 
         `tensors`: those of `forward`, its results, and the gradient of the output.
         """
-        return self._run(splash_backward, *tensors)
+        return run_kernel(splash_backward, self, *tensors)
 
     def visible(self, length: int) -> int:
         """Return the number of visible pairs of positions of one part; the diagonal counts half."""
@@ -92,14 +92,6 @@ class Kernel:
         if function is not splash_forward:
             widths = 3 * width + 2 * value_width + (0 if _backward_blocks(length, width)[1] else widths)
         return 2 * rows * heads * widths * self.visible(length)
-
-    def _run(self, function: Callable[..., Any], *tensors: Tensor | None) -> list[Tensor]:
-        import torch_xla
-
-        kinds = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        inputs = [tensor for tensor in tensors if tensor is not None]
-        bridge = cast(Any, torch_xla)._XLAC
-        return bridge._xla_user_computation("xla::attention", inputs, computation(function, self, kinds))
 
 
 def block_of(length: int, limit: int = _BACKWARD_KEYS) -> int:
@@ -228,6 +220,16 @@ class Lowered(Protocol):
     def flops(self, function: Callable[..., Any], kinds: Sequence[_Kind]) -> int:
         """Return the FLOPs of the products of `function` on tensors of these shapes and dtypes."""
         ...
+
+
+def run_kernel(function: Callable[..., Any], kernel: Lowered, *tensors: Tensor | None) -> list[Tensor]:
+    """Run `function(kernel, *tensors)`, written for jax arrays, on a device."""
+    import torch_xla
+
+    kinds = tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    inputs = [tensor for tensor in tensors if tensor is not None]
+    bridge = cast(Any, torch_xla)._XLAC
+    return bridge._xla_user_computation("xla::kernel", inputs, computation(function, kernel, kinds))
 
 
 @cache  # a model has few shapes, and lowering one takes a second

@@ -9,15 +9,17 @@ weight, or replicated.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.torch_xla.runtime import Compiler, Programs
-from portable_fsdp.layout import LOSS_AXES, Region, Spec, batch_spec, coordinates, count_row_shards, region
+from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, batch_spec, coordinates, count_row_shards, region
 
 Initializer = Callable[[Region], Tensor]
 """Returns a piece of a global tensor, on the host."""
@@ -113,34 +115,53 @@ def _partition(spec: Spec, axes: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 class Layouts:
-    """Annotates tensors with a sharding, in place; XLA's partitioner derives that of all others."""
+    """Annotates tensors with a sharding; XLA's partitioner derives that of all others. A spec may end early: the
+    dimensions after it aren't split."""
 
     def __init__(self, mesh: Any, axes: Mapping[str, int]) -> None:
         import torch_xla.distributed.spmd as spmd
 
-        self.mesh, self._axes = mesh, axes
+        self.mesh, self.axes = mesh, axes
         self._spmd: Any = spmd
 
     def split_rows(self, tensor: Tensor, *rest: tuple[str, ...]) -> None:
         """Split dimension 0 by rows; `rest`: the axes that split the dimensions after it."""
-        self._spmd.mark_sharding(tensor, self.mesh, _partition(_split(tensor, rest), self._axes))
+        self.shard(tensor, _split(tensor, rest))
 
     def split_rows_in_loop(self, tensor: Tensor, *rest: tuple[str, ...]) -> Tensor:
         """Return a new tensor, split by rows: tensors traced for a loop can't be annotated in place."""
-        return self._marked(tensor, _split(tensor, rest))
+        return self.marked(tensor, *_split(tensor, rest))
 
-    def _marked(self, tensor: Tensor, spec: Spec) -> Tensor:
-        partition = _partition(spec, self._axes)
+    def marked(self, tensor: Tensor, *spec: tuple[str, ...]) -> Tensor:
+        """Return a new tensor, sharded by `spec`, and so its gradient."""
+        partition = self._partition(tensor, spec)
         return self._spmd.xla_sharding.mark_sharding_with_gradients(tensor, self.mesh, partition)
+
+    def part(self, tensor: Tensor, *spec: tuple[str, ...]) -> Tensor:
+        """Return a device's part of a global tensor sharded by `spec`, for operations that each device runs by itself:
+        the partitioner doesn't split them."""
+        partition = self._partition(tensor, spec)
+        # An argument of the program can't be annotated so, a new tensor can.
+        return self._spmd.enable_manual_sharding(tensor * 1, partition, mesh=self.mesh).global_tensor
+
+    def whole(self, part: Tensor, *spec: tuple[str, ...]) -> Tensor:
+        """Return the global tensor, sharded by `spec`, of which each device has a part."""
+        times = [math.prod(self.axes.get(axis, 1) for axis in axes) for axes in spec]
+        shape = [size * count for size, count in zip_longest(part.shape, times, fillvalue=1)]
+        partition = self._partition(part, spec)
+        return self._spmd.disable_manual_sharding(part, partition, shape, mesh=self.mesh).global_tensor
+
+    def _partition(self, tensor: Tensor, spec: Spec) -> tuple[Any, ...]:
+        return _partition((*spec, *((),) * (tensor.dim() - len(spec))), self.axes)
 
     def by_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a forward that computes each token by itself, and flattens `[rows, tokens, width]`: it gets
         `[devices, tokens of a device, width]`. XLA can't split flattened tokens whose rows are split as well."""
-        rows, cuts = count_row_shards(self._axes), self._axes.get("context", 1)
+        rows, cuts = count_row_shards(self.axes), self.axes.get("context", 1)
 
         def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             pieces = hidden.unflatten(0, (rows, -1)).unflatten(2, (cuts, -1)).transpose(1, 2)
-            own = self._marked(pieces.flatten(2, 3).flatten(0, 1), batch_spec(3, LOSS_AXES))
+            own = self.marked(pieces.flatten(2, 3).flatten(0, 1), LOSS_AXES)
             out = forward(own, *args, **kwargs)
             first = (out[0] if isinstance(out, tuple) else out).view(pieces.shape).transpose(1, 2).reshape(hidden.shape)
             first = self.split_rows_in_loop(first, ("context",))
@@ -149,7 +170,7 @@ class Layouts:
         return run
 
     def shard(self, tensor: Tensor, spec: Spec) -> None:
-        self._spmd.mark_sharding(tensor, self.mesh, _partition(spec, self._axes))
+        self._spmd.mark_sharding(tensor, self.mesh, self._partition(tensor, spec))
 
     def gathered(self, weight: Tensor, spec: Spec) -> Tensor:
         """Return the weight gathered over the axes of FSDP; its gradient is sharded by `spec`."""
@@ -168,10 +189,8 @@ class Layouts:
 
 
 def _split(tensor: Tensor, rest: Sequence[tuple[str, ...]]) -> Spec:
-    rows = batch_spec(tensor.dim())
-    if tensor.dim() < 3:  # of flattened tokens, or without any
-        return rows
-    return (*rows[:1], *rest, *((),) * tensor.dim())[: tensor.dim()]
+    is_flat = tensor.dim() < 3  # of flattened tokens, or without any
+    return (ROW_AXES, *(() if is_flat else rest))[: tensor.dim()]
 
 
 def laid_out(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:
@@ -193,6 +212,32 @@ class _LaidOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         return laid_out(cast(Tensor, outputs[0]), ctx.shard), None, None
+
+
+OnDevices = Callable[..., list[Tensor]]
+traced: list[tuple[OnDevices, OnDevices]] = []
+"""What `scan` has traced, by number: a run traces a loop's body once, and the engine clears this when it closes."""
+
+
+def as_operation(name: str, run: OnDevices, like: OnDevices, *tensors: Tensor | None) -> list[Tensor]:
+    """Return `run(*tensors)`; while `scan` traces (with fake tensors), as one operation with results like `like`'s."""
+    if detect_fake_mode() is None:
+        return run(*tensors)
+    traced.append((run, like))
+    return _operation(name)([*tensors], len(traced) - 1)
+
+
+@cache  # once per process: the dispatcher registers it by name
+def _operation(name: str) -> OnDevices:
+    @torch.library.custom_op(f"portable_fsdp::{name}", mutates_args=())
+    def operation(tensors: Sequence[Tensor | None], number: int) -> list[Tensor]:
+        return traced[number][0](*tensors)
+
+    @operation.register_fake
+    def _(tensors: Any, number: int) -> list[Tensor]:
+        return traced[number][1](*tensors)
+
+    return operation
 
 
 def rows_between(policy: ShardPolicy) -> tuple[tuple[str, ...], ...]:
