@@ -223,13 +223,15 @@ def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
 def _checked(code: int, run_dir: Path, since: float) -> int:
     """Return the exit code of processes that began at `since`: not that of a stop that was killed before its save."""
     stopped = run_dir / "STOPPED"
-    if code == EXIT_STOPPED and not (stopped.is_file() and stopped.stat().st_mtime >= since):
+    if code != EXIT_STOPPED or (stopped.is_file() and stopped.stat().st_mtime >= since):
+        return code
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.is_file() and metrics.stat().st_mtime >= since:  # else its processes say that no step was made
         say_once_per_host(
             "killed before the save finished: torch's launcher kills processes 30 s after the stop request.\n"
             "  Rerun the same command to resume from the newest checkpoint, if there is one."
         )
-        return EXIT_FAILED
-    return code
+    return EXIT_FAILED
 
 
 def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:

@@ -247,7 +247,7 @@ def padding_note(config: Config, row_shards: int) -> str:
     computed = total + split.padding
     return (
         f"train.global_batch: a step of {total} rows computes {computed} on {row_shards} {_row_shards(config)}: "
-        f"{split.padding} rows of padding ({split.padding / computed:.0%}) count nothing{fix}"
+        f"{split.padding} row(s) of padding ({split.padding / computed:.0%}) count nothing{fix}"
     )
 
 

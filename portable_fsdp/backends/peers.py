@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # torch's default. It ends processes that wait for one another before their run has a watchdog.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-WATCHED_TIMEOUT = timedelta(days=30)  # longer than every limit of a watchdog
+WATCHED_TIMEOUT = timedelta(days=1)  # longer than a watchdog's usual limits
 JOINING_ROUND_S = 0.1  # between two heartbeats until all processes have joined
 LONGEST_ROUND_S = 5.0
 ROUNDS = 6  # heartbeats that fit into the timeout, at least
@@ -179,7 +179,7 @@ class Peers:
         """Send what `watchdog` knows, and tell it for whom this process waits. From now on it alone ends collectives
         that take too long."""
         self._watchdog, watchdog.record = watchdog, flight_record
-        for backend in _group_backends():
+        for backend in _group_backends() if watchdog.is_watching else ():
             with contextlib.suppress(RuntimeError):  # a backend without timeouts
                 backend._set_default_timeout(WATCHED_TIMEOUT)
 
@@ -323,6 +323,8 @@ class Peers:
             return
         if prints:
             self._warn(message)
+        if self._watchdog:
+            self._watchdog.fail(f"Lost: {printable(message.splitlines()[0])}")
         os._exit(EXIT_FAILED)
 
     def _report_waiting(self, elapsed_s: float) -> None:

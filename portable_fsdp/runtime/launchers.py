@@ -278,15 +278,17 @@ def elastic_hosts(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
     if not environ.get("TORCHELASTIC_RUN_ID") or environ["TORCHELASTIC_RUN_ID"].startswith(OUR_RUNS):
         return None
-    lines = [f"--nnodes={environ.get('PET_NNODES')}"]  # torchrun's variable for the flag
+    nnodes = environ.get("PET_NNODES", "")  # torchrun's variable for the flag, which takes precedence
     for process in psutil.Process().parents():
         with suppress(psutil.Error):  # another user's, where /proc is hidden
-            lines.append(" ".join(process.cmdline()))
-    for line in lines:
-        found = re.search(r"(?:^| )--nnodes[= ](\d+):(\d+)(?: |$)", line)
-        if found and (least := int(found[1])) < (most := int(found[2])):
-            return least, most
-    return None
+            words = process.cmdline()
+            if any(word.endswith("torchrun") or word == "torch.distributed.run" for word in words):
+                found = re.search(r" --nnodes[= ](\S+)", " ".join(words))
+                nnodes = found[1] if found else nnodes
+                break
+    least, _, most = nnodes.partition(":")
+    is_range = least.isdecimal() and most.isdecimal() and int(least) < int(most)
+    return (int(least), int(most)) if is_range else None
 
 
 def _of_tasks(environ: Mapping[str, str], tasks: _Tasks) -> Launch:

@@ -24,7 +24,8 @@ _PREEMPTED, _MAINTENANCE, _WINDOW = "preempted", "maintenance-event", "upcoming-
 _LONGEST_S = 3.0  # to connect, and beyond _HELD_S for an answer
 _HELD_S = 5  # the server holds a request until `preempted` changes, or this long
 _PAUSE_S = 1.0  # at least, between two requests: a proxy may not hold them
-_FAILURES = 60  # in a row; a server that has answered before may be absent for minutes
+_FIRST_FAILURES = 3  # in a row, before the server has answered once
+_FAILURES = 60  # the same; a server that has answered before may be absent for minutes
 _BEFORE_S = 120.0  # before a window of maintenance
 _MOST_BYTES = 1 << 16
 
@@ -49,19 +50,20 @@ def _watch(url: str, request_stop: Callable[[str], bool], over: threading.Event)
     while not over.is_set():
         began, is_first = time.monotonic(), etag is None
         try:
-            notices, etag = _look(url, keys, etag)
+            notices, etag, is_whole = _look(url, keys, etag)
         except (OSError, HTTPException, ValueError) as error:
             failures += 1
-            if is_first or failures >= _FAILURES:
+            if failures >= (_FIRST_FAILURES if is_first else _FAILURES):
                 cause = str(error) or type(error).__name__
                 log.warning("run.preemption: %s is no metadata server: %s. Only signals will stop the run.", url, cause)
                 return
-            over.wait(_HELD_S)
+            over.wait(_PAUSE_S if is_first else _HELD_S)
             continue
         failures = 0
         for notice in sorted(notices) if is_first else ():
             log.warning("%s, announced before this start: the run continues until a signal", notice)
-        earlier = notices if is_first else earlier & notices
+        if is_first or is_whole:
+            earlier = notices if is_first else earlier & notices
         if new := sorted(notices - earlier):
             if not over.is_set() and request_stop(new[0]):
                 log.warning("%s: ending after the current step and its save", new[0])
@@ -69,12 +71,17 @@ def _watch(url: str, request_stop: Callable[[str], bool], over: threading.Event)
         over.wait(max(0.0, _PAUSE_S - (time.monotonic() - began)))
 
 
-def _look(url: str, keys: list[str], etag: str | None) -> tuple[set[str], str]:
-    """Return (all notices, ETag of `preempted`), as soon as that ETag differs from `etag`, or after _HELD_S.
+class _Missing(ValueError):
+    """The server has no such key."""
 
-    The first look, without `etag`, removes the keys that this machine lacks.
+
+def _look(url: str, keys: list[str], etag: str | None) -> tuple[set[str], str, bool]:
+    """Return (notices, ETag of `preempted`, whether all keys answered), as soon as that ETag differs from `etag`, or
+    after _HELD_S.
+
+    Removes keys that this machine lacks. A failure of `preempted` is raised; the others are asked again next time.
     """
-    notices, tag = set[str](), ""
+    notices, tag, is_whole = set[str](), "", True
     for key in [*keys]:
         query = "?alt=json" if key == _WINDOW else ""
         if key == _PREEMPTED and etag:
@@ -82,13 +89,15 @@ def _look(url: str, keys: list[str], etag: str | None) -> tuple[set[str], str]:
         try:
             answer, own_tag = _ask(url, key + query)
             notices.update(_notices(key, answer))
-        except ValueError:
-            if key == _PREEMPTED or etag is not None:
+        except (OSError, HTTPException, ValueError) as error:
+            if key == _PREEMPTED:
                 raise
-            keys.remove(key)
+            is_whole = False
+            if isinstance(error, _Missing):
+                keys.remove(key)
         else:
             tag = own_tag if key == _PREEMPTED else tag
-    return notices, tag
+    return notices, tag, is_whole
 
 
 def _ask(url: str, key: str) -> tuple[str, str]:
@@ -103,6 +112,8 @@ def _ask(url: str, key: str) -> tuple[str, str]:
         connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
         response = connection.getresponse()
         answer = response.read(_MOST_BYTES).decode(errors="replace").strip()
+        if response.status == 404:
+            raise _Missing(f"HTTP status 404 for {key.partition('?')[0]}")
         if response.status != 200 or response.getheader("Metadata-Flavor") != "Google":
             raise ValueError(f"HTTP status {response.status} for {key.partition('?')[0]}")
         return answer, response.getheader("ETag", "")

@@ -68,6 +68,7 @@ class Watchdog(Closing):
         self.steps = self.parts = 0  # finished since the start; parts of checkpoints
         self.record: Callable[[], bytes] = bytes
         self._child: subprocess.Popen[bytes] | None = None
+        self._folder, self._process = folder, process
         self._shared, self._undo = mmap.mmap(-1, _BYTES), ExitStack()
         try:
             self._start(folder, process, prints)
@@ -98,9 +99,11 @@ class Watchdog(Closing):
 
     def _write_record(self, reads: int, path: Path) -> None:
         with os.fdopen(reads, "rb") as pipe:
-            if pipe.read(1) and (record := self.record()):  # nothing once the process beside has ended
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(record)
+            has_ended = not pipe.read(1)  # the process beside
+            with suppress(Exception):  # the report of the hang is more important
+                if not has_ended and (record := self.record()):
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(record)
 
     def begin_step(self, step: int, what: str) -> None:
         now = time.monotonic()
@@ -145,6 +148,15 @@ class Watchdog(Closing):
         with suppress(ValueError):  # closed
             self._shared[: len(line) + 1] = line + b"\n"
 
+    @property
+    def is_watching(self) -> bool:
+        return self._child is not None
+
+    def fail(self, reason: str) -> None:
+        """Record, by process 0, why the run is about to end."""
+        if self._process == 0:
+            _record_failure(self._folder, self._step, reason)
+
     def close(self) -> None:
         if self._child:
             self._child.kill()
@@ -177,6 +189,14 @@ def main(parent: int, descriptor: int, stacks: int, record: int, process: int, p
             return _end(parent, state, stacks, folder, process, prints)
 
 
+def _record_failure(folder: Path, step: int, reason: str) -> None:
+    """Add the event `fail` of a run that ended in `step`. observe/run_files.py writes the events of other ends."""
+    moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+    event = {"time": moment, "event": "fail", "step": max(0, step - 1), "reason": reason}
+    with suppress(OSError), (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
 def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process: int, prints: bool) -> None:
     for number in (signal.SIGCONT, signal.SIGUSR2):  # a stopped process writes nothing
         os.kill(parent, number)
@@ -198,9 +218,7 @@ def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process:
     if prints:
         to_stderr(f"{reason}\n  (run.step_timeout_s.) The stacks of all threads are in {path}.")
     if process == 0:
-        event = {"time": moment, "event": "fail", "step": max(0, state["step"] - 1), "reason": f"Hung: {reason}"}
-        with suppress(OSError), (folder / "events.jsonl").open("a") as file:
-            file.write(json.dumps(event) + "\n")
+        _record_failure(folder, state["step"], f"Hung: {reason}")
     time.sleep(_OTHERS_S if process else _FIRST_S)
     with suppress(ProcessLookupError):
         os.kill(parent, signal.SIGKILL)

@@ -125,8 +125,8 @@ def build_training(
         trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager, policy=policy)
     _watch_routers(config, built, task, policy)
     if split.padding:
-        _require_paddable(config, backend, built)
-        if fill:
+        _require_paddable(config, backend, built, loss)
+        if fill and backend.process.index == 0:
             log.warning(padding_note(config, backend.row_shards))
     ties = _ties(built.model)
     model, optimizer = _laid_out(config, backend, built.model, policy, built.fill if fill else None, ties)
@@ -150,9 +150,11 @@ def check_model(config: Config, backend: Backend) -> None:
     _watch_routers(config, built, task, shard_policy(config, built.model))
 
 
-def _require_paddable(config: Config, backend: Backend, built: BuiltModel) -> None:
+def _require_paddable(config: Config, backend: Backend, built: BuiltModel, loss: Loss | None) -> None:
     """Raise ConfigError if rows whose labels don't count would change the step of this model."""
-    if built.config.get("output_router_logits"):
+    if loss is not None:
+        reason = "the loss that build_training got may count padding"
+    elif built.config.get("output_router_logits"):
         reason = "output_router_logits=true would count the choices of padding"
     elif norms := _batch_norms(built.model):
         reason = f"batch norm ({norms[0]}) would see padding"
@@ -238,8 +240,8 @@ def _laid_out(
 
 
 def _batch_norms(model: nn.Module) -> list[str]:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    kind = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]  # SyncBatchNorm too
+    return [name for name, module in model.named_modules() if isinstance(module, kind)]
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -250,7 +250,7 @@ def test_a_global_batch_is_split_with_little_padding(
 
 def test_padding_is_told_with_its_cost_and_the_way_out(tmp_path: Path) -> None:
     assert padding_note(small(tmp_path, "train.global_batch=16", "train.micro_batch=3"), 2) == (
-        "train.global_batch: a step of 16 rows computes 18 on 2 devices: 2 rows of padding (11%) count nothing "
+        "train.global_batch: a step of 16 rows computes 18 on 2 devices: 2 row(s) of padding (11%) count nothing "
         "(train.micro_batch=2 or 4 needs none)"
     )
 
