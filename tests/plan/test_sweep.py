@@ -97,9 +97,9 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
     assert len(noted) <= 2 + math.log2(len(divisors))
 
 
-def test_a_search_needs_devices_that_divide_the_batch_and_an_upper_bound() -> None:
+def test_a_search_needs_a_batch_that_can_be_split_and_an_upper_bound() -> None:
     with pytest.raises(ConfigError, match="expected a multiple"):
-        largest_that_fits(config(global_batch=12), 8, plan_of, lambda line: None)
+        largest_that_fits(config(global_batch=12, task="own:task"), 8, plan_of, lambda line: None)
 
     def least(settings: Settings) -> Plan:
         made = plan(LIMIT // 2)
