@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cli import ROOT, finish
+from cli import ROOT, TINY, finish
 from torch import Tensor, nn
 
 import portable_fsdp as pf
 from portable_fsdp.config.load import config_text
 from portable_fsdp.models.factory import open_factory
+from portable_fsdp.models.loss import cross_entropy_sum
 from portable_fsdp.runtime.errors import ConfigError
 
 PYTHON = Path(sys.executable)
@@ -127,6 +128,18 @@ def test_make_config_takes_classes_functions_and_values() -> None:
 def test_a_mistake_in_make_config_is_named(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         pf.make_config(**sections)
+
+
+def test_a_loss_of_ones_own_needs_a_batch_without_padding() -> None:
+    model = {"architecture": TINY["model"]["architecture"]}
+    sizes = {"steps": 1, "global_batch": 5, "micro_batch": 2}
+    config = pf.make_config(model=model, data={"seq_len": 32}, train=sizes)
+    with pf.open_backend(config, device="cpu", backend="native") as engine:
+        with pytest.raises(
+            ConfigError, match=r"found 5: the loss .* may count padding\.\n  Set train\.global_batch=4 or 6"
+        ):
+            pf.build_training(config, engine, 256, loss=cross_entropy_sum)
+        pf.build_training(config, engine, 256)
 
 
 def test_unshard_starts_to_gather_a_unit() -> None:
