@@ -3,11 +3,11 @@
 #
 #   launch/torchrun.sh [--dry-run] --config=configs/llama_1b.yaml [section.key=value ...]
 #
-# Edit these five lines, or set the variables. Several nodes need RDZV_ENDPOINT, HOST[:PORT] of one node that all of
+# Edit these five lines, or set the variables (Kubeflow Trainer's PET_ variables count too). Several nodes need RDZV_ENDPOINT, HOST[:PORT] of one node that all of
 # them reach, the same RDZV_ID everywhere, and checkpoints in a folder that they share.
 nproc_per_node=${NPROC_PER_NODE:-gpu} # processes per node; gpu: one for each GPU
-nnodes=${NNODES:-1} # MIN:MAX: goes on with the nodes that are left, and takes those that join
-rdzv_endpoint=${RDZV_ENDPOINT:-}
+nnodes=${NNODES:-${PET_NNODES:-1}} # MIN:MAX: goes on with the nodes that are left, and takes those that join
+rdzv_endpoint=${RDZV_ENDPOINT:-${PET_MASTER_ADDR:+$PET_MASTER_ADDR:${PET_MASTER_PORT:-29500}}}
 rdzv_id=${RDZV_ID:-portable_fsdp}
 max_restarts=${MAX_RESTARTS:-3} # how often all processes are started again, from the last checkpoint, after a failure
 

@@ -26,6 +26,7 @@ from portable_fsdp.convert.read import load_config
 LAUNCH, HERE = ROOT / "launch", Path(__file__).parent
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch", ROOT / ".ci/run"])
 JOBSETS = sorted(LAUNCH.glob("gke_jobset_*.yaml"))
+TRAINJOB = LAUNCH / "kubeflow_trainjob.yaml"
 SKY_TASKS = sorted(LAUNCH.glob("skypilot_*.yaml"))
 DOCKERFILES = sorted(LAUNCH.glob("Dockerfile.*"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -243,7 +244,7 @@ def container_of(path: Path) -> dict[str, Any]:
     "path",
     [
         pytest.param(path, marks=[pytest.mark.proof] * (path.name != "gke_jobset_tpu.yaml"))
-        for path in [*JOBSETS, *SKY_TASKS]
+        for path in [*JOBSETS, *SKY_TASKS, TRAINJOB]
     ],
     ids=lambda path: path.name,
 )
@@ -256,6 +257,15 @@ def test_what_a_manifest_starts_trains(path: Path, tmp_path: Path) -> None:
         container = container_of(path)
         variables = {variable["name"]: variable["value"] for variable in container["env"]}
         command = [*container["command"], *small]
+    elif path == TRAINJOB:  # the variables that Kubeflow Trainer's torch plugin sets
+        variables = {
+            "PET_NNODES": "1",
+            "PET_NODE_RANK": "0",
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": "29400",
+        }
+        variables |= {"PET_NPROC_PER_NODE": "auto", "NPROC_PER_NODE": "1"}
+        command = [*read(path)["spec"]["trainer"]["command"], *small]
     else:
         sky = {"NUM_NODES": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2", "NUM_GPUS_PER_NODE": "1", "TASK_ID": "sky-1"}
         task = read(path)
@@ -283,6 +293,18 @@ def test_a_manifest_is_what_its_api_takes(path: Path) -> None:
     assert [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(read(path))] == []
     wrong = yaml.safe_load(re.sub(r"(restartPolicy|num_nodes):", r"\1s:", path.read_text()))
     assert [*jsonschema.Draft202012Validator(schema).iter_errors(wrong)]
+
+
+def test_a_trainjob_is_what_its_api_takes() -> None:
+    """By the models of kubeflow-trainer-api 2.3.0."""
+    spec = read(TRAINJOB)["spec"]
+    trainer = spec["trainer"]
+    assert (spec.keys(), spec["runtimeRef"]) == ({"runtimeRef", "trainer"}, {"name": "torch-distributed"})
+    fields = {"args", "command", "env", "image", "numNodes", "numProcPerNode", "resourcesPerNode"}
+    assert trainer.keys() <= fields
+    assert trainer["command"] == ["launch/torchrun.sh"]
+    config, *overrides = trainer["args"]
+    assert load_config(ROOT / config.removeprefix("--config="), overrides).checkpoint.dir == "gs://BUCKET/llama_1b"
 
 
 def job(path: Path) -> dict[str, Any]:
