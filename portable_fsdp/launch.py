@@ -226,11 +226,13 @@ def _checked(code: int, run_dir: Path, since: float) -> int:
     if code != EXIT_STOPPED or (stopped.is_file() and stopped.stat().st_mtime >= since):
         return code
     metrics = run_dir / "metrics.jsonl"
-    if metrics.is_file() and metrics.stat().st_mtime >= since:  # else its processes say that no step was made
+    if metrics.is_file() and metrics.stat().st_mtime >= since:
         say_once_per_host(
             "killed before the save finished: torch's launcher kills processes 30 s after the stop request.\n"
             "  Rerun the same command to resume from the newest checkpoint, if there is one."
         )
+    else:
+        say_once_per_host("stopped before the first step of this start ended: it saved nothing")
     return EXIT_FAILED
 
 

@@ -255,7 +255,7 @@ def test_a_stop_before_anything_is_saved_is_not_called_one(folder: Path) -> None
         code = process.wait()
         assert psutil.wait_procs(workers, timeout=5)[1] == []  # none outlives the process that was told to end
     assert code == 1, process.err
-    assert "killed before the save finished" in process.err
+    assert "stopped before the first step of this start ended: it saved nothing" in process.err
     assert not (folder / "run" / "STOPPED").exists()
 
 
