@@ -6,7 +6,7 @@
 # Edit these five lines, or set the variables (Kubeflow Trainer's PET_ variables count too). Several nodes need RDZV_ENDPOINT, HOST[:PORT] of one node that all of
 # them reach, the same RDZV_ID everywhere, and checkpoints in a folder that they share.
 nproc_per_node=${NPROC_PER_NODE:-gpu} # processes per node; gpu: one for each GPU
-nnodes=${NNODES:-${PET_NNODES:-1}} # MIN:MAX: goes on with the nodes that are left, and takes those that join
+nnodes=${NNODES:-${PET_NNODES:-1}} # MIN:MAX: continues on the nodes that are left; others may join
 rdzv_endpoint=${RDZV_ENDPOINT:-${PET_MASTER_ADDR:+$PET_MASTER_ADDR:${PET_MASTER_PORT:-29500}}}
 rdzv_id=${RDZV_ID:-portable_fsdp}
 max_restarts=${MAX_RESTARTS:-3} # how often all processes are started again, from the last checkpoint, after a failure

@@ -217,8 +217,9 @@ def split_batch(config: Config, row_shards: int) -> BatchSplit:
         "padding would take the room of sharding.expert_capacity": config.sharding.expert_capacity is not None,
         "model.router_bias_rate would count the choices of padding": config.model.router_bias_rate > 0,
     }
-    for reason in (reason for reason, holds in reasons.items() if holds and split.padding):
-        raise no_padding(config, row_shards, reason)
+    forbids = [reason for reason, holds in reasons.items() if holds]
+    if split.padding and forbids:
+        raise no_padding(config, row_shards, forbids[0])
     return split
 
 
@@ -230,7 +231,7 @@ def no_padding(config: Config, row_shards: int, reason: str) -> ConfigError:
     global_batches = [str(size) for size in (below, below + rows) if size > 0]
     fits = f"train.global_batch={' or '.join(global_batches)}"
     if near := _without_padding(config, row_shards):
-        fits += f", or train.micro_batch={' or '.join(map(str, near))}"
+        fits += f", or {near}"
     return ConfigError(
         f"train.global_batch: expected a multiple of train.micro_batch * {_row_shards(config)} = {micro_batch} * "
         f"{row_shards} = {rows} sequences, found {train.global_batch}: {reason}.\n  Set {fits}."
@@ -243,7 +244,7 @@ def padding_note(config: Config, row_shards: int) -> str:
     if not split.padding:
         return ""
     near = _without_padding(config, row_shards)
-    fix = f" (train.micro_batch={' or '.join(map(str, near))} needs none)" if near else ""
+    fix = f" ({near} needs none)" if near else ""
     computed = total + split.padding
     return (
         f"train.global_batch: a step of {total} rows computes {computed} on {row_shards} {_row_shards(config)}: "
@@ -255,12 +256,14 @@ def _row_shards(config: Config) -> str:
     return "devices" + "".join(f" / sharding.{a}" for a in ("context", "tensor") if getattr(config.sharding, a) > 1)
 
 
-def _without_padding(config: Config, row_shards: int) -> list[int]:
-    """The nearest values of train.micro_batch without padding; none if the row shards don't divide the batch."""
+def _without_padding(config: Config, row_shards: int) -> str:
+    """The nearest settings without padding: `train.micro_batch=2 or 4`; empty if the row shards don't divide the
+    batch."""
     if config.train.global_batch % row_shards:
-        return []
+        return ""
     sizes, own = micro_batches(config.train.global_batch, row_shards), config.train.resolved_micro_batch
-    return [size for size in sizes if size < own][-1:] + [size for size in sizes if size > own][:1]
+    near = [size for size in sizes if size < own][-1:] + [size for size in sizes if size > own][:1]
+    return f"train.micro_batch={' or '.join(map(str, near))}" if near else ""
 
 
 def micro_batches(global_batch: int, row_shards: int) -> list[int]:

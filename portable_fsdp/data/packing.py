@@ -41,7 +41,7 @@ ENDLESS = 2**62
 
 class MicroBatch(NamedTuple):
     places: Int64s
-    """Where its rows were in the argument of `micro_batches`, `[rows]`."""
+    """Indices of its rows in the argument of `micro_batches`, int64 `[rows]`."""
     tensors: dict[str, Tensor]
 
 

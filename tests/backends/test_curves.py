@@ -71,7 +71,7 @@ def test_fp32_equals_a_plain_loop(group: Group, workers: GetWorkers, run: Run, n
     ],
 )
 def test_any_number_of_devices_trains_a_global_batch(group: Group, workers: GetWorkers) -> None:
-    """With rows of padding where the devices don't divide it."""
+    """Padding fills it up where the devices don't divide it."""
     case = Case(micro_batch=1)
     assert_equal_curves(workers(group).run(jobs.train, case=case), case)
 

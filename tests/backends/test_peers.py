@@ -151,6 +151,8 @@ def test_only_processes_with_fewer_steps_are_behind() -> None:
     assert furthest_behind(beats) == "no process is behind: compare their stacks"
     beats[2] = replace(beats[2], steps=2)
     assert furthest_behind(beats) == "furthest behind with 2 is process 2 on host2"
+    beats = {rank: replace(beat, steps=3, phase=5, collectives=40 - rank) for rank, beat in beats.items()}
+    assert furthest_behind(beats) == "furthest behind with 3 is process 2 on host2"
 
 
 def wait_for(sentence: str, folder: Path, process: subprocess.Popen[str]) -> None:

@@ -266,7 +266,7 @@ UNEVEN = ("train.global_batch=7", "train.micro_batch=2", *WITHOUT_EVALUATION)
     ],
 )
 def test_rows_of_padding_change_no_loss(workers: GetWorkers, group: Group, name: str, tmp_path: Path) -> None:
-    """Of classes, of numbers, and of rows that are sorted by size."""
+    """Labels are classes or numbers; in `buckets` a step's rows are sorted by size."""
     example = IN_BUCKETS if name == "buckets" else EXAMPLES[name]
     example = replace(example, settings=(*example.settings, *UNEVEN))
     expected = plain_run(example)[0]

@@ -130,7 +130,7 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
 
 @pytest.mark.proof
 def test_a_stopped_process_without_others_is_ended(folder: Path) -> None:
-    more = ["train.steps=600", "train.eval_every=300"]  # it goes on for seconds, to write its stacks
+    more = ["train.steps=600", "train.eval_every=300"]  # SIGCONT lets it run for seconds, to write its stacks
     with started([*STARTS["xla"], *more], folder, HANG="", HANG_PROCESS="0") as run:
         run.wait_until(
             lambda: bool(events(folder / "run", "save")) if (folder / "run/events.jsonl").exists() else False

@@ -123,6 +123,20 @@ NOW = datetime.now(UTC)
 HOST = socket.gethostname()
 
 
+def reasons_of_stops(server: Metadata, changes: list[tuple[float, str, str]], ends_after_s: float) -> list[str]:
+    """What a watch requests while the server's values change, each (seconds from now, key, value)."""
+    reasons, over = list[str](), threading.Event()
+    timers = [threading.Timer(after_s, server.set, change) for after_s, *change in changes]
+    timers.append(threading.Timer(ends_after_s, over.set))
+    for timer in timers:
+        timer.start()
+    _watch(server.url, lambda text: not reasons.append(text), over)
+    for timer in timers:
+        timer.cancel()
+        timer.join()
+    return reasons
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
@@ -138,15 +152,8 @@ HOST = socket.gethostname()
 )
 @pytest.mark.usefixtures("short_polls")
 def test_a_notice_requests_a_stop(key: str, value: str, reason: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    reasons, over = list[str](), threading.Event()
     with serving() as server:
-        timers = [threading.Timer(0.3, server.set, (key, value)), threading.Timer(8 if reason else 1.8, over.set)]
-        for timer in timers:
-            timer.start()
-        _watch(server.url, lambda text: not reasons.append(text), over)
-        for timer in timers:
-            timer.cancel()
-            timer.join()
+        reasons = reasons_of_stops(server, [(0.3, key, value)], 8 if reason else 1.8)
     assert reasons == ([reason] if reason else [])
     assert [record.message for record in caplog.records] == (
         [f"{reason}: ending after the current step and its save"] if reason else []
@@ -156,19 +163,10 @@ def test_a_notice_requests_a_stop(key: str, value: str, reason: str | None, capl
 @pytest.mark.usefixtures("short_polls")
 @pytest.mark.parametrize("key", ["maintenance-event", "preempted"])
 def test_a_key_that_fails_hides_no_notice(key: str) -> None:
-    """Another key, all the time; and `preempted` at first."""
-    reasons, over = list[str](), threading.Event()
-    changes = [(0.3, {key: "FALSE"})] if key == "preempted" else []
+    """`maintenance-event` fails all the time, `preempted` only at first."""
+    answers_again = [(0.3, key, "FALSE")] if key == "preempted" else []
     with serving(**{key: "503"}) as server:
-        timers = [threading.Timer(8, over.set)]
-        for after, values in [*changes, (2.0, {"preempted": "TRUE"})]:
-            timers += [threading.Timer(after, server.set, item) for item in values.items()]
-        for timer in timers:
-            timer.start()
-        _watch(server.url, lambda text: not reasons.append(text), over)
-        for timer in timers:
-            timer.cancel()
-            timer.join()
+        reasons = reasons_of_stops(server, [*answers_again, (2.0, "preempted", "TRUE")], 8)
     assert reasons == [f"Compute Engine preempts {HOST}"]
 
 
