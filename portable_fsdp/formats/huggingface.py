@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors, run_name
 from portable_fsdp.checkpoint.safetensors import Stored, groups, header_of, read_tensor, write_tensors
 from portable_fsdp.checkpoint.store import Reader
-from portable_fsdp.config.schema import Model
+from portable_fsdp.config.schema import Lora, Model
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.formats import base as formats
 from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
@@ -214,15 +214,20 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     from peft import LoraConfig
 
     pretrained, revision = _base_model(reader.manifest)
-    ours = {theirs: key for names in adapters.layers for theirs, key in lora.peft_keys(names)}
-    tensors = {theirs: formats.as_dtype(reader.manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
+    manifest, whole = reader.manifest, lora.whole_tensors(adapters.base, adapters.settings.train_whole)
+    ours = {lora.peft_key(key): key for key in formats.weights_of(reader) if lora.is_adapter(key)}
+    ours |= {lora.peft_key(name): manifest.ties.get(name, name) for name in whole}  # peft holds tied weights twice
+    tensors = {theirs: formats.as_dtype(manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
+    arguments = lora.peft_settings(adapters.settings)
+    alpha = adapters.settings.alpha
+    arguments["lora_alpha"] = int(alpha) if alpha.is_integer() else alpha
     settings = LoraConfig(
-        r=adapters.r,
-        lora_alpha=cast(int, int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha),
+        **arguments,
         fan_in_fan_out=any(
             lora.holds_inputs_first(adapters.base.get_submodule(names.layer)) for names in adapters.layers
         ),
-        task_type="CAUSAL_LM",
+        ensure_weight_tying=bool(whole.keys() & manifest.ties.keys()),
+        modules_to_save=lora.whole_modules(adapters.base, adapters.settings.train_whole) or None,
         base_model_name_or_path=pretrained,
         revision=revision,
         inference_mode=True,
@@ -261,8 +266,7 @@ def _base_model(manifest: Manifest) -> tuple[str | None, str | None]:
 class Adapters:
     """The adapters of a checkpoint; `base` is the model without them, on meta."""
 
-    r: int
-    alpha: float
+    settings: Lora
     layers: list[lora.AdapterNames]
     base: nn.Module
 
@@ -273,25 +277,33 @@ def adapters_of(reader: Reader) -> Adapters | None:
     if not layers:
         return None
     manifest, where = reader.manifest, f"checkpoint {reader.folder.name}"
-    settings = manifest.config.get("model", {}).get("lora") or {}
-    match settings:
-        case {"r": int(r), "alpha": float() | int() as alpha} if r > 0:
-            pass
-        case _:
-            raise CheckpointError(
-                f"{where}: expected r and alpha in model.lora of its config, found {str(settings)[:80]}"
-            )
+    saved = manifest.config.get("model", {}).get("lora") or {}
+    try:
+        if not {"r", "alpha"} <= saved.keys():
+            raise ValueError
+        settings = Lora.model_validate(saved)
+    except ValueError:
+        raise CheckpointError(
+            f"{where}: expected r and alpha in model.lora of its config, and only keys of this release, found "
+            f"{str(saved)[:80]}"
+        ) from None
     base: Any = None if manifest.architecture is None else formats.model_on_meta(manifest.architecture, where)
     if base is None:
         raise CheckpointError(f"{where}: it has adapters but no model_config (transformers)")
-    return Adapters(r, float(alpha), layers, base)
+    try:
+        whole = lora.whole_tensors(base, settings.train_whole)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    if missing := {manifest.ties.get(name, name) for name in whole} - manifest.tensors.keys():
+        raise CheckpointError(f"{where}: expected {min(missing)} (model.lora.train_whole), found none")
+    return Adapters(settings, layers, base)
 
 
 def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEntry], Callable[[str], Tensor]]:
     """Return the model's tensors under the base's names, and a function that reads one; unchanged without adapters.
 
-    W + alpha / r * B A, in float32, then rounded to the base's dtype: holds two tensors. `base`: see `ExportOptions`.
-    Raises `CheckpointError`.
+    W + alpha / r * B A, with DoRA each output scaled to its norm, in float32, then rounded to the base's dtype: holds
+    two tensors. `base`: see `ExportOptions`. Raises `CheckpointError`.
     """
     tensors = formats.weights_of(reader) | reader.manifest.left_out
     adapters = adapters_of(reader)
@@ -303,7 +315,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
 
     def read_base(key: str) -> Tensor:
         entry = tensors[saved[key]]
-        if fill is None:
+        if fill is None or saved[key] in reader.manifest.tensors:
             return reader.read_whole(saved[key])
         return fill(key, full_region(entry.shape)).to(getattr(torch, entry.dtype))
 
@@ -312,10 +324,14 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
         if key not in by_weight:
             return weight
         names = by_weight[key]
-        change = reader.read_whole(names.b).float() @ reader.read_whole(names.a).float() * (adapters.alpha / adapters.r)
-        if lora.holds_inputs_first(adapters.base.get_submodule(names.layer)):
-            change = change.T
-        return (weight.float() + change).to(weight.dtype)
+        a, b = (reader.read_whole(name).float() for name in (names.a, names.b))
+        change = b @ a * lora.scaling_of(adapters.settings, names.layer, len(a))
+        inputs_first = lora.holds_inputs_first(adapters.base.get_submodule(names.layer))
+        whole = weight.float() + (change.T if inputs_first else change)
+        if adapters.settings.dora:
+            norms, magnitude = whole.norm(dim=int(not inputs_first)), reader.read_whole(names.magnitude).float()
+            whole *= (magnitude / norms)[(None, ...) if inputs_first else (..., None)]
+        return whole.to(weight.dtype)
 
     return {name: tensors[key] for name, key in saved.items()}, read
 
@@ -336,14 +352,16 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedW
     hint = "\n  Name it: --base FOLDER (or org/name@revision). Adapters only: --format peft."
     try:
         require_as_exported(Path(place))
-        _, file = open_pretrained(Model(pretrained=place, gguf_file=base.gguf_file))
+        config, file = open_pretrained(Model(pretrained=place, gguf_file=base.gguf_file))
         if (actual := fingerprint(file)) != base.fingerprint:
             raise CheckpointError(f"{problem}  found another in {place} (fingerprint {actual}).{hint}")
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
         drawn = RandomWeights(model, 0, torch.float32)  # fills nothing: the base has every weight
         allow = manifest.config.get("model", {}).get("allow", ())
-        return PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=None)
+        rows = getattr(config, "vocab_size", None)  # fewer if the run's tokenizer had more tokens
+        rows = None if rows == getattr(cast(Any, model).config, "vocab_size", None) else rows
+        return PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=rows)
     except ConfigError as error:
         raise CheckpointError(f"{problem}  found: {error}{hint}") from None
 

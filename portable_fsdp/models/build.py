@@ -141,6 +141,10 @@ def build_model(
     if model.lora is not None:
         built = with_adapters(built, model.lora, seed, master, file, rows_before is not None)
     built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
+    if model.lora is not None and model.lora.dora and model.lora.start_from is None:
+        from portable_fsdp.models.lora import norms_of_base
+
+        built = replace(built, fill=norms_of_base(built.model, built.fill))  # of the weights as they rest
     if model.lora is not None and file is not None:
         built = with_base(built, model, file)
     return replace(built, size=size_of(built.model))
@@ -191,16 +195,20 @@ def with_values(
 def with_adapters(
     built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype, file: TensorFile | None, grows: bool
 ) -> BuiltModel:
-    """Add adapters; only these train. All of the base must come from files, since no checkpoint saves it."""
-    from portable_fsdp.models.lora import add_adapters, start_from
-    from portable_fsdp.models.pretrained import PretrainedWeights
+    """Add adapters; only these and modules of `train_whole` train. All else must come from files: no checkpoint has
+    it."""
+    from portable_fsdp.models.lora import add_adapters, start_from, whole_tensors
+    from portable_fsdp.models.pretrained import PretrainedWeights, vocabulary_tables
 
+    whole = whole_tensors(built.model, lora.train_whole)
     drawn = built.fill.drawn if isinstance(built.fill, PretrainedWeights) else []
-    if file is not None and (drawn or grows):
-        missing = f"{drawn[0]} (model.allow)" if drawn else "rows for new tokens in the embedding"
+    problems = {name: f"{name} (model.allow)" for name in drawn}
+    problems |= {name: f"rows for new tokens in {name}" for name in vocabulary_tables(built.model) if grows}
+    if file is not None and (missing := [name for name in problems if name not in whole]):
         raise ConfigError(
-            f"model.lora: {file.where} doesn't hold the whole base: {missing} would be drawn here, and no "
-            "adapter trains it.\n  Use the model's own tokenizer and all of its weights, or train without model.lora."
+            f"model.lora: {file.where} doesn't hold the whole base: {problems[missing[0]]} would be drawn here, and no "
+            f"adapter trains it.\n  Name {missing[0].rpartition('.')[0]} in model.lora.train_whole, or use the model's "
+            "own tokenizer and all of its weights."
         )
     fill = add_adapters(built.model, lora, seed, master, built.fill)
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
@@ -227,11 +235,12 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
 
 
 def with_base(built: BuiltModel, model: schema.Model, file: TensorFile) -> BuiltModel:
-    """Record the base weights, which checkpoints of adapters leave out."""
-    from portable_fsdp.models.lora import is_adapter
+    """Record the base weights, which checkpoints of adapters leave out: all but adapters and `train_whole`."""
+    from portable_fsdp.models.lora import is_adapter, whole_tensors
     from portable_fsdp.models.pretrained import Base, stored_tensors
 
-    names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name))
+    kept = whole_tensors(built.model, model.lora.train_whole if model.lora else ())
+    names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name) and name not in kept)
     return replace(built, base=Base(str(model.pretrained), model.gguf_file, file, names, built.fill))
 
 

@@ -1,18 +1,20 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) by peft: their layers, and their initial values.
 
 A layer `q_proj` becomes a peft layer, with the weights `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight`
-`[r, in]` and `q_proj.lora_B.default.weight` `[out, r]`; it computes base(x) + alpha / r * B(A(x)). Only A and B train.
+`[r, in]` and `q_proj.lora_B.default.weight` `[out, r]`; it computes base(x) + alpha / r * B(A(x)). Only A and B train,
+with DoRA also `q_proj.lora_magnitude_vector.default.weight` `[out]`. Modules of `train_whole` keep their names and
+train all of their weights; peft would train a copy of them (`modules_to_save`).
 
-`model.lora.start_from` names a folder of existing adapters, saved by peft, from which the run starts. They must be
-plain LoRA with the run's r, alpha, layers and shapes. The folder only has the name of its base: nothing here compares
-the bases.
+`model.lora.start_from` names a folder of existing adapters, saved by peft, from which the run starts. They must have
+the run's settings, layers and shapes. The folder only has the name of its base: nothing here compares the bases.
 """
 
 import json
 import logging
 import math
+import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config import schema
-from portable_fsdp.config.describe import matches, matching
+from portable_fsdp.config.describe import matches, matching, yaml_value
 from portable_fsdp.models.tensor_files import open_safetensors
 from portable_fsdp.models.weights import FLOATS, TensorSlices, WeightFill, seeded
 from portable_fsdp.runtime.errors import ConfigError
@@ -33,13 +35,13 @@ ALL_LINEAR = "all-linear"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = "model.lora.start_from"
 _BASE = ".base_layer"
-_A, _B = ".lora_A.default", ".lora_B.default"
+_A, _B, _MAGNITUDE = (f".{kind}.default" for kind in ("lora_A", "lora_B", "lora_magnitude_vector"))
 _INSIDE = "base_model.model"  # where peft's model holds ours
 
 _ANY = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "lora_dropout"),
-    *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "modules_to_save", "ensure_weight_tying"),
 )
 """Keys of adapter_config.json that are compared with the weights or the config, or don't change the product."""
 _PLAIN: Mapping[str, Collection[Any]] = {
@@ -50,6 +52,11 @@ _PLAIN: Mapping[str, Collection[Any]] = {
     "init_lora_weights": (True, False, "gaussian"),
 }
 """Values of plain LoRA; any other key must be null, false or empty."""
+_SETTINGS = {
+    **{"r": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"},
+    **{key: key for key in ("rank_pattern", "alpha_pattern")},
+}
+"""Keys of model.lora -> peft's keys that must have the same value."""
 
 
 class AdapterNames(NamedTuple):
@@ -59,15 +66,24 @@ class AdapterNames(NamedTuple):
     base: str
     a: str
     b: str
+    magnitude: str
 
     @classmethod
     def of(cls, layer: str) -> "AdapterNames":
-        return cls(layer, f"{layer}{_BASE}.weight", f"{layer}{_A}.weight", f"{layer}{_B}.weight")
+        return cls(layer, f"{layer}{_BASE}.weight", *(f"{layer}{kind}.weight" for kind in (_A, _B, _MAGNITUDE)))
 
 
-def peft_keys(names: AdapterNames) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(name in peft's files, without the adapter's name; our FQN) of a layer's two weights."""
-    return ((f"{_INSIDE}.{names.layer}.lora_A.weight", names.a), (f"{_INSIDE}.{names.layer}.lora_B.weight", names.b))
+def peft_key(fqn: str) -> str:
+    """Return the name in peft's files of a weight that trains: without the adapter's name."""
+    layer, _, kind = fqn.removesuffix(".default.weight").rpartition(".")
+    adapters = f"{layer}.{kind}" if kind in _MAGNITUDE else f"{layer}.{kind}.weight"
+    return f"{_INSIDE}.{adapters if is_adapter(fqn) else fqn}"
+
+
+def peft_settings(lora: schema.Lora) -> dict[str, Any]:
+    """Return the arguments of peft's LoraConfig, without those that name modules."""
+    settings = {theirs: getattr(lora, ours) for ours, theirs in _SETTINGS.items()}
+    return {**settings, "lora_dropout": lora.dropout, "task_type": "CAUSAL_LM"}
 
 
 def plain_name(fqn: str) -> str:
@@ -76,7 +92,18 @@ def plain_name(fqn: str) -> str:
 
 
 def is_adapter(fqn: str) -> bool:
-    return _A in fqn or _B in fqn
+    return any(kind in fqn for kind in (_A, _B, _MAGNITUDE))
+
+
+def scaling_of(lora: schema.Lora, layer: str, r: int) -> float:
+    """Return the factor of a layer's product B A, as peft computes it."""
+    alpha = next((value for key, value in lora.alpha_pattern.items() if _peft_matches(key, layer)), lora.alpha)
+    return alpha / (math.sqrt(r) if lora.rslora else r)
+
+
+def _peft_matches(pattern: str, layer: str) -> bool:
+    """As peft's `get_pattern_key`: a regular expression of the last parts of a name."""
+    return re.match(rf"(.*\.)?({pattern})$", layer) is not None
 
 
 def adapted_layers(names: list[str]) -> list[AdapterNames]:
@@ -95,9 +122,24 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
 
     Returns the `fill` of the adapted model: that of the base, and adapters drawn as peft does (A uniform as torch's
     linear layers, B zero), so that the model begins as its base. Raises ConfigError if peft isn't installed, a
-    pattern matches no linear layer, or a layer's weight is tied.
+    pattern matches no linear layer, a layer's weight is tied, or it is in a module of `lora.train_whole`.
     """
     targets = _targets(model, lora.targets)
+    whole = whole_modules(model, lora.train_whole)
+    if both := [name for name in targets if is_inside(name, whole)]:
+        raise ConfigError(
+            f"model.lora.train_whole: {both[0]} gets an adapter (model.lora.targets): it can't train both ways.\n"
+            "  Leave it out of one of them."
+        )
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, key):
+            if not any(_peft_matches(pattern, name) for name in targets):
+                ends = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
+                raise ConfigError(
+                    f"model.lora.{key}: {pattern!r} matches no layer with an adapter.\n"
+                    f"  It is a regular expression of the last parts of their names: {ends}."
+                )
+    trained = whole_tensors(model, lora.train_whole)
     try:
         import peft
     except ImportError as error:
@@ -107,7 +149,7 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         ) from None
     inputs_first = any(holds_inputs_first(model.get_submodule(name)) for name in targets)
     settings: Any = cast(Any, peft).LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=targets, fan_in_fan_out=inputs_first, task_type="CAUSAL_LM"
+        **peft_settings(lora), target_modules=targets, fan_in_fan_out=inputs_first
     )
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2 has both
@@ -116,7 +158,7 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         cast(Any, model.get_submodule(name)).cast_input_dtype_enabled = False
     drawn: dict[str, torch.Size] = {}
     for fqn, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(fqn))
+        parameter.requires_grad_(is_adapter(fqn) or fqn in trained)
         if is_adapter(fqn):
             parameter.data = parameter.data.to(dtype)
             drawn[fqn] = parameter.shape
@@ -131,6 +173,60 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         return weight[slices].to(dtype)
 
     return with_adapters
+
+
+def norms_of_base(model: nn.Module, fill: WeightFill) -> WeightFill:
+    """Return the `fill` of a model with DoRA: its magnitudes begin as the norms of the base layers' weights."""
+
+    def with_norms(fqn: str, slices: TensorSlices) -> Tensor:
+        if _MAGNITUDE not in fqn:
+            return fill(fqn, slices)
+        layer = fqn.partition(_MAGNITUDE)[0]
+        base: Any = model.get_submodule(f"{layer}{_BASE}")
+        whole, inputs = [slice(0, size) for size in base.weight.shape], int(not holds_inputs_first(base))
+        at = [slices[0] if dim != inputs else every for dim, every in enumerate(whole)]
+        weight = fill(f"{layer}{_BASE}.weight", tuple(at)).float()
+        return weight.norm(dim=inputs).to(model.get_parameter(fqn).dtype)
+
+    return with_norms
+
+
+def require_whole_layers(names: Iterable[str]) -> None:
+    """Raise ConfigError if a module in a layer with an adapter is a unit: DoRA reads the weights outside of it."""
+    for name in names:
+        if name.endswith(_BASE) or ".lora_" in name:
+            raise ConfigError(
+                f"model.lora.dora: {name} can't be a unit: its layer reads its weight for the norms.\n"
+                "  Leave it out of sharding.wrap_classes and sharding.wrap_modules, or set model.lora.dora=false."
+            )
+
+
+def whole_modules(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Return the FQNs of the modules that train whole: those that hold weights, with all that share a weight.
+
+    `patterns` match these, or modules that contain them, as `model.lora.targets` do. Raises ConfigError for a pattern
+    without a module.
+    """
+    own = {name: [*module.parameters(recurse=False)] for name, module in model.named_modules() if name}
+    holders = [name for name, weights in own.items() if weights]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        named = [name for name in holders if matches(pattern, name) or matches(f"*.{pattern}", name)]
+        chosen.update(named or matching("model.lora.train_whole", pattern, holders))
+    shared = {id(weight) for name in chosen for weight in own[name]}
+    chosen |= {name for name in holders if any(id(weight) in shared for weight in own[name])}
+    return [name for name in holders if name in chosen and not is_inside(name.rpartition(".")[0], chosen)]
+
+
+def whole_tensors(model: nn.Module, patterns: Iterable[str]) -> dict[str, Tensor]:
+    """Return the weights and persistent buffers of `whole_modules` by FQN, tied ones under each of their names."""
+    modules = whole_modules(model, patterns)
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if is_inside(name, modules)}
+
+
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a module or weight is one of `modules`, or inside one."""
+    return any(matches(module, name) for module in modules)
 
 
 def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
@@ -179,8 +275,20 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightF
         actual = "adapter_model.bin, a pickle, which may run any code when it is opened" if is_pickle else "none"
         raise _refusal(folder, WEIGHTS, actual, "Save it again with peft: save_pretrained(FOLDER).")
     parameters = dict(model.named_parameters())
-    keys = {ours: theirs for names in adapted_layers(list(parameters)) for theirs, ours in peft_keys(names)}
-    _check_weights(path, {theirs: tuple(parameters[ours].shape) for ours, theirs in keys.items()})
+    whole = whole_tensors(model, lora.train_whole)
+    keys = {name: peft_key(name) for name in parameters if is_adapter(name)}
+    stored = {peft_key(ours): tuple(parameters[ours].shape) for ours in keys}
+    _check_weights(path, stored | {peft_key(name): tuple(tensor.shape) for name, tensor in whole.items()})
+    first = {id(parameter): name for name, parameter in parameters.items()}
+    with open_safetensors(_KEY, path) as file:
+        for name, tensor in whole.items():
+            saved, own = file.get_tensor(peft_key(name)), first.get(id(tensor))
+            if own is None:
+                tensor.copy_(saved)  # a buffer
+            elif own != name and not torch.equal(saved, file.get_tensor(peft_key(own))):
+                fix = "Save it with peft's ensure_weight_tying."
+                raise _refusal(folder, f"equal weights of {own} and {name}, which are tied", "different ones", fix)
+    keys |= {name: peft_key(name) for name in whole if name in parameters}
 
     def with_saved_adapters(fqn: str, slices: TensorSlices) -> Tensor:
         if fqn not in keys:
@@ -200,34 +308,37 @@ def _check_config(folder: Path, lora: schema.Lora) -> None:
         raise _refusal(folder, f"a JSON object in {CONFIG}", str(saved)[:80], "Save it again with peft.")
     for key, value in cast(dict[str, Any], saved).items():
         plain = _PLAIN.get(key, (None, False, "", [], {}))
-        if key not in _ANY and value not in plain:
+        if key not in (*_ANY, *_SETTINGS.values()) and value not in plain:
             raise _refusal(
                 folder,
                 f"plain LoRA adapters ({key}: {' or '.join(map(json.dumps, plain))})",
                 f"{key}: {json.dumps(value)[:80]} in {CONFIG}",
                 "Merge other kinds into their base (peft's merge_and_unload), and start from that.",
             )
-    for name, theirs, ours in (("r", saved.get("r"), lora.r), ("alpha", saved.get("lora_alpha"), lora.alpha)):
+    for name, key in _SETTINGS.items():
+        ours, theirs = getattr(lora, name), saved.get(key) or getattr(schema.Lora(), name)
         if theirs != ours:
-            fix = f"Set model.lora.{name} to {theirs}."
-            raise _refusal(folder, f"model.lora.{name}={ours:g}", f"{theirs} in {CONFIG}", fix)
-    if saved.get("lora_dropout"):
-        log.info("%s: %s: training continues without their dropout (%s)", _KEY, folder, saved["lora_dropout"])
+            fix = f"Set model.lora.{name} to {yaml_value(theirs)}."
+            raise _refusal(folder, f"model.lora.{name}={yaml_value(ours)}", f"{yaml_value(theirs)} in {CONFIG}", fix)
+    if (dropout := saved.get("lora_dropout") or 0.0) != lora.dropout:
+        log.info("%s: %s: training continues with model.lora.dropout=%s, not %s", _KEY, folder, lora.dropout, dropout)
 
 
 def _check_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
     with open_safetensors(_KEY, path) as file:
         tensors = {key: file.get_slice(key) for key in cast(list[str], list(file.keys()))}
         headers = {key: (tuple(each.get_shape()), str(each.get_dtype())) for key, each in tensors.items()}
+    layers = len({layer for layer, kind, _ in (key.partition(".lora_") for key in expected) if kind})
     missing, others = sorted(expected.keys() - headers.keys()), sorted(headers.keys() - expected.keys())
     if missing or others:
         differences = [f"none for {missing[0]} ({len(missing)} in all)"] if missing else []
         differences += [f"{others[0]} too ({len(others)} in all)"] if others else []
         raise _refusal(
             path.parent,
-            f"the adapters of the {len(expected) // 2} layers that model.lora.targets names, and no other tensor",
+            f"the adapters of the {layers} layers that model.lora.targets names, and no other tensor but those of "
+            "model.lora.train_whole",
             f"{' and '.join(differences)} in {path.name}",
-            f"Set model.lora.targets to the layers that it has (target_modules in {CONFIG}).",
+            f"Set model.lora.targets and train_whole to what it has (target_modules and modules_to_save in {CONFIG}).",
         )
     for key, (shape, dtype) in headers.items():
         if shape != expected[key] or dtype not in FLOATS:

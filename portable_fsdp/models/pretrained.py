@@ -131,7 +131,7 @@ class PretrainedWeights:
         _refuse_missing(file, model, missing, len(aliases), allow)
         _refuse_unexpected(file, model, self._tensors.unexpected, allow)
         self._where = {first: names[0] for first, names in stored_names.items() if names}
-        self._rows = {} if rows_before is None else dict.fromkeys(_vocabulary_tables(model), rows_before)
+        self._rows = {} if rows_before is None else dict.fromkeys(vocabulary_tables(model), rows_before)
         self._means: dict[str, Tensor] = {}
         for first, names in stored_names.items():
             for name in names:
@@ -268,7 +268,7 @@ def _aliases(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[s
     return {next(iter(each)): list(each) for each in names.values()}
 
 
-def _vocabulary_tables(model: Any) -> list[str]:
+def vocabulary_tables(model: Any) -> list[str]:
     """First FQNs of the embedding and the head, with its bias: tensors with one row per id."""
     modules = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
     tables = {id(parameter) for module in modules for parameter in module.parameters()}

@@ -104,6 +104,109 @@ def test_alpha_over_r_scales_the_product() -> None:
     torch.testing.assert_close(changes[0], x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "all": {"dora": True, "rslora": True, "rank_pattern": {r"layers\.1\..*": 5, "q_proj": 2}}
+    | {"alpha_pattern": {"v_proj": 9.0}, "train_whole": ("*norm", "embed_tokens")},
+    "dora": {"dora": True},
+    "tied": {"train_whole": ("lm_head",)},
+}
+
+
+def theirs_of(lora: Lora, fan_in_fan_out: bool) -> peft.LoraConfig:
+    """By peft's own names."""
+    return peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+        target_modules="all-linear",
+        fan_in_fan_out=fan_in_fan_out,
+        modules_to_save=[name.strip("*") for name in lora.train_whole] or None,
+        ensure_weight_tying=lora.train_whole == ("lm_head",),
+        task_type="CAUSAL_LM",
+    )
+
+
+# transformers', of how peft 0.21 asks it.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "all"), ("llama_tied", "tied"), pytest.param("gpt2", "dora", marks=pytest.mark.proof)]
+)
+def test_the_names_and_the_factors_are_pefts(name: str, kind: str, tmp_path: Path) -> None:
+    """A run begins as its base; and with adapters of peft it computes what peft does."""
+    lora = Lora(r=3, alpha=5.0, **KINDS[kind])
+    built = build(name, keys={"lora": lora})
+    ids, model = token_ids(), materialise(build(name, keys={"lora": lora}))
+    torch.testing.assert_close(logits(model, ids), logits(materialise(build(name)), ids), rtol=1e-5, atol=1e-5)
+
+    theirs: Any = peft.get_peft_model(stock_model(ARCHITECTURES[name]), theirs_of(lora, name == "gpt2"))
+    names = {fqn.replace(".modules_to_save.default", "") for fqn, w in theirs.named_parameters() if w.requires_grad}
+    assert {f"base_model.model.{fqn}" for fqn in trained(built)} == names
+    shake(theirs)
+    theirs.save_pretrained(str(tmp_path))
+    base = {fqn.removeprefix("base_model.model."): weight for fqn, weight in theirs.named_parameters()}
+    started = materialise(build(name, keys={"lora": Lora(**{**lora.model_dump(), "start_from": str(tmp_path)})}))
+    with torch.no_grad():
+        for fqn, weight in started.named_parameters():
+            if fqn not in trained(built):
+                weight.copy_(base[fqn])
+    torch.testing.assert_close(logits(started, ids), theirs.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_is_of_the_adapters_inputs_in_training() -> None:
+    model = materialise(adapted(r=4, dropout=0.25, targets=(Q,)))
+    layer: Any = model.get_submodule(Q)
+    drop = layer.lora_dropout["default"]
+    assert isinstance(drop, torch.nn.Dropout)
+    assert (drop.p, drop.training) == (0.25, True)
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    x = torch.randn(5, 48)
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.equal(layer.eval()(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("llama", {"rank_pattern": {"k_porj": 4}}, r"rank_pattern: 'k_porj' matches no layer .*(.|\n)*k_proj"),
+        ("llama", {"alpha_pattern": {"lm_head": 4}}, r"alpha_pattern: 'lm_head' matches no layer with an adapter"),
+        ("llama", {"train_whole": ("embed",)}, r"train_whole: the pattern 'embed' matches nothing(.|\n)*embed_tokens"),
+        ("llama", {"train_whole": ("mlp",)}, r"train_whole: model.layers.0.mlp.gate_proj gets an adapter"),
+    ],
+)
+def test_settings_that_cannot_be(name: str, settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.lora\.{expected}"):
+        adapted(name, **settings)
+
+
+def test_patterns_are_regular_expressions() -> None:
+    with pytest.raises(ValueError, match=r"'\*q_proj' isn't a regular expression"):
+        Lora(rank_pattern={"*q_proj": 4})
+    with pytest.raises(ValueError, match=r"expected a value above 0 for q_proj, found 0"):
+        Lora(alpha_pattern={"q_proj": 0.0})
+
+
+def test_new_tokens_train_with_their_tables(tmp_path: Path) -> None:
+    """The old rows are the base's, new ones their mean; no checkpoint has any other weight of the base."""
+    save(tmp_path, "llama")
+    more = {"vocabulary": VOCABULARY + 3, "keeps_ids": True}
+    built = open_folder(tmp_path, **more, keys={"lora": Lora(train_whole=("embed_tokens", "lm_head"))})
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert {fqn for fqn in trained(built) if "lora_" not in fqn} == tables
+    for fqn in tables:
+        weight, before = whole_weight(built, fqn), whole_weight(open_folder(tmp_path), fqn)
+        assert torch.equal(weight[:VOCABULARY], before)
+        torch.testing.assert_close(weight[VOCABULARY:], before.mean(0).expand(3, -1))
+    assert built.base is not None
+    assert not tables & built.base.names
+    assert {"model.norm.weight", f"{Q}.base_layer.weight"} <= built.base.names
+    with pytest.raises(ConfigError, match=r"rows for new tokens in lm_head\.weight(.|\n)*Name lm_head in"):
+        open_folder(tmp_path, **more, keys={"lora": Lora(train_whole=("embed_tokens",))})
+
+
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
@@ -142,7 +245,7 @@ def test_targets_that_cannot_be(name: str, targets: tuple[str, ...], expected: s
 def test_a_base_that_others_do_not_have_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "llama")
     for vocabulary, problem in (
-        (VOCABULARY + 3, r"rows for new tokens in the embedding would be drawn"),
+        (VOCABULARY + 3, r"rows for new tokens in model\.embed_tokens\.weight would be drawn"),
         (VOCABULARY, r"model\.norm\.weight \(model\.allow\) would be drawn"),
     ):
         with pytest.raises(ConfigError, match=rf"^model\.lora: .* doesn't hold the whole base: {problem}"):
@@ -183,7 +286,6 @@ def started(folder: str, **changes: Any) -> BuiltModel:
     return adapted(**{**settings, **changes})
 
 
-# transformers', of how peft 0.21 asks it.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
 def test_a_run_may_start_from_adapters_of_peft(tmp_path: Path, master: str) -> None:
@@ -205,18 +307,22 @@ def test_other_adapters_are_refused_by_name(tmp_path: Path) -> None:
     folder, _ = adapters(tmp_path / "adapters")
     config, weights = (Path(folder) / name for name in ("adapter_config.json", "adapter_model.safetensors"))
     saved, tensors = json.loads(config.read_text()), load_file(weights)
-    kinds = {"use_dora": True, "use_rslora": True, "bias": "lora_only", "modules_to_save": ["lm_head"]}
-    kinds |= {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}, "lora_bias": True, "peft_type": "IA3"}
+    kinds = {"bias": "lora_only", "lora_bias": True, "peft_type": "IA3"}
     kinds |= {"init_lora_weights": "pissa", "task_type": "SEQ_CLS", "a_kind_of_tomorrow": {"x": 1}}
     for key, value in kinds.items():
         config.write_text(json.dumps({**saved, key: value}))
         refused(folder, rf"expected plain LoRA adapters \({key}: .*found {key}: {re.escape(json.dumps(value))}")
+    others = {"dora": ("use_dora", True), "rslora": ("use_rslora", True)}
+    others |= {key: (key, {"q_proj": 8}) for key in ("rank_pattern", "alpha_pattern")}
+    for ours, (key, value) in others.items():
+        config.write_text(json.dumps({**saved, key: value}))
+        refused(folder, rf"expected model\.lora\.{ours}=(false|{{}}), found .*\n.*Set model\.lora\.{ours} to ")
     config.write_text("[]")
     refused(folder, "expected a JSON object in adapter_config.json")
     config.write_text(json.dumps(saved))
 
     refused(folder, r"expected model.lora.r=4, found 3(.|\n)*Set model.lora.r to 3", r=4)
-    refused(folder, r"expected model.lora.alpha=6, found 5(.|\n)*Set model.lora.alpha to 5", alpha=6.0)
+    refused(folder, r"expected model.lora.alpha=6.0, found 5(.|\n)*Set model.lora.alpha to 5", alpha=6.0)
     refused(folder, r"the 2 layers .* found \S*v_proj.lora_A.weight too \(4 in all\)", targets=("q_proj",))
     refused(folder, r"the 14 layers .* found none for \S*down_proj\S* \(20 in all\)", targets=("all-linear",))
     first = f"base_model.model.{Q}.lora_A.weight"
