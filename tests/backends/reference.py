@@ -60,12 +60,22 @@ def _model(case: Case) -> nn.Module:
     if section.lora is not None:
         import peft
 
+        lora = section.lora
         settings = peft.LoraConfig(
-            r=section.lora.r, lora_alpha=cast(int, section.lora.alpha), target_modules="all-linear"
+            r=lora.r,
+            lora_alpha=cast(int, lora.alpha),
+            use_rslora=lora.rslora,
+            use_dora=lora.dora,
+            rank_pattern=dict(lora.rank_pattern),
+            alpha_pattern=dict(lora.alpha_pattern),
+            target_modules="all-linear",
+            modules_to_save=[*lora.train_whole] or None,
+            ensure_weight_tying=config.tie_word_embeddings and bool(lora.train_whole),
         )
         peft.inject_adapter_in_model(settings, model)
     with torch.no_grad():
-        for fqn, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters():
+            fqn = name.replace(".modules_to_save.default", "").replace(".original_module", "")
             parameter.copy_(built.fill(fqn, tuple(slice(0, size) for size in parameter.shape)))
             if any(matches(pattern, fqn) for pattern in section.freeze):
                 parameter.requires_grad_(False)

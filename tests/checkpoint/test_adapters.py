@@ -62,6 +62,81 @@ def train(
     return run.save(1, model, optimizer, (0, 0)), model.eval()
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"dora": True, "rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\..*": 9.0}}
+    | {"train_whole": ["model.norm", "embed_tokens"], "dropout": 0.1},
+    "llama_tied": {"rslora": True, "rank_pattern": {"q_proj": 2}, "train_whole": ["embed_tokens"]},
+    "gpt2": {"dora": True},
+}
+
+
+def run_of_kind(folder: Path, name: str, tokens: int = 0) -> tuple[Path, Any]:
+    """As `train`, by our model of another kind; `tokens`: new ones, whose tables train whole."""
+    base_model(folder / "base", name)
+    whole = ["embed_tokens", "lm_head"] if tokens else KINDS[name].get("train_whole", [])
+    lora = Lora.model_validate({"r": 3, "alpha": 5.0, **KINDS[name], "train_whole": whole})
+    section = Model(pretrained=str(folder / "base"), lora=lora)
+    built = build_model(section, seed=0, seq_len=12, vocabulary=61 + tokens, keeps_ids=lambda: True)
+    table = "transformer.wte" if name == "gpt2" else "model.embed_tokens"
+    ties = {} if name == "llama" else {"lm_head.weight": f"{table}.weight"}
+    trained = {fqn for fqn, weight in built.model.named_parameters() if weight.requires_grad}
+    for fqn, weight in [*built.model.named_parameters()]:
+        value = built.fill(fqn, tuple(slice(0, size) for size in weight.shape))
+        value = value + 0.1 * torch.randn_like(value) if fqn in trained else value
+        own = torch.nn.Parameter(value, requires_grad=fqn in trained)
+        for place in [fqn, *(other for other, first in ties.items() if first == fqn)]:
+            owner, _, leaf = place.rpartition(".")
+            built.model.get_submodule(owner)._parameters[leaf] = own
+    optimizer = torch.optim.SGD([w for w in built.model.parameters() if w.requires_grad], lr=1e-9, momentum=0.9)
+    forward(built.model).sum().backward()
+    optimizer.step()
+    config = {"model": section.model_dump(mode="json")}
+    run = opened(folder, built.base, model_config=built.config, ties=ties, config=config)
+    path = run.save(1, built.model, optimizer, (0, 0))
+    assert {key for key in read_manifest(path).tensors if "/" not in key} == trained  # and nothing of the base
+    return path, built.model.eval()
+
+
+def forward(model: Any) -> torch.Tensor:
+    """Logits of a model whose own forward returns a loss."""
+    return type(model).forward(model, input_ids=IDS, use_cache=False).logits
+
+
+@AS_PEFT_ASKS
+@pytest.mark.parametrize("name", ["llama", "llama_tied", pytest.param("gpt2", marks=pytest.mark.proof)])
+def test_peft_opens_and_merges_every_kind_as_we_do(tmp_path: Path, name: str) -> None:
+    path, model = run_of_kind(tmp_path, name)
+    export(path, "peft", tmp_path / "adapters")
+    export(path, "huggingface", tmp_path / "merged")
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters"))
+    expected = forward(model)
+    torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-5)
+    settings = theirs.peft_config["default"]
+    for ours, its in (("rslora", "use_rslora"), ("dora", "use_dora"), ("dropout", "lora_dropout")):
+        assert getattr(settings, its) == KINDS[name].get(ours, 0)
+    torch.testing.assert_close(logits(theirs.merge_and_unload()), expected, rtol=1e-5, atol=1e-5)
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+    weights = {key.replace(".modules_to_save.default", ""): weight for key, weight in theirs.state_dict().items()}
+    for key, weight in load_file(tmp_path / "merged/model.safetensors").items():
+        of_theirs = weights.get(key, weights.get(f"base_model.model.{key}"))
+        torch.testing.assert_close(weight, of_theirs, rtol=1e-5, atol=1e-5)
+
+
+@AS_PEFT_ASKS
+def test_new_tokens_leave_with_their_tables(tmp_path: Path) -> None:
+    path, model = run_of_kind(tmp_path, "llama", tokens=3)
+    export(path, "peft", tmp_path / "adapters")
+    export(path, "huggingface", tmp_path / "merged")
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(64)
+    theirs: Any = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters"))
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for whole in (theirs, merged):
+        torch.testing.assert_close(logits(whole), forward(model), rtol=1e-5, atol=1e-5)
+
+
 def base_model(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=dtype)

@@ -1,0 +1,37 @@
+"""Kinds of adapters: each engine has the curve of peft in a plain loop on one device."""
+
+from typing import Any
+
+import jobs
+import pytest
+from cases import Case
+from test_curves import assert_equal_curves
+from workers import GetWorkers, Group, marked
+
+ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
+
+
+def case_of(model: str = "llama", optim: dict[str, Any] | None = None, **lora: Any) -> Case:
+    return Case(model, optim=ADAMW | (optim or {}), settings={"model.lora": {"r": 4, "alpha": 8.0, **lora}})
+
+
+PATTERNS = {"rank_pattern": {r"layers\.1\..*": 6, "q_proj": 2}, "alpha_pattern": {"(up|down)_proj": 24.0}}
+CASES = {
+    "all": case_of(dora=True, rslora=True, **PATTERNS, train_whole=["model.norm", "embed_tokens"]),
+    "dora": case_of(dora=True),
+    "rslora": case_of(rslora=True, **PATTERNS),
+    "tied": case_of("llama_tied", train_whole=["lm_head"]),
+    "whole": case_of(train_whole=["embed_tokens", "lm_head"]),
+    # LoRA+, arXiv 2402.12354: B learns faster than A.
+    "lora_plus": case_of(optim={"lr": 1e-3, "groups": [{"match": "*.lora_B.*", "lr": 1.6e-2}]}),
+}
+GROUPS = [Group("native", 1), Group("native", 2), Group("native", 3), Group("xla", 2), Group("xla", 3)]
+IN_SUITE = [("native-3", "all"), ("xla-3", "all")]
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [marked(group, name, in_suite=(str(group), name) in IN_SUITE) for group in GROUPS for name in CASES],
+)
+def test_the_curve_is_pefts(group: Group, name: str, workers: GetWorkers) -> None:
+    assert_equal_curves(workers(group).run(jobs.train, case=CASES[name]), CASES[name])
