@@ -29,7 +29,7 @@ LOGGING_STEPS = 500
 def combine(facts: ForeignFacts) -> None:
     """Set the options that follow from several keys; contradictions become problems."""
     sharding = (_sections, _strategy, _units, _precision, _recompute, _offload)
-    for rule in (*sharding, _batch, _length, _warmup, _optimizer, _evaluations):
+    for rule in (*sharding, _adapters, _batch, _length, _warmup, _optimizer, _evaluations):
         rule(facts)
 
 
@@ -194,6 +194,23 @@ def _offload(facts: ForeignFacts) -> None:
         facts.result.add_problem(offloaded[0], f"{text}\n  Set both devices to cpu, or both to none.")
     else:
         facts.set("memory.cpu_offload", bool(offloaded), settings[0])
+
+
+def _adapters(facts: ForeignFacts) -> None:
+    """Join the keys of adapters into model.lora; their tools read none if adapters are turned off."""
+    switch = facts.keys.get("~lora")
+    settings = {name.removeprefix("~lora."): key for name, key in facts.keys.items() if name.startswith("~lora.")}
+    if (switch is not None and not switch.value) or not (settings or switch):
+        return
+    values = {name: key.value for name, key in settings.items() if name != "parameters"}
+    if parameters := facts.value("~lora.parameters"):
+        values["targets"] = [*values.get("targets", []), *parameters]
+    facts.set("model.lora", values, next(iter(settings.values()), switch) or facts.keys["~lora"])
+    ratio, lr = facts.keys.get("~loraplus"), facts.given.get("optim.lr", facts.value("optim.lr"))
+    if ratio is not None and isinstance(lr, int | float):
+        facts.set("optim.groups", [{"match": "*.lora_B.*", "lr": ratio.value * lr}], ratio)
+    elif ratio is not None:
+        facts.result.add_problem(ratio, "a ratio of learning rates needs learning_rate.\n  Set it, or optim.lr.")
 
 
 # ------------------------------------------------------------------------------------------------------- training

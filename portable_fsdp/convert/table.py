@@ -79,9 +79,11 @@ class KeyRow(KeyOutcome):
     name: str = ""  # with the prefix that the tool writes
     aliases: tuple[str, ...] = ()
     words: Mapping[str, KeyOutcome] = {}
-    values: Literal["any", "flag", "text", "names", "dtype", "several", "number", "whole"] | tuple[str, ...] | None = (
-        Field(default=None, alias="as")
-    )
+    values: (
+        Literal["any", "flag", "text", "names", "dtype", "several", "number", "numbers", "whole"]
+        | tuple[str, ...]
+        | None
+    ) = Field(default=None, alias="as")
     """How the row's own outcome reads a value; a list is a menu of words, also selected by numbers from 1."""
     min: float = -math.inf
     max: float = math.inf
@@ -242,6 +244,9 @@ def outcome_of(row: KeyRow, raw: Raw) -> KeyOutcome:
             return (row.words.get(names[0].lower()) if len(names) == 1 else None) or _setting(row, names)
         case "several":
             return _several(row, raw)
+        case "numbers" if isinstance(raw, dict):
+            numbers = {name: number_of(scalar(value)) for name, value in raw.items()}
+            return _setting(row, {name: int(n) if n.is_integer() else n for name, n in numbers.items()})
         case _:
             return _of_scalar(row, scalar(raw))
 
@@ -305,6 +310,7 @@ def expected(row: KeyRow) -> str:
     own = {
         "flag": "true | false",
         "dtype": " | ".join((*_DTYPES, "float16", "fp16")),
+        "numbers": "a mapping to numbers",
         "names": "names with commas between them, or a list of names",
         "number": f"a number{_bounds(row)}",
         "whole": f"a whole number{_bounds(row)}",

@@ -192,11 +192,11 @@ def norms_of_base(model: nn.Module, fill: WeightFill) -> WeightFill:
 
 
 def require_whole_layers(names: Iterable[str]) -> None:
-    """Raise ConfigError if a module in a layer with an adapter is a unit: DoRA reads the weights outside of it."""
+    """Raise ConfigError if a unit is inside a layer with an adapter: DoRA reads weights outside of their modules."""
     for name in names:
         if name.endswith(_BASE) or ".lora_" in name:
             raise ConfigError(
-                f"model.lora.dora: {name} can't be a unit: its layer reads its weight for the norms.\n"
+                f"model.lora.dora: {name} can't be a unit: the layer around it reads its weight.\n"
                 "  Leave it out of sharding.wrap_classes and sharding.wrap_modules, or set model.lora.dora=false."
             )
 

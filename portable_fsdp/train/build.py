@@ -260,13 +260,18 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
 
         tensor = tensor_plan(model, config)
     experts = expert_modules(model) if config.model.experts == "auto" else ()
+    units = find_units(model, sharding)
+    if config.model.lora is not None and config.model.lora.dora:
+        from portable_fsdp.models.lora import require_whole_layers
+
+        require_whole_layers(units)
     layouts = {fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()}
     if sharding.expert > 1:
         layouts |= expert_layouts(model, sharding.expert)
     if tensor is not None:
         layouts = {fqn: tensor.layout(fqn, spec) for fqn, spec in layouts.items()}
     return ShardPolicy(
-        units=find_units(model, sharding),
+        units=units,
         layouts=layouts,
         tensor=tensor,
         experts=experts,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -53,6 +54,13 @@ def plain(message: str, folder: Path) -> str:
     return message.replace(f"{folder}/", "")
 
 
+def _as_set(actual: Any, value: object) -> object:
+    """What a mapping sets, or each mapping of a list, without the defaults beside it."""
+    if isinstance(value, list):
+        return [_as_set(one, of_list) for one, of_list in zip(actual, cast(list[object], value), strict=True)]
+    return {key: getattr(actual, key) for key in cast(dict[str, Any], value)} if isinstance(value, dict) else actual
+
+
 def rendered(loaded: Loaded, keys: str | None = None) -> Iterator[str]:
     """Every setting of the imports, then every key that sets nothing; with `keys`, those alone that stand there."""
     for imported in loaded.imports:
@@ -60,7 +68,7 @@ def rendered(loaded: Loaded, keys: str | None = None) -> Iterator[str]:
             remark = f" ({setting.remark})" if setting.remark else ""
             value = yaml_value(setting.value)
             if loaded.origins.get(option) == setting.origin:
-                assert yaml_value(value_of(loaded.config, option)) == value
+                assert yaml_value(_as_set(value_of(loaded.config, option), setting.value)) == value
                 yield f"{option} = {value}  # {setting.key}: {setting.text}{remark}"
             else:
                 yield f"overridden: {option} = {value}  # {setting.key}: {setting.text}{remark}"

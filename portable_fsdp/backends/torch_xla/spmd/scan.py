@@ -206,12 +206,16 @@ def _differences(first: nn.Module, other: nn.Module) -> Iterator[str]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Values that a forward may read: numbers, strings, and the shapes of its tensors."""
+    """Values that a forward may read: numbers, strings, mappings to numbers (peft's), and the shapes of its tensors."""
     plain = {
         key: value
         for key, value in vars(module).items()
         if isinstance(value, int | float | str | tuple | torch.dtype | None) and key != "layer_idx"
     }
+    mappings = {
+        key: value for key, value in vars(module).items() if isinstance(value, dict) and not key.startswith("_")
+    }
+    plain |= {key: value for key, value in mappings.items() if all(isinstance(v, int | float) for v in value.values())}
     shapes = {key: tuple(weight.shape) for key, weight in module._parameters.items() if weight is not None}
     values = {key: buffer.tolist() for key, buffer in module._buffers.items() if buffer is not None}
     return {**plain, **shapes, **values}
