@@ -3,12 +3,11 @@
 `--device`, `--backend` and `--num_devices` are flags of the launcher, never config keys.
 """
 
-import re
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Lt
 from pydantic import Field, field_validator, model_validator
 
 from portable_fsdp.config.data import PERCENT, Data, Section
@@ -78,10 +77,10 @@ class Lora(Section):
     """scale by alpha / sqrt(r) instead, which keeps the size of gradients at any r (arXiv 2312.03732)"""
     dora: bool = False
     """also train the norm of each output's weights (DoRA, arXiv 2402.09353)"""
-    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    rank_pattern: dict[str, Annotated[int, Ge(1)]] = Field(default_factory=dict)
     """r of layers that differ: the last parts of their names, or a regular expression of these, as in peft; the first
     one that matches applies"""
-    alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    alpha_pattern: dict[str, Annotated[float, Gt(0)]] = Field(default_factory=dict)
     """alpha of layers that differ, named as in rank_pattern"""
     train_whole: tuple[str, ...] = Field(default=(), strict=False)
     """modules that train all of their weights instead of adapters (embed_tokens, lm_head): name patterns or last parts
@@ -91,20 +90,6 @@ class Lora(Section):
     head"""
     start_from: str | None = None
     """local folder or hub id of peft adapters to start from, with the same settings but dropout; null: new adapters"""
-
-    @model_validator(mode="after")
-    def _patterns(self) -> "Lora":
-        for key, values in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
-            for pattern, value in values.items():
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise ValueError(
-                        f"{key}: {pattern!r} isn't a regular expression ({error}); `.*` matches any text"
-                    ) from None
-                if value <= 0:
-                    raise ValueError(f"{key}: expected a value above 0 for {pattern}, found {value:g}")
-        return self
 
 
 class Model(Section):

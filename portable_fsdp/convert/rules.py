@@ -204,11 +204,11 @@ def _adapters(facts: ForeignFacts) -> None:
         return
     values = {name: key.value for name, key in settings.items() if name != "parameters"}
     if parameters := facts.value("~lora.parameters"):
-        values["targets"] = [*values.get("targets", []), *parameters]
+        values["targets"] = [*cast(list[str], values.get("targets", [])), *parameters]
     facts.set("model.lora", values, next(iter(settings.values()), switch) or facts.keys["~lora"])
     ratio, lr = facts.keys.get("~loraplus"), facts.given.get("optim.lr", facts.value("optim.lr"))
     if ratio is not None and isinstance(lr, int | float):
-        facts.set("optim.groups", [{"match": "*.lora_B.*", "lr": ratio.value * lr}], ratio)
+        facts.set("optim.groups", [{"match": "*.lora_B.*", "lr": cast(float, ratio.value) * lr}], ratio)
     elif ratio is not None:
         facts.result.add_problem(ratio, "a ratio of learning rates needs learning_rate.\n  Set it, or optim.lr.")
 

@@ -139,14 +139,14 @@ def build_model(
         attach_loss(bare, DTYPES.get(precision.output), eager, loss, documents, steps, compiler)
     built.model.train()
     if model.lora is not None:
-        built = with_adapters(built, model.lora, seed, master, file, rows_before is not None)
-    built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
-    if model.lora is not None and model.lora.dora and model.lora.start_from is None:
-        from portable_fsdp.models.lora import norms_of_base
+        from portable_fsdp.models.lora import with_adapters
 
-        built = replace(built, fill=norms_of_base(built.model, built.fill))  # of the weights as they rest
-    if model.lora is not None and file is not None:
-        built = with_base(built, model, file)
+        built = with_adapters(built, model.lora, seed, master, file, grows=rows_before is not None)
+    built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
+    if model.lora is not None:
+        from portable_fsdp.models.lora import with_base
+
+        built = with_base(built, model, model.lora, file)
     return replace(built, size=size_of(built.model))
 
 
@@ -192,28 +192,6 @@ def with_values(
     return built
 
 
-def with_adapters(
-    built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype, file: TensorFile | None, grows: bool
-) -> BuiltModel:
-    """Add adapters; only these and modules of `train_whole` train. All else must come from files: no checkpoint has
-    it."""
-    from portable_fsdp.models.lora import add_adapters, start_from, whole_tensors
-    from portable_fsdp.models.pretrained import PretrainedWeights, vocabulary_tables
-
-    whole = whole_tensors(built.model, lora.train_whole)
-    drawn = built.fill.drawn if isinstance(built.fill, PretrainedWeights) else []
-    problems = {name: f"{name} (model.allow)" for name in drawn}
-    problems |= {name: f"rows for new tokens in {name}" for name in vocabulary_tables(built.model) if grows}
-    if file is not None and (missing := [name for name in problems if name not in whole]):
-        raise ConfigError(
-            f"model.lora: {file.where} doesn't hold the whole base: {problems[missing[0]]} would be drawn here, and no "
-            f"adapter trains it.\n  Name {missing[0].rpartition('.')[0]} in model.lora.train_whole, or use the model's "
-            "own tokenizer and all of its weights."
-        )
-    fill = add_adapters(built.model, lora, seed, master, built.fill)
-    return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
-
-
 def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype | None) -> BuiltModel:
     """Freeze the weights that `patterns` match, tied ones under any of their FQNs, and keep them in `dtype`."""
     parameters = dict(built.model.named_parameters(remove_duplicate=False))
@@ -232,16 +210,6 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
         parameter.data = parameter.data.to(dtype)
     fill = built.fill
     return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
-
-
-def with_base(built: BuiltModel, model: schema.Model, file: TensorFile) -> BuiltModel:
-    """Record the base weights, which checkpoints of adapters leave out: all but adapters and `train_whole`."""
-    from portable_fsdp.models.lora import is_adapter, whole_tensors
-    from portable_fsdp.models.pretrained import Base, stored_tensors
-
-    kept = whole_tensors(built.model, model.lora.train_whole if model.lora else ())
-    names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name) and name not in kept)
-    return replace(built, base=Base(str(model.pretrained), model.gguf_file, file, names, built.fill))
 
 
 # ------------------------------------------------------------------------------------------------ the architecture

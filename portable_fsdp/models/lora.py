@@ -15,19 +15,24 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches, matching, yaml_value
+from portable_fsdp.models.pretrained import Base, PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
-from portable_fsdp.models.weights import FLOATS, TensorSlices, WeightFill, seeded
+from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, seeded
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.files import parse_json, read_regular
 from portable_fsdp.runtime.hub import local_folder
+
+if TYPE_CHECKING:
+    from portable_fsdp.models.build import BuiltModel
 
 log = logging.getLogger("portable_fsdp")
 
@@ -102,7 +107,7 @@ def scaling_of(lora: schema.Lora, layer: str, r: int) -> float:
 
 
 def _peft_matches(pattern: str, layer: str) -> bool:
-    """As peft's `get_pattern_key`: a regular expression of the last parts of a name."""
+    """Whether a regular expression matches the last parts of a name, as in peft's `get_pattern_key`."""
     return re.match(rf"(.*\.)?({pattern})$", layer) is not None
 
 
@@ -115,6 +120,39 @@ def holds_inputs_first(module: nn.Module) -> bool:
     """Whether a layer's weight is `[in, out]` (transformers' Conv1D in GPT-2), not `[out, in]`."""
     kind = type(module)
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def with_adapters(
+    built: "BuiltModel", lora: schema.Lora, seed: int, master: torch.dtype, file: TensorFile | None, *, grows: bool
+) -> "BuiltModel":
+    """Add adapters; only these and modules of `train_whole` train. All else must come from files: no checkpoint has
+    it."""
+    whole = whole_tensors(built.model, lora.train_whole)
+    drawn = built.fill.drawn if isinstance(built.fill, PretrainedWeights) else []
+    problems = {name: f"{name} (model.allow)" for name in drawn}
+    problems |= {name: f"rows for new tokens in {name}" for name in vocabulary_tables(built.model) if grows}
+    if file is not None and (missing := [name for name in problems if name not in whole]):
+        raise ConfigError(
+            f"model.lora: {file.where} doesn't hold the whole base: {problems[missing[0]]} would be drawn here, and no "
+            f"adapter trains it.\n  Name {missing[0].rpartition('.')[0]} in model.lora.train_whole, or use the model's "
+            "own tokenizer and all of its weights."
+        )
+    fill = add_adapters(built.model, lora, seed, master, built.fill)
+    return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
+
+
+def with_base(built: "BuiltModel", model: schema.Model, lora: schema.Lora, file: TensorFile | None) -> "BuiltModel":
+    """Record the base weights, which checkpoints of adapters leave out: all but adapters and `train_whole`.
+
+    With DoRA magnitudes begin as the norms of the base's weights, as these rest.
+    """
+    fill, kept = built.fill, whole_tensors(built.model, lora.train_whole)
+    if lora.dora and lora.start_from is None:
+        built = replace(built, fill=norms_of_base(built.model, fill))
+    if file is None:
+        return built
+    names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name) and name not in kept)
+    return replace(built, base=Base(str(model.pretrained), model.gguf_file, file, names, fill))
 
 
 def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dtype, fill: WeightFill) -> WeightFill:
@@ -133,6 +171,12 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         )
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"model.lora.{key}: {pattern!r} isn't a regular expression ({error}).\n  `.*` matches any text."
+                ) from None
             if not any(_peft_matches(pattern, name) for name in targets):
                 ends = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
                 raise ConfigError(

@@ -110,6 +110,7 @@ OF_FACTORIES: list[dict[str, Any]] = [
     _OWN,  # causal_lm is for models of transformers
     {"train.task": "masked_lm"},
     {"sharding.context": 2, "data.seq_len": 30},
+    {"sharding.tensor": 2, "model.lora": {"r": 4, "dora": True}},
     {**_OWN, "train.task": "module:function", "model.attention": "sdpa", "model.experts": "batched_mm"},
     {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
     {**_OWN, "train.task": "module:function", "sharding.tensor": 2, "model.router_bias_rate": 0.001},
