@@ -364,7 +364,7 @@ RULES = (
         "sharding.expert",
         {
             "model.experts": "the axis needs products by groups",
-            "model.lora": "adapters of experts don't exist, and nothing else would train",
+            "model.lora": "adapters of experts aren't split over the axis, and their weights don't train",
         }
         | _WHOLE_MATRICES,
     ),

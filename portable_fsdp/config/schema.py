@@ -77,10 +77,10 @@ class Lora(Section):
     """scale by alpha / sqrt(r) instead, which keeps the size of gradients at any r (arXiv 2312.03732)"""
     dora: bool = False
     """also train the norm of each output's weights (DoRA, arXiv 2402.09353)"""
-    rank_pattern: dict[str, Annotated[int, Ge(1)]] = Field(default_factory=dict)
+    rank_pattern: dict[str, Annotated[int, Ge(1)]] = Field(default={})
     """r of layers that differ: the last parts of their names, or a regular expression of these, as in peft; the first
     one that matches applies"""
-    alpha_pattern: dict[str, Annotated[float, Gt(0)]] = Field(default_factory=dict)
+    alpha_pattern: dict[str, Annotated[float, Gt(0)]] = Field(default={})
     """alpha of layers that differ, named as in rank_pattern"""
     train_whole: tuple[str, ...] = Field(default=(), strict=False)
     """modules that train all of their weights instead of adapters (embed_tokens, lm_head): name patterns or last parts

@@ -215,17 +215,26 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
 
     pretrained, revision = _base_model(reader.manifest)
     manifest, whole = reader.manifest, lora.whole_tensors(adapters.base, adapters.settings.train_whole)
-    ours = {lora.peft_key(key): key for key in formats.weights_of(reader) if lora.is_adapter(key)}
-    ours |= {lora.peft_key(name): manifest.ties.get(name, name) for name in whole}  # peft holds tied weights twice
+    names = {key: key for key in formats.weights_of(reader) if lora.is_adapter(key)}
+    names |= {name: manifest.ties.get(name, name) for name in whole}  # peft holds tied weights twice
+    ours = {theirs: names[name] for name, theirs in lora.peft_keys(adapters.base, names).items()}
     tensors = {theirs: formats.as_dtype(manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
     arguments = lora.peft_settings(adapters.settings)
     alpha = adapters.settings.alpha
     arguments["lora_alpha"] = int(alpha) if alpha.is_integer() else alpha
+    layers, of_experts = (
+        [names.layer for names in adapters.layers if names.is_of_experts == is_of_experts]
+        for is_of_experts in (False, True)
+    )
+    if layers and lora.read_as_experts(adapters.base, layers):
+        raise CheckpointError(
+            f"checkpoint {reader.folder.name}: peft would take its adapters of MLPs for those of experts.\n"
+            "  Export the merged model: --format huggingface."
+        )
     settings = LoraConfig(
         **arguments,
-        fan_in_fan_out=any(
-            lora.holds_inputs_first(adapters.base.get_submodule(names.layer)) for names in adapters.layers
-        ),
+        fan_in_fan_out=any(lora.holds_inputs_first(adapters.base.get_submodule(layer)) for layer in layers),
+        target_parameters=_short_names(adapters.base.named_parameters(), of_experts, parts=2) or None,
         ensure_weight_tying=bool(whole.keys() & manifest.ties.keys()),
         modules_to_save=lora.whole_modules(adapters.base, adapters.settings.train_whole) or None,
         base_model_name_or_path=pretrained,
@@ -233,7 +242,7 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
         inference_mode=True,
     )
     # Set here: the constructor would make them a set, in random order.
-    settings.target_modules = _target_modules(adapters.base, [names.layer for names in adapters.layers])
+    settings.target_modules = _short_names(adapters.base.named_modules(), layers, parts=1)
 
     def write(folder: Path) -> None:
         settings.save_pretrained(str(folder))
@@ -243,11 +252,15 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     return write
 
 
-def _target_modules(base: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Return the last parts of the layers' names, as people write them; full names if other modules have them."""
-    adapted = set(layers)
-    ends = {name.rpartition(".")[2] for name in adapted}
-    matching = {name for name, _ in base.named_modules() if name.rpartition(".")[2] in ends}
+def _short_names(named: Iterable[tuple[str, Any]], chosen: Iterable[str], parts: int) -> list[str]:
+    """Return the last `parts` of the chosen names, as people write them; full names if others of `named` have them."""
+
+    def end(name: str) -> str:
+        return ".".join(name.split(".")[-parts:])
+
+    adapted = set(chosen)
+    ends = {end(name) for name in adapted}
+    matching = {name for name, _ in named if end(name) in ends}
     return sorted(ends if matching == adapted else adapted)
 
 
@@ -309,7 +322,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
     adapters = adapters_of(reader)
     if adapters is None:
         return tensors, reader.read_whole
-    by_weight = {f"{names.layer}.weight": names for names in adapters.layers}
+    by_weight = {names.weight: names for names in adapters.layers}
     saved = {lora.plain_name(key): key for key in tensors if not lora.is_adapter(key)}
     fill = _left_out(reader, adapters.base, base)
 
@@ -325,6 +338,11 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
             return weight
         names = by_weight[key]
         a, b = (reader.read_whole(name).float() for name in (names.a, names.b))
+        if names.is_of_experts:
+            holder: Any = adapters.base.get_submodule(names.layer.rpartition(".")[0])
+            change = lora.expert_products(a, b, len(weight), holder.is_transposed)
+            scaling = lora.scaling_of(adapters.settings, names.layer, len(a) // len(weight))
+            return (weight.float() + change * scaling).to(weight.dtype)
         change = b @ a * lora.scaling_of(adapters.settings, names.layer, len(a))
         inputs_first = lora.holds_inputs_first(adapters.base.get_submodule(names.layer))
         whole = weight.float() + (change.T if inputs_first else change)

@@ -37,12 +37,18 @@ def choice_counts(chosen: Tensor, experts: int) -> Tensor:
     )[:-1]
 
 
+def weight_of(experts: Any, name: str) -> Tensor:
+    """Return a weight of a module of experts, plus the product of its adapter if it has one (`lora.py`)."""
+    adapter = getattr(getattr(experts, "lora_of", None), name, None)
+    return getattr(experts, name) if adapter is None else adapter(getattr(experts, name))
+
+
 def grouped_linear(experts: Any, ends: Tensor, rows: Tensor, name: str) -> Tensor:
     """Multiply each group of `rows` `[rows, inputs]` by its expert's weight `name`.
 
     `ends`: int32 `[experts]`, the end of each group. What follows the last one is arbitrary in the result, perhaps NaN.
     """
-    weight: Tensor = getattr(experts, name)
+    weight = weight_of(experts, name)
     weight = weight if experts.is_transposed else weight.transpose(1, 2)
     out = None
     if _has_kernel(rows, weight):
@@ -99,7 +105,7 @@ def dense_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights:
 
 def _linear(experts: Any, hidden: Tensor, name: str) -> Tensor:
     """`[tokens, in]` or `[experts, tokens, in]` -> `[experts, tokens, out]`."""
-    weight: Tensor = getattr(experts, name)
+    weight = weight_of(experts, name)
     out = hidden @ (weight if experts.is_transposed else weight.transpose(1, 2))
     return out + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else out
 

@@ -5,6 +5,11 @@ A layer `q_proj` becomes a peft layer, with the weights `q_proj.base_layer.weigh
 with DoRA also `q_proj.lora_magnitude_vector.default.weight` `[out]`. Modules of `train_whole` keep their names and
 train all of their weights; peft would train a copy of them (`modules_to_save`).
 
+Weights of experts in one tensor, `experts.gate_up_proj` `[experts, ...]`, get adapters too, which are added to the
+weight where it is used: `experts.lora_of.gate_up_proj.lora_A.default.weight` `[experts * r, in]`, an expert's rows
+beside each other, and `lora_B` `[out, r * experts]`, with its columns by r, then by expert. peft has the same tensors
+in modules around the experts (`target_parameters`).
+
 `model.lora.start_from` names a folder of existing adapters, saved by peft, from which the run starts. They must have
 the run's settings, layers and shapes. The folder only has the name of its base: nothing here compares the bases.
 """
@@ -14,9 +19,11 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -24,6 +31,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches, matching, yaml_value
+from portable_fsdp.models.experts import expert_modules
 from portable_fsdp.models.pretrained import Base, PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
 from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, seeded
@@ -39,14 +47,21 @@ log = logging.getLogger("portable_fsdp")
 ALL_LINEAR = "all-linear"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = "model.lora.start_from"
-_BASE = ".base_layer"
+_BASE, _EXPERTS = ".base_layer", ".lora_of."
 _A, _B, _MAGNITUDE = (f".{kind}.default" for kind in ("lora_A", "lora_B", "lora_magnitude_vector"))
 _INSIDE = "base_model.model"  # where peft's model holds ours
 
 _ANY = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "lora_dropout"),
-    *("fan_in_fan_out", "megatron_core", "qalora_group_size", "modules_to_save", "ensure_weight_tying"),
+    *(
+        "fan_in_fan_out",
+        "megatron_core",
+        "qalora_group_size",
+        "modules_to_save",
+        "ensure_weight_tying",
+        "target_parameters",
+    ),
 )
 """Keys of adapter_config.json that are compared with the weights or the config, or don't change the product."""
 _PLAIN: Mapping[str, Collection[Any]] = {
@@ -65,24 +80,46 @@ _SETTINGS = {
 
 
 class AdapterNames(NamedTuple):
-    """FQNs of the weights of one layer under LoRA, and of the layer itself."""
+    """FQNs of the weights of one layer under LoRA, and those of the layer and its own weight in the plain model; of a
+    weight of experts both are its name."""
 
     layer: str
-    base: str
+    weight: str
     a: str
     b: str
     magnitude: str
 
     @classmethod
-    def of(cls, layer: str) -> "AdapterNames":
-        return cls(layer, f"{layer}{_BASE}.weight", *(f"{layer}{kind}.weight" for kind in (_A, _B, _MAGNITUDE)))
+    def of(cls, name: str) -> "AdapterNames":
+        layer = name.replace(_EXPERTS, ".")
+        weight = f"{layer}.weight" if layer == name else layer
+        return cls(layer, weight, *(f"{name}{kind}.weight" for kind in (_A, _B, _MAGNITUDE)))
+
+    @property
+    def is_of_experts(self) -> bool:
+        return self.weight == self.layer
 
 
-def peft_key(fqn: str) -> str:
-    """Return the name in peft's files of a weight that trains: without the adapter's name."""
-    layer, _, kind = fqn.removesuffix(".default.weight").rpartition(".")
-    adapters = f"{layer}.{kind}" if kind in _MAGNITUDE else f"{layer}.{kind}.weight"
-    return f"{_INSIDE}.{adapters if is_adapter(fqn) else fqn}"
+def peft_keys(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Return FQN -> name in peft's files of weights that train. `model`: with or without its adapters.
+
+    peft leaves out the adapter's name, and wraps a module of experts once for each of its weights that has an adapter.
+    """
+    keys: dict[str, str] = {}
+    for fqn in names:
+        layer, _, kind = fqn.removesuffix(".default.weight").rpartition(".")
+        holder, is_of_experts, leaf = layer.partition(_EXPERTS)
+        if is_of_experts:
+            own = [name for name, _ in model.get_submodule(holder).named_parameters(recurse=False)]
+            outer = [
+                name
+                for name in own[own.index(leaf) + 1 :]
+                if f"{holder}{_EXPERTS}{name}.{kind}.default.weight" in names
+            ]
+            layer = holder + _BASE * len(outer)
+        adapter = f"{layer}.{kind}" if kind in _MAGNITUDE else f"{layer}.{kind}.weight"
+        keys[fqn] = f"{_INSIDE}.{adapter if is_adapter(fqn) else fqn}"
+    return keys
 
 
 def peft_settings(lora: schema.Lora) -> dict[str, Any]:
@@ -184,6 +221,10 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
                     f"  It is a regular expression of the last parts of their names: {ends}."
                 )
     trained = whole_tensors(model, lora.train_whole)
+    of_experts = stacked_weights(model)
+    for name in (name for name in targets if name in of_experts):
+        _add_to_experts(model, lora, name)
+    targets = [name for name in targets if name not in of_experts]
     try:
         import peft
     except ImportError as error:
@@ -191,13 +232,16 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
             f"model.lora: the package peft is not installed ({error}).\n"
             "  pip install peft, or in a checkout of portable_fsdp: pip install '.[lora]'."
         ) from None
+    settings = peft_settings(lora)
+    for key in ("rank_pattern", "alpha_pattern"):  # peft warns of those of experts alone
+        of_layers = {pattern for pattern in settings[key] if any(_peft_matches(pattern, name) for name in targets)}
+        settings[key] = {pattern: value for pattern, value in settings[key].items() if pattern in of_layers}
     inputs_first = any(holds_inputs_first(model.get_submodule(name)) for name in targets)
-    settings: Any = cast(Any, peft).LoraConfig(
-        **peft_settings(lora), target_modules=targets, fan_in_fan_out=inputs_first
-    )
-    with warnings.catch_warnings(), torch.device("meta"):
+    arguments: Any = cast(Any, peft).LoraConfig(**settings, target_modules=targets, fan_in_fan_out=inputs_first)
+    with warnings.catch_warnings(), torch.device("meta"), _without_type(model):
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2 has both
-        peft.inject_adapter_in_model(settings, model)
+        if targets:
+            peft.inject_adapter_in_model(arguments, model)
     for name in targets:  # each engine casts weights at use, and inputs have their dtype
         cast(Any, model.get_submodule(name)).cast_input_dtype_enabled = False
     drawn: dict[str, torch.Size] = {}
@@ -219,6 +263,48 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
     return with_adapters
 
 
+def _add_to_experts(model: nn.Module, lora: schema.Lora, name: str) -> None:
+    """Add an adapter to a weight of experts, on meta. Raises ConfigError for settings that it can't have."""
+    holder, _, leaf = name.rpartition(".")
+    module: Any = model.get_submodule(holder)
+    reads_itself = getattr(cast(Any, model).config, "_experts_implementation", "").endswith("batched_mm")
+    for key, is_set in (("lora.dropout", lora.dropout), ("lora.dora", lora.dora), ("experts", reads_itself)):
+        if is_set:
+            raise ConfigError(
+                f"model.{key}: adapters of experts ({name}) are added to the weight, and work only without it.\n"
+                f"  Leave it out, or leave experts out of model.lora.targets."
+            )
+    patterns = lora.rank_pattern.items()
+    r = next((value for pattern, value in patterns if _peft_matches(pattern, name)), lora.r)
+    if not hasattr(module, "lora_of"):
+        module.lora_of = nn.ModuleDict()
+    with torch.device("meta"):
+        module.lora_of[leaf] = ExpertAdapter(getattr(module, leaf), r, scaling_of(lora, name, r), module.is_transposed)
+
+
+class ExpertAdapter(nn.Module):
+    """The adapter of a weight of experts, `[experts, out, in]`, or `[experts, in, out]` if `is_transposed`."""
+
+    def __init__(self, weight: Tensor, r: int, scaling: float, is_transposed: bool) -> None:
+        super().__init__()
+        experts, *sizes = weight.shape
+        inputs, outputs = sizes if is_transposed else reversed(sizes)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, experts * r, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(experts * r, outputs, bias=False)})
+        self.scaling, self.is_transposed = scaling, is_transposed
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the weight plus its change."""
+        a, b = cast(nn.Linear, self.lora_A["default"]), cast(nn.Linear, self.lora_B["default"])
+        return weight + expert_products(a.weight, b.weight, len(weight), self.is_transposed) * self.scaling
+
+
+def expert_products(a: Tensor, b: Tensor, experts: int, is_transposed: bool) -> Tensor:
+    """Return B A of each expert in the layout of their weight."""
+    equation = "ore,eri->eio" if is_transposed else "ore,eri->eoi"
+    return torch.einsum(equation, b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1)))
+
+
 def norms_of_base(model: nn.Module, fill: WeightFill) -> WeightFill:
     """Return the `fill` of a model with DoRA: its magnitudes begin as the norms of the base layers' weights."""
 
@@ -235,12 +321,46 @@ def norms_of_base(model: nn.Module, fill: WeightFill) -> WeightFill:
     return with_norms
 
 
-def require_whole_layers(names: Iterable[str]) -> None:
-    """Raise ConfigError if a unit is inside a layer with an adapter: DoRA reads weights outside of their modules."""
-    for name in names:
-        if name.endswith(_BASE) or ".lora_" in name:
+@contextmanager
+def _without_type(model: Any) -> Generator[None]:
+    """Leave out the model's type, by which peft takes linear layers of some models for experts (`read_as_experts`)."""
+    config: Any = model.config
+    model.config = SimpleNamespace(to_dict=config.to_dict, tie_word_embeddings=config.tie_word_embeddings)
+    try:
+        yield
+    finally:
+        model.config = config
+
+
+def read_as_experts(model: nn.Module, layers: list[str]) -> bool:
+    """Whether peft would open adapters of the linear layers `layers` as those of experts, as older transformers had
+    them: in models with experts, by the ends of their names."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    settings = LoraConfig(target_modules=layers)
+    try:
+        convert_peft_config_for_transformers(settings, model, None)
+    except ValueError:  # some of them can't be experts' alone
+        return True
+    return set(settings.target_modules or ()) != set(layers)
+
+
+def check_adapters(config: schema.Config, model: nn.Module, units: Iterable[str]) -> None:
+    """Raise ConfigError for an export that peft wouldn't open, and for a unit inside a layer that reads weights outside
+    of their modules: with DoRA any layer with an adapter, else modules of experts."""
+    lora, names = config.model.lora, adapted_layers([name for name, _ in model.named_parameters()])
+    layers = [each.layer for each in names if not each.is_of_experts]
+    exports = config.checkpoint.export and not config.checkpoint.merge_adapters
+    if exports and layers and read_as_experts(model, layers):
+        raise ConfigError(
+            f"checkpoint.export: peft would take adapters of {type(model).__name__}'s MLPs or shared experts for "
+            "those of its experts.\n  Set checkpoint.merge_adapters=true, or leave them out of model.lora.targets."
+        )
+    for name in units:
+        if _EXPERTS in f"{name}." or (lora and lora.dora and (name.endswith(_BASE) or ".lora_" in name)):
             raise ConfigError(
-                f"model.lora.dora: {name} can't be a unit: the layer around it reads its weight.\n"
+                f"model.lora: {name} can't be a unit: the layer around it reads its weight.\n"
                 "  Leave it out of sharding.wrap_classes and sharding.wrap_modules, or set model.lora.dora=false."
             )
 
@@ -278,20 +398,24 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     linear = {name: m for name, m in modules.items() if isinstance(m, nn.Linear) or holds_inputs_first(m)}
-    chosen: set[str] = set()
+    stacked, chosen = stacked_weights(model), set[str]()
     for pattern in patterns:
         if pattern == ALL_LINEAR:
             chosen.update(name for name, module in linear.items() if module is not head)
             continue
+        if of_experts := [name for name in stacked if _names_weight(pattern, name)]:
+            chosen.update(of_experts)
+            continue
         named = [name for name in modules if matches(pattern, name) or name.endswith(f".{pattern}")]
         if named and not any(layer.startswith(name) for name in named for layer in linear):
             raise ConfigError(
-                f"model.lora.targets: {pattern!r} matches {named[0]}, but no linear layer.\n"
-                "  Adapters of embeddings, of norms and of experts in one tensor are not supported."
+                f"model.lora.targets: {pattern!r} matches {named[0]}, but no linear layer.\n  model.lora.train_whole "
+                "trains embeddings and norms. Experts in one tensor get adapters by the names of weights: "
+                f"{', '.join(sorted({_last_two(name) for name in stacked})) or 'there are none'}."
             )
         chosen.update({*named} & linear.keys() or matching("model.lora.targets", pattern, linear))
     weights = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-    for name in chosen:
+    for name in chosen & linear.keys():
         if weights.count(id(linear[name].weight)) > 1:
             raise ConfigError(
                 f"model.lora.targets: {name} can't have an adapter: its weight is tied to the embedding.\n"
@@ -299,7 +423,22 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
             )
     if not chosen:
         raise ConfigError(f"model.lora: {type(model).__name__} has no linear layers to adapt.\n  Leave model.lora out.")
-    return [name for name in linear if name in chosen]
+    return [name for name in (*linear, *stacked) if name in chosen]
+
+
+def stacked_weights(model: nn.Module) -> list[str]:
+    """Return the FQNs of weights of experts that are one tensor, `[experts, ...]`."""
+    names = expert_modules(model)
+    return [fqn for fqn, w in model.named_parameters() if w.dim() == 3 and fqn.rpartition(".")[0] in names]
+
+
+def _names_weight(pattern: str, fqn: str) -> bool:
+    """Whether a pattern names the weight and its module (`experts.down_proj`), not only something around them."""
+    return _last_two(pattern) == _last_two(fqn) and (matches(pattern, fqn) or matches(f"*.{pattern}", fqn))
+
+
+def _last_two(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 # ------------------------------------------------------------------------------------------------ adapters of a folder
@@ -320,19 +459,18 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightF
         raise _refusal(folder, WEIGHTS, actual, "Save it again with peft: save_pretrained(FOLDER).")
     parameters = dict(model.named_parameters())
     whole = whole_tensors(model, lora.train_whole)
-    keys = {name: peft_key(name) for name in parameters if is_adapter(name)}
-    stored = {peft_key(ours): tuple(parameters[ours].shape) for ours in keys}
-    _check_weights(path, stored | {peft_key(name): tuple(tensor.shape) for name, tensor in whole.items()})
+    tensors = {name: parameter for name, parameter in parameters.items() if is_adapter(name)} | whole
+    keys = peft_keys(model, tensors)
+    _check_weights(path, {keys[name]: tuple(tensor.shape) for name, tensor in tensors.items()})
     first = {id(parameter): name for name, parameter in parameters.items()}
     with open_safetensors(_KEY, path) as file:
         for name, tensor in whole.items():
-            saved, own = file.get_tensor(peft_key(name)), first.get(id(tensor))
+            saved, own = file.get_tensor(keys[name]), first.get(id(tensor))
             if own is None:
                 tensor.copy_(saved)  # a buffer
-            elif own != name and not torch.equal(saved, file.get_tensor(peft_key(own))):
+            elif own != name and not torch.equal(saved, file.get_tensor(keys[own])):
                 fix = "Save it with peft's ensure_weight_tying."
                 raise _refusal(folder, f"equal weights of {own} and {name}, which are tied", "different ones", fix)
-    keys |= {name: peft_key(name) for name in whole if name in parameters}
 
     def with_saved_adapters(fqn: str, slices: TensorSlices) -> Tensor:
         if fqn not in keys:

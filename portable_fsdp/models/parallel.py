@@ -185,6 +185,11 @@ def _parts_of_linear(model: Any, name: str, word: str, size: int) -> tuple[dict[
 def _parts_of_experts(name: str, module: nn.Module, size: int) -> dict[str, Part]:
     """`gate_up_proj` `[experts, 2 * width, hidden]`, split half by half, and `down_proj` `[experts, hidden, width]`."""
     weights = dict(module.named_parameters())
+    if adapter := next(filter(is_adapter, weights), ""):
+        raise ConfigError(
+            f"sharding.tensor: {name}.{adapter}: adapters of experts can't be split.\n"
+            "  Leave experts out of model.lora.targets, or set sharding.tensor=1."
+        )
     wrong = weights.keys() - {"gate_up_proj", "down_proj"}
     up, down = weights.get("gate_up_proj"), weights.get("down_proj")
     if wrong or up is None or down is None or up.shape[1] != 2 * down.shape[2]:

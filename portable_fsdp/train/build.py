@@ -261,10 +261,10 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         tensor = tensor_plan(model, config)
     experts = expert_modules(model) if config.model.experts == "auto" else ()
     units = find_units(model, sharding)
-    if config.model.lora is not None and config.model.lora.dora:
-        from portable_fsdp.models.lora import require_whole_layers
+    if config.model.lora is not None:
+        from portable_fsdp.models.lora import check_adapters
 
-        require_whole_layers(units)
+        check_adapters(config, model, units)
     layouts = {fqn: weight_spec(weight.dim()) for fqn, weight in model.named_parameters()}
     if sharding.expert > 1:
         layouts |= expert_layouts(model, sharding.expert)

@@ -18,6 +18,7 @@ from portable_fsdp.config.describe import matches
 from portable_fsdp.config.schema import Precision
 from portable_fsdp.data.packing import sample_indices
 from portable_fsdp.models.build import build_model
+from portable_fsdp.models.lora import peft_keys
 from portable_fsdp.optim.optimizer import learning_rate
 
 # Settings that change what is computed; all others only say how an engine does it.
@@ -68,18 +69,32 @@ def _model(case: Case) -> nn.Module:
             use_dora=lora.dora,
             rank_pattern=dict(lora.rank_pattern),
             alpha_pattern=dict(lora.alpha_pattern),
-            target_modules="all-linear",
+            target_modules="all-linear"
+            if lora.targets == ("all-linear",)
+            else [n for n in lora.targets if "." not in n],
+            target_parameters=[name for name in lora.targets if "." in name] or None,
             modules_to_save=[*lora.train_whole] or None,
             ensure_weight_tying=config.tie_word_embeddings and bool(lora.train_whole),
         )
         peft.inject_adapter_in_model(settings, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fqn = name.replace(".modules_to_save.default", "").replace(".original_module", "")
+            fqn = _ours(name, built.model)
             parameter.copy_(built.fill(fqn, tuple(slice(0, size) for size in parameter.shape)))
             if any(matches(pattern, fqn) for pattern in section.freeze):
                 parameter.requires_grad_(False)
     return model.train()
+
+
+def _ours(name: str, model: nn.Module) -> str:
+    """Our FQN of a parameter of peft's model: it has copies of modules that train whole, and nests those of experts."""
+    names = [fqn for fqn, _ in model.named_parameters()]
+    trained = {fqn for fqn, weight in model.named_parameters() if weight.requires_grad and ".lora_of." in fqn}
+    for ours, theirs in (peft_keys(model, trained) if trained else {}).items():
+        if theirs == f"base_model.model.{name.replace('.default', '')}":
+            return ours
+    name = name.replace(".modules_to_save.default", "").replace(".original_module", "")
+    return name if name in names else name.replace(".base_layer", "")
 
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:

@@ -22,6 +22,8 @@ CASES = {
     "rslora": case_of(rslora=True, **PATTERNS),
     "tied": case_of("llama_tied", train_whole=["lm_head"]),
     "whole": case_of(train_whole=["embed_tokens", "lm_head"]),
+    "experts": case_of("qwen3_moe", targets=["q_proj", "experts.gate_up_proj", "experts.down_proj"]),
+    "transposed experts": case_of("gpt_oss", targets=["experts.gate_up_proj", "experts.down_proj"], rslora=True),
     # LoRA+, arXiv 2402.12354: B learns faster than A.
     "lora_plus": case_of(optim={"lr": 1e-3, "groups": [{"match": "*.lora_B.*", "lr": 1.6e-2}]}),
 }

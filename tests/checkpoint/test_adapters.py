@@ -34,6 +34,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied": _COMMON | {"model_type": "llama", "intermediate_size": 36, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 32},
 }
+EXPERTS = _COMMON | {"intermediate_size": 36, "num_key_value_heads": 1, "num_experts_per_tok": 2, "head_dim": 12}
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS | {"model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": 20},
+    "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 3},  # transposed weights
+}
 IDS = torch.arange(24).view(2, 12)
 LAYER = "model.layers.1.self_attn"
 # transformers', of how peft 0.21 asks it.
@@ -67,6 +72,8 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"train_whole": ["model.norm", "embed_tokens"], "dropout": 0.1},
     "llama_tied": {"rslora": True, "rank_pattern": {"q_proj": 2}, "train_whole": ["embed_tokens"]},
     "gpt2": {"dora": True},
+    "qwen3_moe": {"targets": ["all-linear", "experts.down_proj", "1.mlp.experts.gate_up_proj"]},
+    "gpt_oss": {"targets": ["experts.down_proj", "experts.gate_up_proj"], "rank_pattern": {"down_proj": 2}},
 }
 
 
@@ -78,7 +85,7 @@ def run_of_kind(folder: Path, name: str, tokens: int = 0) -> tuple[Path, Any]:
     section = Model(pretrained=str(folder / "base"), lora=lora)
     built = build_model(section, seed=0, seq_len=12, vocabulary=61 + tokens, keeps_ids=lambda: True)
     table = "transformer.wte" if name == "gpt2" else "model.embed_tokens"
-    ties = {} if name == "llama" else {"lm_head.weight": f"{table}.weight"}
+    ties = {} if name not in ("llama_tied", "gpt2") else {"lm_head.weight": f"{table}.weight"}
     trained = {fqn for fqn, weight in built.model.named_parameters() if weight.requires_grad}
     for fqn, weight in [*built.model.named_parameters()]:
         value = built.fill(fqn, tuple(slice(0, size) for size in weight.shape))
@@ -97,13 +104,18 @@ def run_of_kind(folder: Path, name: str, tokens: int = 0) -> tuple[Path, Any]:
     return path, built.model.eval()
 
 
+def proofs(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.proof) for name in names]
+
+
 def forward(model: Any) -> torch.Tensor:
     """Logits of a model whose own forward returns a loss."""
     return type(model).forward(model, input_ids=IDS, use_cache=False).logits
 
 
 @AS_PEFT_ASKS
-@pytest.mark.parametrize("name", ["llama", "llama_tied", pytest.param("gpt2", marks=pytest.mark.proof)])
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning")  # of experts
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", *proofs("gpt2", "gpt_oss")])
 def test_peft_opens_and_merges_every_kind_as_we_do(tmp_path: Path, name: str) -> None:
     path, model = run_of_kind(tmp_path, name)
     export(path, "peft", tmp_path / "adapters")
@@ -139,7 +151,7 @@ def test_new_tokens_leave_with_their_tables(tmp_path: Path) -> None:
 
 def base_model(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(MODELS | OF_EXPERTS)[name]), dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)

@@ -30,7 +30,7 @@ from small_models import (
 from portable_fsdp.config.schema import Lora
 from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import BuiltModel
-from portable_fsdp.models.lora import plain_name
+from portable_fsdp.models.lora import peft_keys, plain_name
 from portable_fsdp.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # peft takes seconds to import
@@ -109,10 +109,14 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"alpha_pattern": {"v_proj": 9.0}, "train_whole": ("*norm", "embed_tokens")},
     "dora": {"dora": True},
     "tied": {"train_whole": ("lm_head",)},
+    # In one layer both weights, whose adapters peft nests, in the other one of them.
+    "experts": {"rslora": True, "rank_pattern": {r"1\.mlp\.experts\.gate_up_proj": 2}}
+    | {"targets": ("all-linear", "experts.gate_up_proj", "layers.1.mlp.experts.down_proj")},
+    "one of experts": {"targets": ("experts.down_proj",)},
 }
 
 
-def theirs_of(lora: Lora, fan_in_fan_out: bool) -> peft.LoraConfig:
+def theirs_of(lora: Lora, targets: list[str], fan_in_fan_out: bool) -> peft.LoraConfig:
     """By peft's own names."""
     return peft.LoraConfig(
         r=lora.r,
@@ -122,7 +126,8 @@ def theirs_of(lora: Lora, fan_in_fan_out: bool) -> peft.LoraConfig:
         use_dora=lora.dora,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
-        target_modules="all-linear",
+        target_modules=targets,
+        target_parameters=[name for name in lora.targets if "experts" in name] or None,
         fan_in_fan_out=fan_in_fan_out,
         modules_to_save=[name.strip("*") for name in lora.train_whole] or None,
         ensure_weight_tying=lora.train_whole == ("lm_head",),
@@ -132,8 +137,23 @@ def theirs_of(lora: Lora, fan_in_fan_out: bool) -> peft.LoraConfig:
 
 # transformers', of how peft 0.21 asks it.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning")  # of experts
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", "all"), ("llama_tied", "tied"), pytest.param("gpt2", "dora", marks=pytest.mark.proof)]
+    ("name", "kind"),
+    [
+        ("llama", "all"),
+        ("llama_tied", "tied"),
+        ("qwen3_moe", "experts"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.proof)
+            for pair in (
+                ("gpt2", "dora"),
+                ("gpt_oss", "one of experts"),
+                ("gpt_oss", "experts"),
+                ("mixtral", "experts"),
+            )
+        ),
+    ],
 )
 def test_the_names_and_the_factors_are_pefts(name: str, kind: str, tmp_path: Path) -> None:
     """A run begins as its base; and with adapters of peft it computes what peft does."""
@@ -142,17 +162,21 @@ def test_the_names_and_the_factors_are_pefts(name: str, kind: str, tmp_path: Pat
     ids, model = token_ids(), materialise(build(name, keys={"lora": lora}))
     torch.testing.assert_close(logits(model, ids), logits(materialise(build(name)), ids), rtol=1e-5, atol=1e-5)
 
-    theirs: Any = peft.get_peft_model(stock_model(ARCHITECTURES[name]), theirs_of(lora, name == "gpt2"))
+    # Not all-linear, of which peft makes weights of experts, too.
+    linear = sorted({layer.rpartition(".")[2] for layer in layers(built) if ".lora_of." not in layer})
+    theirs: Any = peft.get_peft_model(stock_model(ARCHITECTURES[name]), theirs_of(lora, linear, name == "gpt2"))
     names = {fqn.replace(".modules_to_save.default", "") for fqn, w in theirs.named_parameters() if w.requires_grad}
-    assert {f"base_model.model.{fqn}" for fqn in trained(built)} == names
+    keys = peft_keys(built.model, trained(built))
+    assert {key.replace(".default", "").replace("vector.weight", "vector") for key in names} == {*keys.values()}
     shake(theirs)
     theirs.save_pretrained(str(tmp_path))
     base = {fqn.removeprefix("base_model.model."): weight for fqn, weight in theirs.named_parameters()}
-    started = materialise(build(name, keys={"lora": Lora(**{**lora.model_dump(), "start_from": str(tmp_path)})}))
+    started = materialise(build(name, keys={"lora": lora.model_copy(update={"start_from": str(tmp_path)})}))
     with torch.no_grad():
         for fqn, weight in started.named_parameters():
             if fqn not in trained(built):
-                weight.copy_(base[fqn])
+                holder, _, leaf = fqn.rpartition(".")
+                weight.copy_(next(base[k] for n in range(3) if (k := f"{holder}{'.base_layer' * n}.{leaf}") in base))
     torch.testing.assert_close(logits(started, ids), theirs.eval()(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -175,6 +199,8 @@ def test_dropout_is_of_the_adapters_inputs_in_training() -> None:
         ("llama", {"rank_pattern": {"*q_proj": 4}}, r"rank_pattern: '\*q_proj' isn't a regular expression"),
         ("llama", {"alpha_pattern": {"lm_head": 4}}, r"alpha_pattern: 'lm_head' matches no layer with an adapter"),
         ("llama", {"train_whole": ("embed",)}, r"train_whole: the pattern 'embed' matches nothing(.|\n)*embed_tokens"),
+        ("qwen3_moe", {"targets": ("experts.down_proj",), "dropout": 0.1}, r"dropout: adapters of experts "),
+        ("qwen3_moe", {"targets": ("experts.down_proj",), "dora": True}, r"dora: adapters of experts "),
         ("llama", {"train_whole": ("mlp",)}, r"train_whole: model.layers.0.mlp.gate_proj gets an adapter"),
     ],
 )
@@ -186,7 +212,7 @@ def test_settings_that_cannot_be(name: str, settings: dict[str, Any], expected: 
 def test_new_tokens_train_with_their_tables(tmp_path: Path) -> None:
     """The old rows are the base's, new ones their mean; no checkpoint has any other weight of the base."""
     save(tmp_path, "llama")
-    more = {"vocabulary": VOCABULARY + 3, "keeps_ids": True}
+    more: dict[str, Any] = {"vocabulary": VOCABULARY + 3, "keeps_ids": True}
     built = open_folder(tmp_path, **more, keys={"lora": Lora(train_whole=("embed_tokens", "lm_head"))})
     tables = {"model.embed_tokens.weight", "lm_head.weight"}
     assert {fqn for fqn in trained(built) if "lora_" not in fqn} == tables
@@ -225,8 +251,9 @@ def test_targets_are_patterns_or_ends_of_names(targets: tuple[str, ...], expecte
         ("llama", ("q_porj",), "matches nothing in the model.\n  nearest: "),
         ("llama", ("mlp",), "matches nothing in the model.\n  nearest: model.layers.0.mlp"),
         ("llama", ("model.norm",), "'model.norm' matches model.norm, but no linear layer."),
-        ("llama", ("embed_tokens",), "matches model.embed_tokens, but no linear layer.\n  Adapters of embeddings"),
-        ("qwen3_moe", ("experts",), "'experts' matches model.layers.0.mlp.experts, but no linear layer."),
+        ("llama", ("embed_tokens",), "matches model.embed_tokens, but no linear layer.\n  model.lora.train_whole"),
+        ("qwen3_moe", ("experts",), "the names of weights: experts.down_proj, experts.gate_up_proj."),
+        ("llama", ("experts.down_proj",), "matches nothing in the model."),
         ("llama_tied", ("lm_head",), "lm_head can't have an adapter: its weight is tied to the embedding"),
     ],
 )
