@@ -242,8 +242,12 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2 has both
         if targets:
             peft.inject_adapter_in_model(arguments, model)
-    for name in targets:  # each engine casts weights at use, and inputs have their dtype
-        cast(Any, model.get_submodule(name)).cast_input_dtype_enabled = False
+    for name in targets:
+        layer: Any = model.get_submodule(name)
+        layer.cast_input_dtype_enabled = False  # each engine casts weights at use, and inputs have their dtype
+        for magnitude in layer.lora_magnitude_vector.values():
+            # It clears a cache of evaluations, off by default; torch.compile refuses that in a recomputed layer.
+            magnitude._cache_clear = _clear_nothing
     drawn: dict[str, torch.Size] = {}
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(fqn) or fqn in trained)
@@ -261,6 +265,10 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         return weight[slices].to(dtype)
 
     return with_adapters
+
+
+def _clear_nothing() -> None:
+    pass
 
 
 def _add_to_experts(model: nn.Module, lora: schema.Lora, name: str) -> None:

@@ -4,15 +4,26 @@ from typing import Any
 
 import jobs
 import pytest
-from cases import Case
+from cases import ARCHITECTURES, Case
 from test_curves import assert_equal_curves
 from workers import GetWorkers, Group, marked
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 
 
-def case_of(model: str = "llama", optim: dict[str, Any] | None = None, **lora: Any) -> Case:
-    return Case(model, optim=ADAMW | (optim or {}), settings={"model.lora": {"r": 4, "alpha": 8.0, **lora}})
+NATIVE, XLA = Group("native", 2), Group("xla", 2)
+TENSOR = {"sharding.tensor": 2, "model.architecture": ARCHITECTURES["llama_tied"] | {"num_key_value_heads": 2}}
+
+
+def case_of(
+    model: str = "llama",
+    optim: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
+    checkpointing: str = "none",
+    **lora: Any,
+) -> Case:
+    settings = {**(more or {}), "model.lora": {"r": 4, "alpha": 8.0, **lora}}
+    return Case(model, optim=ADAMW | (optim or {}), checkpointing=checkpointing, settings=settings)
 
 
 PATTERNS = {"rank_pattern": {r"layers\.1\..*": 6, "q_proj": 2}, "alpha_pattern": {"(up|down)_proj": 24.0}}
@@ -37,3 +48,25 @@ IN_SUITE = [("native-3", "all"), ("xla-3", "all")]
 )
 def test_the_curve_is_pefts(group: Group, name: str, workers: GetWorkers) -> None:
     assert_equal_curves(workers(group).run(jobs.train, case=CASES[name]), CASES[name])
+
+
+EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+ALL_LAYERS = {"compile.enabled": True, "compile.backend": "aot_eager"}
+OPTIONS: dict[str, tuple[Group, Case]] = {
+    "dora, compiled": (NATIVE, case_of(more=ALL_LAYERS, checkpointing="full", dora=True)),
+    "dora, scanned": (XLA, case_of(more={"compile.scan_layers": True}, checkpointing="full", dora=True)),
+    "dora, flat shards": (Group("xla_fsdp1", 2), case_of(dora=True)),
+    "experts, compiled": (NATIVE, case_of("qwen3_moe", more=ALL_LAYERS, checkpointing="full", targets=EXPERTS)),
+    "experts, scanned": (XLA, case_of("qwen3_moe", more={"compile.scan_layers": True}, targets=EXPERTS)),
+    "experts, flat shards": (Group("xla_fsdp1", 2), case_of("qwen3_moe", targets=EXPERTS)),
+    "whole, split over the vocabulary": (NATIVE, case_of(more={"sharding.tensor": 2}, train_whole=["embed_tokens"])),
+    "tied, split over the vocabulary": (XLA, case_of("llama_tied", more=TENSOR, train_whole=["lm_head", "model.norm"])),
+}
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [marked(group, name, in_suite=False) for name, (group, _) in OPTIONS.items()]
+)
+def test_options_keep_the_curve(group: Group, name: str, workers: GetWorkers) -> None:
+    case = OPTIONS[name][1]
+    assert_equal_curves(workers(group).run(jobs.train, case=case), case)
