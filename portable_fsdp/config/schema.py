@@ -78,16 +78,14 @@ class Lora(Section):
     dora: bool = False
     """also train the norm of each output's weights (DoRA, arXiv 2402.09353)"""
     rank_pattern: dict[str, Annotated[int, Ge(1)]] = Field(default={})
-    """r of layers that differ: the last parts of their names, or a regular expression of these, as in peft; the first
-    one that matches applies"""
+    """r of some layers: the last parts of their names, or a regular expression (peft's rules); the first match"""
     alpha_pattern: dict[str, Annotated[float, Gt(0)]] = Field(default={})
-    """alpha of layers that differ, named as in rank_pattern"""
+    """alpha of some layers, named as in rank_pattern"""
     train_whole: tuple[str, ...] = Field(default=(), strict=False)
-    """modules that train all of their weights instead of adapters (embed_tokens, lm_head): name patterns or last parts
-    of names"""
+    """modules whose own weights train (embed_tokens, lm_head): name patterns or last parts of names"""
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1, strict=False)
-    """linear layers that get adapters: name patterns or last parts of names (q_proj); all-linear: all but the
-    head"""
+    """linear layers that get adapters: name patterns or last parts of names (q_proj); all-linear: all but the head;
+    weights of experts by the ends of their names (experts.down_proj)"""
     start_from: str | None = None
     """local folder or hub id of peft adapters to start from, with the same settings but dropout; null: new adapters"""
 

@@ -26,7 +26,10 @@ def case_of(
     return Case(model, optim=ADAMW | (optim or {}), checkpointing=checkpointing, settings=settings)
 
 
-PATTERNS = {"rank_pattern": {r"layers\.1\..*": 6, "q_proj": 2}, "alpha_pattern": {"(up|down)_proj": 24.0}}
+PATTERNS: dict[str, Any] = {
+    "rank_pattern": {r"layers\.1\..*": 6, "q_proj": 2},
+    "alpha_pattern": {"(up|down)_proj": 24.0},
+}
 CASES = {
     "all": case_of(dora=True, rslora=True, **PATTERNS, train_whole=["model.norm", "embed_tokens"]),
     "dora": case_of(dora=True),

@@ -15,7 +15,6 @@ from torch import Tensor
 from portable_fsdp.backends.torch_xla.spmd.splash import run_kernel
 from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
 from portable_fsdp.layout import LOSS_AXES
-from portable_fsdp.models.experts import weight_of
 
 _ROWS = (512, 256, 128)
 """Rows of a tile, which the kernel computes whole: a group that ends inside one costs another tile."""
@@ -88,7 +87,8 @@ class MeshExperts:
         return as_operation("experts", run, like, *tensors)
 
     def linear(self, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
-        weight = weight_of(experts, name)
+        adapter = getattr(getattr(experts, "lora_of", None), name, None)
+        weight: Tensor = getattr(experts, name) if adapter is None else adapter(getattr(experts, name))
         if self._has_kernel and rows.shape[1] % _ROWS[-1] == 0:
             kernel = GroupedProduct(experts.is_transposed, active, self._interpret)
             out = cast(Tensor, _Product.apply(rows, weight, sizes, kernel, self))
