@@ -84,8 +84,7 @@ class Lora(Section):
     train_whole: tuple[str, ...] = Field(default=(), strict=False)
     """modules whose own weights train (embed_tokens, lm_head): name patterns or last parts of names"""
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1, strict=False)
-    """linear layers that get adapters: name patterns or last parts of names (q_proj); all-linear: all but the head;
-    weights of experts by the ends of their names (experts.down_proj)"""
+    """linear layers, or weights of experts, by name patterns or last parts of names; all-linear: all but the head"""
     start_from: str | None = None
     """local folder or hub id of peft adapters to start from, with the same settings but dropout; null: new adapters"""
 
