@@ -23,6 +23,7 @@ from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, Foreign
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.architecture import mapping_of
+from portable_fsdp.models.expert_adapters import expert_products
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
 from portable_fsdp.models.weights import RandomWeights
@@ -340,7 +341,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
         a, b = (reader.read_whole(name).float() for name in (names.a, names.b))
         if names.is_of_experts:
             holder: Any = adapters.base.get_submodule(names.layer.rpartition(".")[0])
-            change = lora.expert_products(a, b, len(weight), holder.is_transposed)
+            change = expert_products(a, b, len(weight), holder.is_transposed)
             scaling = lora.scaling_of(adapters.settings, names.layer, len(a) // len(weight))
             return (weight.float() + change * scaling).to(weight.dtype)
         change = b @ a * lora.scaling_of(adapters.settings, names.layer, len(a))

@@ -38,7 +38,7 @@ def choice_counts(chosen: Tensor, experts: int) -> Tensor:
 
 
 def weight_of(experts: Any, name: str) -> Tensor:
-    """Return a weight of a module of experts, plus the product of its adapter if it has one (`lora.py`)."""
+    """Return a weight of a module of experts, plus its adapter's product if it has one (`expert_adapters.py`)."""
     adapter = getattr(getattr(experts, "lora_of", None), name, None)
     return getattr(experts, name) if adapter is None else adapter(getattr(experts, name))
 

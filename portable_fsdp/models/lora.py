@@ -5,10 +5,7 @@ A layer `q_proj` becomes a peft layer, with the weights `q_proj.base_layer.weigh
 with DoRA also `q_proj.lora_magnitude_vector.default.weight` `[out]`. Modules of `train_whole` keep their names and
 train all of their weights; peft would train a copy of them (`modules_to_save`).
 
-Weights of experts in one tensor, `experts.gate_up_proj` `[experts, ...]`, get adapters too, which are added to the
-weight where it is used: `experts.lora_of.gate_up_proj.lora_A.default.weight` `[experts * r, in]`, an expert's rows
-beside each other, and `lora_B` `[out, r * experts]`, with its columns by r, then by expert. peft has the same tensors
-in modules around the experts (`target_parameters`).
+Adapters of experts are in `expert_adapters.py`.
 
 `model.lora.start_from` names a folder of existing adapters, saved by peft, from which the run starts. They must have
 the run's settings, layers and shapes. The folder only has the name of its base: nothing here compares the bases.
@@ -31,7 +28,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches, matching, yaml_value
-from portable_fsdp.models.experts import expert_modules
+from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
 from portable_fsdp.models.pretrained import Base, PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
 from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, seeded
@@ -47,21 +44,15 @@ log = logging.getLogger("portable_fsdp")
 ALL_LINEAR = "all-linear"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = "model.lora.start_from"
-_BASE, _EXPERTS = ".base_layer", ".lora_of."
+_BASE = ".base_layer"
 _A, _B, _MAGNITUDE = (f".{kind}.default" for kind in ("lora_A", "lora_B", "lora_magnitude_vector"))
 _INSIDE = "base_model.model"  # where peft's model holds ours
 
 _ANY = (
-    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "lora_dropout"),
-    *(
-        "fan_in_fan_out",
-        "megatron_core",
-        "qalora_group_size",
-        "modules_to_save",
-        "ensure_weight_tying",
-        "target_parameters",
-    ),
+    *("r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "ensure_weight_tying"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "fan_in_fan_out"),
+    *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"),
+    *("megatron_core", "qalora_group_size"),
 )
 """Keys of adapter_config.json that are compared with the weights or the config, or don't change the product."""
 _PLAIN: Mapping[str, Collection[Any]] = {
@@ -91,7 +82,7 @@ class AdapterNames(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> "AdapterNames":
-        layer = name.replace(_EXPERTS, ".")
+        layer = name.replace(EXPERTS, ".")
         weight = f"{layer}.weight" if layer == name else layer
         return cls(layer, weight, *(f"{name}{kind}.weight" for kind in (_A, _B, _MAGNITUDE)))
 
@@ -108,13 +99,11 @@ def peft_keys(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     keys: dict[str, str] = {}
     for fqn in names:
         layer, _, kind = fqn.removesuffix(".default.weight").rpartition(".")
-        holder, is_of_experts, leaf = layer.partition(_EXPERTS)
+        holder, is_of_experts, leaf = layer.partition(EXPERTS)
         if is_of_experts:
             own = [name for name, _ in model.get_submodule(holder).named_parameters(recurse=False)]
             outer = [
-                name
-                for name in own[own.index(leaf) + 1 :]
-                if f"{holder}{_EXPERTS}{name}.{kind}.default.weight" in names
+                name for name in own[own.index(leaf) + 1 :] if f"{holder}{EXPERTS}{name}.{kind}.default.weight" in names
             ]
             layer = holder + _BASE * len(outer)
         adapter = f"{layer}.{kind}" if kind in _MAGNITUDE else f"{layer}.{kind}.weight"
@@ -139,8 +128,11 @@ def is_adapter(fqn: str) -> bool:
 
 def scaling_of(lora: schema.Lora, layer: str, r: int) -> float:
     """Return the factor of a layer's product B A, as peft computes it."""
-    alpha = next((value for key, value in lora.alpha_pattern.items() if _peft_matches(key, layer)), lora.alpha)
-    return alpha / (math.sqrt(r) if lora.rslora else r)
+    return _by_pattern(lora.alpha_pattern, layer, lora.alpha) / (math.sqrt(r) if lora.rslora else r)
+
+
+def _by_pattern(values: Mapping[str, float], layer: str, default: float) -> float:
+    return next((value for pattern, value in values.items() if _peft_matches(pattern, layer)), default)
 
 
 def _peft_matches(pattern: str, layer: str) -> bool:
@@ -206,24 +198,12 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
             f"model.lora.train_whole: {both[0]} gets an adapter (model.lora.targets): it can't train both ways.\n"
             "  Leave it out of one of them."
         )
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(lora, key):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"model.lora.{key}: {pattern!r} isn't a regular expression ({error}).\n  `.*` matches any text."
-                ) from None
-            if not any(_peft_matches(pattern, name) for name in targets):
-                ends = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
-                raise ConfigError(
-                    f"model.lora.{key}: {pattern!r} matches no layer with an adapter.\n"
-                    f"  It is a regular expression of the last parts of their names: {ends}."
-                )
+    _check_patterns(lora, targets)
     trained = whole_tensors(model, lora.train_whole)
-    of_experts = stacked_weights(model)
-    for name in (name for name in targets if name in of_experts):
-        _add_to_experts(model, lora, name)
+    of_experts = [name for name in targets if name in stacked_weights(model)]
+    for name in of_experts:
+        r = int(_by_pattern(lora.rank_pattern, name, lora.r))
+        add_to_experts(model, lora, name, r, scaling_of(lora, name, r))
     targets = [name for name in targets if name not in of_experts]
     try:
         import peft
@@ -234,8 +214,8 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         ) from None
     settings = peft_settings(lora)
     for key in ("rank_pattern", "alpha_pattern"):  # peft warns of those of experts alone
-        of_layers = {pattern for pattern in settings[key] if any(_peft_matches(pattern, name) for name in targets)}
-        settings[key] = {pattern: value for pattern, value in settings[key].items() if pattern in of_layers}
+        used = [pattern for pattern in settings[key] if any(_peft_matches(pattern, name) for name in targets)]
+        settings[key] = {pattern: settings[key][pattern] for pattern in used}
     inputs_first = any(holds_inputs_first(model.get_submodule(name)) for name in targets)
     arguments: Any = cast(Any, peft).LoraConfig(**settings, target_modules=targets, fan_in_fan_out=inputs_first)
     with warnings.catch_warnings(), torch.device("meta"), _without_type(model):
@@ -255,7 +235,7 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
             parameter.data = parameter.data.to(dtype)
             drawn[fqn] = parameter.shape
 
-    def with_adapters(fqn: str, slices: TensorSlices) -> Tensor:
+    def filled(fqn: str, slices: TensorSlices) -> Tensor:
         if fqn not in drawn:
             return fill(plain_name(fqn), slices)
         weight = torch.zeros(drawn[fqn])  # the whole, in float32, as in peft's LoraLayer.reset_lora_parameters
@@ -264,53 +244,28 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
                 nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         return weight[slices].to(dtype)
 
-    return with_adapters
+    return filled
+
+
+def _check_patterns(lora: schema.Lora, targets: list[str]) -> None:
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, key):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"model.lora.{key}: {pattern!r} isn't a regular expression ({error}).\n  `.*` matches any text."
+                ) from None
+            if not any(_peft_matches(pattern, name) for name in targets):
+                ends = ", ".join(sorted({name.rpartition(".")[2] for name in targets}))
+                raise ConfigError(
+                    f"model.lora.{key}: {pattern!r} matches no layer with an adapter.\n"
+                    f"  It is a regular expression of the last parts of their names: {ends}."
+                )
 
 
 def _clear_nothing() -> None:
     pass
-
-
-def _add_to_experts(model: nn.Module, lora: schema.Lora, name: str) -> None:
-    """Add an adapter to a weight of experts, on meta. Raises ConfigError for settings that it can't have."""
-    holder, _, leaf = name.rpartition(".")
-    module: Any = model.get_submodule(holder)
-    reads_itself = getattr(cast(Any, model).config, "_experts_implementation", "").endswith("batched_mm")
-    for key, is_set in (("lora.dropout", lora.dropout), ("lora.dora", lora.dora), ("experts", reads_itself)):
-        if is_set:
-            raise ConfigError(
-                f"model.{key}: adapters of experts ({name}) are added to the weight, and work only without it.\n"
-                f"  Leave it out, or leave experts out of model.lora.targets."
-            )
-    patterns = lora.rank_pattern.items()
-    r = next((value for pattern, value in patterns if _peft_matches(pattern, name)), lora.r)
-    if not hasattr(module, "lora_of"):
-        module.lora_of = nn.ModuleDict()
-    with torch.device("meta"):
-        module.lora_of[leaf] = ExpertAdapter(getattr(module, leaf), r, scaling_of(lora, name, r), module.is_transposed)
-
-
-class ExpertAdapter(nn.Module):
-    """The adapter of a weight of experts, `[experts, out, in]`, or `[experts, in, out]` if `is_transposed`."""
-
-    def __init__(self, weight: Tensor, r: int, scaling: float, is_transposed: bool) -> None:
-        super().__init__()
-        experts, *sizes = weight.shape
-        inputs, outputs = sizes if is_transposed else reversed(sizes)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, experts * r, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(experts * r, outputs, bias=False)})
-        self.scaling, self.is_transposed = scaling, is_transposed
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Return the weight plus its change."""
-        a, b = cast(nn.Linear, self.lora_A["default"]), cast(nn.Linear, self.lora_B["default"])
-        return weight + expert_products(a.weight, b.weight, len(weight), self.is_transposed) * self.scaling
-
-
-def expert_products(a: Tensor, b: Tensor, experts: int, is_transposed: bool) -> Tensor:
-    """Return B A of each expert in the layout of their weight."""
-    equation = "ore,eri->eio" if is_transposed else "ore,eri->eoi"
-    return torch.einsum(equation, b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1)))
 
 
 def norms_of_base(model: nn.Module, fill: WeightFill) -> WeightFill:
@@ -366,7 +321,7 @@ def check_adapters(config: schema.Config, model: nn.Module, units: Iterable[str]
             "those of its experts.\n  Set checkpoint.merge_adapters=true, or leave them out of model.lora.targets."
         )
     for name in units:
-        if _EXPERTS in f"{name}." or (lora and lora.dora and (name.endswith(_BASE) or ".lora_" in name)):
+        if EXPERTS in f"{name}." or (lora and lora.dora and (name.endswith(_BASE) or ".lora_" in name)):
             raise ConfigError(
                 f"model.lora: {name} can't be a unit: the layer around it reads its weight.\n"
                 "  Leave it out of sharding.wrap_classes and sharding.wrap_modules, or set model.lora.dora=false."
@@ -411,7 +366,7 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
         if pattern == ALL_LINEAR:
             chosen.update(name for name, module in linear.items() if module is not head)
             continue
-        if of_experts := [name for name in stacked if _names_weight(pattern, name)]:
+        if of_experts := [name for name in stacked if names_weight(pattern, name)]:
             chosen.update(of_experts)
             continue
         named = [name for name in modules if matches(pattern, name) or name.endswith(f".{pattern}")]
@@ -419,7 +374,7 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
             raise ConfigError(
                 f"model.lora.targets: {pattern!r} matches {named[0]}, but no linear layer.\n  model.lora.train_whole "
                 "trains embeddings and norms. Experts in one tensor get adapters by the names of weights: "
-                f"{', '.join(sorted({_last_two(name) for name in stacked})) or 'there are none'}."
+                f"{', '.join(sorted({last_two(name) for name in stacked})) or 'there are none'}."
             )
         chosen.update({*named} & linear.keys() or matching("model.lora.targets", pattern, linear))
     weights = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
@@ -432,21 +387,6 @@ def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:
     if not chosen:
         raise ConfigError(f"model.lora: {type(model).__name__} has no linear layers to adapt.\n  Leave model.lora out.")
     return [name for name in (*linear, *stacked) if name in chosen]
-
-
-def stacked_weights(model: nn.Module) -> list[str]:
-    """Return the FQNs of weights of experts that are one tensor, `[experts, ...]`."""
-    names = expert_modules(model)
-    return [fqn for fqn, w in model.named_parameters() if w.dim() == 3 and fqn.rpartition(".")[0] in names]
-
-
-def _names_weight(pattern: str, fqn: str) -> bool:
-    """Whether a pattern names the weight and its module (`experts.down_proj`), not only something around them."""
-    return _last_two(pattern) == _last_two(fqn) and (matches(pattern, fqn) or matches(f"*.{pattern}", fqn))
-
-
-def _last_two(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
 
 
 # ------------------------------------------------------------------------------------------------ adapters of a folder

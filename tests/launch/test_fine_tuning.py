@@ -122,6 +122,33 @@ def test_adapters_are_trained_resumed_and_exported(folder: Path) -> None:
 
 @pytest.mark.proof
 @pytest.mark.xla
+def test_every_kind_of_adapters_goes_on_as_it_began(folder: Path) -> None:
+    """Through a stop, a move to another engine, an export, and a start from that."""
+    lora = {"r": 4, "alpha": 8, "dora": True, "rslora": True, "rank_pattern": {"q_proj": 2}}
+    words = [f"model.lora={json.dumps(lora | {'train_whole': ['embed_tokens', 'model.norm']})}", "checkpoint.every=2"]
+    whole = trained(folder / "whole", *words)
+    trained(folder / "half", *words, "train.stop_at=3")
+    for shard in (folder / "half/checkpoints/step-00000003/model").glob("*.safetensors"):
+        names = {name for name in load_file(shard) if "lora_" not in name}
+        assert names == {"model.embed_tokens.weight", "model.norm.weight"}
+    engine = ["--device=cpu", "--config=finetune.yaml", "--backend=xla", "--num_devices=2"]
+    finish([*PYTHON, *engine, *SMALL, *words, f"run.dir={folder / 'half'}"], folder)
+    assert losses(folder / "half") == pytest.approx(whole, rel=1e-5)
+
+    settings = json.loads((folder / "whole/export/adapter_config.json").read_text())
+    assert settings["modules_to_save"] == ["model.embed_tokens", "model.norm"]
+    assert (settings["use_dora"], settings["use_rslora"], settings["rank_pattern"]) == (True, True, {"q_proj": 2})
+    more = lora | {"train_whole": ["embed_tokens", "model.norm"], "start_from": "whole/export"}
+    trained(folder / "more", f"model.lora={json.dumps(more)}", "train.stop_at=1", "checkpoint.export=false")
+    assert evaluations(folder / "more")[0] == min(evaluations(folder / "whole"))
+    assert trained(folder / "whole", *words, "checkpoint.merge_adapters=true") == whole
+    merged: Any = AutoModelForCausalLM.from_pretrained(folder / "whole/export")
+    assert not torch.equal(merged.model.norm.weight, load_file(folder / "model/model.safetensors")["model.norm.weight"])
+    assert sample.main(["whole", "--chat", "--prompt=What?", "--count=1", "--tokens=3"]) == 0
+
+
+@pytest.mark.proof
+@pytest.mark.xla
 def test_adapters_of_one_engine_go_on_on_another(folder: Path) -> None:
     trained(folder / "before", "model.lora={r: 4, alpha: 8}")
     words = ["model.lora={r: 4, alpha: 8, start_from: before/export}", "checkpoint.every=2"]

@@ -27,11 +27,12 @@ from small_models import (
     whole_weight,
 )
 
-from portable_fsdp.config.schema import Lora
+from portable_fsdp.config.schema import Config, Lora
 from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import BuiltModel
-from portable_fsdp.models.lora import peft_keys, plain_name
+from portable_fsdp.models.lora import peft_keys, plain_name, read_as_experts
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.build import shard_policy
 
 pytestmark = pytest.mark.slow  # peft takes seconds to import
 
@@ -207,6 +208,62 @@ def test_dropout_is_of_the_adapters_inputs_in_training() -> None:
 def test_settings_that_cannot_be(name: str, settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.lora\.{expected}"):
         adapted(name, **settings)
+
+
+def test_layers_beside_experts_get_their_own_adapters() -> None:
+    """Which peft would take for adapters of the experts: it refuses them, so that an export is a merged model."""
+    built = adapted("deepseek_v3")
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.down_proj"} <= layers(built)
+    assert not any(".mlp.experts." in fqn for fqn in trained(built))
+    base: Any = materialise(build("deepseek_v3"))
+    assert read_as_experts(base, ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"])
+    assert read_as_experts(base, ["model.layers.0.mlp.gate_proj"])
+    assert not read_as_experts(base, ["model.layers.0.self_attn.o_proj"])
+    assert not read_as_experts(materialise(build("llama")), ["model.layers.0.mlp.gate_proj"])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "changes", "expected"),
+    [
+        ("llama", {"dora": True}, {"sharding.wrap_classes": ["Linear"]}, r"base_layer can't be a unit: the layer"),
+        ("llama", {"dora": True}, {"sharding.wrap_modules": ["*.lora_A.default"]}, r"lora_A\.default can't be a unit"),
+        ("llama", {}, {"sharding.wrap_classes": ["Linear"]}, ""),
+        (
+            "qwen3_moe",
+            {"targets": ("experts.down_proj",)},
+            {"sharding.wrap_modules": ["*.lora_A.default"]},
+            r"experts\.lora_of\.down_proj\.lora_A\.default can't be a unit",
+        ),
+        (
+            "qwen3_moe",
+            {"targets": ("experts.down_proj",)},
+            {"sharding.tensor": 2},
+            r"adapters of experts can't be split",
+        ),
+        (
+            "deepseek_v3",
+            {},
+            {"checkpoint.export": True},
+            r"^checkpoint\.export: peft would take(.|\n)*merge_adapters=true",
+        ),
+        ("deepseek_v3", {}, {"checkpoint.export": True, "checkpoint.merge_adapters": True}, ""),
+        ("qwen3_moe", {}, {"checkpoint.export": True}, ""),
+    ],
+)
+def test_what_the_layout_and_the_export_refuse(
+    name: str, settings: dict[str, Any], changes: dict[str, Any], expected: str
+) -> None:
+    values: dict[str, Any] = {"model": {"architecture": ARCHITECTURES[name], "lora": settings}}
+    for option, value in {"train.steps": 1, "train.global_batch": 2, "data.seq_len": 16, **changes}.items():
+        section, _, key = option.partition(".")
+        values.setdefault(section, {})[key] = value
+    config = Config.model_validate(values)
+    built = adapted(name, **settings)
+    if not expected:
+        shard_policy(config, built.model)
+        return
+    with pytest.raises(ConfigError, match=expected):
+        shard_policy(config, built.model)
 
 
 def test_new_tokens_train_with_their_tables(tmp_path: Path) -> None:
