@@ -136,7 +136,7 @@ def test_every_kind_of_adapters_goes_on_as_it_began(folder: Path) -> None:
     assert losses(folder / "half") == pytest.approx(whole, rel=1e-5)
 
     settings = json.loads((folder / "whole/export/adapter_config.json").read_text())
-    assert settings["modules_to_save"] == ["model.embed_tokens", "model.norm"]
+    assert settings["modules_to_save"] == ["model.embed_tokens", "model.norm", "lm_head"]  # which is tied
     assert (settings["use_dora"], settings["use_rslora"], settings["rank_pattern"]) == (True, True, {"q_proj": 2})
     more = lora | {"train_whole": ["embed_tokens", "model.norm"], "start_from": "whole/export"}
     trained(folder / "more", f"model.lora={json.dumps(more)}", "train.stop_at=1", "checkpoint.export=false")
