@@ -130,6 +130,7 @@ class ShardPolicy:
     experts: tuple[str, ...] = ()  # modules whose weights `expert_spec` lays out; an engine may run its own products
     process_experts: Callable[[int, float | None, Callable[[Tensor], Tensor]], Any] | None = None
     """`models.experts.OneDevice`: experts of processes that exchange rows"""
+    draws_by_keys: bool = False  # dropout draws from keys of the rows, not from a generator
     expert_capacity: float | None = None  # of each exchange, in multiples of an even load; None: of the worst case
 
 
@@ -345,12 +346,19 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return None if get is None else get()
 
 
-def dropouts(model: nn.Module) -> list[str]:
-    """FQNs of the modules that draw random numbers in training: torch's dropouts, and any with a rate named *drop*."""
+def dropouts(model: nn.Module, *, by_keys: bool = False) -> list[str]:
+    """FQNs of the modules that draw random numbers in training: torch's dropouts, and any with a rate named *drop*.
+
+    `by_keys`: those that draw from a generator although `ShardPolicy.draws_by_keys`.
+    """
     names: list[str] = []
     for name, module in model.named_modules():
         rates = [value for attribute, value in vars(module).items() if "drop" in attribute]
-        rates += [module.p] if isinstance(module, _DropoutNd) else []
+        if by_keys:  # of whole layers and paths, and torch's recurrent layers
+            rates = [module.dropout] if isinstance(module, nn.RNNBase) else []
+            rates += [rate for key, rate in vars(module).items() if "layerdrop" in key or "drop_p" in key]
+        is_by_keys = by_keys and type(module) is nn.Dropout
+        rates += [module.p] if isinstance(module, _DropoutNd) and not is_by_keys else []
         if any(isinstance(rate, float) and rate > 0 for rate in rates):
             names.append(name or type(module).__name__)
     return names

@@ -110,6 +110,9 @@ class Model(Section):
     """implementation of a mixture of experts; grouped_mm: sort tokens by expert, and multiply by groups; dense: every
     expert on every token, weighted; batched_mm: copy the selected weights per token; auto: by groups, dense where no
     kernel multiplies by groups"""
+    dropout: Annotated[float, Ge(0), Lt(1)] | Literal["published"] | None = None
+    """rate of all dropouts of a transformers model, with masks that no device or engine changes; published: the rates
+    of its config; null: published with model.pretrained, else 0"""
     router_bias_rate: float = Field(default=0.0, ge=0)
     """after each step the bias of an expert with fewer tokens than the mean rises by this, with more falls; 0: biases
     stay; DeepSeek-V3: 0.001"""
@@ -124,10 +127,20 @@ class Model(Section):
             raise ValueError("set exactly one of model.architecture, model.pretrained and model.factory")
         if isinstance(self.architecture, dict) and not isinstance(self.architecture.get("model_type"), str):
             raise ValueError("model.architecture needs a `model_type` (llama, qwen3, gpt2, ...)")
+        if self.factory is not None and self.dropout is not None:
+            raise ValueError(
+                "model.dropout needs a transformers model; set the rates in model.factory, and leave it out"
+            )
         for key in ("gguf_file", "allow"):
             if self.pretrained is None and getattr(self, key):
                 raise ValueError(f"model.{key} needs model.pretrained")
         return self
+
+    @property
+    def resolved_dropout(self) -> float | Literal["published"]:
+        """`dropout` without null."""
+        default: Literal["published"] | float = "published" if self.pretrained is not None else 0.0
+        return default if self.dropout is None else self.dropout
 
 
 class Train(Section):

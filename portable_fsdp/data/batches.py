@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from portable_fsdp.config.data import Data
-from portable_fsdp.data.packing import Rows, StepRows, count_labels, count_values, ignore_rows
+from portable_fsdp.data.packing import Int64s, Rows, StepRows, count_labels, count_values, ignore_rows
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import Closing, ConfigError, PortableFSDPError, TrainingError
 from portable_fsdp.runtime.factory import user_code
@@ -38,6 +38,8 @@ Check = Callable[[Mapping[str, Tensor], Callable[[int], str]], None]
 
 Count = Callable[[Mapping[str, Tensor]], int]
 
+MakeKeys = tuple[str, Callable[[int, Int64s], Tensor]]
+"""A name in the batch, and (position of the step's first row, places of rows in the step) -> a tensor of these rows."""
 
 ReadStep = Callable[[Rows, int], StepRows]
 """Read the step that begins at this position."""
@@ -54,6 +56,7 @@ def read_step(
     accumulation: int,
     check: Check | None,
     count: Count | None,
+    keys: MakeKeys | None,
 ) -> StepRows:
     """Read the rows `own` of the step whose first row has position `first`."""
     places = np.arange(own.start, own.stop)
@@ -64,8 +67,13 @@ def read_step(
             check(part.tensors, lambda row, numbers=numbers[part.places]: rows.place(int(numbers[row])))
         if pads:
             ignore_rows(part.tensors, places[part.places] >= global_batch, numbers=count is count_values)
+    counted = sum(count(part.tensors) for part in parts) if count else 0
+    if keys is not None:
+        name, make = keys
+        for part in parts:
+            part.tensors[name] = make(first, places[part.places])
     batches = [part.tensors for part in parts]
-    return StepRows(batches, sum(map(count, batches)) if count else 0)
+    return StepRows(batches, counted)
 
 
 class Batches(Closing):
@@ -83,6 +91,7 @@ class Batches(Closing):
         start: int = 0,
         check: Check | None = None,
         count_losses: Count | None = count_labels,
+        keys: MakeKeys | None = None,
         data: Data | None = None,
     ) -> None:
         """Args:
@@ -93,6 +102,7 @@ class Batches(Closing):
         start: samples consumed before the first step.
         check: called on each micro batch by the thread or worker that read it. With workers it must pickle.
         count_losses: `count_labels`, or `count_values` for labels that are numbers; None if only the task can count.
+        keys: makes a further tensor of each micro batch. With workers it must pickle.
         data: its `data.workers` replace the thread, and each opens the rows itself.
 
         Raises ConfigError if the global batch can't be cut into equal micro batches, and the task counts by itself.
@@ -118,6 +128,7 @@ class Batches(Closing):
             accumulation=accumulation,
             check=check,
             count=count_losses,
+            keys=keys,
         )
         firsts = count_from(start, global_batch)
         self._loader = StepLoader(data, read, firsts, process=index) if data is not None and data.workers else None

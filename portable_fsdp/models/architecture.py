@@ -38,6 +38,7 @@ _MAPPINGS = {
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
 """Transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
 
+_UNDRAWN = ("layerdrop", "layer_drop", "drop_path", "path_drop", "droppath", "token_dropout")
 _READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim", "rope_parameters", "decoder_start_token_id"}
 """Keys that models read even if their class doesn't declare them."""
 
@@ -85,22 +86,24 @@ def models_of(task: str) -> str:
     return f"a model for train.task={task}" if task in _MAPPINGS and task != "causal_lm" else "a causal language model"
 
 
-def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal_lm", *, logs: bool = True) -> Any:
+def read_architecture(
+    architecture: Mapping[str, Any] | str, task: str = "causal_lm", *, drops: bool = False, logs: bool = True
+) -> Any:
     """Return the transformers config of a model for `task`, with all values that `from_pretrained` would set.
 
-    `logs`: log the keys without effect. Raises ConfigError for unknown keys (see above), for missing sizes, and for
-    values that transformers refuses.
+    `drops`: `model.dropout` isn't 0. `logs`: log the keys without effect. Raises ConfigError for unknown keys (see
+    above), for missing sizes, and for values that transformers refuses.
     """
     values = architecture_mapping(architecture)
     is_file = isinstance(architecture, str)
     where = f"model.architecture: {architecture}: " if is_file else "model.architecture."
     is_published = is_file or not _MARKS.isdisjoint(values)
     kind = _class_of(str(values["model_type"]), where, task)
-    dropout = [key for key, value in values.items() if "drop" in key and type(value) in (int, float) and value]
-    if dropout and not is_published:
+    dropout = [key for key, value in values.items() if is_dropout(key, value) and value]
+    if dropout and not is_published and not drops:
         raise ConfigError(
-            f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}: dropout is not supported yet.\n"
-            "  Leave it out."
+            f"{where}{dropout[0]}: expected 0, found {values[dropout[0]]}, but model.dropout is 0.\n"
+            "  Set model.dropout=published, or leave it out."
         )
     config: Any = None
     failure: Exception | None = None
@@ -126,9 +129,31 @@ def read_architecture(architecture: Mapping[str, Any] | str, task: str = "causal
         ) from failure
     if unknown and logs:
         log_unknown_keys("model.architecture", config, unknown)
-    if dropout and logs:
-        log.warning("model.architecture: %s: set to 0, since dropout is not supported yet", ", ".join(dropout))
+    if dropout and logs and not drops:
+        log.warning("model.architecture: %s: set to 0; to keep it: model.dropout=published", ", ".join(dropout))
     return config
+
+
+def is_dropout(key: str, value: object) -> bool:
+    """Whether a key of a transformers config is a rate of dropout, or of layers that are left out at random."""
+    return "drop" in key and isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def set_dropout(config: Any, rate: float | str) -> dict[str, float]:
+    """Set the rates of a transformers config and its parts in place: `published` keeps them. Returns those above 0.
+
+    Rates of whole layers and paths, and of tokens at experts, become 0: a mask by row and position can't draw them.
+    """
+    rates: dict[str, float] = {}
+    for key, value in config.to_dict().items():
+        part = getattr(config, key, None)
+        if key in config.sub_configs and hasattr(part, "sub_configs"):
+            rates |= {f"{key}.{name}": each for name, each in set_dropout(part, rate).items()}
+        elif is_dropout(key, value):
+            new = 0.0 if any(word in key for word in _UNDRAWN) else float(value if rate == "published" else rate)
+            setattr(config, key, new)
+            rates |= {key: new} if new else {}
+    return rates
 
 
 def last_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from portable_fsdp.layout import ROW_PARTS, RowParts
 
 STATIC = "portable_fsdp_static"
 FLEX = "portable_fsdp_flex"  # attention over blocks, `document_masks.block_attention`
+DRAWS = "draws_attention"  # attribute of modules; False: static and flex attention drop nothing
 MASKED = "portable_fsdp_masked"  # transformers' own SDPA under masks that are made without a read on the host
 
 _MASKED = -1e30  # far below any score, and finite: a fully masked row gives no NaN
@@ -62,7 +63,7 @@ def static_attention(
     documents = attention_mask if attention_mask is not None and _is_documents(attention_mask) else None
     mask = attention_mask if documents is None else None
     options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "sinks": s_aux}
-    options |= {"scale": scaling, "dropout": dropout}
+    options |= {"scale": scaling, "dropout": dropout if getattr(module, DRAWS, True) else 0.0}
     if parts is None:
         out = attend(query, key, value, mask, documents, **options)
     else:
@@ -104,7 +105,8 @@ def attend_by_pieces(
         narrow = window if window is not None and window < stop - start else None
         near = None if documents is None else documents[..., start:stop]
         seen = key[:, :, start:stop], value[:, :, start:stop]
-        out.append(formula(own, *seen, None, near, causal=True, window=narrow, **options))
+        at = piece * own.shape[2], start
+        out.append(formula(own, *seen, None, near, causal=True, window=narrow, start=at, **options))
     return torch.cat(out, dim=2)
 
 
@@ -121,32 +123,37 @@ def formula(
     sinks: Tensor | None,
     scale: float | None,
     dropout: float,
+    start: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Attend with torch's functions; returns `[batch, heads, seq, head_dim]`.
 
     Arguments as of `static_attention`, with the numbers of documents separate from other masks. Under causality there
-    may be fewer queries than keys: those of the last positions.
+    may be fewer queries than keys: those of the last positions. `start`: positions of the first query and key.
     """
     queries, keys = query.shape[-2], key.shape[-2]
     mask = mask if documents is None else documents
-    is_explicit, keep = softcap is not None or sinks is not None, None
+    is_explicit, keep = softcap is not None or sinks is not None or dropout > 0, None
     is_last = causal and queries < keys and mask is None and window is None and not is_explicit
     if is_last and can_run_flash(query, value):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout, is_causal=True, scale=scale)[0]  # stores no mask
+        return flash(query, key, value, 0.0, is_causal=True, scale=scale)[0]  # stores no mask
     if is_explicit or mask is not None or window is not None or is_last:
         # Kernels with a mask support no grouped heads: torch would choose its formula, with all scores in memory.
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         bias = _bias(queries, keys, causal, window, mask, query.device)
-        if is_explicit:  # SDPA can't express these: float32 scores in memory
+        if is_explicit:  # SDPA can't express these, or draws by itself: float32 scores in memory
             scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
             scores = (scores if softcap is None else torch.tanh(scores / softcap) * softcap) + bias
             if sinks is not None:
                 column = sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, queries, 1)
                 scores = torch.cat([scores, column], dim=-1)
             weights = torch.softmax(scores, dim=-1)[..., :keys].to(value.dtype)
-            return F.dropout(weights, dropout) @ value
+            if dropout:
+                from portable_fsdp.models.dropout import drop  # other runs don't load it
+
+                weights = drop(weights, dropout, (0, *start))
+            return weights @ value
         keep = bias.to(query.dtype)
     if window is None and (is_last or documents is not None):  # one byte per value
         keep = _keep(queries, keys, causal, None, query.device)
@@ -156,7 +163,6 @@ def formula(
         key,
         value,
         attn_mask=keep,
-        dropout_p=dropout,
         is_causal=causal and keep is None,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],

@@ -19,8 +19,15 @@ from torch import nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matching
-from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture
+from portable_fsdp.models.architecture import (
+    config_to_json,
+    last_line,
+    mapping_of,
+    read_architecture,
+    set_dropout,
+)
 from portable_fsdp.models.attention import (
+    DRAWS,
     FLEX,
     STATIC,
     register_masked_attention,
@@ -55,6 +62,7 @@ class BuiltModel:
     config: dict[str, Any]
     size: ModelSize
     base: "Base | None" = None  # of `model.lora`, if it comes from `model.pretrained`
+    dropout: str = ""  # what `model.dropout` is here, for the log
 
 
 def build_model(
@@ -100,7 +108,7 @@ def build_model(
     before_transformers()
     file = rows_before = None
     if model.pretrained is None:
-        config = read_architecture(model.architecture or {}, task.name)
+        config = read_architecture(model.architecture or {}, task.name, drops=model.resolved_dropout != 0)
     else:
         from portable_fsdp.models.pretrained import open_pretrained
 
@@ -108,6 +116,7 @@ def build_model(
         rows_before = _grow(config, vocabulary, file, keeps_ids)
     _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
+    published, rates = set_dropout(copy.deepcopy(config), "published"), set_dropout(config, model.resolved_dropout)
     _switch_off(config)
     make = partial(_model_of, attention=model.attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
@@ -131,7 +140,8 @@ def build_model(
         kinds = {"eager": eager, "packs": packs_documents, "splits_rows": context > 1}
         documents = document_arguments(attention, compute, **kinds, windows=windows)
 
-    built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
+    dropout = _describe_dropout(bare, model, published, rates)
+    built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare), dropout=dropout)
     choose_experts(bare, model.experts, compute.itemsize, eager=eager)
     built = with_values(built, twin, master, file, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
@@ -255,14 +265,34 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
 
 
 def _switch_off(config: Any) -> None:
-    """Switch off dropout, and what training doesn't read: the key-value cache, and router logits, whose loss
-    `routers.py` adds."""
+    """Switch off what training doesn't read: the key-value cache, and router logits, whose loss `routers.py` adds."""
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, int | float) and not isinstance(value, bool):
-            setattr(config, key, 0.0)
+
+
+def _describe_dropout(
+    bare: nn.Module, model: schema.Model, published: dict[str, float], rates: dict[str, float]
+) -> str:
+    """Describe the dropout; without model.attention=static switch off that of attention whose kernels can't draw."""
+    if not rates:
+        names = ", ".join(published)
+        return f"model.dropout: 0 (published: {names}): set model.dropout=published to train with it" if names else ""
+    by_rate: dict[float, list[str]] = {}
+    undrawn = cast(Any, bare).config._attn_implementation in (STATIC, FLEX) and model.attention != "static"
+    for key, rate in rates.items():
+        if not (undrawn and _is_of_attention(key)):
+            by_rate.setdefault(rate, []).append(key)
+    for module in bare.modules() if undrawn else ():
+        setattr(module, DRAWS, False)
+    origin = "published: " if model.resolved_dropout == "published" else ""
+    text = "; ".join(f"{rate:g} ({origin}{', '.join(names)})" for rate, names in by_rate.items()) or "0"
+    left = ", ".join(filter(_is_of_attention, rates)) if undrawn else ""
+    return f"model.dropout: {text}" + (f"; {left}: 0, which model.attention=static would draw" if left else "")
+
+
+def _is_of_attention(key: str) -> bool:
+    return any(word in key for word in ("attention", "attn"))
 
 
 def _model_of(config: Any, attention: str, task: Task) -> Any:

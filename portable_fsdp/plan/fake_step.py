@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple, cast, get_args
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -488,4 +489,8 @@ def empty_batch(config: Config, training: Training, rows: int, device: str) -> B
         names += ["positions", "segments"]
     text = dict.fromkeys(names, ((config.data.seq_len,), torch.int64))
     row = text if training.trial is None else training.trial.row
-    return {name: torch.empty((rows, *shape), dtype=dtype, device=device) for name, (shape, dtype) in row.items()}
+    batch = {name: torch.empty((rows, *shape), dtype=dtype, device=device) for name, (shape, dtype) in row.items()}
+    if training.keys is None:
+        return batch
+    name, make = training.keys
+    return batch | {name: torch.empty_like(make(0, np.arange(rows)), device=device)}

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,7 @@ from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy, dropouts
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.describe import each_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.data.batches import Batches
+from portable_fsdp.data.batches import Batches, MakeKeys
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
@@ -60,6 +60,7 @@ class Training:
     rows: int  # of a row shard in a micro batch
     accumulation: int  # micro batches per step
     ties: dict[str, str]  # FQN -> the first FQN of the same weight
+    keys: MakeKeys | None = None  # of dropout, a further tensor of each batch
 
 
 def build_training(
@@ -117,7 +118,7 @@ def build_training(
             "  Set model.architecture.pad_token_id=0 if 0 is no token of the rows, or pad the rows yourself."
         )
     _cast_buffers(config, built.model)
-    policy, trial = shard_policy(config, built.model), None
+    policy, trial, draws = shard_policy(config, built.model), None, None
     if firsts is not None:
         from portable_fsdp.train.row_trial import try_rows
 
@@ -128,11 +129,21 @@ def build_training(
         _require_paddable(config, backend, built, loss)
         if fill and backend.process.index == 0:
             log.warning(padding_note(config, backend.row_shards))
+    if built.dropout and fill and backend.process.index == 0:
+        log.info(built.dropout)
+    if dropouts(built.model):
+        from portable_fsdp.models.dropout import Draws
+
+        draws = Draws(built.model, config.run.seed, policy.layers, policy.recompute)
+        cast(Any, built.model).dropout_draws, policy = draws, replace(policy, draws_by_keys=True)
     ties = _ties(built.model)
     model, optimizer = _laid_out(config, backend, built.model, policy, built.fill if fill else None, ties)
+    if draws is not None:
+        draws.attach()
     limit = config.train.max_grad_norm
     step = train_step(backend, model, optimizer, accumulation=split.accumulation, max_grad_norm=limit, task=task)
-    return Training(built, model, optimizer, step, task, trial, split.rows, split.accumulation, ties)
+    keys = None if draws is None else draws.keys
+    return Training(built, model, optimizer, step, task, trial, split.rows, split.accumulation, ties, keys)
 
 
 def check_model(config: Config, backend: Backend) -> None:
@@ -221,7 +232,7 @@ def _laid_out(
     config: Config, backend: Backend, model: nn.Module, policy: ShardPolicy, fill: Fill | None, ties: dict[str, str]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Lay out a meta model on the engine and make its optimizer. Without `fill` neither uses memory."""
-    drawing = [*dropouts(model), *_batch_norms(model)]
+    drawing = [*dropouts(model, by_keys=policy.draws_by_keys), *_batch_norms(model)]
     if drawing and fill is not None:
         log.warning(
             "model: %s%s: dropout and batch norm make losses depend on the number of devices (docs/any_model.md)",
@@ -366,6 +377,7 @@ def open_batches(
         start=epoch * len(corpus.rows) + samples,
         check=training.trial.check if training.trial else None,
         count_losses=of_labels if training.task.counts_labels else None,
+        keys=training.keys,
         data=config.data,
     )
 

@@ -173,7 +173,8 @@ def check_with_engine(config: Config, backend: "Backend", *, writes: bool = True
         on_process_0(backend, lambda: _together(_folders(config)))
     if (architecture := config.model.architecture) is not None:
         before_transformers()
-        on_each_process(backend, lambda: read_architecture(architecture, config.train.task, logs=False))
+        drops = config.model.resolved_dropout != 0
+        on_each_process(backend, lambda: read_architecture(architecture, config.train.task, drops=drops, logs=False))
 
 
 def open_data(config: Config, backend: "Backend") -> "Corpus":

@@ -6,7 +6,9 @@ rows, and gradients are corrected once all counts are known.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,8 @@ from portable_fsdp.backends.contract import Backend, Batch, Metrics
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction, run_layers
 from portable_fsdp.optim.counting import nothing_changed_if, set_step_numbers, step_numbers
 
-if TYPE_CHECKING:  # models without experts don't load it
+if TYPE_CHECKING:  # models without dropout and experts don't load these
+    from portable_fsdp.models.dropout import Draws
     from portable_fsdp.models.routers import Routers
 
 Step = Callable[..., Metrics]
@@ -24,6 +27,24 @@ Step = Callable[..., Metrics]
 Sums = dict[str, Tensor]
 """0-dim sums divided by the expected count of the step: `loss`, the losses so far, and `share`, the actual count. With
 experts also `loads`, and for a router loss `balance`, see `models.routers.Routers`."""
+
+
+T = TypeVar("T")
+
+
+def drawing(model: nn.Module, function: Callable[[Batch], T], batch: Batch) -> T:
+    """Run a forward on a batch. Dropout draws by the batch's keys, see `models.dropout`."""
+    draws: Draws | None = vars(model).get("dropout_draws")  # set by `train.build`
+    return function(batch) if draws is None else draws.run(function, batch)
+
+
+def intercepted(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which torch's dropouts of a model that has any draw by keys, also in recomputation."""
+    if "dropout_draws" not in vars(model):
+        return nullcontext()
+    from portable_fsdp.models.dropout import intercept
+
+    return intercept()
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:
@@ -50,10 +71,10 @@ def add_gradients(
     routers: Routers | None = vars(model).get("routers")  # set by `train.build`
     of_routers = Sums()
     scale = 1.0 if backend.loss_scaler is None else backend.loss_scaler.scale
-    with backend.accumulate(last, model):
+    with backend.accumulate(last, model), intercepted(model):
         if routers is not None:
             routers.open(backend.device)
-        loss_sum, count, _ = task.scores(model, batch)
+        loss_sum, count, _ = drawing(model, partial(task.scores, model), batch)
         mean = loss_sum / expected
         if routers is not None:
             of_routers = routers.take(backend.sum, balance=sums.get("balance"))
@@ -119,8 +140,8 @@ def train_step(
     def count_choices(batch: Batch, balance: Tensor) -> Metrics:
         assert routers is not None
         routers.open(backend.device)
-        with backend.evaluate():
-            run_layers(model, batch)
+        with backend.evaluate(), intercepted(model):
+            drawing(model, partial(run_layers, model), batch)
         return {"balance": balance + routers.take(backend.sum)["balance"]}
 
     def micro_batch(batch: Batch, control: Batch, sums: Sums, keeps: Tensor, last: bool) -> Metrics:

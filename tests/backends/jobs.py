@@ -69,7 +69,7 @@ class Run:
         self.buffers = {name: buffer.clone() for name, buffer in unwrapped.named_buffers()}
         training = build_training(config, backend, vocabulary=256)
         self.model, self.optimizer, self.accumulation = training.model, training.optimizer, training.accumulation
-        self.step, self.architecture = training.step, training.built.config
+        self.step, self.architecture, self.keys = training.step, training.built.config, training.keys
 
     def train(self, first: int, last: int, stop_in: int | None = None) -> list[dict[str, float]]:
         """Steps first to last; metrics are read a step late, as the loop does."""
@@ -83,6 +83,7 @@ class Run:
             accumulation=self.accumulation,
             parts=self.backend.row_shards // self.backend.data_shard.count,
             start=(first - 1) * global_batch,
+            keys=self.keys,
         ) as batches:
             for step in range(first, last + 1):
                 lr = learning_rate(self.config.optim, step, steps)

@@ -3,6 +3,7 @@
 The model is transformers' own with its own attention and experts, the loss torch's cross entropy over all logits.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, PackedCaseRows, rows_of
+from plain_dropout import PlainDropout
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,6 +29,8 @@ OF_THE_LOOP = (
     "model.router_bias_rate",
     "model.freeze",
     "model.lora",
+    "model.dropout",
+    "model.attention",
     "precision.frozen",
     "optim.groups",
     "data.packing",
@@ -55,9 +59,11 @@ def _model(case: Case) -> nn.Module:
     config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"):
         if hasattr(config, key):
-            setattr(config, key, 0.0)
+            is_drawn = "att" not in key or section.attention == "static"  # with model.attention=auto no kernel draws
+            setattr(config, key, section.dropout if section.dropout and is_drawn else 0.0)
     config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=OWN_ATTENTION.get(config.model_type, "sdpa"))
+    attention = "eager" if section.dropout else OWN_ATTENTION.get(config.model_type, "sdpa")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     if section.lora is not None:
         import peft
 
@@ -298,10 +304,12 @@ def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
     model = _model(case)
     optimizer = _optimizer(case, model)
     out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()})
-    chosen = _chosen_by_layer(model)
+    chosen, global_batch = _chosen_by_layer(model), case.config(1).train.global_batch
+    drawn = PlainDropout(model, case.seed) if case.config(1).model.dropout else None
     for step in range(1, case.steps + 1):
         chosen.clear()
-        loss, of_routers = _both_losses(model, _batch_of_step(case, step))
+        with drawn.of_step((step - 1) * global_batch, global_batch) if drawn else nullcontext():
+            loss, of_routers = _both_losses(model, _batch_of_step(case, step))
         (loss + of_routers).backward()
         if step == 1:
             out.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -147,7 +147,7 @@ _in_own_dtype = cache(in_own_dtype)  # equal layers get the same function
 
 def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
     """Put a layer under gradient checkpointing. `forward(layer, ...)` runs in place of its forward."""
-    draws = bool(dropouts(layer))
+    draws = bool(dropouts(layer, by_keys=policy.draws_by_keys))
     make = _recomputed.__wrapped__ if forward else _recomputed  # the cache would keep the layer alive
     layer.forward = MethodType(make(forward or forward_of(layer), policy.save_ops, whole, draws), layer)
 

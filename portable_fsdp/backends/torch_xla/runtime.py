@@ -27,6 +27,7 @@ from portable_fsdp.backends.contract import (
     Operation,
     Partition,
     Piece,
+    ShardPolicy,
     dropouts,
     process_memory,
 )
@@ -270,10 +271,10 @@ def _described(args: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def require_no_dropout(model: nn.Module, recompute: Sequence[str]) -> None:
-    """Raise BackendError if a module in `recompute` draws random numbers: recomputation would draw others."""
-    for name in recompute:
-        if drawing := dropouts(model.get_submodule(name)):
+def require_no_dropout(model: nn.Module, policy: ShardPolicy) -> None:
+    """Raise BackendError if a recomputed module draws from a generator: recomputation would draw other numbers."""
+    for name in policy.recompute:
+        if drawing := dropouts(model.get_submodule(name), by_keys=policy.draws_by_keys):
             raise BackendError(
                 f"memory.gradient_checkpointing on XLA: {name} has dropout ({', '.join(drawing)}), and recomputation "
                 "would draw other numbers.\n  Set the dropout to 0, or memory.gradient_checkpointing=none, or "

@@ -71,7 +71,7 @@ class XlaFsdp1Backend(PjrtBackend):
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         if self._settings.buffer_dtype == "float32":
             check_statistics(model, policy)
-        require_no_dropout(model, policy.recompute)
+        require_no_dropout(model, policy)
         assert fill is not None
         places = contract.parameter_slots(model)
         if self._by_rows:

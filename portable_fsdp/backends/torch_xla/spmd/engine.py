@@ -140,7 +140,7 @@ class XlaBackend(PjrtBackend):
 
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         check_statistics(model, policy)
-        require_no_dropout(model, policy.recompute)
+        require_no_dropout(model, policy)
         if policy.tensor is not None:
             shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
             layouts = {fqn: axes_apart(spec, shapes[fqn], self.axes) for fqn, spec in policy.layouts.items()}

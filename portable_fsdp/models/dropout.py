@@ -1,0 +1,337 @@
+"""Dropout whose masks are functions of (seed, site, call, step) and of global coordinates, without a generator.
+
+A site is the n-th dropout in a call of a repeated layer (or of the model, outside all layers). The host makes a key for
+each row of a step and each layer; the batch carries them. A device mixes a row's key with position and feature, so no
+axis, micro batch, recomputation or loop over layers changes a mask, and a resume draws the same.
+
+`intercept` replaces `torch.nn.functional.dropout` (which nn.Dropout calls) and `scaled_dot_product_attention` while a
+step runs. They draw by keys inside `Draws.run`; anywhere else they are torch's own.
+"""
+
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from portable_fsdp.layout import ROW_PARTS, RowParts
+
+T = TypeVar("T")
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
+
+BATCH_KEY = "dropout_keys"
+"""The name of the keys in a batch: int32 `[rows, scopes, 2]`; `scopes`: the model and its layers. The last dimension
+has a key of the row and one of the step, for tensors that all rows share."""
+
+_ARGUMENT = "_dropout_draw"  # of a layer's forward, so that recomputation, compilers and loops get the keys as inputs
+
+# lowbias32 of Chris Wellons: github.com/skeeto/hash-prospector (public domain). Odd factors of Weyl sequences follow.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+_OF_SITE, _OF_PLACE, _OF_FEATURE, _OF_FACTOR = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+_OUTER = 1 << 20  # more than a row has positions
+
+
+class _Draw(NamedTuple):
+    """From what the dropouts of a layer draw, passed to its forward."""
+
+    rows: Tensor  # int32 [rows, 2]
+    site: int  # its next dropout
+    positions: Tensor | None  # int32: those of a row that this device has; None: all
+    of_layers: Tensor | None  # int32 [rows, scopes, 2]; None: inside a layer
+    calls: dict[int, int]  # layer -> its calls so far
+
+
+class _Now(threading.local):
+    """The draw of the running forward in this thread. Backward runs in other threads, or after `Draws.run`."""
+
+    draw: _Draw | None = None
+    site = 0
+
+
+_now = _Now()
+_lock = threading.Lock()
+_users: list[object] = []  # of `intercept`
+_plain: dict[str, Callable[..., Any]] = {}  # torch's own functions meanwhile
+
+# ------------------------------------------------------------------------------------------------------------ keys
+
+
+def _signed(number: int) -> int:
+    """The number's low 32 bits as an int32."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _mixed_on_host(x: Uint32s) -> Uint32s:
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(_FIRST)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(_SECOND)
+    return x ^ (x >> np.uint32(16))
+
+
+def _words(numbers: Int64s) -> tuple[Uint32s, Uint32s]:
+    """The low and the high half."""
+    return (numbers & 0xFFFFFFFF).astype(np.uint32), (numbers >> 32).astype(np.uint32)
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """Makes the keys of a step's rows on the host."""
+
+    seed: int
+    scopes: tuple[str, ...]  # "" for the model, and the FQNs of its layers
+
+    def __call__(self, first: int, places: Int64s) -> Tensor:
+        """Return int32 `[rows, scopes, 2]` of the rows at `places` of the step whose first sample has position
+        `first`."""
+        names = [hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest() for name in self.scopes]
+        of_scopes = np.array([np.frombuffer(name, np.uint32) for name in names])  # [scopes, 2]
+        samples = np.stack([first + places, np.full_like(places, first)], axis=-1)[:, None]  # [rows, 1, 2]
+        low, high = _words(samples)
+        keys = _mixed_on_host(_mixed_on_host(low ^ of_scopes) ^ high)
+        return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32))
+
+
+# ------------------------------------------------------------------------------------------------- the mask of a site
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift int32 to the right, filling with zeros. torch_xla 2.9 rounds a shifted negative number toward zero, so the
+    lost bits are cleared before."""
+    return ((x & -(1 << bits)) >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Mix int32 in place: each bit of the result depends on all bits."""
+    x.bitwise_xor_(_shifted(x, 16)).mul_(_signed(_FIRST))
+    x.bitwise_xor_(_shifted(x, 15)).mul_(_signed(_SECOND))
+    return x.bitwise_xor_(_shifted(x, 16))
+
+
+def _next_keys(draw: _Draw, shape: Sequence[int], start: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Return the keys of the next site for a tensor of 2 dimensions or more: int32 `[..., 1]` of all its places, and
+    `[n]` of its last dimension.
+
+    Dimension 0 is rows, or rows and the next dimension flattened, or 1 for all rows. `start`: global indices of the
+    first of what lies between, as one number, of the dimension before the last, and of the last. Raises ValueError for
+    a tensor without rows.
+    """
+    keys, site = draw.rows, _now.site
+    _now.site = site + 1
+    (first, *middle, features), rows, device = shape, len(keys), keys.device
+    if first % rows == 0:
+        key, middle = keys[:, 0], [first // rows, *middle] if first > rows else middle
+    elif first == 1:
+        key = keys[:1, 1]
+    else:
+        raise ValueError(f"dropout of a tensor {[*shape]}: expected the batch's {rows} rows in dimension 0")
+    *outer, tokens = middle or [1]
+    places = _indices(tokens, start[1], device)
+    if not outer and draw.positions is not None and tokens == len(draw.positions):
+        places = draw.positions
+    if outer:
+        places = _indices(math.prod(outer), start[0], device)[:, None].mul(_OUTER) + places
+    key = (key ^ _signed(site * _OF_SITE)).view(-1, *(1,) * places.dim())
+    key = _mixed(key ^ places.mul(_signed(_OF_PLACE)))
+    return key.reshape(*shape[:-1], 1), _indices(features, start[2], device).mul_(_signed(_OF_FEATURE))
+
+
+def _indices(size: int, start: int, device: torch.device) -> Tensor:
+    return torch.arange(start, start + size, dtype=torch.int32, device=device)
+
+
+def _masked(x: Tensor, places: Tensor, features: Tensor, rate: float) -> Tensor:
+    """Zero the share `rate` of `x`, and scale the rest. Two cheap operations an element: both keys are mixed before."""
+    bits = (places ^ features).mul_(places.mul(_signed(_OF_FACTOR)).bitwise_or_(1))
+    keep = bits >= min(round(rate * 2**32) - 2**31, 2**31 - 1)
+    return (x * keep).mul_(1 / (1 - rate))
+
+
+class _Dropout(torch.autograd.Function):
+    """Backward makes the mask again from its keys: neither mask nor input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, features: Tensor, rate: float) -> Tensor:
+        ctx.save_for_backward(places, features)
+        ctx.rate = rate
+        return _masked(x, places, features, rate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        places, features = ctx.saved_tensors
+        return _masked(gradients[0], places, features, ctx.rate), None, None, None
+
+
+def drop(x: Tensor, rate: float, start: tuple[int, int, int] = (0, 0, 0)) -> Tensor:
+    """Drop by the keys of the running forward; without them as torch does. `start`: as of `_next_keys`."""
+    draw = _now.draw
+    if draw is None or not 0 < rate < 1:
+        return _torchs("dropout")(x, rate)
+    if x.dim() < 2:
+        return drop(x[:, None], rate, start)[:, 0]
+    return cast(Tensor, _Dropout.apply(x, *_next_keys(draw, x.shape, start), rate))
+
+
+# ------------------------------------------------------------------------------------------------ torch's functions
+
+
+def _torchs(name: str) -> Callable[..., Tensor]:
+    return _plain.get(name) or getattr(F, name)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """In place of torch.nn.functional.dropout."""
+    if _now.draw is None or not training or not 0 < p < 1:
+        return _torchs("dropout")(input, p, training, inplace)
+    return input.copy_(drop(input, p)) if inplace else drop(input, p)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """In place of torch.nn.functional.scaled_dot_product_attention, whose kernels draw themselves."""
+    if _now.draw is None or not dropout_p:
+        more: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        return _torchs("scaled_dot_product_attention")(query, key, value, **more, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
+    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -1e30) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return drop(scores.softmax(dim=-1).to(value.dtype), dropout_p) @ value
+
+
+@contextmanager
+def intercept() -> Generator[None]:
+    """Replace torch's functions while a step runs, backward included: it may recompute. Several threads may do so."""
+    ours: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
+    with _lock:
+        if not _users:
+            for name, function in ours.items():
+                _plain[name] = getattr(F, name)
+                setattr(F, name, function)
+        _users.append(ours)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users.pop()
+            if not _users:
+                for name, function in _plain.items():
+                    setattr(F, name, function)
+                _plain.clear()
+
+
+# -------------------------------------------------------------------------------------------------------- the model
+
+
+class Draws:
+    """The sites of a model. Create it before an engine lays the model out, and call `attach` after that."""
+
+    def __init__(self, model: nn.Module, seed: int, layers: Sequence[str], recomputed: Sequence[str]) -> None:
+        self.keys = BATCH_KEY, RowKeys(seed, ("", *layers))
+        self._model = model
+        self._layers = [model.get_submodule(name) for name in layers]
+        self._regions = [model.get_submodule(name) for name in recomputed if name not in layers]
+        for module in (*self._layers, *self._regions):
+            forward = module.forward
+            plain = forward.__func__ if isinstance(forward, MethodType) else _taking_itself(forward)
+            module.forward = MethodType(_drawing(plain), module)
+
+    def attach(self) -> None:
+        """Let layers get their keys, and recomputed modules what is left of those around them, as an argument."""
+        for scope, layer in enumerate(self._layers, start=1):
+            layer.forward = partial(_run_layer, scope, layer.forward)
+        for module in self._regions:
+            module.forward = partial(_run_region, module.forward)
+
+    def run(self, function: Callable[[dict[str, Tensor]], T], batch: Mapping[str, Tensor]) -> T:
+        """Run a forward on a placed batch without its keys, drawing by them. A batch without keys draws as torch
+        does."""
+        rest = dict(batch)
+        keys = rest.pop(BATCH_KEY, None)
+        if keys is None:
+            return function(rest)
+        parts: RowParts | None = getattr(self._model, ROW_PARTS, None)
+        positions = None
+        if parts is not None:
+            ids = batch["input_ids"]
+            positions = _own_positions(parts.index, parts.count, ids.shape[1], ids.device)
+        _set(_Draw(keys[:, 0], 0, positions, keys, {}))
+        try:
+            return function(rest)
+        finally:
+            _set(None)
+
+
+@cache
+def _own_positions(index: int, count: int, tokens: int, device: torch.device) -> Tensor:
+    own = RowParts(index, count, lambda tokens: tokens).positions(tokens * count)
+    return torch.tensor(own, dtype=torch.int32, device=device)
+
+
+def _set(draw: _Draw | None) -> None:
+    _now.draw, _now.site = draw, 0 if draw is None else draw.site
+
+
+def _run_layer(scope: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a layer in a scope of its own."""
+    around = _now.draw
+    if around is None or around.of_layers is None:
+        return forward(*args, **kwargs)
+    around, call = around._replace(site=_now.site), around.calls.get(scope, 0)
+    rows = cast(Tensor, around.of_layers)[:, scope]
+    rows = _mixed(rows ^ _signed(call * _OF_PLACE)) if call else rows
+    try:
+        return forward(*args, **kwargs, **{_ARGUMENT: _Draw(rows, 0, around.positions, None, {})})
+    finally:
+        _set(around._replace(calls={**around.calls, scope: call + 1}))
+
+
+def _run_region(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a recomputed module that isn't a layer: its sites are those of what is around it."""
+    draw = _now.draw
+    if draw is None:
+        return forward(*args, **kwargs)
+    return forward(*args, **kwargs, **{_ARGUMENT: draw._replace(site=_now.site)})
+
+
+@cache  # equal layers get the same function, so that torch.compile makes one program for all of them
+def _drawing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        draw = kwargs.pop(_ARGUMENT, None)
+        if draw is None:
+            return forward(self, *args, **kwargs)
+        is_recomputation = _now.draw is None
+        _set(draw)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            if is_recomputation:
+                _set(None)
+
+    return run
+
+
+def _taking_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *args, **kwargs: forward(*args, **kwargs)
