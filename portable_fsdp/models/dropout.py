@@ -248,6 +248,8 @@ def intercept() -> Generator[None]:
 class Draws:
     """The sites of a model. Create it before an engine lays the model out, and call `attach` after that."""
 
+    argument = _ARGUMENT
+
     def __init__(self, model: nn.Module, seed: int, layers: Sequence[str], recomputed: Sequence[str]) -> None:
         self.keys = BATCH_KEY, RowKeys(seed, ("", *layers))
         self._model = model
@@ -264,6 +266,13 @@ class Draws:
             layer.forward = partial(_run_layer, scope, layer.forward)
         for module in self._regions:
             module.forward = partial(_run_region, module.forward)
+
+    def rows_of_layers(self) -> Tensor:
+        """Return int32 `[layers, rows, 2]`, for a loop over the layers that the first of them runs."""
+        draw = cast(_Draw, _now.draw)
+        call = draw.calls.get(1, 0)
+        rows = cast(Tensor, draw.of_layers)[:, 1:].movedim(1, 0)
+        return _mixed(rows ^ _signed(call * _OF_PLACE)) if call else rows
 
     def run(self, function: Callable[[dict[str, Tensor]], T], batch: Mapping[str, Tensor]) -> T:
         """Run a forward on a placed batch without its keys, drawing by them. A batch without keys draws as torch

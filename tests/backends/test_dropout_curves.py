@@ -13,6 +13,7 @@ RECOMPUTED: dict[str, Any] = {"checkpointing": "full", "micro_batch": 2}
 CASES = {
     "gpt2": Case("gpt2", settings=RATE),
     "gpt2, recomputed": Case("gpt2", settings=RATE, **RECOMPUTED),
+    "gpt2, scanned": Case("gpt2", settings=RATE | {"compile.scan_layers": True}, **RECOMPUTED),
     "opt, static": Case("opt", settings=RATE | {"model.attention": "static"}, **RECOMPUTED),
 }
 

@@ -49,6 +49,7 @@ class LayerLoop:
         self._layouts, self._gather, self._recompute = layouts, gather, bool(policy.recompute)
         self._products, self._offload = "matmul" in policy.save_ops, offload
         self._between = rows_between(policy)
+        self._draws = vars(model).get("dropout_draws")  # `models.dropout.Draws`
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
         # Keyed by whether autograd records: the call of the layers, and the body for it. scan keeps the first
@@ -65,9 +66,15 @@ class LayerLoop:
         from torch_xla.experimental.scan import scan
 
         leaves, structure = tree_flatten((args, kwargs))
-        self._inputs = leaves
+        self._inputs = self._flat(args, kwargs)
         carried = [leaf for leaf in leaves if is_float(leaf)]
         others = [leaf.expand(len(self._names), *leaf.shape) for leaf in leaves if _is_other(leaf)]
+        if self._draws is not None and (draw := kwargs.get(self._draws.argument)) is not None:
+            integers = [leaf for leaf in leaves if _is_other(leaf)]
+            others = [
+                self._draws.rows_of_layers() if leaf is draw.rows else other
+                for leaf, other in zip(integers, others, strict=True)
+            ]
         copies = [[cast_weight(use) for use in uses] for uses in zip(*self._weights, strict=True)]
         specs = [use.spec for use in self._weights[0]]
         weights = [self._layouts.stacked(c, spec, self._gather) for c, spec in zip(copies, specs, strict=True)]
@@ -83,6 +90,11 @@ class LayerLoop:
         hidden = cast(tuple[Tensor, ...], carry)[0]
         self._result = (hidden,) if self._returns_tuple else hidden
         return self._result
+
+    def _flat(self, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of a layer's arguments but for the keys of dropout, which each layer has for itself."""
+        name = getattr(self._draws, "argument", "")
+        return tree_flatten((args, {key: value for key, value in kwargs.items() if key != name}))[0]
 
     def _one_layer(self, leaves: list[Any], structure: Any) -> Callable[..., Any]:
         """Return the body: (hidden and other floats, (a layer's weights, integers)) -> the floats, with new hidden."""
@@ -106,7 +118,7 @@ class LayerLoop:
 
     def _return_input(self, index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves, _ = tree_flatten((args, kwargs))
+            leaves = self._flat(args, kwargs)
             expected = [*tree_flatten(self._result)[0], *self._inputs[1:]]
             if len(leaves) != len(expected) or any(a is not b for a, b in zip(leaves, expected, strict=True)):
                 raise _refusal(f"the model passes {self._names[index]} other arguments than {self._names[0]}")
