@@ -274,6 +274,8 @@ def differences(
         return [Difference("config", "unknown (imported)", "this run's", True)]
     changes: dict[str, Difference] = {}
     ours, theirs = _settings(config), _settings(manifest.config)
+    ours["model.dropout"] = _dropout(ours, ours.get("model.dropout"), manifest.architecture)
+    theirs["model.dropout"] = _dropout(theirs, theirs.get("model.dropout", 0.0), manifest.architecture)
     for name in dict.fromkeys([*ours, *theirs]):
         old, new = _value(theirs, name), _value(ours, name)  # a key that one release lacks has its default
         if old != new and name not in _IGNORED:
@@ -350,6 +352,15 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """`section.key` -> value."""
     sections = ((name, keys) for name, keys in config.items() if isinstance(keys, dict) and name not in _IGNORED)
     return {f"{name}.{key}": value for name, keys in sections for key, value in cast(dict[str, Any], keys).items()}
+
+
+def _dropout(settings: Mapping[str, Any], value: Any, architecture: Mapping[str, Any] | None) -> Any:
+    """Resolve `model.dropout` as `schema.Model.resolved_dropout` does; 0 for a model without rates. An older release,
+    without the key, trained with 0."""
+    if value is None:
+        value = "published" if settings.get("model.pretrained") else 0.0
+    rates = [rate for key, rate in (architecture or {}).items() if "drop" in key and isinstance(rate, float) and rate]
+    return 0.0 if value == "published" and architecture is not None and not rates else value
 
 
 def _value(settings: Mapping[str, Any], name: str) -> Any:

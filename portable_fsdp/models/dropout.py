@@ -56,6 +56,7 @@ class _Now(threading.local):
 
     draw: _Draw | None = None
     site = 0
+    is_drawing = False  # torch.compile can't compare a draw with None
 
 
 _now = _Now()
@@ -300,7 +301,7 @@ def _own_positions(index: int, count: int, tokens: int, device: torch.device) ->
 
 
 def _set(draw: _Draw | None) -> None:
-    _now.draw, _now.site = draw, 0 if draw is None else draw.site
+    _now.draw, _now.site, _now.is_drawing = draw, 0 if draw is None else draw.site, draw is not None
 
 
 def _run_layer(scope: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -331,7 +332,7 @@ def _drawing(forward: Callable[..., Any]) -> Callable[..., Any]:
         draw = kwargs.pop(_ARGUMENT, None)
         if draw is None:
             return forward(self, *args, **kwargs)
-        is_recomputation = _now.draw is None
+        is_recomputation = not _now.is_drawing
         _set(draw)
         try:
             return forward(self, *args, **kwargs)

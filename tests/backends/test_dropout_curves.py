@@ -14,6 +14,9 @@ CASES = {
     "gpt2": Case("gpt2", settings=RATE),
     "gpt2, recomputed": Case("gpt2", settings=RATE, **RECOMPUTED),
     "gpt2, scanned": Case("gpt2", settings=RATE | {"compile.scan_layers": True}, **RECOMPUTED),
+    "gpt2, compiled": Case(
+        "gpt2", settings=RATE | {"compile.enabled": True, "compile.backend": "aot_eager"}, **RECOMPUTED
+    ),
     "opt, static": Case("opt", settings=RATE | {"model.attention": "static"}, **RECOMPUTED),
 }
 

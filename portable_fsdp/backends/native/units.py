@@ -70,10 +70,13 @@ def shard_units(
     for name in dict.fromkeys((*policy.recompute, *policy.layers)):
         layer = model.get_submodule(name)
         holds_units = any(_is_in(inner, name) for inner in (*units, *policy.modules, *experts))
-        if name in policy.recompute:
+        # torch.compile can't trace the counts of dropouts inside a checkpoint, so the checkpoint goes around.
+        if name in policy.recompute and not policy.draws_by_keys:
             recompute(layer, policy, whole=holds_units)
         if name in policy.layers and policy.compile_backend is not None:
             compile_layer(layer, policy.compile_backend, breaks=holds_units)
+        if name in policy.recompute and policy.draws_by_keys:
+            recompute(layer, policy, whole=holds_units, forward=forward_of(layer))
     for name in (*reversed(units), ROOT):
         for names in (*groups[name], [name]):
             over, dim = (of_experts, 1) if of_experts and names[0] in experts else (mesh, 0)
@@ -148,6 +151,11 @@ _in_own_dtype = cache(in_own_dtype)  # equal layers get the same function
 def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
     """Put a layer under gradient checkpointing. `forward(layer, ...)` runs in place of its forward."""
     draws = bool(dropouts(layer, by_keys=policy.draws_by_keys))
+    if policy.draws_by_keys and policy.save_ops and policy.compile_backend is not None:
+        raise BackendError(
+            "memory.save_ops: a compiled layer with dropout is recomputed as a whole.\n"
+            "  Set memory.save_ops=[], compile.enabled=false, memory.gradient_checkpointing=budget, or model.dropout=0."
+        )
     make = _recomputed.__wrapped__ if forward else _recomputed  # the cache would keep the layer alive
     layer.forward = MethodType(make(forward or forward_of(layer), policy.save_ops, whole, draws), layer)
 

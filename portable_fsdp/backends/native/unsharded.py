@@ -66,11 +66,14 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         uses = [use for use in floats if (use.module, use.leaf) not in known]
         known |= {(use.module, use.leaf) for use in uses}
         inside = name in policy.recompute and name not in compiled and bool(uses)
-        if name in policy.recompute:
+        last = policy.draws_by_keys and name in compiled  # as in `units.shard_units`
+        if name in policy.recompute and not last:
             forward = casts.in_place(uses)(forward_of(block)) if inside else None
             recompute(block, policy, whole=False, forward=forward)
         if name in compiled and policy.compile_backend is not None:
             compile_layer(block, policy.compile_backend, breaks=False)
+        if name in policy.recompute and last:
+            recompute(block, policy, whole=False, forward=forward_of(block))
         if uses and not inside:
             casts.around(block, uses)
         if uses:
