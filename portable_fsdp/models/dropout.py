@@ -11,7 +11,7 @@ step runs. They draw by keys inside `Draws.run`; anywhere else they are torch's 
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -246,34 +246,45 @@ def intercept() -> Generator[None]:
 # -------------------------------------------------------------------------------------------------------- the model
 
 
+def _scopes(model: nn.Module) -> Iterator[str]:
+    """Yield the FQNs of the model's repeated layers: the outermost modules in lists. No setting changes them."""
+    newest = "."
+    for name, module in model.named_modules():
+        holder = model.get_submodule(name.rpartition(".")[0])
+        is_member = name and isinstance(holder, nn.ModuleList | nn.Sequential) and any(True for _ in module.children())
+        if is_member and type(module).forward is not nn.Module.forward and not name.startswith(f"{newest}."):
+            newest = name
+            yield name
+
+
 class Draws:
     """The sites of a model. Create it before an engine lays the model out, and call `attach` after that."""
 
     argument = _ARGUMENT
 
-    def __init__(self, model: nn.Module, seed: int, layers: Sequence[str], recomputed: Sequence[str]) -> None:
-        self.keys = BATCH_KEY, RowKeys(seed, ("", *layers))
+    def __init__(self, model: nn.Module, seed: int, regions: Iterable[str] = ()) -> None:
+        """`regions`: modules that an engine compiles, or runs again. They don't change the sites."""
+        scopes = [*_scopes(model)]
+        self.keys = BATCH_KEY, RowKeys(seed, ("", *scopes))
         self._model = model
-        self._layers = [model.get_submodule(name) for name in layers]
-        self._regions = [model.get_submodule(name) for name in recomputed if name not in layers]
-        for module in (*self._layers, *self._regions):
+        self._layers = {name: model.get_submodule(name) for name in scopes}
+        self._regions = [model.get_submodule(name) for name in regions if name not in self._layers]
+        for module in (*self._layers.values(), *self._regions):
             forward = module.forward
             plain = forward.__func__ if isinstance(forward, MethodType) else _taking_itself(forward)
             module.forward = MethodType(_drawing(plain), module)
 
     def attach(self) -> None:
         """Let layers get their keys, and recomputed modules what is left of those around them, as an argument."""
-        for scope, layer in enumerate(self._layers, start=1):
+        for scope, layer in enumerate(self._layers.values(), start=1):
             layer.forward = partial(_run_layer, scope, layer.forward)
         for module in self._regions:
             module.forward = partial(_run_region, module.forward)
 
-    def rows_of_layers(self) -> Tensor:
-        """Return int32 `[layers, rows, 2]`, for a loop over the layers that the first of them runs."""
-        draw = cast(_Draw, _now.draw)
-        call = draw.calls.get(1, 0)
-        rows = cast(Tensor, draw.of_layers)[:, 1:].movedim(1, 0)
-        return _mixed(rows ^ _signed(call * _OF_PLACE)) if call else rows
+    def rows_of(self, layers: Sequence[str]) -> Tensor:
+        """Return int32 `[layers, rows, 2]` of equal layers, for a loop over them that the first one runs."""
+        draw, scopes = cast(_Draw, _now.draw), [*self._layers]
+        return torch.stack([_rows_of(draw, 1 + scopes.index(name)) for name in layers])
 
     def run(self, function: Callable[[dict[str, Tensor]], T], batch: Mapping[str, Tensor]) -> T:
         """Run a forward on a placed batch without its keys, drawing by them. A batch without keys draws as torch
@@ -310,12 +321,16 @@ def _run_layer(scope: int, forward: Callable[..., Any], *args: Any, **kwargs: An
     if around is None or around.of_layers is None:
         return forward(*args, **kwargs)
     around, call = around._replace(site=_now.site), around.calls.get(scope, 0)
-    rows = cast(Tensor, around.of_layers)[:, scope]
-    rows = _mixed(rows ^ _signed(call * _OF_PLACE)) if call else rows
+    draw = _Draw(_rows_of(around, scope), 0, around.positions, None, {})
     try:
-        return forward(*args, **kwargs, **{_ARGUMENT: _Draw(rows, 0, around.positions, None, {})})
+        return forward(*args, **kwargs, **{_ARGUMENT: draw})
     finally:
         _set(around._replace(calls={**around.calls, scope: call + 1}))
+
+
+def _rows_of(around: _Draw, scope: int) -> Tensor:
+    rows, call = cast(Tensor, around.of_layers)[:, scope], around.calls.get(scope, 0)
+    return _mixed(rows ^ _signed(call * _OF_PLACE)) if call else rows
 
 
 def _run_region(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

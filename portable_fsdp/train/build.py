@@ -134,7 +134,7 @@ def build_training(
     if dropouts(built.model):
         from portable_fsdp.models.dropout import Draws
 
-        draws = Draws(built.model, config.run.seed, policy.layers, policy.recompute)
+        draws = Draws(built.model, config.run.seed, sorted({*policy.layers, *policy.recompute}))
         cast(Any, built.model).dropout_draws, policy = draws, replace(policy, draws_by_keys=True)
     ties = _ties(built.model)
     model, optimizer = _laid_out(config, backend, built.model, policy, built.fill if fill else None, ties)

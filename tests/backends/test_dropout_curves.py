@@ -1,11 +1,14 @@
 """Dropout has one curve: that of a plain loop which drops by the definition of the masks."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jobs
 import pytest
 from cases import Case
 from test_curves import assert_equal_curves
+from test_tasks import EXAMPLES, STEPS, plain_run, trained
 from workers import GetWorkers, Group, marked
 
 RATE: dict[str, Any] = {"model.dropout": 0.1}
@@ -31,3 +34,21 @@ CASES = {
 )
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
     assert_equal_curves(workers(group).run(jobs.train, case=CASES[name]), CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        marked(Group(engine, devices), name, in_suite=False)
+        for engine, devices in (("native", 2), ("xla", 3))
+        for name in ("t5", "bert", "vit", "modernbert")
+    ],
+)
+def test_encoders_have_the_curve_of_a_plain_loop(group: Group, name: str, workers: GetWorkers, tmp_path: Path) -> None:
+    settings = (*EXAMPLES[name].settings, "model.dropout=0.1")
+    example = replace(EXAMPLES[name], settings=settings)
+    expected, _, _ = plain_run(example)
+    for answer in trained(workers(group), example, STEPS, tmp_path):
+        assert answer["losses"] == pytest.approx(expected, rel=1e-5)
+        actual, known = answer["compilations"]
+        assert actual == known

@@ -5,6 +5,7 @@ Of ours the loop has the initial weights and the order of the rows. Models of tr
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import task_rows
 import torch
 from cases import assemble, assert_equal_states
 from jobs import device_count, numbers, open_group, pieces
+from plain_dropout import PlainDropout
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
@@ -128,9 +130,9 @@ def plain_run(example: Example) -> tuple[list[float], float | None, float | None
     if isinstance(config.model.architecture, dict):
         architecture = dict(config.model.architecture)
         settings = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
-        for key in ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob"):
-            if hasattr(settings, key):
-                setattr(settings, key, 0.0)
+        for key in settings.to_dict():
+            if "dropout" in key and getattr(settings, key) is not None:
+                setattr(settings, key, config.model.dropout or 0.0)
         kind: Any = getattr(modeling_auto, mapping_of(task.name))[type(settings)]
         model = kind._from_config(settings, attn_implementation="eager")
     else:
@@ -141,6 +143,7 @@ def plain_run(example: Example) -> tuple[list[float], float | None, float | None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(built.fill(name, tuple(slice(0, size) for size in parameter.shape)))
+    drawn = PlainDropout(model, config.run.seed) if config.model.dropout else None
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
     optim = config.optim
     optimizer = torch.optim.AdamW(trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=0.0)
@@ -148,7 +151,8 @@ def plain_run(example: Example) -> tuple[list[float], float | None, float | None
     for step in range(1, STEPS + 1):
         positions = np.arange((step - 1) * config.train.global_batch, step * config.train.global_batch)
         batch = corpus.rows.rows(corpus.rows.order(config.run.seed, positions))
-        loss = example.loss(model, batch)
+        with drawn.of_step(int(positions[0]), len(positions)) if drawn else nullcontext():
+            loss = example.loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, config.train.max_grad_norm or torch.inf)
         optimizer.param_groups[0]["lr"] = learning_rate(optim, step, config.train.steps or 0)
@@ -158,6 +162,7 @@ def plain_run(example: Example) -> tuple[list[float], float | None, float | None
     if corpus.eval_rows is None or example.loss not in (of_classifier, of_transformers):
         return losses, None, None
     batch = corpus.eval_rows.rows(np.arange(len(corpus.eval_rows)))
+    model.eval()
     with torch.no_grad():
         loss = example.loss(model, batch).item()
         is_right = model(batch["images"]).argmax(dim=1) == batch["labels"] if "images" in batch else None

@@ -7,8 +7,7 @@ from plain_dropout import is_kept, mask, row_key
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-from portable_fsdp.models.dropout import BATCH_KEY, Draws, RowKeys, drop, intercept
+from portable_fsdp.models.dropout import BATCH_KEY, Draws, RowKeys, intercept
 
 SEED = 3
 KEYS = RowKeys(SEED, ("", "layer"))
@@ -24,9 +23,7 @@ class Sites(nn.Module):
 def masks(keys: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
     model = Sites()
     with intercept():
-        return [
-            out != 0 for out in Draws(model, SEED, (), ()).run(lambda _: model(torch.ones(shape)), {BATCH_KEY: keys})
-        ]
+        return [out != 0 for out in Draws(model, SEED).run(lambda _: model(torch.ones(shape)), {BATCH_KEY: keys})]
 
 
 def test_a_mask_is_what_its_definition_says() -> None:

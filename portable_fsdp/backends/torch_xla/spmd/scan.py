@@ -72,7 +72,7 @@ class LayerLoop:
         if self._draws is not None and (draw := kwargs.get(self._draws.argument)) is not None:
             integers = [leaf for leaf in leaves if _is_other(leaf)]
             others = [
-                self._draws.rows_of_layers() if leaf is draw.rows else other
+                self._draws.rows_of(self._names) if leaf is draw.rows else other
                 for leaf, other in zip(integers, others, strict=True)
             ]
         copies = [[cast_weight(use) for use in uses] for uses in zip(*self._weights, strict=True)]
