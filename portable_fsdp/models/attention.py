@@ -99,14 +99,14 @@ def attend_by_pieces(
     row = parts.gather(torch.cat([key, value], dim=-1).movedim(2, 0)).movedim(0, 2)  # before grouped heads are repeated
     key, value = row.split([key.shape[-1], value.shape[-1]], dim=-1)
     out: list[Tensor] = []
-    for piece, own in zip(parts.pieces, query.chunk(2, dim=2), strict=True):
+    for number, (piece, own) in enumerate(zip(parts.pieces, query.chunk(2, dim=2), strict=True)):
         stop = (piece + 1) * own.shape[2]
         start = 0 if window is None else max(0, stop - own.shape[2] - window + 1)
         narrow = window if window is not None and window < stop - start else None
         near = None if documents is None else documents[..., start:stop]
         seen = key[:, :, start:stop], value[:, :, start:stop]
-        at = piece * own.shape[2], start
-        out.append(formula(own, *seen, None, near, causal=True, window=narrow, start=at, **options))
+        at = number, piece * own.shape[2], start
+        out.append(formula(own, *seen, None, near, causal=True, window=narrow, piece=at, **options))
     return torch.cat(out, dim=2)
 
 
@@ -123,12 +123,13 @@ def formula(
     sinks: Tensor | None,
     scale: float | None,
     dropout: float,
-    start: tuple[int, int] = (0, 0),
+    piece: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor:
     """Attend with torch's functions; returns `[batch, heads, seq, head_dim]`.
 
     Arguments as of `static_attention`, with the numbers of documents separate from other masks. Under causality there
-    may be fewer queries than keys: those of the last positions. `start`: positions of the first query and key.
+    may be fewer queries than keys: those of the last positions. `piece`: its number, and the
+    positions of its first query and key.
     """
     queries, keys = query.shape[-2], key.shape[-2]
     mask = mask if documents is None else documents
@@ -152,7 +153,7 @@ def formula(
             if dropout:
                 from portable_fsdp.models.dropout import drop  # other runs don't load it
 
-                weights = drop(weights, dropout, (0, *start))
+                weights = drop(weights, dropout, (0, *piece[1:]), is_new=piece[0] == 0)
             return weights @ value
         keep = bias.to(query.dtype)
     if window is None and (is_last or documents is not None):  # one byte per value

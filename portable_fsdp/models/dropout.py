@@ -47,6 +47,7 @@ class _Draw(NamedTuple):
     rows: Tensor  # int32 [rows, 2]
     site: int  # its next dropout
     positions: Tensor | None  # int32: those of a row that this device has; None: all
+    slice: int | None  # which of equal parts of the positions it has; None: as `positions` says
     of_layers: Tensor | None  # int32 [rows, scopes, 2]; None: inside a layer
     calls: dict[int, int]  # layer -> its calls so far
 
@@ -57,6 +58,8 @@ class _Now(threading.local):
     draw: _Draw | None = None
     site = 0
     is_drawing = False  # torch.compile can't compare a draw with None
+    slice: int | None = None
+    part: tuple[int, int] | None = None  # of heads or features: which part, and its first feature; None: all
 
 
 _now = _Now()
@@ -137,14 +140,20 @@ def _next_keys(draw: _Draw, shape: Sequence[int], start: tuple[int, int, int]) -
     else:
         raise ValueError(f"dropout of a tensor {[*shape]}: expected the batch's {rows} rows in dimension 0")
     *outer, tokens = middle or [1]
-    places = _indices(tokens, start[1], device)
+    heads, first_token, first_feature = start
+    if _now.slice is not None:
+        first_token += _now.slice * tokens
+    if _now.part is not None:
+        part, of_part = _now.part
+        heads, first_feature = heads + part * math.prod(outer), first_feature if outer else of_part
+    places = _indices(tokens, first_token, device)
     if not outer and draw.positions is not None and tokens == len(draw.positions):
         places = draw.positions
     if outer:
-        places = _indices(math.prod(outer), start[0], device)[:, None].mul(_OUTER) + places
+        places = _indices(math.prod(outer), heads, device)[:, None].mul(_OUTER) + places
     key = (key ^ _signed(site * _OF_SITE)).view(-1, *(1,) * places.dim())
     key = _mixed(key ^ places.mul(_signed(_OF_PLACE)))
-    return key.reshape(*shape[:-1], 1), _indices(features, start[2], device).mul_(_signed(_OF_FEATURE))
+    return key.reshape(*shape[:-1], 1), _indices(features, first_feature, device).mul_(_signed(_OF_FEATURE))
 
 
 def _indices(size: int, start: int, device: torch.device) -> Tensor:
@@ -173,13 +182,17 @@ class _Dropout(torch.autograd.Function):
         return _masked(gradients[0], places, features, ctx.rate), None, None, None
 
 
-def drop(x: Tensor, rate: float, start: tuple[int, int, int] = (0, 0, 0)) -> Tensor:
-    """Drop by the keys of the running forward; without them as torch does. `start`: as of `_next_keys`."""
+def drop(x: Tensor, rate: float, start: tuple[int, int, int] = (0, 0, 0), *, is_new: bool = True) -> Tensor:
+    """Drop by the keys of the running forward; without them as torch does.
+
+    `start`: as of `_next_keys`. `is_new`: not a further piece of the last tensor.
+    """
     draw = _now.draw
     if draw is None or not 0 < rate < 1:
         return _torchs("dropout")(x, rate)
     if x.dim() < 2:
         return drop(x[:, None], rate, start)[:, 0]
+    _now.site -= not is_new
     return cast(Tensor, _Dropout.apply(x, *_next_keys(draw, x.shape, start), rate))
 
 
@@ -261,6 +274,8 @@ class Draws:
     """The sites of a model. Create it before an engine lays the model out, and call `attach` after that."""
 
     argument = _ARGUMENT
+    slice: int | None = None
+    """Of equal parts of the positions the one that this process has in layers; None: all. An engine sets it."""
 
     def __init__(self, model: nn.Module, seed: int, regions: Iterable[str] = ()) -> None:
         """`regions`: modules that an engine compiles, or runs again. They don't change the sites."""
@@ -277,9 +292,13 @@ class Draws:
     def attach(self) -> None:
         """Let layers get their keys, and recomputed modules what is left of those around them, as an argument."""
         for scope, layer in enumerate(self._layers.values(), start=1):
-            layer.forward = partial(_run_layer, scope, layer.forward)
+            layer.forward = partial(_run_layer, scope, self.slice, layer.forward)
         for module in self._regions:
             module.forward = partial(_run_region, module.forward)
+
+    def move(self, slice: int | None, part: tuple[int, int] | None) -> None:
+        """Tell which part of positions, and of heads or features (which part, its first feature), what follows has."""
+        _now.slice, _now.part = slice, part
 
     def rows_of(self, layers: Sequence[str]) -> Tensor:
         """Return int32 `[layers, rows, 2]` of equal layers, for a loop over them that the first one runs."""
@@ -298,7 +317,7 @@ class Draws:
         if parts is not None:
             ids = batch["input_ids"]
             positions = _own_positions(parts.index, parts.count, ids.shape[1], ids.device)
-        _set(_Draw(keys[:, 0], 0, positions, keys, {}))
+        _set(_Draw(keys[:, 0], 0, positions, None, keys, {}))
         try:
             return function(rest)
         finally:
@@ -313,15 +332,16 @@ def _own_positions(index: int, count: int, tokens: int, device: torch.device) ->
 
 def _set(draw: _Draw | None) -> None:
     _now.draw, _now.site, _now.is_drawing = draw, 0 if draw is None else draw.site, draw is not None
+    _now.slice, _now.part = None if draw is None else draw.slice, None
 
 
-def _run_layer(scope: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_layer(scope: int, slice: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a layer in a scope of its own."""
     around = _now.draw
     if around is None or around.of_layers is None:
         return forward(*args, **kwargs)
     around, call = around._replace(site=_now.site), around.calls.get(scope, 0)
-    draw = _Draw(_rows_of(around, scope), 0, around.positions, None, {})
+    draw = _Draw(_rows_of(around, scope), 0, around.positions, slice, None, {})
     try:
         return forward(*args, **kwargs, **{_ARGUMENT: draw})
     finally:

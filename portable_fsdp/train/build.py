@@ -131,7 +131,12 @@ def build_training(
             log.warning(padding_note(config, backend.row_shards))
     if built.dropout and fill and backend.process.index == 0:
         log.info(built.dropout)
-    if dropouts(built.model):
+    if drawing := dropouts(built.model):
+        if policy.tensor is not None and config.memory.classes:
+            raise ConfigError(
+                f"memory.classes: with sharding.tensor={config.sharding.tensor} only whole layers can be recomputed, "
+                f"since {drawing[0]} has dropout.\n  Set memory.classes=[], or model.dropout=0."
+            )
         from portable_fsdp.models.dropout import Draws
 
         draws = Draws(built.model, config.run.seed, sorted({*policy.layers, *policy.recompute}))

@@ -57,8 +57,8 @@ def _model(case: Case) -> nn.Module:
     assert isinstance(section.architecture, dict)
     architecture = dict(section.architecture)
     config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
-    for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"):
-        if hasattr(config, key):
+    for key in config.to_dict():
+        if "drop" in key and isinstance(getattr(config, key), float):
             is_drawn = "att" not in key or section.attention == "static"  # with model.attention=auto no kernel draws
             setattr(config, key, section.dropout if section.dropout and is_drawn else 0.0)
     config._experts_implementation = "eager"

@@ -9,6 +9,7 @@ import pytest
 from cases import Case
 from test_curves import assert_equal_curves
 from test_tasks import EXAMPLES, STEPS, plain_run, trained
+from test_tensor import GPT2
 from workers import GetWorkers, Group, marked
 
 RATE: dict[str, Any] = {"model.dropout": 0.1}
@@ -34,6 +35,26 @@ CASES = {
 )
 def test_the_curve_is_that_of_a_plain_loop(group: Group, name: str, workers: GetWorkers) -> None:
     assert_equal_curves(workers(group).run(jobs.train, case=CASES[name]), CASES[name])
+
+
+STATIC: dict[str, Any] = RATE | {"model.attention": "static"}
+TWO: dict[str, Any] = STATIC | {"sharding.tensor": 2}
+ON_AXES = {
+    "gpt2, tensor": Case("gpt2", settings=TWO | {"sharding.plan": GPT2}, checkpointing="full"),
+    "starcoder2, whole rows": Case("starcoder2", settings=TWO | {"sharding.sequence_parallel": False}),
+    "starcoder2, tensor": Case("starcoder2", settings=TWO),
+    "gpt_neox, tensor": Case("gpt_neox", settings=TWO),
+    "starcoder2, context": Case("starcoder2", settings=STATIC | {"sharding.context": 2}, checkpointing="full"),
+    "gemma2, context": Case("gemma2", settings=STATIC | {"sharding.context": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [marked(Group(engine, 4), name, in_suite=False) for engine in ("native", "xla") for name in ON_AXES],
+)
+def test_no_axis_changes_the_curve(group: Group, name: str, workers: GetWorkers) -> None:
+    assert_equal_curves(workers(group).run(jobs.train, case=ON_AXES[name]), ON_AXES[name])
 
 
 @pytest.mark.parametrize(

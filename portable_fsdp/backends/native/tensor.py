@@ -18,14 +18,26 @@ from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.backends.native.groups import Group, enter, gather, leave, split
 from portable_fsdp.backends.native.units import forward_of, local_part
 from portable_fsdp.layout import rows_of_shard
-from portable_fsdp.tensor_plan import EXPERTS, GATHERED, ROWWISE, SPLIT_INPUT, TensorPlan, split_ranges
+from portable_fsdp.tensor_plan import (
+    COLWISE,
+    EXPERTS,
+    GATHERED,
+    PACKED,
+    ROWWISE,
+    SPLIT_INPUT,
+    TensorPlan,
+    split_ranges,
+)
 
 # ------------------------------------------------------------------------------------------------------------ modules
 
 
 def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
     """Replace weights on meta by this process's parts, and forwards by those that cross the group where `plan` says."""
-    replace = _replacing()
+    replace, draws = _replacing(), vars(model).get("dropout_draws")  # `models.dropout.Draws`
+    outside = group.index if plan.splits_rows else None  # the part of the tokens between blocks
+    if draws is not None:
+        draws.slice = outside
     if plan.embedding:
         _split_vocabulary(model, plan, group, replace)
     for fqn, slots in parameter_slots(model).items():
@@ -49,14 +61,23 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
             if layer._parameters.get("bias") is not None:
                 replace(layer, _without_bias)
             replace(module, _summed, group, plan.splits_rows, word == SPLIT_INPUT)
+        if draws is not None and (part := plan.parts.get(f"{_inside(model, name)}.weight")) is not None:
+            own = group.index, split_ranges(part.sizes, group.index, group.count)[0].start
+            takes_part = word in (ROWWISE, SPLIT_INPUT)
+            after = (outside if takes_part else None), (own if word in (COLWISE, PACKED) else None)
+            replace(module, _placed, draws.move, (None, own if takes_part else None), after)
         if isinstance(getattr(layer, "nf", None), int):  # transformers' Conv1D: its outputs
             layer.nf = layer.weight.shape[1]
     for name in plan.blocks:
         is_experts = plan.words.get(name) == EXPERTS
         replace(model.get_submodule(name), _experts if is_experts else _block, group, plan.splits_rows)
+        if draws is not None:
+            replace(model.get_submodule(name), _placed, draws.move, (None, None), (outside, None))
     if plan.splits_rows:
         for name in plan.whole_blocks:
             replace(model.get_submodule(name), _whole_block, group)
+            if draws is not None:
+                replace(model.get_submodule(name), _placed, draws.move, (None, None), (outside, None))
         first, last = (model.get_submodule(plan.layers[at]) for at in (0, -1))
         first.register_forward_pre_hook(
             lambda _, args, kwargs: _with_hidden(args, kwargs, lambda hidden: split(hidden, group, 1)), with_kwargs=True
@@ -83,6 +104,24 @@ def _replacing() -> Callable[..., None]:
         module.forward = MethodType(made(make, forward_of(module), *settings), module)
 
     return replace
+
+
+def _inside(model: nn.Module, name: str) -> str:
+    return f"{name}.base_layer" if hasattr(model.get_submodule(name), "base_layer") else name
+
+
+def _placed(
+    forward: Callable[..., Any], move: Callable[..., None], before: tuple[Any, Any], after: tuple[Any, Any]
+) -> Callable[..., Any]:
+    """Tell dropout which part of positions and features a module takes, and which it leaves."""
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        move(*before)
+        out = forward(self, *args, **kwargs)
+        move(*after)
+        return out
+
+    return run
 
 
 def _own_head(forward: Callable[..., Tensor], group: Group, heads: int, width: int) -> Callable[..., Tensor]:
