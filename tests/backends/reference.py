@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from portable_fsdp.backends.contract import dropouts
 from portable_fsdp.config.describe import matches
 from portable_fsdp.config.schema import Precision
 from portable_fsdp.data.packing import sample_indices
@@ -305,7 +306,7 @@ def _train(case: Case, skipped: tuple[int, ...]) -> Reference:
     optimizer = _optimizer(case, model)
     out = Reference([], [], {}, {n: p.detach().clone() for n, p in model.named_parameters()})
     chosen, global_batch = _chosen_by_layer(model), case.config(1).train.global_batch
-    drawn = PlainDropout(model, case.seed) if case.config(1).model.dropout else None
+    drawn = PlainDropout(model, case.seed) if dropouts(model) else None
     for step in range(1, case.steps + 1):
         chosen.clear()
         with drawn.of_step((step - 1) * global_batch, global_batch) if drawn else nullcontext():

@@ -1,12 +1,16 @@
 """Dropout has one curve: that of a plain loop which drops by the definition of the masks."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jobs
+import peft
 import pytest
 from cases import Case
+from reference import reference
 from test_curves import assert_equal_curves
 from test_tasks import EXAMPLES, STEPS, plain_run, trained
 from test_tensor import GPT2
@@ -47,6 +51,24 @@ ON_AXES = {
     "starcoder2, context": Case("starcoder2", settings=STATIC | {"sharding.context": 2}, checkpointing="full"),
     "gemma2, context": Case("gemma2", settings=STATIC | {"sharding.context": 2}),
 }
+
+
+def with_adapters_that_drop(case: Case) -> dict[str, Any]:
+    """A run whose adapters have peft's dropout, and the plain loop's losses."""
+    with patch.object(peft, "LoraConfig", partial(peft.LoraConfig, lora_dropout=0.2)):
+        return jobs.train(case=case) | {"expected": reference(case).losses}
+
+
+@pytest.mark.parametrize(
+    ("group", "checkpointing"),
+    [marked(Group(engine, n), way) for engine, n in (("native", 3), ("xla", 3)) for way in ("none", "full")],
+)
+def test_adapters_drop_their_inputs(group: Group, checkpointing: str, workers: GetWorkers) -> None:
+    case = Case(
+        steps=4, checkpointing=checkpointing, settings={"model.lora": {"r": 4}}, optim={"name": "adamw", "lr": 1e-2}
+    )
+    for answer in workers(group).run(with_adapters_that_drop, case=case):
+        assert [metrics["loss"] for metrics in answer["metrics"]] == pytest.approx(answer["expected"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import portable_fsdp as pf
-from portable_fsdp.backends.contract import Backend, dropouts
+from portable_fsdp.backends.contract import Backend, ShardPolicy, dropouts
 from portable_fsdp.backends.native.units import local_part
 from portable_fsdp.backends.torch_xla.runtime import require_no_dropout
 from portable_fsdp.config.schema import Train
@@ -210,14 +211,19 @@ def test_recomputed_layers_draw_the_same_numbers_again(checkpointing: str) -> No
 
 
 def test_xla_refuses_to_recompute_dropout() -> None:
-    require_no_dropout(Net(), ["norm"])
+    policy = ShardPolicy(units=(), recompute=("norm", "blocks.1"))
+    require_no_dropout(Net(), replace(policy, recompute=("norm",)))
+    require_no_dropout(Net(), replace(policy, draws_by_keys=True))
     with pytest.raises(BackendError, match=r"blocks\.1 has dropout \(dropout"):
-        require_no_dropout(Net(), ["norm", "blocks.1"])
+        require_no_dropout(Net(), policy)
 
 
 def test_numbers_called_dropout_count_and_zeros_do_not() -> None:
     assert dropouts(nn.MultiheadAttention(8, 2, dropout=0.1)) == ["MultiheadAttention"]
     assert dropouts(nn.Sequential(nn.Dropout(0.0), nn.Linear(1, 1), nn.AlphaDropout(0.2))) == ["2"]
+    drawn = nn.Sequential(nn.Dropout(0.1), nn.MultiheadAttention(8, 2, dropout=0.1), nn.LSTM(8, 8, 2, dropout=0.1))
+    assert dropouts(drawn) == ["0", "1", "2"]
+    assert dropouts(drawn, by_keys=True) == ["2"]
 
 
 def test_an_evaluation_is_plain_pytorchs_eval_and_changes_nothing() -> None:

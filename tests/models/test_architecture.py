@@ -94,7 +94,7 @@ def test_the_log_names_keys_without_effect(caplog: pytest.LogCaptureFixture) -> 
     assert [record.getMessage() for record in caplog.records if record.name == "portable_fsdp"] == [
         "model.architecture: LlamaConfig declares no is_llama_config, rope_interleaved, vendor: "
         "probably without effect",
-        "model.architecture: attention_dropout: set to 0, since dropout is not supported yet",
+        "model.architecture: attention_dropout: set to 0; to keep it: model.dropout=published",
     ]
 
 
