@@ -38,7 +38,6 @@ _MAPPINGS = {
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
 """Transformers' common names; a class may have its own (`n_embd`) in `attribute_map`."""
 
-_UNDRAWN = ("layerdrop", "layer_drop", "drop_path", "path_drop", "droppath", "token_dropout")
 _READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim", "rope_parameters", "decoder_start_token_id"}
 """Keys that models read even if their class doesn't declare them."""
 
@@ -137,23 +136,6 @@ def read_architecture(
 def is_dropout(key: str, value: object) -> bool:
     """Whether a key of a transformers config is a rate of dropout, or of layers that are left out at random."""
     return "drop" in key and isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def set_dropout(config: Any, rate: float | str) -> dict[str, float]:
-    """Set the rates of a transformers config and its parts in place: `published` keeps them. Returns those above 0.
-
-    Rates of whole layers and paths, and of tokens at experts, become 0: a mask by row and position can't draw them.
-    """
-    rates: dict[str, float] = {}
-    for key, value in config.to_dict().items():
-        part = getattr(config, key, None)
-        if key in config.sub_configs and hasattr(part, "sub_configs"):
-            rates |= {f"{key}.{name}": each for name, each in set_dropout(part, rate).items()}
-        elif is_dropout(key, value):
-            new = 0.0 if any(word in key for word in _UNDRAWN) else float(value if rate == "published" else rate)
-            setattr(config, key, new)
-            rates |= {key: new} if new else {}
-    return rates
 
 
 def last_line(error: Exception) -> str:

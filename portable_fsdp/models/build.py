@@ -19,15 +19,8 @@ from torch import nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matching
-from portable_fsdp.models.architecture import (
-    config_to_json,
-    last_line,
-    mapping_of,
-    read_architecture,
-    set_dropout,
-)
+from portable_fsdp.models.architecture import config_to_json, is_dropout, last_line, mapping_of, read_architecture
 from portable_fsdp.models.attention import (
-    DRAWS,
     FLEX,
     STATIC,
     register_masked_attention,
@@ -107,8 +100,9 @@ def build_model(
         return _of_factory(model, precision, seed)
     before_transformers()
     file = rows_before = None
+    drops = model.resolved_dropout != 0
     if model.pretrained is None:
-        config = read_architecture(model.architecture or {}, task.name, drops=model.resolved_dropout != 0)
+        config = read_architecture(model.architecture or {}, task.name, drops=drops)
     else:
         from portable_fsdp.models.pretrained import open_pretrained
 
@@ -116,8 +110,12 @@ def build_model(
         rows_before = _grow(config, vocabulary, file, keeps_ids)
     _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
-    published, rates = set_dropout(copy.deepcopy(config), "published"), set_dropout(config, model.resolved_dropout)
-    _switch_off(config)
+    _switch_off(config, dropout=not drops)
+    rates = None
+    if drops:
+        from portable_fsdp.models.dropout_rates import set_dropout
+
+        rates = set_dropout(config, model.resolved_dropout)
     make = partial(_model_of, attention=model.attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     steps = None
@@ -140,8 +138,11 @@ def build_model(
         kinds = {"eager": eager, "packs": packs_documents, "splits_rows": context > 1}
         documents = document_arguments(attention, compute, **kinds, windows=windows)
 
-    dropout = _describe_dropout(bare, model, published, rates)
-    built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare), dropout=dropout)
+    built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
+    if rates:
+        from portable_fsdp.models.dropout_rates import choose_dropouts
+
+        built = replace(built, dropout=choose_dropouts(bare, model, rates))
     choose_experts(bare, model.experts, compute.itemsize, eager=eager)
     built = with_values(built, twin, master, file, model.allow, rows_before)
     # DTYPES has no "auto", which changes nothing.
@@ -264,35 +265,17 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
         )
 
 
-def _switch_off(config: Any) -> None:
-    """Switch off what training doesn't read: the key-value cache, and router logits, whose loss `routers.py` adds."""
+def _switch_off(config: Any, *, dropout: bool) -> None:
+    """Switch off what training doesn't read: the key-value cache, and router logits, whose loss `routers.py` adds; and
+    perhaps `dropout`, also in the config's parts."""
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
-
-
-def _describe_dropout(
-    bare: nn.Module, model: schema.Model, published: dict[str, float], rates: dict[str, float]
-) -> str:
-    """Describe the dropout; without model.attention=static switch off that of attention whose kernels can't draw."""
-    if not rates:
-        names = ", ".join(published)
-        return f"model.dropout: 0 (published: {names}): set model.dropout=published to train with it" if names else ""
-    by_rate: dict[float, list[str]] = {}
-    undrawn = cast(Any, bare).config._attn_implementation in (STATIC, FLEX) and model.attention != "static"
-    for key, rate in rates.items():
-        if not (undrawn and _is_of_attention(key)):
-            by_rate.setdefault(rate, []).append(key)
-    for module in bare.modules() if undrawn else ():
-        setattr(module, DRAWS, False)
-    origin = "published: " if model.resolved_dropout == "published" else ""
-    text = "; ".join(f"{rate:g} ({origin}{', '.join(names)})" for rate, names in by_rate.items()) or "0"
-    left = ", ".join(filter(_is_of_attention, rates)) if undrawn else ""
-    return f"model.dropout: {text}" + (f"; {left}: 0, which model.attention=static would draw" if left else "")
-
-
-def _is_of_attention(key: str) -> bool:
-    return any(word in key for word in ("attention", "attn"))
+    parts = [config, *(getattr(config, part, None) for part in config.sub_configs)] if dropout else []
+    for part in filter(None, parts):
+        for key, value in part.to_dict().items():
+            if is_dropout(key, value) and value:
+                setattr(part, key, 0.0)
 
 
 def _model_of(config: Any, attention: str, task: Task) -> Any:

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from portable_fsdp.layout import ROW_PARTS, RowParts
 
 T = TypeVar("T")
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
-Uint32s = np.ndarray[Any, np.dtype[np.uint32]]
+Uint32s = NDArray[np.uint32]
 
 BATCH_KEY = "dropout_keys"
 """The name of the keys in a batch: int32 `[rows, scopes, 2]`; `scopes`: the model and its layers. The last dimension
@@ -83,7 +83,7 @@ def _mixed_on_host(x: Uint32s) -> Uint32s:
     return x ^ (x >> np.uint32(16))
 
 
-def _words(numbers: Int64s) -> tuple[Uint32s, Uint32s]:
+def _words(numbers: NDArray[np.int64]) -> tuple[Uint32s, Uint32s]:
     """The low and the high half."""
     return (numbers & 0xFFFFFFFF).astype(np.uint32), (numbers >> 32).astype(np.uint32)
 
@@ -95,7 +95,7 @@ class RowKeys:
     seed: int
     scopes: tuple[str, ...]  # "" for the model, and the FQNs of its layers
 
-    def __call__(self, first: int, places: Int64s) -> Tensor:
+    def __call__(self, first: int, places: NDArray[np.int64]) -> Tensor:
         """Return int32 `[rows, scopes, 2]` of the rows at `places` of the step whose first sample has position
         `first`."""
         names = [hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest() for name in self.scopes]

@@ -151,7 +151,7 @@ def test_a_weight_without_an_initial_value_comes_from_a_folder_only(tmp_path: Pa
     stock = stock_model(architecture).eval()
     stock.save_pretrained(tmp_path)
     ids = token_ids()
-    torch.testing.assert_close(logits(materialise(open_folder(tmp_path)), ids), logits(stock, ids))
+    torch.testing.assert_close(logits(materialise(open_folder(tmp_path)).eval(), ids), logits(stock, ids))
 
 
 def test_the_trial_row_leaves_nothing_behind() -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ def test_attention_drops_weights_by_the_masks(kind: str) -> None:
     query, key, value = torch.randn(4, 4, 6, 8), torch.randn(4, 2, 6, 8), torch.randn(4, 2, 6, 8)
     keep = torch.ones(6, 6, dtype=torch.bool).tril()
     bias = torch.zeros(6, 6).masked_fill(~keep, -torch.inf)
-    given = {"causal": {"is_causal": True}, "bias": {"attn_mask": bias}, "bool": {"attn_mask": keep}}[kind]
+    given: Any = {"causal": {"is_causal": True}, "bias": {"attn_mask": bias}, "bool": {"attn_mask": keep}}[kind]
     keys = KEYS(0, np.arange(4))
     with intercept():
         out = Draws(nn.Module(), SEED).run(
