@@ -12,9 +12,10 @@ _UNDRAWN = ("layerdrop", "layer_drop", "drop_path", "path_drop", "droppath", "to
 
 
 def set_dropout(config: Any, rate: float | str) -> dict[str, float]:
-    """Set the rates of a transformers config and its parts in place: `published` keeps them. Returns those above 0.
+    """Set the rates of a transformers config and its parts in place: `published` keeps them.
 
     Rates of whole layers and paths, and of tokens at experts, become 0: a mask by row and position can't draw them.
+    Returns the rates above 0, and the latter.
     """
     rates: dict[str, float] = {}
     for key, value in config.to_dict().items():
@@ -25,7 +26,7 @@ def set_dropout(config: Any, rate: float | str) -> dict[str, float]:
             new = 0.0 if any(word in key for word in _UNDRAWN) else float(value if rate == "published" else rate)
             if new != value:  # a class may take integers only
                 setattr(config, key, new)
-            rates |= {key: new} if new else {}
+            rates |= {key: new} if new or (value and rate) else {}
     return rates
 
 
@@ -37,12 +38,14 @@ def choose_dropouts(model: nn.Module, section: schema.Model, rates: dict[str, fl
     has_kernels = cast(Any, model).config._attn_implementation in (STATIC, FLEX) and section.attention != "static"
     for module in model.modules() if has_kernels else ():
         setattr(module, DRAWS, False)
+    whole = [key for key, rate in rates.items() if not rate]
     undrawn = [key for key in rates if has_kernels and any(word in key for word in ("attention", "attn"))]
     by_rate: dict[float, list[str]] = {}
     for key, rate in rates.items():
-        if key not in undrawn:
+        if key not in (*undrawn, *whole):
             by_rate.setdefault(rate, []).append(key)
     origin = "published: " if section.resolved_dropout == "published" else ""
     text = "; ".join(f"{rate:g} ({origin}{', '.join(keys)})" for rate, keys in by_rate.items()) or "0"
     kernels = f"; {', '.join(undrawn)}: 0, since no kernel draws; model.attention=static does" if undrawn else ""
-    return f"model.dropout: {text}{kernels}"
+    layers = f"; {', '.join(whole)}: 0, since masks leave out no whole layers" if whole else ""
+    return f"model.dropout: {text}{kernels}{layers}"

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +64,10 @@ class PlainDropout:
             if not re.fullmatch(r"\D+\.\d+", name):
                 continue
             layer.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-            layer.register_forward_hook(lambda *_: cast(None, self._scopes.pop() and None))
+            layer.register_forward_hook(self._leave)
+
+    def _leave(self, *_: Any) -> None:
+        self._scopes.pop()
 
     def _enter(self, name: str) -> None:
         self._scopes.append((name, self._calls[name]))

@@ -33,7 +33,7 @@ CASES = {
     ("group", "name"),
     [
         marked(Group(engine, devices), name, in_suite=False)
-        for engine, devices in (("native", 1), ("native", 2), ("native", 3), ("xla", 1), ("xla", 3))
+        for engine, devices in (("xla_fsdp1", 2), ("native", 1), ("native", 2), ("native", 3), ("xla", 1), ("xla", 3))
         for name in CASES
     ],
 )
@@ -57,6 +57,23 @@ def with_adapters_that_drop(case: Case) -> dict[str, Any]:
     """A run whose adapters have peft's dropout, and the plain loop's losses."""
     with patch.object(peft, "LoraConfig", partial(peft.LoraConfig, lora_dropout=0.2)):
         return jobs.train(case=case) | {"expected": reference(case).losses}
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        pytest.param(Group("native", 3), Group("native", 2), marks=pytest.mark.proof),
+        pytest.param(Group("native", 3), Group("xla", 3), marks=[pytest.mark.xla, pytest.mark.proof]),
+        pytest.param(Group("xla", 3), Group("native", 1), marks=[pytest.mark.xla, pytest.mark.proof]),
+    ],
+)
+def test_a_resume_draws_the_same(writer: Group, reader: Group, workers: GetWorkers, tmp_path: Path) -> None:
+    case = replace(CASES["gpt2, recomputed"], steps=6)
+    written = workers(writer).run(jobs.write, case=case, folder=str(tmp_path), at=3)
+    for answer in workers(reader).run(jobs.read, case=case, folders={"writer": str(tmp_path)}, at=3):
+        found = [metrics["loss"] for metrics in answer["writer"]["metrics"]]
+        assert found == pytest.approx(reference(case).losses[3:], rel=1e-5)
+        assert found == pytest.approx([metrics["loss"] for metrics in written[0]["metrics"]], rel=1e-5)
 
 
 @pytest.mark.parametrize(
