@@ -59,7 +59,7 @@ def _model(case: Case) -> nn.Module:
     architecture = dict(section.architecture)
     config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
     for key in config.to_dict():
-        if "drop" in key and isinstance(getattr(config, key), float):
+        if "drop" in key and isinstance(getattr(config, key), float) and key != "layerdrop":
             is_drawn = "att" not in key or section.attention == "static"  # with model.attention=auto no kernel draws
             setattr(config, key, section.dropout if section.dropout and is_drawn else 0.0)
     config._experts_implementation = "eager"
