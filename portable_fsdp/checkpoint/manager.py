@@ -65,6 +65,7 @@ class Resumed:
     weights_only: bool
     passed_over: tuple[str, ...]  # why newer checkpoints were skipped
     evaluation: format.Evaluated | None = None  # from a checkpoint of this run only
+    drops_nothing: bool = False  # the model's rates of dropout don't apply, as in the run so far
 
 
 class Checkpoints(Closing):
@@ -360,6 +361,9 @@ class Checkpoints(Closing):
             if manifest.base is None:  # it holds its base, which may differ from the files: the next saves hold it too
                 self._base = self._fingerprint = None
             expected = self._backend.state(model, optimizer)
+            drops_nothing = not weights_only and resume.continues_without_dropout(manifest, self._config)
+            if drops_nothing:  # the next saves say so
+                self._config = {**self._config, "model": {**self._config["model"], "dropout": 0.0}}
             changes = resume.differences(manifest, self._config, *self._data, self._fingerprint, is_own=source.is_own)
             shown = [line for change in changes if change.makes_curve and manifest.config for line in change.lines()]
             base = self._base.names if self._base else ()
@@ -380,6 +384,7 @@ class Checkpoints(Closing):
             weights_only=weights_only,
             passed_over=source.passed_over,
             evaluation=manifest.evaluation if source.is_own and not weights_only else None,
+            drops_nothing=drops_nothing,
         )
 
 

@@ -274,8 +274,7 @@ def differences(
         return [Difference("config", "unknown (imported)", "this run's", True)]
     changes: dict[str, Difference] = {}
     ours, theirs = _settings(config), _settings(manifest.config)
-    ours["model.dropout"] = _dropout(ours, ours.get("model.dropout"), manifest.architecture)
-    theirs["model.dropout"] = _dropout(theirs, theirs.get("model.dropout", 0.0), manifest.architecture)
+    theirs["model.dropout"], ours["model.dropout"] = _dropouts(theirs, ours, manifest.architecture)
     for name in dict.fromkeys([*ours, *theirs]):
         old, new = _value(theirs, name), _value(ours, name)  # a key that one release lacks has its default
         if old != new and name not in _IGNORED:
@@ -354,13 +353,25 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, keys in sections for key, value in cast(dict[str, Any], keys).items()}
 
 
-def _dropout(settings: Mapping[str, Any], value: Any, architecture: Mapping[str, Any] | None) -> Any:
-    """Resolve `model.dropout` as `schema.Model.resolved_dropout` does; 0 for a model without rates. An older release,
-    without the key, trained with 0."""
-    if value is None:
-        value = "published" if settings.get("model.pretrained") else 0.0
+def continues_without_dropout(manifest: format.Manifest, config: Mapping[str, Any]) -> bool:
+    """Whether a run without `model.dropout` must go on without dropout although its model has rates, since the run that
+    saved the checkpoint had none. Older releases had none."""
+    ours = _settings(config)
+    saved, now = _dropouts(_settings(manifest.config), ours, manifest.architecture)
+    return bool(manifest.config) and ours.get("model.dropout") is None and saved == 0 != now
+
+
+def _dropouts(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], architecture: Mapping[str, Any] | None
+) -> tuple[Any, Any]:
+    """Resolve both values of `model.dropout`, as `schema.Model.resolved_dropout` does; 0 for a model without rates."""
     rates = [rate for key, rate in (architecture or {}).items() if "drop" in key and isinstance(rate, float) and rate]
-    return 0.0 if value == "published" and architecture is not None and not rates else value
+    values: list[Any] = []
+    for settings, missing in ((theirs, 0.0), (ours, None)):
+        if (value := settings.get("model.dropout", missing)) is None:
+            value = "published" if settings.get("model.pretrained") else 0.0
+        values.append(0.0 if value == "published" and architecture is not None and not rates else value)
+    return values[0], values[1]
 
 
 def _value(settings: Mapping[str, Any], name: str) -> Any:

@@ -110,9 +110,10 @@ class RowKeys:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift int32 to the right, filling with zeros. torch_xla 2.9 rounds a shifted negative number toward zero, so the
-    lost bits are cleared before."""
-    return ((x & -(1 << bits)) >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+    """Shift int32 to the right, filling with zeros."""
+    if x.device.type == "xla":  # torch_xla 2.9 rounds a shifted negative number toward zero: clear the lost bits before
+        x = x & -(1 << bits)
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -295,6 +296,14 @@ class Draws:
             layer.forward = partial(_run_layer, scope, self.slice, layer.forward)
         for module in self._regions:
             module.forward = partial(_run_region, module.forward)
+
+    def switch_off(self) -> None:
+        """Set all rates to 0, before the first step."""
+        for module in self._model.modules():
+            for name, value in [*vars(module).items()]:
+                is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+                if is_rate and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
     def move(self, slice: int | None, part: tuple[int, int] | None) -> None:
         """Tell which part of positions, and of heads or features (which part, its first feature), what follows has."""

@@ -129,6 +129,10 @@ def open_run(
     named = on_process_0(engine, lambda: last_save(Path(config.run.dir) / "events.jsonl"))
     point = checkpoints.find(config.checkpoint.resume, named)
     resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
+    if resumed is not None and resumed.drops_nothing:
+        vars(training.model)["dropout_draws"].switch_off()
+        if process == 0:
+            log.info("model.dropout: 0, as in the run so far; model.dropout=published would change it")
     cost = training.trial.cost if training.trial else None
     start = run_start(config, engine, training.built.size, steps, resumed, cost)
     is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
