@@ -246,6 +246,36 @@ def test_other_data_is_refused_and_another_path_to_the_same_data_is_not(tmp_path
     assert resumed_with(tmp_path, {"allow": ("data",)}, config=moved, data=Fingerprint("other", "t")).step == 5
 
 
+RATES = {"model_type": "opt", "dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "architecture", "outcome"),
+    [
+        ({}, {}, RATES, "off"),  # an older release
+        ({"dropout": 0.0}, {"dropout": None}, RATES, "off"),
+        ({}, {}, {"model_type": "llama", "attention_dropout": 0.0}, "same"),
+        ({"dropout": None}, {"dropout": "published"}, RATES, "same"),
+        ({}, {"dropout": "published"}, RATES, '0.0, now "published"'),
+        ({"dropout": None}, {"dropout": 0.0}, RATES, '"published", now 0.0'),
+        ({"dropout": 0.2}, {"dropout": None}, RATES, '0.2, now "published"'),
+    ],
+)
+def test_another_dropout_is_refused_and_a_run_without_it_goes_on_so(
+    tmp_path: Path, saved: dict[str, Any], now: dict[str, Any], architecture: dict[str, Any], outcome: str
+) -> None:
+    before, config = ({**CONFIG, "model": {"pretrained": "folder", **keys}} for keys in (saved, now))
+    opened = checkpoints(tmp_path, PlainBackend(), config=before, model_config=architecture)
+    opened.save(5, *small_model(seed=1), (0, 0))
+    if "now" not in outcome:
+        assert resumed_with(tmp_path, {}, config=config, data=Fingerprint()).drops_nothing is (outcome == "off")
+        return
+    with pytest.raises(CheckpointError, match=r"checkpoint\.allow='\[model\.dropout\]'"):
+        resumed_with(tmp_path, {}, config=config, data=Fingerprint())
+    resumed = resumed_with(tmp_path, {"allow": ("model.dropout",)}, config=config, data=Fingerprint())
+    assert [str(change) for change in resumed.changes] == [f"model.dropout: {outcome}"]
+
+
 def test_a_key_that_one_side_lacks_has_its_default_there(tmp_path: Path) -> None:
     """As between two releases, of which one doesn't know the key."""
     save_with(tmp_path)

@@ -138,6 +138,7 @@ REFUSED_OVERRIDES = [
         "train.steps=true",
         "train.epochs=3",
     ),
+    *("model.dropout=1", "model.dropout=publish", 'model={factory: "a:b", dropout: 0.1}'),
     *("model.pretrained=x", "model.architecture={}", "train.steps.x=1", "optim={lr: 1, lr: 2}", "=3", "optim..lr=3"),
     *("sharding.wrap_classes=LlamaDecoderLayer", "sharding.wrap_modules=[1]", "memory.save_ops=matmul"),
     *("optim.betas=[0.9, 1.0]", "optim.betas=[0.9]", "precision.modules=3", "precision.modules={head: fp32}"),

@@ -5,7 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from small_models import (
 )
 from transformers import AutoConfig
 
-from portable_fsdp.backends.contract import parameter_slots
+from portable_fsdp.backends.contract import dropouts, parameter_slots
 from portable_fsdp.models.architecture import config_from_json
 from portable_fsdp.models.flops import PEAKS, model_flops_per_token, peak_flops
 from portable_fsdp.runtime.errors import ConfigError
@@ -109,7 +109,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"num_key_value_heads": 3}, {}, r"num_key_value_heads that divides num_attention_heads=4, found 3"),
     (LLAMA | {"hidden_size": "wide"}, {}, r"transformers refuses it: .*hidden_size.*int"),
     (LLAMA | {"hidden_act": "sillu"}, {}, r"LlamaConfig: can't build a model .*sillu"),
-    (LLAMA | {"attention_dropout": 0.1}, {}, r"attention_dropout: expected 0, found 0\.1"),
+    (
+        LLAMA | {"attention_dropout": 0.1},
+        {},
+        r"attention_dropout: expected 0, found 0\.1, but model\.dropout is 0\.\n  Set model\.dropout=published",
+    ),
     (
         ARCHITECTURES["llama"]
         | {"model_type": "bamba", "mamba_n_heads": 2, "mamba_d_head": "auto", "z_loss_coefficient": 0.1},
@@ -127,6 +131,42 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_a_model_that_cannot_be_is_refused(architecture: dict[str, Any], keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(architecture, keys=keys)
+
+
+OPT = ARCHITECTURES["opt"]
+DROPOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, float]]] = {
+    "none": (OPT, {}, "", {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}),
+    "published": (
+        OPT | {"dropout": 0.2, "layerdrop": 0.1},
+        {"dropout": "published"},
+        "model.dropout: 0.2 (published: dropout); layerdrop: 0, since masks leave out no whole layers",
+        {"dropout": 0.2, "layerdrop": 0.0},
+    ),
+    "a number": (
+        OPT,
+        {"dropout": 0.3},
+        "model.dropout: 0.3 (dropout); attention_dropout: 0, since no kernel draws; model.attention=static does",
+        {"dropout": 0.3, "layerdrop": 0.0},
+    ),
+    "of attention": (
+        LLAMA,
+        {"dropout": 0.3, "attention": "static"},
+        "model.dropout: 0.3 (attention_dropout)",
+        {"attention_dropout": 0.3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_rates_of_dropout_are_those_of_the_config_or_one_number(name: str) -> None:
+    architecture, keys, described, rates = DROPOUTS[name]
+    built = build(architecture, keys=keys)
+    config = vars(cast(Any, built.model).config)
+    assert built.dropout == described
+    assert {key: config[key] for key in rates} == rates
+    assert bool(dropouts(built.model)) == bool(described)
+    for key in rates.keys() & architecture.keys():  # exports have them as published
+        assert built.config[key] == architecture[key]
 
 
 @pytest.mark.parametrize(
