@@ -74,6 +74,7 @@ def _model(case: Case) -> nn.Module:
             lora_alpha=cast(int, lora.alpha),
             use_rslora=lora.rslora,
             use_dora=lora.dora,
+            lora_dropout=lora.dropout,
             rank_pattern=dict(lora.rank_pattern),
             alpha_pattern=dict(lora.alpha_pattern),
             target_modules="all-linear"
