@@ -326,14 +326,12 @@ def with_files(
     built: "BuiltModel", model: schema.Model, file: TensorFile, weights: "PretrainedWeights"
 ) -> "BuiltModel":
     """Return the model with a base that knows which weights come from `file`, and how it holds them."""
-    from portable_fsdp.models.lora import is_adapter, plain_name
-
-    stored = set(dict(built.model.named_parameters())) - {*weights.drawn}
-    names = frozenset(fqn for fqn in stored if not is_adapter(fqn))
+    plain = {fqn: fqn.replace(".base_layer.", ".") for fqn, _ in built.model.named_parameters()}
+    names = frozenset(fqn for fqn, name in plain.items() if weights.holds(name))
     if hasattr(file, "scheme"):  # what bitsandbytes left as it was stays so
-        cast(Any, built.model).quantised_names = {fqn for fqn in names if weights.is_quantised(plain_name(fqn))}
+        cast(Any, built.model).quantised_names = {fqn for fqn in names if weights.is_quantised(plain[fqn])}
     base = built.base or weights.base_of(model, built.fill)
-    return replace(built, base=replace(base, in_files=names, stored=lambda fqn: weights.stored(plain_name(fqn))))
+    return replace(built, base=replace(base, in_files=names, stored=lambda fqn: weights.stored(plain[fqn])))
 
 
 def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Config) -> "BuiltModel":
