@@ -29,6 +29,7 @@ from portable_fsdp.runtime.watchdog import LONG_S, Watchdog
 
 if TYPE_CHECKING:
     from portable_fsdp.optim.counting import LossScaler
+    from portable_fsdp.quantised.tables import ByteTable
     from portable_fsdp.tensor_plan import TensorPlan
 
 T = TypeVar("T")
@@ -126,6 +127,7 @@ class ShardPolicy:
     scan_layers: bool = False
     attention: Callable[..., Tensor] | None = None  # called by models; an engine may run its own kernel instead
     layouts: Mapping[str, Spec] = field(default_factory=lambda: {})
+    tables: Mapping[str, "ByteTable"] = field(default_factory=lambda: {})  # parameters that hold quantised weights
     tensor: "TensorPlan | None" = None  # None: no axis `tensor`
     experts: tuple[str, ...] = ()  # modules whose weights `expert_spec` lays out; an engine may run its own products
     process_experts: Callable[[int, float | None, Callable[[Tensor], Tensor]], Any] | None = None
@@ -406,11 +408,11 @@ def checkpoint_tensors(
 ) -> dict[str, CheckpointTensor]:
     """Key -> tensor of a checkpoint: parameters (tied ones once), persistent buffers, optimizer state.
 
-    `layouts`: `ShardPolicy.layouts`; buffers are replicated.
+    `layouts`: `ShardPolicy.layouts`, without those of parameters that no checkpoint holds; buffers are replicated.
     """
     if isinstance(optimizer, CountingOptimizer):
         optimizer.settle_counts()
-    weights = dict(model.named_parameters())
+    weights = {fqn: weight for fqn, weight in model.named_parameters() if fqn in layouts}
     tensors = {fqn: CheckpointTensor(weight, layouts[fqn], fqn) for fqn, weight in weights.items()}
     for fqn, buffer in persistent_buffers(model).items():
         tensors[fqn] = CheckpointTensor(buffer, ((),) * buffer.dim(), fqn)
@@ -449,7 +451,8 @@ def optimizer_state_twins(
     meta twins, which works for any torch optimizer whose state starts at zero. Raises BackendError, with the line, for
     an optimizer whose step reads a tensor's value: meta tensors have none.
     """
-    twins = {fqn: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for fqn, p in parameters.items()}
+    trained = {fqn: p for fqn, p in parameters.items() if p.is_floating_point()}  # integers train nowhere
+    twins = {fqn: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for fqn, p in trained.items()}
     for twin in twins.values():
         twin.grad = torch.zeros_like(twin)
     optimizer = make(name_groups(groups, twins), compiled)

@@ -403,6 +403,28 @@ RULES = (
         when=lambda c, p: not c.model.freeze and c.model.lora is None,
     ),
     *refused(
+        "precision.frozen=nf4|nf4_double|int8 without model.pretrained",
+        "no checkpoint holds quantised weights: they come from the same files again",
+        when=lambda c, p: c.model.pretrained is None,
+    ),
+    *refused(
+        "precision.products with quantised weights (precision.frozen)",
+        "products in 8 bits take weights in 16 or 32 bits",
+        "precision.frozen=bfloat16",
+        when=lambda c, p: c.precision.scheme is not None,
+    ),
+    Rule(
+        "precision.frozen in 4 or 8 bits with model.lora.dora",
+        "DoRA reads the norms of whole weights in each step",
+        lambda c, p: c.precision.scheme is not None and c.model.lora is not None and c.model.lora.dora,
+        ("precision.frozen=bfloat16",),
+    ),
+    Rule(
+        "precision.frozen in 4 or 8 bits for a model whose layers have no frozen linear layer, or whose devices would "
+        "split rows of a table",
+        "the error names the weight and what fits",
+    ),
+    *refused(
         "precision.loss_scale precision.loss_scale_window where nothing computes in float16",
         "only float16 needs loss scaling",
         "precision.compute=float16",

@@ -9,7 +9,7 @@ Weights are replaced in a module's own table while its forward runs: no wrapper 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from portable_fsdp.backends.contract import Forward, ShardPolicy, dtype_name, pa
 from portable_fsdp.backends.nested import floats_in
 from portable_fsdp.layout import Spec, weight_spec
 from portable_fsdp.runtime.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from portable_fsdp.quantised.layers import AtUse
 
 
 class Use(NamedTuple):
@@ -97,6 +100,12 @@ def cast_weight(use: Use) -> Tensor:
     """Return the weight in the dtype of its use; the weight itself if it has that dtype."""
     weight = use.weight.detach() if use.splits_gradient else use.weight
     return weight.to(use.dtype) if weight.is_floating_point() else weight
+
+
+def quantised(use: Use) -> "AtUse | None":
+    """The module's tables if the weight is one of them."""
+    at_use = cast("AtUse | None", getattr(use.module, "quantised", None))
+    return at_use if at_use is not None and use.leaf in at_use.tables else None
 
 
 def eight_bit_layers(model: nn.Module, policy: ShardPolicy) -> list[str]:

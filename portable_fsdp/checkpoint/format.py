@@ -112,16 +112,21 @@ class LossScale(StrictModel):
 
 
 class BaseFingerprint(StrictModel):
-    """The weights of `model.pretrained` that a checkpoint of adapters leaves out. They have no pieces."""
+    """The weights of `model.pretrained` that a checkpoint of adapters leaves out. They have no pieces.
+
+    `quantised`: the FQNs of those that the run quantised by `scheme`; their entries in `tensors` are dequantised."""
 
     pretrained: str  # the value of model.pretrained
     gguf_file: str | None
     fingerprint: str = Field(pattern="^[0-9a-f]{32}$")
+    scheme: str | None = None
+    quantised: tuple[str, ...] = ()
     tensors: dict[str, TensorEntry]
 
     def __str__(self) -> str:
         file = f" {self.gguf_file}" if self.gguf_file else ""
-        return f"{self.pretrained}{file} (fingerprint {self.fingerprint})"
+        scheme = f", in {self.scheme}" if self.scheme else ""
+        return f"{self.pretrained}{file} (fingerprint {self.fingerprint}{scheme})"
 
 
 class WrittenBy(StrictModel):

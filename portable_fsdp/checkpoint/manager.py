@@ -211,6 +211,8 @@ class Checkpoints(Closing):
         tensors, base, scaler = entries_without_pieces(state), self._fingerprint, self._backend.loss_scaler
         if self._base is not None and base is not None:
             left_out = {key: tensors.pop(key) for key in list(tensors) if key in self._base.names}
+            states = {key: TensorState(shape, torch.bfloat16) for key, shape in self._base.quantised.items()}
+            left_out |= entries_without_pieces(states)
             base = base.model_copy(update={"tensors": left_out})
         return new_manifest(
             device=self._backend.device_name,
@@ -358,6 +360,7 @@ class Checkpoints(Closing):
         allow, name, weights_only = self._settings.allow, source.path.name, source.weights_only
         with Reader(source.path) as reader:
             manifest = reader.manifest
+            resume.require_same_scheme(manifest.base, self._fingerprint, name)
             if manifest.base is None:  # it holds its base, which may differ from the files: the next saves hold it too
                 self._base = self._fingerprint = None
             expected = self._backend.state(model, optimizer)
@@ -393,7 +396,14 @@ def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
     from portable_fsdp.models.pretrained import fingerprint
 
     value = fingerprint(base.file)
-    return format.BaseFingerprint(pretrained=base.pretrained, gguf_file=base.gguf_file, fingerprint=value, tensors={})
+    return format.BaseFingerprint(
+        pretrained=base.pretrained,
+        gguf_file=base.gguf_file,
+        fingerprint=value,
+        scheme=base.scheme,
+        quantised=tuple(sorted(base.quantised)),
+        tensors={},
+    )
 
 
 def _read_from(reader: Reader, expected: Mapping[str, TensorState], base: "Base | None", weights_only: bool) -> Read:

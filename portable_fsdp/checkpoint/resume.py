@@ -297,6 +297,20 @@ def differences(
     return sorted(changes.values(), key=lambda change: not change.makes_curve)
 
 
+def require_same_scheme(
+    saved: format.BaseFingerprint | None, now: format.BaseFingerprint | None, checkpoint: str
+) -> None:
+    """Refuse a checkpoint whose base was quantised otherwise than this run's. Raises CheckpointError."""
+    old, new = (base and base.scheme for base in (saved, now))
+    if old != new:
+        forms = [f"quantised by {scheme}" if scheme else "not quantised" for scheme in (old, new)]
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: its base was {forms[0]}, and this run's is {forms[1]} (precision.frozen).\n"
+            f"  Set precision.frozen={old or 'auto'}, or start from its adapters: checkpoint export --format peft, and "
+            "model.lora.start_from."
+        )
+
+
 def require_same_base(changes: Iterable[Difference], allow: Sequence[str], checkpoint: str) -> None:
     """Refuse a checkpoint that leaves out another base than this run's, unless allowed. Raises CheckpointError."""
     for change in changes:

@@ -162,7 +162,7 @@ class Reader(Closing):
         """Check that the checkpoint has just the tensors (or weights) of `expected`: keys, shapes, dtypes, ties; those
         in `base` may be in the manifest's base alone. Raises `CheckpointError` with a table of differences, below
         `config`: the differences of the configs."""
-        left_out = {key: entry for key, entry in self.manifest.left_out.items() if key in base}
+        left_out = {key: e for key, e in self.manifest.left_out.items() if key in base and key in expected}
         ours, stored = (
             {k: format.describe(t) for k, t in tensors.items() if not weights_only or format.folder_of(k) == "model"}
             for tensors in (entries_without_pieces(expected), self.manifest.tensors | left_out)

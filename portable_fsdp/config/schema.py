@@ -304,8 +304,9 @@ LARGEST_LOSS_SCALE = 2.0**127  # doubling it gives infinity in float32
 class Precision(Section):
     master: Literal["float32", "bfloat16"] = "float32"
     """dtype of stored weights and optimizer state"""
-    frozen: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of stored frozen weights (model.freeze, the base of model.lora); auto: precision.master"""
+    frozen: Literal["auto", "float32", "bfloat16", "nf4", "nf4_double", "int8"] = "auto"
+    """form of stored frozen weights (model.freeze, the base of model.lora); auto: precision.master; nf4: linear layers
+    and experts in 4 bits (QLoRA), nf4_double: with 8-bit scales; int8: in 8 bits; from model.pretrained"""
     compute: DType = "float32"
     """dtype of forward and backward"""
     reduce: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -330,6 +331,11 @@ class Precision(Section):
     """float16: initial loss scale; halved when gradients overflow"""
     loss_scale_window: int = Field(default=2000, ge=1)
     """float16: double the loss scale after this many steps without overflow"""
+
+    @property
+    def scheme(self) -> str | None:
+        """How frozen weights are quantised; None: they aren't."""
+        return self.frozen if self.frozen in ("nf4", "nf4_double", "int8") else None
 
     @property
     def dtypes(self) -> set[str]:

@@ -26,7 +26,7 @@ from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.expert_adapters import expert_products
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
-from portable_fsdp.models.weights import RandomWeights
+from portable_fsdp.models.weights import RandomWeights, WeightFill
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, printable
 from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_folder
@@ -319,38 +319,41 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
     W + alpha / r * B A, with DoRA each output scaled to its norm, in float32, then rounded to the base's dtype: holds
     two tensors. `base`: see `ExportOptions`. Raises `CheckpointError`.
     """
-    tensors = formats.weights_of(reader) | reader.manifest.left_out
+    left_out = reader.manifest.left_out
+    tensors = formats.weights_of(reader) | left_out
     adapters = adapters_of(reader)
     if adapters is None:
-        return tensors, reader.read_whole
+        if not left_out:
+            return tensors, reader.read_whole
+        model = formats.model_on_meta(reader.manifest.architecture or {}, f"checkpoint {reader.folder.name}")
+        adapters = Adapters(Lora(), [], model)
     by_weight = {names.weight: names for names in adapters.layers}
     saved = {lora.plain_name(key): key for key in tensors if not lora.is_adapter(key)}
     fill = _left_out(reader, adapters.base, base)
 
-    def read_base(key: str) -> Tensor:
+    def read(key: str) -> Tensor:
         entry = tensors[saved[key]]
         if fill is None or saved[key] in reader.manifest.tensors:
-            return reader.read_whole(saved[key])
-        return fill(key, full_region(entry.shape)).to(getattr(torch, entry.dtype))
-
-    def read(key: str) -> Tensor:
-        weight = read_base(key)
+            weight = reader.read_whole(saved[key])
+        else:
+            weight = fill(key, full_region(entry.shape))
+        dtype = getattr(torch, entry.dtype)
         if key not in by_weight:
-            return weight
+            return weight.to(dtype)
         names = by_weight[key]
         a, b = (reader.read_whole(name).float() for name in (names.a, names.b))
         if names.is_of_experts:
             holder: Any = adapters.base.get_submodule(names.layer.rpartition(".")[0])
             change = expert_products(a, b, len(weight), holder.is_transposed)
             scaling = lora.scaling_of(adapters.settings, names.layer, len(a) // len(weight))
-            return (weight.float() + change * scaling).to(weight.dtype)
+            return (weight.float() + change * scaling).to(dtype)
         change = b @ a * lora.scaling_of(adapters.settings, names.layer, len(a))
         inputs_first = lora.holds_inputs_first(adapters.base.get_submodule(names.layer))
         whole = weight.float() + (change.T if inputs_first else change)
         if adapters.settings.dora:
             norms, magnitude = whole.norm(dim=int(not inputs_first)), reader.read_whole(names.magnitude).float()
             whole *= (magnitude / norms)[(None, ...) if inputs_first else (..., None)]
-        return whole.to(weight.dtype)
+        return whole.to(dtype)
 
     return {name: tensors[key] for name, key in saved.items()}, read
 
@@ -361,8 +364,9 @@ def opened_folder(manifest: Manifest) -> Path | None:
     return Path(str(opened)) if opened and Path(str(opened)).is_dir() else None
 
 
-def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedWeights | None:
-    """Open the base that a checkpoint leaves out; None if it includes the base. Raises `CheckpointError`."""
+def _left_out(reader: Reader, model: nn.Module, name: str | None) -> WeightFill | None:
+    """Open the base that a checkpoint leaves out, with the values that the run's quantised weights have; None if it
+    includes the base. Raises `CheckpointError`."""
     manifest, base = reader.manifest, reader.manifest.base
     if base is None:
         return None
@@ -380,7 +384,13 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> PretrainedW
         allow = manifest.config.get("model", {}).get("allow", ())
         rows = getattr(config, "vocab_size", None)  # fewer if the run's tokenizer had more tokens
         rows = None if rows == getattr(cast(Any, model).config, "vocab_size", None) else rows
-        return PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=rows)
+        weights = PretrainedWeights(file, model, model, drawn, allow=allow, rows_before=rows)
+        if base.scheme is None:
+            return weights
+        from portable_fsdp.models.quantised import as_quantised
+
+        shapes = {lora.plain_name(key): base.tensors[key].shape for key in base.quantised}
+        return as_quantised(weights, shapes, base.scheme, weights.stored)
     except ConfigError as error:
         raise CheckpointError(f"{problem}  found: {error}{hint}") from None
 

@@ -35,7 +35,7 @@ from portable_fsdp.runtime.factory import call_factory
 from portable_fsdp.runtime.hub import before_transformers
 
 if TYPE_CHECKING:  # a run without model.pretrained loads neither
-    from portable_fsdp.models.pretrained import Base
+    from portable_fsdp.models.pretrained import Base, PretrainedWeights
 
 log = logging.getLogger("portable_fsdp")
 
@@ -54,7 +54,7 @@ class BuiltModel:
     fill: WeightFill
     config: dict[str, Any]
     size: ModelSize
-    base: "Base | None" = None  # of `model.lora`, if it comes from `model.pretrained`
+    base: "Base | None" = None  # of `model.lora` or of quantised weights, if it comes from `model.pretrained`
     dropout: str = ""  # what `model.dropout` is here, for the log
 
 
@@ -107,6 +107,11 @@ def build_model(
         from portable_fsdp.models.pretrained import open_pretrained
 
         config, file = open_pretrained(model, task.name)
+        if (scheme := getattr(file, "scheme", None)) not in (None, precision.frozen):
+            raise ConfigError(
+                f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={scheme}, found "
+                f"{precision.frozen}.\n  Set precision.frozen={scheme}, or use the model's unquantised folder."
+            )
         rows_before = _grow(config, vocabulary, file, keeps_ids)
     _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
@@ -149,6 +154,7 @@ def build_model(
     if is_causal_lm:
         attach_loss(bare, DTYPES.get(precision.output), eager, loss, documents, steps, compiler)
     built.model.train()
+    weights = built.fill
     if model.lora is not None:
         from portable_fsdp.models.lora import with_adapters
 
@@ -158,6 +164,10 @@ def build_model(
         from portable_fsdp.models.lora import with_base
 
         built = with_base(built, model, model.lora, file)
+    if precision.scheme is not None and file is not None:
+        from portable_fsdp.models.quantised import with_files
+
+        built = with_files(built, model, file, cast("PretrainedWeights", weights))
     return replace(built, size=size_of(built.model))
 
 

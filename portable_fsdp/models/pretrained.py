@@ -7,7 +7,7 @@ transformers itself leaves out.
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -32,13 +32,18 @@ _ROWS = 4096  # rows of a table read at a time
 
 @dataclass(frozen=True)
 class Base:
-    """The base of adapters: weights that come whole from `model.pretrained`, and that no step changes."""
+    """Weights that come whole from `model.pretrained`, and that no step changes: the base of adapters, or what is
+    quantised."""
 
     pretrained: str
     gguf_file: str | None
     file: TensorFile
     names: frozenset[str]  # FQNs in the model with adapters
-    fill: WeightFill
+    fill: WeightFill  # quantised weights dequantised
+    stored: Callable[[str], Any] = lambda _: None  # FQN -> `PretrainedWeights.stored`
+    in_files: frozenset[str] = frozenset()  # FQNs of weights that may be quantised
+    scheme: str | None = None
+    quantised: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {})  # FQN -> shape
 
 
 def fingerprint(file: TensorFile) -> str:
@@ -68,7 +73,13 @@ def open_pretrained(model: schema.Model, task: str = "causal_lm") -> tuple[Any, 
         gguf = GgufFile(path)
         return gguf.config, gguf
     folder = local_folder("model.pretrained", name, MODEL_FILES)
-    return _config(folder, task), SafetensorsFolder(folder)
+    config, file = _config(folder, task), SafetensorsFolder(folder)
+    if getattr(config, "quantization_config", None) is None:
+        return config, file
+    from portable_fsdp.models.bitsandbytes_files import BitsandbytesFolder
+
+    del config.quantization_config
+    return config, BitsandbytesFolder(file)
 
 
 def _config(folder: Path, task: str) -> Any:
@@ -93,10 +104,11 @@ def _config(folder: Path, task: str) -> Any:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = cast(dict[str, Any], quantised).get("quant_method", "") if isinstance(quantised, dict) else quantised
-        raise ConfigError(
-            f"model.pretrained: {path}: expected weights in float32, bfloat16 or float16, found quantised ones "
-            f"(quantization_config: {str(method)[:80]}).\n  {_UNQUANTISED}"
-        )
+        if method != "bitsandbytes":
+            raise ConfigError(
+                f"model.pretrained: {path}: expected weights in float32, bfloat16 or float16, or quantised by "
+                f"bitsandbytes, found quantised ones (quantization_config: {str(method)[:80]}).\n  {_UNQUANTISED}"
+            )
     values, _ = config.get_config_dict(folder, local_files_only=True)
     if unknown := dict(unknown_keys(config, values)):
         log_unknown_keys("model.pretrained", config, unknown)
@@ -144,6 +156,23 @@ class PretrainedWeights:
         if fqn in self._rows:
             return self._grown(fqn, slices)
         return self._tensors.read(self._where[fqn], slices).to(self._dtypes[fqn])
+
+    def stored(self, fqn: str) -> Any:
+        """Return a weight as its file holds it quantised (`StoredWeight`); None: it doesn't, or is joined from several
+        tensors."""
+        read, name = getattr(self._file, "stored", None), self._where.get(fqn)
+        return (
+            None if read is None or name is None or self._tensors.is_joined(name) else read(self._tensors.keys[name][0])
+        )
+
+    def base_of(self, model: schema.Model, fill: WeightFill) -> Base:
+        """Return a base of which nothing is left out yet."""
+        return Base(str(model.pretrained), model.gguf_file, self._file, frozenset(), fill)
+
+    def is_quantised(self, fqn: str) -> bool:
+        """Whether any tensor of a weight is quantised in the file."""
+        keys = self._tensors.keys[self._where[fqn]] if fqn in self._where else ()
+        return any(key in getattr(self._file, "quantised", ()) for key in keys)
 
     def holds(self, fqn: str) -> bool:
         return fqn in self._where
@@ -313,6 +342,9 @@ class ConvertedTensors:
             self._last = None  # dropped first, so that two are never in memory
             self._last = (group, self._make(group, lambda key: self._file.read(key, ())))
         return self._last[1][name][slices].clone()
+
+    def is_joined(self, name: str) -> bool:
+        return name in self._groups
 
     def _sort(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping

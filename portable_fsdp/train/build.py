@@ -6,7 +6,7 @@ The trainer, the planner, the tests and custom loops (examples/own_loop.py) use 
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -41,7 +41,8 @@ from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.preflight import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 
-if TYPE_CHECKING:  # text doesn't load it
+if TYPE_CHECKING:  # text doesn't load the one, nor runs without quantised weights the other
+    from portable_fsdp.quantised.tables import ByteTable
     from portable_fsdp.train.row_trial import RowTrial
 
 log = logging.getLogger("portable_fsdp")
@@ -119,6 +120,10 @@ def build_training(
         )
     _cast_buffers(config, built.model)
     policy, trial, draws = shard_policy(config, built.model), None, None
+    if policy.tables and fill:
+        from portable_fsdp.models.quantised import with_tables
+
+        built = with_tables(built, policy.tables, config)
     if firsts is not None:
         from portable_fsdp.train.row_trial import try_rows
 
@@ -251,7 +256,12 @@ def _laid_out(
     if fill is not None:  # the planner has other hardware
         eager = backend.expected_compilations == 0
         own = config.optim.factory is not None
-        require_memory(config, backend, memory_need(model, make, groups, eager=eager, own=own))
+        need = memory_need(model, make, groups, eager=eager, own=own, tables=policy.tables)
+        require_memory(config, backend, need)
+    if policy.tables:
+        from portable_fsdp.quantised.layers import place
+
+        place(model, policy.tables)
     return backend.shard_model(model, policy, fill), backend.build_optimizer(make, groups)
 
 
@@ -286,9 +296,18 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         layouts |= expert_layouts(model, sharding.expert)
     if tensor is not None:
         layouts = {fqn: tensor.layout(fqn, spec) for fqn, spec in layouts.items()}
+    modules = {name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()}
+    tables: Mapping[str, ByteTable] = {}
+    if precision.scheme is not None:
+        from portable_fsdp.models.quantised import quantised_tables, table_layouts, table_plan
+
+        tables = quantised_tables(model, precision.scheme, layers, modules, layouts, tensor)
+        layouts |= table_layouts(tables, layouts)
+        tensor = tensor and table_plan(tables, tensor)
     return ShardPolicy(
         units=units,
         layouts=layouts,
+        tables=tables,
         tensor=tensor,
         experts=experts,
         process_experts=OneDevice,
@@ -297,7 +316,7 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
         compute=DTYPES[precision.compute],
         cast_inputs=precision.cast_inputs,
         reduce=DTYPES["float32" if precision.reduce == "auto" else precision.reduce],
-        modules={name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()},
+        modules=modules,
         products=precision.products,
         recompute=recomputed_layers(model, layers, memory),
         save_ops=memory.save_ops,

@@ -9,7 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,6 +19,9 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.optim.counting import skips_on_device
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes, in_units
+
+if TYPE_CHECKING:
+    from portable_fsdp.quantised.tables import ByteTable
 
 log = logging.getLogger("portable_fsdp")
 
@@ -50,12 +54,18 @@ device; None if the engine doesn't know them."""
 
 
 def memory_need(
-    model: nn.Module, make: MakeOptimizer, groups: list[dict[str, Any]], *, eager: bool, own: bool = False
+    model: nn.Module,
+    make: MakeOptimizer,
+    groups: list[dict[str, Any]],
+    *,
+    eager: bool,
+    own: bool = False,
+    tables: Mapping[str, "ByteTable"] = MappingProxyType({}),
 ) -> MemoryNeed:
     """Return the memory that a model on meta will need.
 
     `groups`: parameter groups with FQNs of the trained weights in `params`; `eager`: a step keeps all gradients between
-    backward and the optimizer step; `own`: the optimizer is the user's.
+    backward and the optimizer step; `own`: the optimizer is the user's; `tables`: will hold weights, quantised.
     """
     parameters = dict(model.named_parameters())
     trained = [weight for weight in parameters.values() if weight.requires_grad]
@@ -66,7 +76,7 @@ def memory_need(
     return MemoryNeed(
         parameters=sum(weight.numel() for weight in parameters.values()),
         trained=sum(weight.numel() for weight in trained),
-        weights=sum(weight.nbytes for weight in parameters.values()),
+        weights=sum(tables.get(fqn, weight).nbytes for fqn, weight in parameters.items()),
         gradients=sum(weight.nbytes for weight in trained) if eager else 0,
         optimizer=optimizer,
         largest_weight=max(4 * weight.numel() for weight in parameters.values()),
@@ -114,7 +124,7 @@ def check_memory(
             "more hosts" if offload else "more devices or hosts": True,
             "precision.master=bfloat16, which needs half": config.precision.master == "float32",
             "model.lora={}, with gradients and optimizer state only of adapters": lora is None,
-            "precision.frozen=bfloat16": lora is not None and config.precision.frozen == "auto",
+            "precision.frozen=bfloat16, or nf4": lora is not None and config.precision.frozen == "auto",
             "on GPUs memory.cpu_offload=true": not offload,
             "a smaller model": True,
         }

@@ -67,9 +67,10 @@ class Run:
         self.unwrapped_names = [name for name, _ in unwrapped.named_parameters(remove_duplicate=False)]
         self.ties = sorted(sorted(_names(unwrapped, places)) for places in parameter_slots(unwrapped).values())
         self.buffers = {name: buffer.clone() for name, buffer in unwrapped.named_buffers()}
-        training = build_training(config, backend, vocabulary=256)
+        training = build_training(config, backend, vocabulary=None if config.model.pretrained else 256)
         self.model, self.optimizer, self.accumulation = training.model, training.optimizer, training.accumulation
         self.step, self.architecture, self.keys = training.step, training.built.config, training.keys
+        self.base = training.built.base
 
     def train(self, first: int, last: int, stop_in: int | None = None) -> list[dict[str, float]]:
         """Steps first to last; metrics are read a step late, as the loop does."""
@@ -152,7 +153,9 @@ def train(case: Case, stop_in: int | None = None) -> dict[str, Any]:
 
 def checkpoints_in(folder: str, run: Run, settings: schema.Checkpoint | None = None) -> Checkpoints:
     config = run.config.model_dump(mode="json")
-    return Checkpoints(folder, run.backend, config=config, model_config=run.architecture, settings=settings)
+    return Checkpoints(
+        folder, run.backend, config=config, model_config=run.architecture, settings=settings, base=run.base
+    )
 
 
 def load_newest(checkpoints: Checkpoints, run: Run) -> tuple[Path, Resumed]:

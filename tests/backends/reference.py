@@ -27,6 +27,7 @@ from portable_fsdp.optim.optimizer import learning_rate
 # Settings that change what is computed; all others only say how an engine does it.
 OF_THE_LOOP = (
     "model.architecture",
+    "model.pretrained",
     "model.router_bias_rate",
     "model.freeze",
     "model.lora",
@@ -55,8 +56,9 @@ class Reference:
 def _model(case: Case) -> nn.Module:
     section, precision = case.config(1).model, Precision(frozen=case.config(1).precision.frozen)
     built = build_model(section, precision, seed=case.seed, seq_len=SEQ_LEN, vocabulary=256)
-    assert isinstance(section.architecture, dict)
-    architecture = dict(section.architecture)
+    architecture = built.config if section.architecture is None else section.architecture
+    assert isinstance(architecture, dict)
+    architecture = dict(architecture)
     config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
     for key in config.to_dict():
         if "drop" in key and isinstance(getattr(config, key), float) and key != "layerdrop":
@@ -83,6 +85,7 @@ def _model(case: Case) -> nn.Module:
             target_parameters=[name for name in lora.targets if "." in name] or None,
             modules_to_save=[*lora.train_whole] or None,
             ensure_weight_tying=config.tie_word_embeddings and bool(lora.train_whole),
+            fan_in_fan_out=config.model_type == "gpt2",
         )
         peft.inject_adapter_in_model(settings, model)
     with torch.no_grad():

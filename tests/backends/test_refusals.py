@@ -95,6 +95,7 @@ VALUES: dict[str, list[Any]] = {
     "sharding.plan": [{}, {"*mlp": "replicated"}],
     "sharding.reshard_after_forward": [None, 2, 3, 4, 8],
     "precision.modules": [{}, {"*norm*": "float32"}, {"*norm*": "bfloat16"}, {"a": "float16", "b": "float32"}],
+    "precision.frozen": ["auto", "bfloat16", "nf4"],
     "memory.every": [None, 1, 2],
     "memory.save_ops": [[], ["matmul"], ["matmul", "attention"]],
     "model.gguf_file": ["a.gguf"],
@@ -111,12 +112,18 @@ OF_FACTORIES: list[dict[str, Any]] = [
     {"train.task": "masked_lm"},
     {"sharding.context": 2, "data.seq_len": 30},
     {"sharding.tensor": 2, "model.lora": {"r": 4, "dora": True}},
+    {"precision.frozen": "nf4", "model.lora": {"r": 4, "dora": True}},
     {**_OWN, "train.task": "module:function", "model.attention": "sdpa", "model.experts": "batched_mm"},
     {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
     {**_OWN, "train.task": "module:function", "sharding.tensor": 2, "model.router_bias_rate": 0.001},
     {**_OWN, "train.task": "module:function", "sharding.expert": 2, "sharding.context": 2},
     {"train.task": "module:function", "precision.compute": "bfloat16", "precision.output": "float32"},
     {"precision.compute": "float16", "precision.loss_scale": 1024.0, "optim.name": "adafactor"},
+    {**_OWN, "train.task": "module:function", "precision.frozen": "nf4", "model.freeze": ["*embed*"]},
+    *(
+        {"precision.frozen": "nf4", "model.freeze": ["a"], "precision.compute": "bfloat16", "precision.products": word}
+        for word in ("int8", "float8")
+    ),
     {"data.factory": "module:function", "train.sample_every": 2, "train.sample_prompts": ["a"]},
     {"data.factory": "module:function", "data.buckets": {"labels": [4]}, "data.workers": 2},
     {"data.factory": "module:function", "data.buckets": {"input_ids": [4, 8], "labels": [4, 8]}},

@@ -199,7 +199,12 @@ class NativeBackend(contract.Backend):
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         check_statistics(model, policy)
         move_buffers(model, self.device)
-        self._root, self._layouts[model] = model, policy.layouts
+        if policy.tables:
+            from portable_fsdp.backends.native.quantised import view_tables
+
+            view_tables(model, policy)
+        saved = {fqn: spec for fqn, spec in policy.layouts.items() if fqn not in policy.tables}
+        self._root, self._layouts[model] = model, saved
         self._shapes[model] = {fqn: weight.shape for fqn, weight in model.named_parameters()}
         if self._row_parts is not None:
             for module in model.modules():  # an attribute, since gradient checkpointing and compilers keep those
@@ -227,6 +232,10 @@ class NativeBackend(contract.Backend):
             if "expert" in self.axes:
                 meshes = meshes[0], self._fsdp_mesh([axis for axis in self._fsdp_axes if axis != "expert"])
             self._models[model] = Prefetch(shard_units(model, policy, *meshes, self.device), policy), policy.reduce
+            if policy.tables:
+                from portable_fsdp.backends.native.quantised import dequantise_experts
+
+                dequantise_experts(model, policy)
         if policy.offload_activations:
             from portable_fsdp.backends.native.offload import ActivationOffload
 
@@ -240,7 +249,8 @@ class NativeBackend(contract.Backend):
         with torch.no_grad():
             for fqn, parameter in model.named_parameters():
                 for part, own in self._regions(model, fqn, parameter, policy.layouts[fqn]):
-                    local_part(parameter)[own].copy_(fill(fqn, part))
+                    local, piece = local_part(parameter)[own], fill(fqn, part)
+                    local.copy_(piece.view(local.dtype) if fqn in policy.tables else piece)
         return model
 
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -57,10 +57,12 @@ RULES = (
             "memory.offload memory.cpu_offload": _HOST_MEMORY,
             "optim.name=adamw8bit": "bitsandbytes has no kernel for it",
             "precision.products=float8|float8_rowwise": "torchao's kernels run on GPUs",
+            "precision.frozen=nf4|nf4_double|int8": "TorchTPU has no tested view of bytes as other numbers",
             "observe.profile": "torch.profiler records no operation that TorchTPU 0.2.0 runs on a chip",
         },
         when=lambda c, p: p.device == "tpu",
     ),
+    Rule("precision.frozen in 4 or 8 bits for experts in compiled layers", "the layers would keep dequantised experts"),
     Rule(
         "precision.compute on tpu",
         _NO_FLOAT16,

@@ -142,6 +142,8 @@ def _gathered(forward: Callable[..., Tensor], group: Group) -> Callable[..., Ten
 
 def _without_bias(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(self: Any, hidden: Tensor) -> Tensor:
+        if hasattr(self, "quantised"):
+            return forward(self, hidden, with_bias=False)
         return hidden @ self.weight if hasattr(self, "nf") else F.linear(hidden, self.weight)
 
     return run

@@ -33,10 +33,10 @@ from portable_fsdp.backends.native.units import (
 )
 from portable_fsdp.backends.weight_uses import (
     Use,
-    cast_weight,
     distinct,
     dtype_of,
     is_inside,
+    quantised,
     swapped,
     uses_by_block,
     weight_uses,
@@ -56,14 +56,13 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
     layers = {*policy.recompute, *compiled}
     # A recomputed or compiled layer is one block: modules inside are cast with it.
     blocks = {name for name in (*policy.units, *layers) if not is_inside(name, layers - {name})}
-    casts, known = _Casts(), set[tuple[nn.Module, str]]()
+    casts, known = Casts(), set[tuple[nn.Module, str]]()
     for name, uses in uses_by_block(weight_uses(model, policy), blocks).items():
         block = model.get_submodule(name)
         if policy.cast_inputs and name in (ROOT, *policy.units):  # as FSDP2 does: it may get pixels
             cast_inputs(block, dtype_of(name, policy))
         # A module with several names belongs to the innermost of its blocks, which come first.
-        floats = [use for use in uses if use.weight.is_floating_point() and use.weight.dtype != use.dtype]
-        uses = [use for use in floats if (use.module, use.leaf) not in known]
+        uses = [use for use in uses if _needs_copy(use) and (use.module, use.leaf) not in known]
         known |= {(use.module, use.leaf) for use in uses}
         inside = name in policy.recompute and name not in compiled and bool(uses)
         last = policy.draws_by_keys and name in compiled  # as in `units.shard_units`
@@ -79,7 +78,8 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         if uses:
             cast(Any, block).__deepcopy__ = _refuse_copy
     if known:
-        model.forward = casts.around_all(model.forward, keep=not policy.reshard_after_forward)
+        keep = not policy.reshard_after_forward
+        model.forward = casts.around_all(model.forward, keep, has_tables=bool(policy.tables))
         cast(Any, model).__deepcopy__ = _refuse_copy
 
 
@@ -92,23 +92,34 @@ def _refuse_copy(_: Any) -> NoReturn:
     )
 
 
+def _needs_copy(use: Use) -> bool:
+    if (table := quantised(use)) is not None:
+        return not table.in_forward
+    return use.weight.is_floating_point() and use.weight.dtype != use.dtype
+
+
+def _copy_of(use: Use, weight: Tensor) -> Tensor:
+    table = quantised(use)
+    return weight.to(use.dtype) if table is None else table.weight(use.module, use.leaf, weight, use.dtype)
+
+
 class _Cast(NamedTuple):
     """The record that autograd keeps in place of a cast copy, or of a view of it."""
 
     storage: int
     weight: Tensor
     version: int  # of the weight
-    dtype: torch.dtype
+    use: Use
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class _Casts:
-    """Copies of weights in their compute dtype, which exist while a block runs."""
+class Casts:
+    """Copies of weights in their compute dtype, cast or dequantised, which exist while a block runs."""
 
     def __init__(self) -> None:
-        self._running: dict[int, tuple[Tensor, Tensor]] = {}  # by the copy's storage: the weight and the copy
+        self._running: dict[int, tuple[Use, Tensor, Tensor]] = {}  # by the copy's storage: the weight and the copy
         self._entered: list[tuple[nn.Module, AbstractContextManager[None]]] = []  # blocks whose forward runs
 
     @contextmanager
@@ -116,8 +127,9 @@ class _Casts:
         """Context in which modules use copies in place of the weights of `uses`; also decorates a forward."""
         masters = {use.key: use.weight for use in uses}
         with record_function(CASTS):
-            copies = {use.key: cast_weight(use) for use in distinct(uses)}
-        running = {_storage(copy): (masters[key].detach(), copy.detach()) for key, copy in copies.items()}
+            copies = {use.key: _copy_of(use, use.weight) for use in distinct(uses)}
+        by_key = {use.key: use for use in uses}
+        running = {_storage(copy): (by_key[key], masters[key].detach(), copy.detach()) for key, copy in copies.items()}
         self._running |= running
         try:
             with swapped(uses, [copies[use.key] for use in uses]):
@@ -143,15 +155,17 @@ class _Casts:
     def _leave(self) -> None:
         self._entered.pop()[1].__exit__(None, None, None)
 
-    def around_all(self, forward: Forward, keep: bool) -> Forward:
-        """Wrap the model's `forward`. Without `keep` autograd keeps none of its copies, and backward casts again."""
+    def around_all(self, forward: Forward, keep: bool, *, has_tables: bool = False) -> Forward:
+        """Wrap the model's `forward`. Without `keep` autograd keeps none of its copies, and backward casts again; it
+        keeps no dequantised ones anyway."""
 
         def pack(tensor: Tensor) -> tuple[Tensor, int] | _Cast:
             storage = _storage(tensor)
-            if storage not in self._running:
+            if storage not in self._running or (keep and quantised(self._running[storage][0]) is None):
                 return tensor, tensor._version
-            weight, offset = self._running[storage][0], int(tensor.storage_offset())
-            return _Cast(storage, weight, weight._version, tensor.dtype, tensor.size(), tensor.stride(), offset)
+            use, weight, _ = self._running[storage]
+            offset = int(tensor.storage_offset())
+            return _Cast(storage, weight, weight._version, use, tensor.size(), tensor.stride(), offset)
 
         def unpack(kept: tuple[Tensor, int] | _Cast) -> Tensor:
             if not isinstance(kept, _Cast):
@@ -159,15 +173,15 @@ class _Casts:
                 return kept[0]
             if kept.weight._version != kept.version:
                 raise BackendError("backend native: a weight was modified between a forward and its backward.")
-            weight, copy = self._running.get(kept.storage, (None, None))
+            _, weight, copy = self._running.get(kept.storage, (None, None, None))
             if weight is not kept.weight or copy is None:  # else a gradient is taken within the block's forward
                 with record_function(CASTS):
-                    copy = kept.weight.to(kept.dtype)
+                    copy = _copy_of(kept.use, kept.weight)
             return copy.as_strided(kept.size, kept.stride, kept.offset)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                with nullcontext() if keep else saved_tensors_hooks(pack, unpack):
+                with nullcontext() if keep and not has_tables else saved_tensors_hooks(pack, unpack):
                     return forward(*args, **kwargs)
             except BaseException:
                 while self._entered:  # after Ctrl-C torch calls no hook

@@ -199,7 +199,7 @@ FSDP1_RULES = (
         when=lambda c, p: c.precision.compute != "float32",
     ),
     *refused(
-        "precision.frozen=bfloat16 on xla_fsdp1",
+        "precision.frozen=bfloat16|nf4|nf4_double|int8 on xla_fsdp1",
         _FLOAT32_ONLY,
         "--backend=xla",
         when=lambda c, p: bool(c.model.freeze or c.model.lora),

@@ -145,6 +145,12 @@ class XlaBackend(PjrtBackend):
             shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
             layouts = {fqn: axes_apart(spec, shapes[fqn], self.axes) for fqn, spec in policy.layouts.items()}
             policy = replace(policy, layouts=layouts)
+        if policy.tables:
+            from portable_fsdp.backends.torch_xla.spmd import quantised
+
+            barrier = self._bridge._xla_optimization_barrier_
+            quantised.use_tables(model, policy, Layouts(self.mesh, self.axes), barrier)
+            fill = None if fill is None else quantised.expanding(fill, policy)
         self._wrap_forwards(model, policy)
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
@@ -157,7 +163,8 @@ class XlaBackend(PjrtBackend):
                 if buffer is not None:
                     whole = ((),) * buffer.dim()
                     module._buffers[leaf] = self._make(buffer.shape, buffer.dtype, whole, buffer.__getitem__)
-        self._model, self._layouts[model] = model, policy.layouts
+        saved = {fqn: spec for fqn, spec in policy.layouts.items() if fqn not in policy.tables}
+        self._model, self._layouts[model] = model, saved
         return model
 
     def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> None:

@@ -176,6 +176,10 @@ class Layouts:
         """Return the weight gathered over the axes of FSDP; its gradient is sharded by `spec`."""
         return cast(Tensor, _LaidOut.apply(weight, partial(self.shard, spec=spec), self._gather(spec)))
 
+    def gathered_bytes(self, stored: Tensor, spec: Spec) -> Tensor:
+        """Return a table gathered over the axes of FSDP, in a traced loop too."""
+        return self.marked(stored * 1, *_kept(spec))  # an argument of the program has its own sharding
+
     def stacked(self, weights: list[Tensor], spec: Spec, gather: bool) -> Tensor:
         """Return `[len(weights), ...]`, each weight sharded by `spec`, or gathered with `gather`; gradients are
         sharded."""
@@ -184,8 +188,12 @@ class Layouts:
         return cast(Tensor, _LaidOut.apply(torch.stack(weights), layout, self._gather(spec) if gather else None))
 
     def _gather(self, spec: Spec) -> Callable[[Tensor], None]:
-        kept = [cuts if cuts == ("expert",) else tuple(axis for axis in cuts if axis == "tensor") for cuts in spec]
-        return partial(self.shard, spec=tuple(kept))
+        return partial(self.shard, spec=_kept(spec))
+
+
+def _kept(spec: Spec) -> Spec:
+    """The axes that still split a gathered weight."""
+    return tuple(cuts if cuts == ("expert",) else tuple(axis for axis in cuts if axis == "tensor") for cuts in spec)
 
 
 def _split(tensor: Tensor, rest: Sequence[tuple[str, ...]]) -> Spec:

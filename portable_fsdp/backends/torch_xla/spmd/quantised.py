@@ -1,0 +1,118 @@
+"""Quantised weights on XLA: devices gather their bytes, and comparisons dequantise them: look-ups are slow on TPUs."""
+
+# Parameters are replaced in a module's own table.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+
+from portable_fsdp.backends.contract import Fill, ShardPolicy
+from portable_fsdp.backends.torch_xla.spmd.forward import Barrier
+from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts
+from portable_fsdp.backends.weight_uses import dtype_of
+from portable_fsdp.layout import Region, Spec
+from portable_fsdp.quantised.layers import Dequantise, quantised_modules
+from portable_fsdp.quantised.tables import NF4, ByteTable, expand, expanded, scaled
+
+
+def use_tables(model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier: Barrier) -> None:
+    """Gather the bytes of tables, on meta, at use; let experts dequantise them in their forwards."""
+    gathering = cache(partial(_gathering, layouts, barrier))  # one function for equal layers: a loop can run them
+    for name, module in quantised_modules(model).items():
+        tables = {leaf: expanded(table) for leaf, table in module.quantised.tables.items()}
+        for leaf, table in tables.items():
+            stored = torch.empty(table.stored_shape, dtype=torch.int8, device="meta")
+            module._parameters[leaf] = nn.Parameter(stored, requires_grad=False)
+        for key in [key for key in module._buffers if key.startswith("quantised_")]:
+            del module._buffers[key]
+        ways = {leaf: gathering(policy.layouts[f"{name}.{leaf}"]) for leaf in tables}
+        module.quantised = module.quantised._replace(tables=tables, ways=ways)
+        if not module.quantised.in_forward:
+            module.forward = MethodType(_dequantising(type(module).forward, dtype_of(name, policy)), module)
+
+
+def _gathering(layouts: Layouts, barrier: Barrier, spec: Spec) -> Dequantise:
+    def dequantise(stored: Tensor, table: ByteTable, dtype: torch.dtype, gradient: Tensor | None) -> Tensor:
+        if gradient is not None and detect_fake_mode() is None:
+            # Without a barrier XLA would dequantise once, and keep the weight from forward to backward.
+            stored = stored * 1
+            barrier([stored, gradient])
+        rows = layouts.gathered_bytes(stored, spec)
+        codes, scales = rows[..., : table.code_bytes], _as_float32(rows[..., table.code_bytes :])
+        return scaled(codes if table.scheme == "int8" else _compared(codes), scales, table, dtype)
+
+    return dequantise
+
+
+def _constant(number: float, like: Tensor) -> Tensor:
+    """Return `[1]`, int32 or float32, a constant of the program. torch_xla 2.9 makes an input of a Python number, and
+    keeps 128 of them: with more, each step would be another program."""
+    dtype, step = torch.int32 if isinstance(number, int) else torch.float32, max(1, abs(number))
+    return torch.arange(number, number + step, step, dtype=dtype, device=like.device)
+
+
+def _has_bit(numbers: Tensor, bit: int) -> Tensor:
+    return (numbers & _constant(1 << bit, numbers)).bool()
+
+
+def _compared(codes: Tensor) -> Tensor:
+    """int8 `[..., n]` -> `[..., n, 2]`: the two values of each byte, by a tree of comparisons that a compiler fuses."""
+    whole = codes.int() & _constant(255, codes)  # torch_xla 2.9 shifts negative numbers toward zero
+    both = torch.stack([whole >> _constant(4, codes), whole & _constant(15, codes)], dim=-1)
+    values = [_constant(level, codes) for level in NF4]
+    for bit in range(4):
+        has_bit = _has_bit(both, bit)
+        values = [torch.where(has_bit, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def _as_float32(rows: Tensor) -> Tensor:
+    """int8 `[..., 4 * n]` -> the float32 numbers `[..., n]` of these bytes, in exact arithmetic: torch_xla runs
+    `Tensor.view` on the host. They aren't negative; XLA computes with 0 in place of subnormal ones."""
+    four = rows.unflatten(-1, (-1, 4)).int() & _constant(255, rows)
+    bits = four[..., 0]
+    for at in range(1, 4):
+        bits = bits | (four[..., at] << _constant(8 * at, rows))
+    exponent = bits >> _constant(23, rows)
+    mantissa = (bits & _constant(2**23 - 1, rows)).float() + _constant(2.0**23, rows)
+    half = exponent >> 1  # no power of two overflows so
+    number = mantissa * _power(half) * _power(exponent - half)
+    return torch.where(exponent > 0, number, torch.zeros_like(number))
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2 ** (exponent - 75), float32, for integers from 0 to 127."""
+    power, one = _constant(2.0**-75, exponent), _constant(1.0, exponent)
+    for bit in range(7):
+        power = power * torch.where(_has_bit(exponent, bit), _constant(2.0 ** (1 << bit), exponent), one)
+    return power
+
+
+def _dequantising(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tables = {leaf: self._parameters[leaf] for leaf in self.quantised.tables}
+        try:
+            for leaf, stored in tables.items():
+                self._parameters[leaf] = self.quantised.weight(self, leaf, stored, dtype)
+            return forward(self, *args, **kwargs)
+        finally:
+            self._parameters.update(tables)
+
+    return run
+
+
+def expanding(fill: Fill, policy: ShardPolicy) -> Fill:
+    """Return the `fill` of the model with expanded tables."""
+
+    def read(fqn: str, where: Region) -> Tensor:
+        piece = fill(fqn, where)
+        return expand(piece, policy.tables[fqn]) if fqn in policy.tables else piece
+
+    return read

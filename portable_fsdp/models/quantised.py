@@ -1,0 +1,361 @@
+"""`precision.frozen` in 4 or 8 bits: which weights are quantised, and the bytes that an engine requests.
+
+The bytes are those of bitsandbytes 0.50 on CPUs, by plain operations. Weights are read and quantised piece by piece: no
+host holds a base, and none more of a tensor than it needs, a few MB at a time.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from portable_fsdp.config import schema
+from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import Region, Spec, full_region, weight_spec
+from portable_fsdp.models.experts import expert_modules
+from portable_fsdp.models.weights import TensorFile, TensorSlices, WeightFill
+from portable_fsdp.quantised.layers import is_linear
+from portable_fsdp.quantised.tables import BLOCK, NESTED, NF4, ByteTable, constants, dequantise, nested_levels
+from portable_fsdp.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from portable_fsdp.models.build import BuiltModel
+    from portable_fsdp.models.pretrained import Base, PretrainedWeights
+    from portable_fsdp.tensor_plan import TensorPlan
+
+_KEY = "precision.frozen"
+_UNITS = (1024, 512, 256, 128, 64)
+_CHUNK = 2**20  # weights that are read and quantised at a time
+
+
+# ------------------------------------------------------------------------------------------------------ which weights
+
+
+def quantised_tables(
+    model: nn.Module,
+    scheme: str,
+    layers: Sequence[str],
+    outside: Iterable[str],
+    layouts: Mapping[str, Spec],
+    plan: "TensorPlan | None",
+) -> dict[str, ByteTable]:
+    """FQN -> table of each weight to quantise: frozen weights of linear layers, and of experts in one tensor.
+
+    Only in the model's `layers`, not in the modules `outside` (`precision.modules`), not routers, tied weights, and
+    layers with a part that trains. `layouts`: of the weights. Raises ConfigError if nothing is left, or the axes
+    `tensor` or `expert` would split a weight within rows of its table.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    owners: dict[int, list[str]] = {}
+    for fqn, weight in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(weight), []).append(fqn)
+    tables, outside, experts = dict[str, ByteTable](), [*outside], expert_modules(model)
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    scores = {1, *(getattr(getattr(model, "config", None), key, None) for key in keys)}  # outputs of routers
+    for name, module in model.named_modules():
+        is_inside = any(f"{name}.".startswith(f"{layer}.") for layer in layers)
+        if not is_inside or any(f"{name}.".startswith(f"{other}.") for other in outside) or module is head:
+            continue
+        own = dict(module.named_parameters(recurse=False))
+        is_frozen = own and not any(weight.requires_grad or len(owners[id(weight)]) > 1 for weight in own.values())
+        is_layer = is_linear(module) and len(own.get("weight", ())) not in scores
+        if is_frozen and (is_layer or name in experts):
+            dims, only = 3 if name in experts else 2, getattr(model, "quantised_names", None)
+            chosen = {f"{name}.{leaf}": weight for leaf, weight in own.items() if weight.dim() == dims}
+            for fqn, weight in chosen.items():
+                if only is None or fqn in only:
+                    tables[fqn] = _table_of(fqn, tuple(weight.shape), scheme, layouts[fqn], plan)
+    if not tables:
+        raise ConfigError(
+            f"{_KEY}={scheme}: the layers of {type(model).__name__} have no frozen linear layer outside "
+            "precision.modules.\n  Freeze some with model.freeze, train adapters with model.lora, or set "
+            f"{_KEY}=bfloat16."
+        )
+    return tables
+
+
+def _table_of(fqn: str, shape: tuple[int, ...], scheme: str, spec: Spec, plan: "TensorPlan | None") -> ByteTable:
+    last, parts = shape[-1], plan.parts.get(fqn) if plan is not None else None
+    sizes = (last,)
+    if plan is not None and parts is not None and parts.dim == len(shape) - 1:
+        sizes = tuple(size / plan.size for size in parts.sizes)  # a device's part of each packed matrix
+    units = (BLOCK,) if scheme == "nf4" else _UNITS
+    smallest = 256 if scheme == "nf4_double" else BLOCK  # a smaller row would have too many scales
+    fitting = [unit for unit in units if unit >= smallest and all(size % unit == 0 for size in sizes)]
+    if fitting:
+        return ByteTable(scheme, shape, fitting[0])
+    if scheme == "int8" and sizes == (last,):
+        return ByteTable(scheme, shape, last)
+    axis = "tensor" if any("tensor" in axes for axes in spec) else "expert"
+    if scheme != "int8" and axis == "expert" and spec[0] != ("expert",):
+        return ByteTable(scheme, shape, units[0], is_flat=True)
+    raise ConfigError(
+        f"{_KEY}={scheme}: sharding.{axis} can't split {fqn} {list(shape)}: devices hold whole rows of {smallest} "
+        f"quantised weights.\n  Set sharding.{axis}=1, {_KEY}=bfloat16, or leave its layer out: "
+        f'precision.modules={{"{fqn.rpartition(".")[0]}": float32}}.'
+    )
+
+
+def table_layouts(tables: Mapping[str, ByteTable], layouts: Mapping[str, Spec]) -> dict[str, Spec]:
+    """FQN -> layout of each table: that of its weight, and rows are whole."""
+    return {fqn: weight_spec(2) if table.is_flat else (*layouts[fqn], ()) for fqn, table in tables.items()}
+
+
+def table_plan(tables: Mapping[str, ByteTable], plan: "TensorPlan") -> "TensorPlan":
+    """Return the plan of a model with tables, whose last dimension counts rows."""
+    parts = dict(plan.parts)
+    for fqn in tables.keys() & parts.keys():
+        part, table = parts[fqn], tables[fqn]
+        if part.dim == len(table.shape) - 1:
+            parts[fqn] = replace(part, sizes=tuple(size // table.unit for size in part.sizes))
+    return replace(plan, parts=parts)
+
+
+# ------------------------------------------------------------------------------------------------------------- bytes
+
+
+class Nested(NamedTuple):
+    """The scales of a whole tensor in 8 bits: their codes, the scale of each 256 of them, and their mean."""
+
+    codes: Tensor
+    scales: Tensor
+    offset: Tensor
+
+
+def nested_scales(scales: Tensor) -> Nested:
+    """Quantise the scales of a tensor, float32 `[blocks]`, as bitsandbytes' `compress_statistics` does."""
+    with _one_thread():  # else the mean would depend on the number of threads
+        offset = scales.mean()
+    centred = nn.functional.pad(scales - offset, (0, -len(scales) % 256)).view(-1, 256)
+    largest = centred.abs().amax(dim=1)
+    normed = (centred * (1 / largest)[:, None]).nan_to_num_(0.0).clamp_(-1, 1)
+    normed = ((normed + 1) * 32767.5 + 0.5).trunc_() * (2 / 65535) - 1  # the kernel's table has 2**16 entries
+    levels = nested_levels()
+    codes = torch.bucketize(normed, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8)
+    return Nested(codes.flatten()[: len(scales)], largest, offset)
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def block_scales(values: Tensor) -> Tensor:
+    """`[..., n * 64]` -> `[..., n]`: the largest absolute value of each block."""
+    return values.unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1)
+
+
+def nf4_codes(values: Tensor, scales: Tensor, partial: int | None) -> Tensor:
+    """`[..., n * 64]`, `[..., n]` -> uint8 `[..., n * 32]`, the code of the first of two weights in the high bits.
+
+    `partial`: the number of the block that isn't whole: bitsandbytes divides there, and multiplies elsewhere.
+    """
+    blocks, scales = values.unflatten(-1, (-1, BLOCK)), scales.clamp(min=1e-38)
+    normed = blocks * (1.0 / scales)[..., None]
+    if partial is not None:
+        normed.view(-1, BLOCK)[partial] = blocks.reshape(-1, BLOCK)[partial] / scales.flatten()[partial]
+    normed, codes = normed.clamp_(-1, 1), torch.zeros(normed.shape, dtype=torch.uint8)
+    for low, high in itertools.pairwise(torch.tensor(NF4)):
+        codes += normed > (low + high) / 2  # 4 times as fast as torch.bucketize
+    codes = codes.flatten(-2)
+    return (codes[..., 0::2] << 4) | codes[..., 1::2]
+
+
+def int8_codes(values: Tensor, scales: Tensor) -> Tensor:
+    """`[..., n]`, `[..., 1]` -> int8; a row of zeros stays zero."""
+    return (values * (127.0 / scales)).round_().nan_to_num_(0.0).to(torch.int8)
+
+
+def _as_bytes(numbers: Tensor) -> Tensor:
+    """float32 `[..., n]` -> uint8 `[..., 4 * n]`."""
+    return numbers.contiguous().view(torch.uint8)
+
+
+class StoredWeight(NamedTuple):
+    """A weight that a file holds quantised: codes of all its weights in order, and their scales."""
+
+    codes: Callable[[int, int], Tensor]  # bytes of a range: uint8, or int8
+    scales: Tensor  # float32; for nf4_double unused
+    nested: Nested | None = None
+
+
+class TableFill:
+    """The `fill` of a model with tables: bytes of tables, int8, and all else from `fill`.
+
+    `stored(fqn)`: the weight as a file holds it; None: quantise it here.
+    """
+
+    def __init__(
+        self, fill: WeightFill, tables: Mapping[str, ByteTable], stored: Callable[[str], StoredWeight | None]
+    ) -> None:
+        self._fill, self._tables, self._stored = fill, tables, stored
+        self._nested: tuple[str, Nested] | None = None  # of the last tensor
+
+    def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
+        table = self._tables.get(fqn)
+        if table is None:
+            return self._fill(fqn, slices)
+        parts = full_region(table.stored_shape[:-1]) if not slices else slices[: len(table.stored_shape) - 1]
+        out = torch.empty([*(cut.stop - cut.start for cut in parts), table.row_bytes], dtype=torch.uint8)
+        width = math.prod(out.shape[1:-1]) * table.unit  # weights in an index of dimension 0
+        for start in range(0, len(out), step := max(1, _CHUNK // max(width, 1))):
+            rows = slice(parts[0].start + start, min(parts[0].start + start + step, parts[0].stop))
+            self._write(fqn, table, (rows, *parts[1:]), out[start : start + step])
+        return out.view(torch.int8)
+
+    def _write(self, fqn: str, table: ByteTable, parts: Region, out: Tensor) -> None:
+        """Write the rows in `parts` of a table to `out`."""
+        stored, start, unit = self._stored(fqn), table.code_bytes, table.unit
+        if table.scheme == "int8":
+            whole = (*parts[:-1], slice(0, table.stored_shape[-2]))  # a scale is that of a weight's whole row
+            if stored is None:
+                values = self._values(fqn, table, whole)
+                scales = values.abs().amax(dim=(-1, -2), keepdim=True)
+                codes = int8_codes(values, scales)
+            else:
+                codes = _by_rows(stored.codes, table, whole)
+                scales = stored.scales.view(*table.shape[:-1], 1, 1)[whole[:-1]]
+            out[..., :unit] = codes[..., parts[-1], :].view(torch.uint8)
+            out[..., unit:start] = 0
+            out[..., start:] = _as_bytes(scales.float().expand(*out.shape[:-1], 1))
+            return
+        if stored is None:
+            values = self._values(fqn, table, parts)
+            scales = block_scales(values)
+            rest = math.prod(table.shape) - parts[0].start * unit  # weights from here to the end of a flat table
+            ends_here = table.is_flat and parts[0].stop == table.stored_shape[0]
+            out[..., :start] = nf4_codes(values, scales, rest // BLOCK if ends_here and rest % BLOCK else None)
+        else:
+            out[..., :start] = _by_rows(stored.codes, table, parts, per_byte=2)
+            scales = None if table.scheme == "nf4_double" else _per_row(stored.scales, table, unit // BLOCK)[parts]
+        if table.scheme == "nf4":
+            out[..., start:] = _as_bytes(cast(Tensor, scales))
+            return
+        nested, blocks = self._nested_of(fqn, table), unit // BLOCK
+        out[..., start : start + blocks] = _per_row(nested.codes, table, blocks)[parts]
+        of_rows = nested.scales.repeat_interleave(NESTED // unit)
+        out[..., start + blocks : start + blocks + 4] = _as_bytes(_per_row(of_rows, table, 1)[parts])
+        out[..., start + blocks + 4 :] = _as_bytes(nested.offset.view(1))
+
+    def _nested_of(self, fqn: str, table: ByteTable) -> Nested:
+        """Read the whole tensor for the statistics of its scales, once."""
+        if (stored := self._stored(fqn)) is not None:
+            return cast(Nested, stored.nested)
+        if self._nested is None or self._nested[0] != fqn:
+            count, scales = math.prod(table.shape), list[Tensor]()
+            for start in range(0, count, _CHUNK):
+                values = self._range(fqn, table.shape, start, min(start + _CHUNK, count))
+                scales.append(block_scales(nn.functional.pad(values, (0, -len(values) % BLOCK))))
+            self._nested = fqn, nested_scales(torch.cat(scales))
+        return self._nested[1]
+
+    def _values(self, fqn: str, table: ByteTable, parts: Region) -> Tensor:
+        """Read the weights in rows of a table: float32 `[..., rows, unit]`."""
+        unit = table.unit
+        if table.is_flat:
+            start, stop = parts[0].start * unit, parts[0].stop * unit
+            values = self._range(fqn, table.shape, start, min(stop, math.prod(table.shape)))
+            return nn.functional.pad(values, (0, stop - start - len(values))).view(-1, unit)
+        columns = slice(parts[-1].start * unit, parts[-1].stop * unit)
+        return self._fill(fqn, (*parts[:-1], columns)).float().unflatten(-1, (-1, unit))
+
+    def _range(self, fqn: str, shape: Sequence[int], start: int, stop: int) -> Tensor:
+        """Read the weights from `start` to `stop` of the flat tensor, float32."""
+        width = math.prod(shape[1:])
+        rows = slice(start // width, -(-stop // width))
+        values = self._fill(fqn, (rows, *full_region(shape[1:]))).float().flatten()
+        return values[start - rows.start * width : stop - rows.start * width]
+
+
+def _by_rows(codes: Callable[[int, int], Tensor], table: ByteTable, parts: Region, per_byte: int = 1) -> Tensor:
+    """Read the codes in rows of a table, `parts` of it, from the range of the flat weight that holds them."""
+    shape, size = table.stored_shape[:-1], table.unit // per_byte
+    width = math.prod(shape[1:]) * size
+    flat = codes(parts[0].start * width, parts[0].stop * width)
+    flat = nn.functional.pad(flat, (0, (parts[0].stop - parts[0].start) * width - len(flat)), value=0x77)
+    rows = flat.view(-1, *shape[1:], size)
+    return rows[(slice(None), *parts[1:])]
+
+
+def _per_row(numbers: Tensor, table: ByteTable, count: int) -> Tensor:
+    """`[n]` -> `[..., count]`: `count` numbers for each row of a table; missing ones, of padding, are 0."""
+    rows = table.stored_shape[:-1]
+    wanted = math.prod(rows) * count
+    return nn.functional.pad(numbers[:wanted], (0, max(0, wanted - len(numbers)))).view(*rows, count)
+
+
+def dequantised_fill(fill: WeightFill, tables: Mapping[str, ByteTable]) -> WeightFill:
+    """Return the `fill` of the weights themselves: quantised ones, float32, dequantised from `fill`'s bytes."""
+
+    def read(fqn: str, slices: TensorSlices) -> Tensor:
+        table = tables.get(fqn)
+        if table is None:
+            return fill(fqn, slices)
+        weight = dequantise(fill(fqn, ()), table, torch.float32, constants(table.scheme))
+        return weight[slices] if slices else weight
+
+    return read
+
+
+def as_quantised(
+    fill: WeightFill,
+    shapes: Mapping[str, tuple[int, ...]],
+    scheme: str,
+    stored: Callable[[str], StoredWeight | None],
+) -> WeightFill:
+    """Return the `fill` of a model in which the weights in `shapes` have the values of `scheme`, float32."""
+    units = {"nf4": BLOCK, "nf4_double": NESTED // 16}
+    tables = {
+        name: ByteTable(scheme, shape, units.get(scheme, shape[-1]), is_flat=scheme != "int8")
+        for name, shape in shapes.items()
+    }
+    return dequantised_fill(TableFill(fill, tables, stored), tables)
+
+
+def with_files(
+    built: "BuiltModel", model: schema.Model, file: TensorFile, weights: "PretrainedWeights"
+) -> "BuiltModel":
+    """Return the model with a base that knows which weights come from `file`, and how it holds them."""
+    plain = {fqn: fqn.replace(".base_layer.", ".") for fqn, _ in built.model.named_parameters()}
+    names = frozenset(fqn for fqn, name in plain.items() if weights.holds(name))
+    if hasattr(file, "scheme"):  # what bitsandbytes left as it was stays so
+        cast(Any, built.model).quantised_names = {fqn for fqn in names if weights.is_quantised(plain[fqn])}
+    base = built.base or weights.base_of(model, built.fill)
+    return replace(built, base=replace(base, in_files=names, stored=lambda fqn: weights.stored(plain[fqn])))
+
+
+def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Config) -> "BuiltModel":
+    """Return the model with the bytes of its tables as `fill`, and a base that says so. Raises ConfigError for a weight
+    that isn't in the files: no checkpoint would hold its bytes."""
+    base, scheme = cast("Base", built.base), config.precision.scheme
+    if missing := sorted(tables.keys() - base.in_files):
+        raise ConfigError(
+            f"{_KEY}={scheme}: {missing[0]} is not in model.pretrained (model.allow), but drawn from run.seed, and "
+            f"no checkpoint holds quantised weights.\n  Set {_KEY}=bfloat16, or train it: leave it out of model.freeze."
+        )
+    if scheme != "nf4" and hasattr(base.file, "scheme"):
+        for fqn in tables:
+            if base.stored(fqn) is None:
+                raise ConfigError(
+                    f"{_KEY}={scheme}: {base.file.where}: {fqn} is joined from several quantised tensors, whose scales "
+                    "don't fit one.\n  Use the model's unquantised folder."
+                )
+    fill = TableFill(built.fill, tables, base.stored)
+    base = replace(
+        base,
+        names=base.names if config.model.lora is not None else frozenset(tables),
+        fill=dequantised_fill(fill, tables),
+        scheme=scheme,
+        quantised={fqn: table.shape for fqn, table in tables.items()},
+    )
+    return replace(built, fill=fill, base=base)
