@@ -403,11 +403,6 @@ RULES = (
         when=lambda c, p: not c.model.freeze and c.model.lora is None,
     ),
     *refused(
-        "precision.frozen=nf4|nf4_double|int8 without model.pretrained",
-        "no checkpoint holds quantised weights: they come from the same files again",
-        when=lambda c, p: c.model.pretrained is None,
-    ),
-    *refused(
         "precision.products with quantised weights (precision.frozen)",
         "products in 8 bits take weights in 16 or 32 bits",
         "precision.frozen=bfloat16",

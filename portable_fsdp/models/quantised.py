@@ -25,7 +25,7 @@ from portable_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from portable_fsdp.models.build import BuiltModel
-    from portable_fsdp.models.pretrained import Base, PretrainedWeights
+    from portable_fsdp.models.pretrained import PretrainedWeights
     from portable_fsdp.tensor_plan import TensorPlan
 
 _KEY = "precision.frozen"
@@ -336,8 +336,13 @@ def with_files(
 
 def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Config) -> "BuiltModel":
     """Return the model with the bytes of its tables as `fill`, and a base that says so. Raises ConfigError for a weight
-    that isn't in the files: no checkpoint would hold its bytes."""
-    base, scheme = cast("Base", built.base), config.precision.scheme
+    that isn't in files: no checkpoint would hold its bytes. (A plan needs no files.)"""
+    base, scheme = built.base, config.precision.scheme
+    if base is None:
+        raise ConfigError(
+            f"{_KEY}={scheme}: needs model.pretrained: no checkpoint holds quantised weights, and a run that resumes "
+            f"reads them from the same files again.\n  Set {_KEY}=auto."
+        )
     if missing := sorted(tables.keys() - base.in_files):
         raise ConfigError(
             f"{_KEY}={scheme}: {missing[0]} is not in model.pretrained (model.allow), but drawn from run.seed, and "

@@ -168,7 +168,8 @@ def opened(folder: Path, base: Base | None, settings: dict[str, Any] | None = No
     """The run's checkpoints in `folder`, as it is with this base."""
     overrides = {key: changes.pop(key) for key in ("r", "alpha", "start_from") if key in changes}
     lora = {"r": 3, "alpha": 5.0} | overrides
-    config = {"model": {"pretrained": base.pretrained if base else str(folder / "base"), "lora": lora}}
+    pretrained = base.pretrained if base else str(folder / "base")
+    config = {"model": {"pretrained": pretrained, "lora": lora, "dropout": None}}
     arguments: dict[str, Any] = {"config": config, "base": base} | changes
     return checkpoints(folder / "checkpoints", PlainBackend(devices=3), settings, **arguments)
 
@@ -308,7 +309,7 @@ def test_a_moved_base_is_known_and_another_refused(tmp_path: Path) -> None:
         assert not torch.equal(logits(resumed), logits(model))
     with pytest.raises(CheckpointError, match=r"differ from those of this model(.|\n)*float32 \[61, 24\]  nothing"):
         load(opened(tmp_path, None), resumed, optimizer)
-    without = {"model": {"pretrained": str(moved)}}
+    without = {"model": {"pretrained": str(moved), "dropout": None}}
     with pytest.raises(CheckpointError, match=r'of this model:\n  model\.lora: \{"r": 3, .*, now null\n +this model'):
         load(opened(tmp_path, None, config=without), resumed, optimizer)
 
