@@ -24,12 +24,13 @@ _NEEDED = {
 _CLASSES = "sharding.wrap_classes"
 LOGGING_STEPS = 500
 """Trainer's default of `logging_steps`, also the default of `eval_steps`."""
+_ROWS_SHARED = ("sharding.context", "sharding.tensor")  # axes whose devices get the same rows
 
 
 def combine(facts: ForeignFacts) -> None:
     """Set the options that follow from several keys; contradictions become problems."""
     sharding = (_sections, _strategy, _units, _precision, _recompute, _offload)
-    for rule in (*sharding, _adapters, _batch, _length, _warmup, _optimizer, _evaluations):
+    for rule in (*sharding, _adapters, _base_in_bits, _batch, _length, _warmup, _optimizer, _evaluations):
         rule(facts)
 
 
@@ -120,7 +121,7 @@ def _implied_strategy(facts: ForeignFacts) -> KeyEntry | None:
 
 
 def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
-    """Check that the product of replicas, devices of a shard and `tensor` is all devices; an unset size is 1."""
+    """Check that the product of replicas, devices of a shard and inner axes is all devices; an unset size is 1."""
     shards = facts.keys.get("~shard_size")
     if facts.failed or shards is None:  # one of the sizes may be among those that failed
         return
@@ -128,9 +129,8 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
         return
     if strategy == "NO_SHARD" and shards.value != 1:
         return facts.contradiction("sharding.strategy", word, shards)
-    tensor = facts.keys.get("sharding.tensor")
-    given = (facts.keys.get("~replicas"), shards, None if tensor is None or tensor.value == 1 else tensor)
-    sizes = [size for size in given if size is not None]
+    inner = [axis for axis in map(facts.keys.get, _ROWS_SHARED) if axis is not None and axis.value != 1]
+    sizes = [size for size in (facts.keys.get("~replicas"), shards, *inner) if size is not None]
     product = math.prod(cast(int, size.value or 1) for size in sizes)
     processes = facts.numbers.get("num_processes")
     factors, text = (" * ".join(words) for words in zip(*((size.key, size.text) for size in sizes), strict=True))
@@ -213,6 +213,17 @@ def _adapters(facts: ForeignFacts) -> None:
         facts.result.add_problem(ratio, "a ratio of learning rates needs learning_rate.\n  Set it, or optim.lr.")
 
 
+def _base_in_bits(facts: ForeignFacts) -> None:
+    """Set precision.frozen by the bits of the base. Scales of 4 bits are quantised too if a key says so, or the tool
+    does it by default."""
+    nested = facts.value("~bits.nested")
+    for name in ("~bits", "~bits.4", "~bits.8"):
+        if (key := facts.keys.get(name)) is not None:
+            is_nested = nested or (nested is None and "~bits" in facts.keys)
+            scheme = key.value if key.value == "int8" else "nf4_double" if is_nested else "nf4"
+            facts.set("precision.frozen", scheme, key)
+
+
 # ------------------------------------------------------------------------------------------------------- training
 
 
@@ -228,8 +239,9 @@ def _batch(facts: ForeignFacts) -> None:
     if rows is not None and facts.value("~spmd"):
         _batch_of_spmd(facts, rows, accumulated)
     elif isinstance(micro, int) and devices is not None:
-        size = micro * accumulated * devices
-        facts.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes")
+        shared = math.prod(cast(int, facts.value(axis) or 1) for axis in _ROWS_SHARED)
+        size, by = micro * accumulated * devices // shared, f" / {shared} that share rows" if shared > 1 else ""
+        facts.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes{by}")
     elif "train.global_batch" not in facts.given and facts.can_read("num_processes", "per_device_train_batch_size"):
         text = "the global batch also needs num_processes and per_device_train_batch_size.\n"
         facts.result.add_problem(source, f"{text}  Set train.global_batch: rows of a device * accumulation * devices.")

@@ -196,7 +196,7 @@ OVERRIDES: dict[str, object] = yaml.safe_load("""
 {checkpoint.every: 10, checkpoint.resume: auto, compile.enabled: false, memory.gradient_checkpointing: full,
  model.attention: sdpa, optim.min_lr_ratio: 0.5, optim.name: sgd, optim.schedule: constant, train.eval_every: 5,
  precision.compute: bfloat16, precision.buffers: bfloat16, precision.master: float32, precision.output: bfloat16,
- precision.reduce: bfloat16, sharding.replicas: 2, train.global_batch: 8, train.max_grad_norm: 1,
+ precision.frozen: nf4, precision.reduce: bfloat16, sharding.replicas: 2, train.global_batch: 8, train.max_grad_norm: 1,
  xla_fsdp1.buffer_dtype: bfloat16}
 """)
 """A value for each option that a refusal names."""
