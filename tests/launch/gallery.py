@@ -41,6 +41,8 @@ SMALL: dict[str, list[str]] = {
     "finetune_smollm2": ["model.pretrained=model", "model.gguf_file=null", "data.seq_len=32", "train.eval_every=2"],
     "sft_llama_8b": OF_PRETRAINED,
     "lora_llama_8b": OF_PRETRAINED,
+    "qlora_llama_8b": OF_PRETRAINED,
+    "qlora_llama_70b": OF_PRETRAINED,
     "vit_large": [
         *("model.architecture.hidden_size=32", "model.architecture.intermediate_size=64", *FEW_ROWS),
         *("model.architecture.num_hidden_layers=2", "model.architecture.num_attention_heads=2", "train.eval_every=2"),
@@ -82,6 +84,11 @@ def stated_plans(config: Path) -> dict[str, Stated]:
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-70B-Instruct": {
+        **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672},
+        **{"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+        **{"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    },
     "meta-llama/Llama-3.1-8B-Instruct": {
         **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
         **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
