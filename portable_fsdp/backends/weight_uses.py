@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Forward, ShardPolicy, dtype_name, parameter_slots
 from portable_fsdp.backends.nested import floats_in
+from portable_fsdp.config.describe import is_inside
 from portable_fsdp.layout import Spec, weight_spec
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -84,11 +85,6 @@ def uses_by_block(uses: Mapping[str, Use], blocks: Iterable[str]) -> dict[str, l
     for fqn, use in uses.items():
         owned[next(block for block in by_depth if not block or is_inside(fqn, (block,)))].append(use)
     return owned
-
-
-def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether a module or weight is one of `modules`, or inside one."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def distinct(uses: Iterable[Use]) -> Iterable[Use]:

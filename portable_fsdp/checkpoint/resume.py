@@ -378,12 +378,11 @@ def continues_without_dropout(manifest: format.Manifest, config: Mapping[str, An
 def _dropouts(
     theirs: Mapping[str, Any], ours: Mapping[str, Any], architecture: Mapping[str, Any] | None
 ) -> tuple[Any, Any]:
-    """Resolve both values of `model.dropout`, as `schema.Model.resolved_dropout` does; 0 for a model without rates."""
+    """Resolve both values of `model.dropout`; 0 for a model without rates."""
     rates = [rate for key, rate in (architecture or {}).items() if "drop" in key and isinstance(rate, float) and rate]
     values: list[Any] = []
     for settings, missing in ((theirs, 0.0), (ours, None)):
-        if (value := settings.get("model.dropout", missing)) is None:
-            value = "published" if settings.get("model.pretrained") else 0.0
+        value = schema.resolve_dropout(settings.get("model.dropout", missing), settings.get("model.pretrained"))
         values.append(0.0 if value == "published" and architecture is not None and not rates else value)
     return values[0], values[1]
 

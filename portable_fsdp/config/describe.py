@@ -244,6 +244,11 @@ def _constraint_words(metadata: Sequence[object]) -> Iterator[str]:
 # ---------------------------------------------------------------------------- name patterns: `*norm*`, `model.layers.0`
 
 
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or weight is one of `modules`, or inside one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
 def matches(pattern: str, name: str) -> bool:
     """Return whether `pattern` matches `name` or a module that contains it; `*` matches any text, including dots."""
     return any(fnmatchcase(candidate, pattern) for candidate in _with_ancestors(name))

@@ -89,6 +89,12 @@ class Lora(Section):
     """local folder or hub id of peft adapters to start from, with the same settings but dropout; null: new adapters"""
 
 
+def resolve_dropout(dropout: Any, pretrained: str | None) -> Any:
+    """Return `model.dropout` without null: `published` with `model.pretrained`, else 0."""
+    default = 0.0 if pretrained is None else "published"
+    return default if dropout is None else dropout
+
+
 class Model(Section):
     architecture: dict[str, Any] | str | None = None
     """train from scratch, weights initialized from run.seed: the content of a transformers config.json (at least
@@ -139,8 +145,7 @@ class Model(Section):
     @property
     def resolved_dropout(self) -> float | Literal["published"]:
         """`dropout` without null."""
-        default: Literal["published"] | float = "published" if self.pretrained is not None else 0.0
-        return default if self.dropout is None else self.dropout
+        return resolve_dropout(self.dropout, self.pretrained)
 
 
 class Train(Section):

@@ -54,9 +54,9 @@ class BitsandbytesFolder(TensorFile):
         kind = name.partition(_STATE)[2]
         state: dict[str, Any] = json.loads(bytes(self._folder.read(name, ()).tolist()))
         sizes = {"blocksize": 64} | ({"nested_blocksize": 256} if "nested_offset" in state else {})
-        found = {name: state.get(name) for name in sizes}
-        if kind != "nf4" or found != sizes:
-            raise self._refusal("nf4 in blocks of 64 (and scales in blocks of 256)", f"{kind} {found} of {key}")
+        actual = {name: state.get(name) for name in sizes}
+        if kind != "nf4" or actual != sizes:
+            raise self._refusal("nf4 in blocks of 64 (and scales in blocks of 256)", f"{kind} {actual} of {key}")
         levels = {".quant_map": torch.tensor(NF4)}
         levels |= {".nested_quant_map": nested_levels()} if "nested_offset" in state else {}
         for part, expected in levels.items():

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -95,14 +95,18 @@ class RowKeys:
     seed: int
     scopes: tuple[str, ...]  # "" for the model, and the FQNs of its layers
 
+    @cached_property
+    def _of_scopes(self) -> Uint32s:
+        """`[scopes, 2]`."""
+        names = [hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest() for name in self.scopes]
+        return np.array([np.frombuffer(name, np.uint32) for name in names])
+
     def __call__(self, first: int, places: NDArray[np.int64]) -> Tensor:
         """Return int32 `[rows, scopes, 2]` of the rows at `places` of the step whose first sample has position
         `first`."""
-        names = [hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest() for name in self.scopes]
-        of_scopes = np.array([np.frombuffer(name, np.uint32) for name in names])  # [scopes, 2]
         samples = np.stack([first + places, np.full_like(places, first)], axis=-1)[:, None]  # [rows, 1, 2]
         low, high = _words(samples)
-        keys = _mixed_on_host(_mixed_on_host(low ^ of_scopes) ^ high)
+        keys = _mixed_on_host(_mixed_on_host(low ^ self._of_scopes) ^ high)
         return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32))
 
 
@@ -276,7 +280,7 @@ class Draws:
 
     argument = _ARGUMENT
     slice: int | None = None
-    """Of equal parts of the positions the one that this process has in layers; None: all. An engine sets it."""
+    """Which of equal parts of the positions this process has in layers; None: all. An engine sets it."""
 
     def __init__(self, model: nn.Module, seed: int, regions: Iterable[str] = ()) -> None:
         """`regions`: modules that an engine compiles, or runs again. They don't change the sites."""
@@ -345,7 +349,7 @@ def _set(draw: _Draw | None) -> None:
 
 
 def _run_layer(scope: int, slice: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer in a scope of its own."""
+    """Run a layer with the keys of its own scope; the scope around it continues afterwards."""
     around = _now.draw
     if around is None or around.of_layers is None:
         return forward(*args, **kwargs)

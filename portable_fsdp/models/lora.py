@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config import schema
-from portable_fsdp.config.describe import matches, matching, yaml_value
+from portable_fsdp.config.describe import is_inside, matches, matching, yaml_value
 from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
 from portable_fsdp.models.pretrained import Base, PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
@@ -349,11 +349,6 @@ def whole_tensors(model: nn.Module, patterns: Iterable[str]) -> dict[str, Tensor
     """Return the weights and persistent buffers of `whole_modules` by FQN, tied ones under each of their names."""
     modules = whole_modules(model, patterns)
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if is_inside(name, modules)}
-
-
-def is_inside(name: str, modules: Collection[str]) -> bool:
-    """Whether a module or weight is one of `modules`, or inside one."""
-    return any(matches(module, name) for module in modules)
 
 
 def _targets(model: Any, patterns: tuple[str, ...]) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.config import schema
+from portable_fsdp.config.describe import is_inside
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Region, Spec, full_region, weight_spec
 from portable_fsdp.models.experts import expert_modules
@@ -58,8 +59,7 @@ def quantised_tables(
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     scores = {1, *(getattr(getattr(model, "config", None), key, None) for key in keys)}  # outputs of routers
     for name, module in model.named_modules():
-        is_inside = any(f"{name}.".startswith(f"{layer}.") for layer in layers)
-        if not is_inside or any(f"{name}.".startswith(f"{other}.") for other in outside) or module is head:
+        if not is_inside(name, layers) or is_inside(name, outside) or module is head:
             continue
         own = dict(module.named_parameters(recurse=False))
         is_frozen = own and not any(weight.requires_grad or len(owners[id(weight)]) > 1 for weight in own.values())
@@ -290,8 +290,8 @@ def _by_rows(codes: Callable[[int, int], Tensor], table: ByteTable, parts: Regio
 def _per_row(numbers: Tensor, table: ByteTable, count: int) -> Tensor:
     """`[n]` -> `[..., count]`: `count` numbers for each row of a table; missing ones, of padding, are 0."""
     rows = table.stored_shape[:-1]
-    wanted = math.prod(rows) * count
-    return nn.functional.pad(numbers[:wanted], (0, max(0, wanted - len(numbers)))).view(*rows, count)
+    total = math.prod(rows) * count
+    return nn.functional.pad(numbers[:total], (0, max(0, total - len(numbers)))).view(*rows, count)
 
 
 def dequantised_fill(fill: WeightFill, tables: Mapping[str, ByteTable]) -> WeightFill:

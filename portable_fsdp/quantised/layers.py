@@ -41,13 +41,14 @@ def place(model: nn.Module, tables: Mapping[str, ByteTable]) -> None:
     for fqn, table in tables.items():
         owner, _, leaf = fqn.rpartition(".")
         modules.setdefault(owner, {})[leaf] = table
+    looked_up_by_all = constants(next(iter(tables.values())).scheme)
     for name, own in modules.items():
         module: Any = model.get_submodule(name)
         for leaf, table in own.items():
             stored = torch.empty(table.stored_shape, dtype=torch.int8, device="meta")
             module._parameters[leaf] = nn.Parameter(stored, requires_grad=False)
         module.quantised = AtUse(own, is_linear(module))
-        for key, constant in constants(next(iter(own.values())).scheme).items():
+        for key, constant in looked_up_by_all.items():
             module.register_buffer(f"quantised_{key}", constant, persistent=False)
         if is_linear(module):
             module.forward = MethodType(linear, module)
@@ -74,8 +75,8 @@ def linear(self: Any, x: Tensor, with_bias: bool = True) -> Any:
     """The forward of a linear layer whose weight is a table."""
     at_use, bias = cast(AtUse, self.quantised), self.bias if with_bias else None
     inputs_first = type(self) is not nn.Linear
-    found = looked_up(self)
-    pairs, nested = found.get("pairs"), found.get("nested")
+    levels = looked_up(self)
+    pairs, nested = levels.get("pairs"), levels.get("nested")
     return _Linear4.apply(
         x, self.weight, bias, pairs, nested, at_use.tables["weight"], inputs_first, at_use.ways.get("weight")
     )

@@ -74,9 +74,9 @@ def test_a_resume_draws_the_same(writer: Group, reader: Group, workers: GetWorke
     case = replace(CASES["gpt2, recomputed"], steps=6)
     written = workers(writer).run(jobs.write, case=case, folder=str(tmp_path), at=3)
     for answer in workers(reader).run(jobs.read, case=case, folders={"writer": str(tmp_path)}, at=3):
-        found = [metrics["loss"] for metrics in answer["writer"]["metrics"]]
-        assert found == pytest.approx(reference(case).losses[3:], rel=1e-5)
-        assert found == pytest.approx([metrics["loss"] for metrics in written[0]["metrics"]], rel=1e-5)
+        losses = [metrics["loss"] for metrics in answer["writer"]["metrics"]]
+        assert losses == pytest.approx(reference(case).losses[3:], rel=1e-5)
+        assert losses == pytest.approx([metrics["loss"] for metrics in written[0]["metrics"]], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def run_of_kind(folder: Path, name: str, tokens: int = 0) -> tuple[Path, Any]:
-    """As `train`, by our model of another kind; `tokens`: new ones, whose tables train whole."""
+    """Save a checkpoint of adapters of a kind in KINDS; `tokens`: new tokens, whose embedding and head train."""
     base_model(folder / "base", name)
     whole = ["embed_tokens", "lm_head"] if tokens else KINDS[name].get("train_whole", [])
     lora = Lora.model_validate({"r": 3, "alpha": 5.0, **KINDS[name], "train_whole": whole})

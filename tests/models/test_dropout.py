@@ -62,7 +62,7 @@ def test_rows_flattened_with_positions_have_the_same_mask() -> None:
 
 
 def deviations(seeds: int) -> Iterator[float]:
-    """Of shares, and of products of two masks or of two neighbours in one, in standard deviations."""
+    """Yield deviations, in standard deviations: of shares, and of products of two masks or two neighbours in one."""
     rate, (rows, tokens, features) = 0.1, (2, 96, 320)
     for seed in range(seeds):
         drawn: list[Tensor] = []

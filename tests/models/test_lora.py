@@ -118,7 +118,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def theirs_of(lora: Lora, targets: list[str], fan_in_fan_out: bool) -> peft.LoraConfig:
-    """By peft's own names."""
+    """Return peft's config of the same adapters."""
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]

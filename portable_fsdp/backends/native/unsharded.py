@@ -35,12 +35,12 @@ from portable_fsdp.backends.weight_uses import (
     Use,
     distinct,
     dtype_of,
-    is_inside,
     quantised,
     swapped,
     uses_by_block,
     weight_uses,
 )
+from portable_fsdp.config.describe import is_inside
 from portable_fsdp.runtime.errors import BackendError
 
 # The bucket_cap_mb of torch's DistributedDataParallel: large enough for a link, small enough to start early.

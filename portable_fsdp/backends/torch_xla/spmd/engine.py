@@ -52,10 +52,10 @@ from portable_fsdp.backends.weight_uses import (
     check_statistics,
     eight_bit_layers,
     in_own_dtype,
-    is_inside,
     uses_by_block,
     weight_uses,
 )
+from portable_fsdp.config.describe import is_inside
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
     FSDP_AXES,
