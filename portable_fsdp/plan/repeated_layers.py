@@ -149,17 +149,19 @@ def _kind(layer: nn.Module, name: str, policy: ShardPolicy, uses: Counter[int]) 
 
 def _value(value: object) -> Any:
     """Return what equal options of equal modules have in common."""
-    if isinstance(value, partial):
-        return value.func, value.args, tuple(value.keywords.items())
-    if isinstance(value, MethodType):
-        return value.__func__
-    return repr(value) if _is_plain(value) else id(value)
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return isinstance(value, (int, float, str, type(None))) or (isinstance(value, dict) and not value)
+    match value:
+        case partial():
+            return value.func, value.args, tuple(value.keywords.items())
+        case MethodType():
+            return value.__func__
+        case Mapping():
+            return [(key, _value(inner)) for key, inner in value.items()]
+        case list() | tuple():
+            return [_value(inner) for inner in value]
+        case int() | float() | str() | None:
+            return repr(value)
+        case _:
+            return id(value)
 
 
 def keep(model: nn.Module, policy: ShardPolicy, pattern: Pattern) -> ShardPolicy:
