@@ -224,6 +224,7 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
             peft.inject_adapter_in_model(arguments, model)
     for name in targets:
         layer: Any = model.get_submodule(name)
+        layer.kwargs = {}  # how peft made it, with its name: equal layers are planned once
         layer.cast_input_dtype_enabled = False  # each engine casts weights at use, and inputs have their dtype
         for magnitude in layer.lora_magnitude_vector.values():
             # It clears a cache of evaluations, off by default; torch.compile refuses that in a recomputed layer.

@@ -66,7 +66,7 @@ def cases_of(folders: Any, model: str, scheme: str, **settings: Any) -> tuple[Ca
     """A run over quantised weights, and one over their dequantised copy."""
     plain, copy = folders(model, scheme)
     targets = {"targets": ["q_proj", "o_proj"]} if model == "mixtral" else {}
-    common = {"model.lora": {"r": 4} | targets, "model.architecture": None} | settings
+    common = {"model.lora": {"r": 4} | targets, "model.architecture": None, "model.dropout": 0} | settings
     quantised = Case(settings=common | {"model.pretrained": plain, "precision.frozen": scheme}, optim=OPTIM)
     return quantised, replace(quantised, settings=common | {"model.pretrained": copy})
 

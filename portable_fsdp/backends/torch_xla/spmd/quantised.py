@@ -14,7 +14,7 @@ from torch._guards import detect_fake_mode
 
 from portable_fsdp.backends.contract import Fill, ShardPolicy
 from portable_fsdp.backends.torch_xla.spmd.forward import Barrier
-from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts
+from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
 from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.layout import Region, Spec
 from portable_fsdp.quantised.layers import Dequantise, quantised_modules
@@ -73,25 +73,16 @@ def _compared(codes: Tensor) -> Tensor:
 
 
 def _as_float32(rows: Tensor) -> Tensor:
-    """int8 `[..., 4 * n]` -> the float32 numbers `[..., n]` of these bytes, in exact arithmetic: torch_xla runs
-    `Tensor.view` on the host. They aren't negative; XLA computes with 0 in place of subnormal ones."""
-    four = rows.unflatten(-1, (-1, 4)).int() & _constant(255, rows)
-    bits = four[..., 0]
-    for at in range(1, 4):
-        bits = bits | (four[..., at] << _constant(8 * at, rows))
-    exponent = bits >> _constant(23, rows)
-    mantissa = (bits & _constant(2**23 - 1, rows)).float() + _constant(2.0**23, rows)
-    half = exponent >> 1  # no power of two overflows so
-    number = mantissa * _power(half) * _power(exponent - half)
-    return torch.where(exponent > 0, number, torch.zeros_like(number))
+    """int8 `[..., 4 * n]` -> the float32 numbers `[..., n]` of these bytes. torch_xla runs `Tensor.view` on the host."""
+    four = rows.unflatten(-1, (-1, 4))
+    return as_operation("as_float32", lambda x: [_bitcast()(x)], lambda x: [x[..., 0].float()], four)[0]
 
 
-def _power(exponent: Tensor) -> Tensor:
-    """2 ** (exponent - 75), float32, for integers from 0 to 127."""
-    power, one = _constant(2.0**-75, exponent), _constant(1.0, exponent)
-    for bit in range(7):
-        power = power * torch.where(_has_bit(exponent, bit), _constant(2.0 ** (1 << bit), exponent), one)
-    return power
+@cache  # torch_xla keeps each operation that is registered
+def _bitcast() -> Callable[[Tensor], Tensor]:
+    from torch_xla.core import xla_builder, xla_op_registry
+
+    return xla_op_registry.register("as_float32", lambda bytes_of: bytes_of.bitcast(xla_builder.Type.F32))
 
 
 def _dequantising(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
