@@ -111,7 +111,7 @@ def assert_merges(folder: Path, copy: str, saved: dict[str, torch.Tensor], scale
 def test_a_resume_on_another_engine_trains_on_bit_for_bit_from_the_saved_adapters(
     workers: GetWorkers, folders: Any, tmp_path: Path
 ) -> None:
-    case, _ = cases_of(folders, "llama", "nf4_double")
+    case, _ = cases_of(folders, "llama", "nf4_double", **{"model.lora": {"r": 4, "dropout": 0.1}})
     case = replace(case, steps=6)
     here, there = Group("native", 3), Group("xla", 3)
     answers = workers(here).run(jobs.write, case=case, folder=str(tmp_path), at=3)

@@ -101,6 +101,20 @@ def test_a_layer_keeps_the_bytes_and_no_weight(scheme: str) -> None:
     assert any(tensor is layer.weight or torch.equal(tensor, stored) for tensor in kept if tensor.dtype == torch.int8)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_more_than_a_few_mb_of_a_weight_are_read_at_a_time(scheme: str) -> None:
+    weight, sizes = torch.randn(3 * 1024, 1024), list[int]()
+
+    def fill(_: str, slices: tuple[slice, ...]) -> Tensor:
+        sizes.append(weight[slices].numel())
+        return weight[slices]
+
+    table = ByteTable(scheme, tuple(weight.shape), 256)
+    TableFill(fill, {"weight": table}, lambda _: None)("weight", ())
+    assert sum(sizes) == weight.numel() * (2 if scheme == "nf4_double" else 1)
+    assert max(sizes) <= 2**20
+
+
 # ------------------------------------------------------------------------------------------------------------ folders
 
 SIZES = {"vocab_size": 67, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
