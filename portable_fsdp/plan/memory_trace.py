@@ -7,6 +7,7 @@
 # pyright: reportPrivateUsage=false
 
 import math
+import re
 import weakref
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping
@@ -155,7 +156,9 @@ class Moments:
             return "optimizer", ""
         node = _running_node()
         if node is None or self.in_loss:
-            return ("forward", self._module()) if self._running else (section, "")
+            # Of a layer whose input has no gradient, as above a frozen embedding, once backward has run.
+            late = re.fullmatch(r"FSDP::post_backward_\w+ \((.+)\)", section)
+            return ("forward", self._module()) if self._running else ("backward", late[1]) if late else (section, "")
         number = node._sequence_nr()
         if number <= (self._marks[-1][0] if self._marks else 0):  # not the accumulation of a gradient
             at = bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1

@@ -10,7 +10,7 @@ import torch
 from steps import LLAMA, gpus, step
 
 from portable_fsdp.config.describe import with_value
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Lora
 from portable_fsdp.plan import fake_step
 from portable_fsdp.plan.fake_step import plan_memory
 from portable_fsdp.plan.planner import make_plan
@@ -41,8 +41,9 @@ MORE = {
     "hybrid": (4, step(**EIGHT, **FULL, sharding__strategy="HYBRID_SHARD")),
     "tied, offloaded": (4, step(**TIED, memory__cpu_offload=True)),
     "alternating": (6, step(**ALTERNATING)),
-    "dense first": (5, step(**DENSE_FIRST)),
+    "dense first": (8, step(**DENSE_FIRST)),  # all layers: the counts of experts are made outside of them
     "frozen first": (6, step(**EIGHT, model__freeze=("model.layers.0", "model.layers.1"))),
+    "adapters over 4 bits": (4, step(**EIGHT, **FULL, model__lora=Lora(r=4, dropout=0.1), precision__frozen="nf4")),
     "compiled": (4, step(**EIGHT, **FULL, compile__enabled=True)),
     "buckets of gradients": (8, step(**EIGHT, sharding__strategy="NO_SHARD")),  # they end within layers
 }
