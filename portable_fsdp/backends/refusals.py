@@ -409,8 +409,8 @@ RULES = (
         when=lambda c, p: c.precision.scheme is not None,
     ),
     Rule(
-        "precision.frozen in 4 or 8 bits with model.lora.dora",
-        "DoRA reads the norms of whole weights in each step",
+        "precision.frozen with model.lora.dora",
+        "in 4 or 8 bits: DoRA reads the norms of whole weights in each step",
         lambda c, p: c.precision.scheme is not None and c.model.lora is not None and c.model.lora.dora,
         ("precision.frozen=bfloat16",),
     ),
