@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -91,10 +90,9 @@ class TensorState:
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Memory of one device, in bytes (on CPU: of this process, which all its devices share)."""
+    """Peak use and size of a device's memory, in bytes (on CPU: of this process, which all its devices share)."""
 
     peak_bytes: int
-    now_bytes: int
     limit_bytes: int | None
 
 
@@ -499,4 +497,4 @@ _host_bytes = cache(host_memory_bytes)  # a step needs it twice, and reading the
 def process_memory() -> MemoryStats:
     """Memory of this process, which all its CPU devices share."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return MemoryStats(peak, psutil.Process().memory_info().rss, _host_bytes())
+    return MemoryStats(peak, _host_bytes())

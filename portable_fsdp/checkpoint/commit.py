@@ -229,11 +229,9 @@ def delete(folder: Path, run: str) -> None:
     discard(store_of(folder).withdraw(folder, uuid.uuid4().hex))
 
 
-def outdated(steps: Sequence[int], keep: int | None, keep_every: int | None, best: int | None = None) -> list[int]:
-    """The committed `steps` that retention deletes: not among the last `keep` (None keeps all), no multiple of
-    `keep_every`, not the `best` one."""
-    if keep is None:
-        return []
+def outdated(steps: Sequence[int], keep: int, keep_every: int | None, best: int | None = None) -> list[int]:
+    """The committed `steps` that retention deletes: not among the last `keep`, no multiple of `keep_every`, not the
+    `best` one."""
     older = sorted(steps)[: -max(keep, 1)]
     return [step for step in older if step != best and not (keep_every and step % keep_every == 0)]
 

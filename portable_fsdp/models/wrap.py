@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from portable_fsdp.config.describe import matching
+from portable_fsdp.config.describe import is_inside, matching
 from portable_fsdp.config.schema import Memory, Precision, Sharding
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -60,11 +60,11 @@ def find_units(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     if sharding.wrap == "TRANSFORMER_BASED_WRAP":
         by_hand |= set(_of_wrap_classes(model, sharding.wrap_classes))
         by_policy = set() if sharding.wrap_classes else set(find_layers(model, sharding))
-        by_policy |= {name for name in _tables(model) if not any(_is_inside(name, u) for u in by_hand | by_policy)}
+        by_policy |= {name for name in _tables(model) if not is_inside(name, by_hand | by_policy)}
     elif sharding.wrap == "SIZE_BASED_WRAP" and sharding.min_num_params is not None:
         by_policy = set(_by_size(model, sharding.min_num_params))
     for places in _shared(model):
-        splitting = {name for name in by_hand | by_policy if len({_is_inside(place, name) for place in places}) > 1}
+        splitting = {name for name in by_hand | by_policy if len({is_inside(place, [name]) for place in places}) > 1}
         for name in sorted(splitting & by_hand):
             raise ConfigError(
                 f"sharding: {name} ({type(model.get_submodule(name)).__name__}) can't be a unit: a weight belongs "
@@ -111,9 +111,9 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
     for pattern, dtype in precision.modules.items():
         before = len(dtypes)
         for name in matching("precision.modules", pattern, names):
-            if any(_is_inside(name, outer) for outer in dtypes):
+            if is_inside(name, dtypes):
                 continue
-            inner = next((inner for inner in dtypes if _is_inside(inner, name)), None)
+            inner = next((inner for inner in dtypes if is_inside(inner, [name])), None)
             if inner is not None:
                 raise ConfigError(
                     f"precision.modules: {pattern!r} matches {name} ({dtype}), which contains {inner} "
@@ -127,7 +127,7 @@ def modules_of_own_dtype(model: nn.Module, precision: Precision) -> dict[str, st
             )
     for places in _shared(model):
         owners = [place.rpartition(".")[0] for place in places]
-        shared = {owner: dtypes[outer] for owner in owners for outer in dtypes if _is_inside(owner, outer)}
+        shared = {owner: dtypes[outer] for owner in owners for outer in dtypes if is_inside(owner, [outer])}
         if len(set(shared.values())) > 1:
             raise ConfigError(
                 f"precision.modules: expected one dtype for {' and '.join(owners)}, which share a weight, found "
@@ -147,14 +147,14 @@ def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
     homes = {id(parameter): fqn.rpartition(".")[0] for fqn, parameter in model.named_parameters()}
     for places in _shared(model):
         home = places[0].rpartition(".")[0]
-        while not all(_is_inside(place, home) for place in places):
+        while home and not all(is_inside(place, [home]) for place in places):
             home = home.rpartition(".")[0]
         homes[id(model.get_parameter(places[0]))] = home
     units: list[str] = []
 
     def taken(name: str, module: nn.Module) -> int:
         """Add the units in a module; return the number of its parameters in units."""
-        total = sum(p.numel() for p in module.parameters() if _is_inside(homes[id(p)], name))
+        total = sum(p.numel() for p in module.parameters() if is_inside(homes[id(p)], [name]))
         if total < min_num_params:
             return 0
         inside = sum(taken(f"{name}.{leaf}", child) for leaf, child in module.named_children())
@@ -171,16 +171,11 @@ def _by_size(model: nn.Module, min_num_params: int) -> list[str]:
 # ------------------------------------------------------------------------------------------------ names in a model
 
 
-def _is_inside(name: str, outer: str) -> bool:
-    """Whether `name` is the module `outer` or something in it."""
-    return not outer or name == outer or name.startswith(f"{outer}.")
-
-
 def _outermost(names: Iterable[str]) -> list[str]:
     """Return the names that are inside no other; `names` are in definition order."""
     kept: list[str] = []
     for name in names:
-        if not any(_is_inside(name, outer) for outer in kept):
+        if not is_inside(name, kept):
             kept.append(name)
     return kept
 

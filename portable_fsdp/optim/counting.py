@@ -38,7 +38,7 @@ class CountingOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
         self.placed: Mapping[str, Tensor] = {}
         self.skips: dict[Tensor, Tensor] = {}

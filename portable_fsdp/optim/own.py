@@ -59,25 +59,13 @@ def adamw_update(
 
 
 class AdamW(CountingOptimizer):
-    """AdamW, or Adam, for a compiled step."""
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: Number,
-        betas: tuple[float, float],
-        eps: float,
-        decoupled: bool = True,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self._decoupled = decoupled
+    """AdamW, or Adam (without `decoupled`), for a compiled step."""
 
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
         return adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        adamw_update(self.state[parameter], parameter, gradient, group, prepared, self._decoupled)
+        adamw_update(self.state[parameter], parameter, gradient, group, prepared, group.get("decoupled", True))
 
 
 class SGD(CountingOptimizer):
@@ -86,9 +74,6 @@ class SGD(CountingOptimizer):
 
     torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
     """
-
-    def __init__(self, groups: list[dict[str, Any]], *, lr: Number, momentum: float) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum})
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         if group["momentum"]:
@@ -105,9 +90,6 @@ class Lion(CountingOptimizer):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2), weight decay w scaled by lr:
     parameter = parameter * (1 - lr * w) - lr * sign(b1 * m + (1 - b1) * gradient); m = b2 * m + (1 - b2) * gradient.
     """
-
-    def __init__(self, groups: list[dict[str, Any]], *, lr: Number, betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas})
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
@@ -135,9 +117,6 @@ class Adafactor(CountingOptimizer):
     dimensions; u = gradient / sqrt(R C / mean(R)); parameter = parameter * (1 - lr * w) - lr * u / max(1, rms(u)).
     Vectors keep the full second moment. torch's Adafactor reads the norm of each parameter back to the host.
     """
-
-    def __init__(self, groups: list[dict[str, Any]], *, lr: Number) -> None:
-        super().__init__(groups, {"lr": lr})
 
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
         return (count**-0.8,)
@@ -189,35 +168,21 @@ class Muon(CountingOptimizer):
     parameter = parameter * (1 - lr * w) - lr * 0.2 * sqrt(max(rows, columns)) * O.
 
     torch's Muon always iterates in bfloat16: its rounding, and so the loss curve, would depend on the devices. It also
-    reads a device's learning rate back to the host. Here the iteration has the dtype `compute`.
+    reads a device's learning rate back to the host. Here the iteration has the dtype `compute` of the group.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: Number,
-        betas: tuple[float, float],
-        eps: float,
-        momentum: float,
-        compute: torch.dtype,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "momentum": momentum, "is_hidden": False}
-        super().__init__(groups, defaults)
-        self._compute = compute
-
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return () if group["is_hidden"] else adamw_prepare(group, count)
+        return () if group.get("is_hidden") else adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
         state = self.state[parameter]
-        if not group["is_hidden"]:
+        if not group.get("is_hidden"):
             adamw_update(state, parameter, gradient, group, prepared)
             return
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        orthogonal = orthogonalized(gradient.lerp(mean, group["momentum"]), self._compute)
+        orthogonal = orthogonalized(gradient.lerp(mean, group["momentum"]), group["compute"])
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(orthogonal * (group["lr"] * (0.2 * max(parameter.shape) ** 0.5)))

@@ -59,7 +59,6 @@ def numbers(paths: Mapping[Path, object]) -> list[int]:
 @pytest.mark.parametrize(
     ("steps", "keep", "keep_every", "best", "expected"),
     [
-        ([10, 20, 30, 40], None, None, None, []),
         ([10, 20, 30, 40], 2, None, None, [10, 20]),
         ([40, 10, 30, 20], 1, 20, None, [10, 30]),
         ([10, 20], 5, None, None, []),
@@ -73,7 +72,7 @@ def numbers(paths: Mapping[Path, object]) -> list[int]:
     ],
 )
 def test_what_is_outdated(
-    steps: list[int], keep: int | None, keep_every: int | None, best: int | None, expected: list[int]
+    steps: list[int], keep: int, keep_every: int | None, best: int | None, expected: list[int]
 ) -> None:
     assert outdated(steps, keep, keep_every, best) == expected
 

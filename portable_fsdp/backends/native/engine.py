@@ -495,9 +495,7 @@ class NativeBackend(contract.Backend):
     def memory(self) -> contract.MemoryStats | None:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            return contract.MemoryStats(
-                torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device), total
-            )
+            return contract.MemoryStats(torch.cuda.max_memory_allocated(self.device), total)
         if self.device.type == "tpu":
             from portable_fsdp.backends.native import torchtpu
 

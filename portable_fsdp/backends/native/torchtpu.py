@@ -160,8 +160,7 @@ def memory(device: "torch.device") -> "MemoryStats | None":
 
     accelerator = cast(Any, torch.accelerator)  # torch 2.11 and newer
     _, total = accelerator.get_memory_info(device)
-    peak, now = accelerator.max_memory_allocated(device), accelerator.memory_allocated(device)
-    return MemoryStats(peak, now, total) if total else None
+    return MemoryStats(accelerator.max_memory_allocated(device), total) if total else None
 
 
 # ------------------------------------------------------------------------------------------------------- the programs

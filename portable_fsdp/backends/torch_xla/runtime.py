@@ -166,7 +166,7 @@ class PjrtBackend(Backend):
         if os.environ["PJRT_DEVICE"] == "CPU":
             return process_memory()
         used = self._bridge._xla_memory_info(device)
-        return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_used"]), int(used["bytes_limit"]))
+        return MemoryStats(int(used["peak_bytes_used"]), int(used["bytes_limit"]))
 
 
 def require_devices(engine: str, device: str, num_devices: int | None, count: int, on_cpu: str) -> None:
