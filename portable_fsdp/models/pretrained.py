@@ -110,6 +110,7 @@ def _config(folder: Path, task: str) -> Any:
                 f"bitsandbytes, found quantised ones (quantization_config: {str(method)[:80]}).\n  {_UNQUANTISED}"
             )
     values, _ = config.get_config_dict(folder, local_files_only=True)
+    values.pop("quantization_config", None)
     if unknown := dict(unknown_keys(config, values)):
         log_unknown_keys("model.pretrained", config, unknown)
     return config

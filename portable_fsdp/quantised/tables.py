@@ -85,16 +85,18 @@ def dequantise(stored: Tensor, table: ByteTable, dtype: torch.dtype, looked_up: 
     if table.scheme == "int8":
         values, scales = codes.view(torch.int8), rows[..., table.code_bytes :].view(torch.float32)
     else:
-        values, scales = F.embedding(codes.int(), looked_up["pairs"]), _scales(rows, table, looked_up)
+        values = F.embedding(codes.int(), looked_up["pairs"]).flatten(-2).unflatten(-1, (-1, BLOCK))
+        scales = _scales(rows, table, looked_up)
     return scaled(values, scales, table, dtype)
 
 
 def scaled(values: Tensor, scales: Tensor, table: ByteTable, dtype: torch.dtype) -> Tensor:
-    """Multiply the values of codes, `[..., n]` or `[..., n, 2]`, by the scales of rows `[..., blocks]`: the weight."""
+    """Multiply the values of codes, `[..., blocks, 64]`, or `[..., n]` in int8, by the scales of rows `[..., blocks]`:
+    the weight."""
     if table.scheme == "int8":
         values = values[..., : table.unit].float() * scales * _BY_127
     else:
-        values = (values.flatten(-2).unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
+        values = (values * scales[..., None]).flatten(-2)
     values = values.to(dtype)
     if table.is_flat:
         return values.flatten()[: math.prod(table.shape)].view(table.shape)
@@ -102,17 +104,21 @@ def scaled(values: Tensor, scales: Tensor, table: ByteTable, dtype: torch.dtype)
 
 
 def expanded(table: ByteTable) -> ByteTable:
-    """Return the form with float32 scales, for devices that can't look up their codes."""
+    """Return the form for devices that can't look up codes: with float32 scales, and a byte has a weight of its block's
+    first half in the high bits, and one of the second half in the low ones. To interleave them would cost a TPU more
+    than all else."""
     return table._replace(scheme="nf4") if table.scheme == "nf4_double" else table
 
 
 def expand(stored: Tensor, table: ByteTable) -> Tensor:
     """Return the rows of `expanded(table)` on the host."""
-    if table.scheme != "nf4_double":
+    if table.scheme == "int8":
         return stored
     rows = stored.view(torch.uint8)
-    scales = _scales(rows, table, constants(table.scheme))
-    return torch.cat([rows[..., : table.code_bytes], scales.contiguous().view(torch.uint8)], dim=-1).view(torch.int8)
+    codes = rows[..., : table.code_bytes].unflatten(-1, (-1, BLOCK // 2))
+    first, second = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(-2).chunk(2, dim=-1)
+    scales = _scales(rows, table, constants(table.scheme)).contiguous()
+    return torch.cat([((first << 4) | second).flatten(-2), scales.view(torch.uint8)], dim=-1).view(torch.int8)
 
 
 def _scales(rows: Tensor, table: ByteTable, looked_up: Mapping[str, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
 from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.layout import Region, Spec
 from portable_fsdp.quantised.layers import Dequantise, quantised_modules
-from portable_fsdp.quantised.tables import NF4, ByteTable, expand, expanded, scaled
+from portable_fsdp.quantised.tables import BLOCK, NF4, ByteTable, expand, expanded, scaled
 
 
 def use_tables(model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier: Barrier) -> None:
@@ -45,7 +45,7 @@ def _gathering(layouts: Layouts, barrier: Barrier, spec: Spec) -> Dequantise:
             barrier([stored, gradient])
         rows = layouts.gathered_bytes(stored, spec)
         codes, scales = rows[..., : table.code_bytes], _as_float32(rows[..., table.code_bytes :])
-        return scaled(codes if table.scheme == "int8" else _compared(codes), scales, table, dtype)
+        return scaled(codes if table.scheme == "int8" else nf4_values(codes), scales, table, dtype)
 
     return dequantise
 
@@ -57,23 +57,20 @@ def _constant(number: float, like: Tensor) -> Tensor:
     return torch.arange(number, number + step, step, dtype=dtype, device=like.device)
 
 
-def _has_bit(numbers: Tensor, bit: int) -> Tensor:
-    return (numbers & _constant(1 << bit, numbers)).bool()
-
-
-def _compared(codes: Tensor) -> Tensor:
-    """int8 `[..., n]` -> `[..., n, 2]`: the two values of each byte, by a tree of comparisons that a compiler fuses."""
-    whole = codes.int() & _constant(255, codes)  # torch_xla 2.9 shifts negative numbers toward zero
-    both = torch.stack([whole >> _constant(4, codes), whole & _constant(15, codes)], dim=-1)
+def nf4_values(codes: Tensor) -> Tensor:
+    """int8 `[..., n * 32]`, as `expand` makes them -> float32 `[..., n, 64]`: by a tree of comparisons that a compiler
+    fuses."""
+    whole = codes.unflatten(-1, (-1, BLOCK // 2)).int() & _constant(255, codes)  # torch_xla 2.9 shifts toward zero
+    both = torch.cat([whole >> _constant(4, codes), whole & _constant(15, codes)], dim=-1)
     values = [_constant(level, codes) for level in NF4]
     for bit in range(4):
-        has_bit = _has_bit(both, bit)
+        has_bit = (both & _constant(1 << bit, codes)).bool()
         values = [torch.where(has_bit, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def _as_float32(rows: Tensor) -> Tensor:
-    """int8 `[..., 4 * n]` -> the float32 numbers `[..., n]` of these bytes. torch_xla runs `Tensor.view` on the host."""
+    """int8 `[..., 4 * n]` -> the float32 numbers `[..., n]` of these bytes; torch_xla runs Tensor.view on the host."""
     four = rows.unflatten(-1, (-1, 4))
     return as_operation("as_float32", lambda x: [_bitcast()(x)], lambda x: [x[..., 0].float()], four)[0]
 
