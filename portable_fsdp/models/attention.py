@@ -118,18 +118,18 @@ def formula(
     documents: Tensor | None,
     *,
     causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    dropout: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
     piece: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor:
     """Attend with torch's functions; returns `[batch, heads, seq, head_dim]`.
 
     Arguments as of `static_attention`, with the numbers of documents separate from other masks. Under causality there
-    may be fewer queries than keys: those of the last positions. `piece`: its number, and the
-    positions of its first query and key.
+    may be fewer queries than keys: those of the last positions. `piece`: its number, and the positions of its first
+    query and key.
     """
     queries, keys = query.shape[-2], key.shape[-2]
     mask = mask if documents is None else documents

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from portable_fsdp.layout import ROW_PARTS, RowParts
+from portable_fsdp.models.attention import formula
 
 T = TypeVar("T")
-Uint32s = NDArray[np.uint32]
 
 BATCH_KEY = "dropout_keys"
 """The name of the keys in a batch: int32 `[rows, scopes, 2]`; `scopes`: the model and its layers. The last dimension
@@ -75,19 +75,6 @@ def _signed(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _mixed_on_host(x: Uint32s) -> Uint32s:
-    x = x ^ (x >> np.uint32(16))
-    x = x * np.uint32(_FIRST)
-    x = x ^ (x >> np.uint32(15))
-    x = x * np.uint32(_SECOND)
-    return x ^ (x >> np.uint32(16))
-
-
-def _words(numbers: NDArray[np.int64]) -> tuple[Uint32s, Uint32s]:
-    """The low and the high half."""
-    return (numbers & 0xFFFFFFFF).astype(np.uint32), (numbers >> 32).astype(np.uint32)
-
-
 @dataclass(frozen=True)
 class RowKeys:
     """Makes the keys of a step's rows on the host."""
@@ -96,18 +83,17 @@ class RowKeys:
     scopes: tuple[str, ...]  # "" for the model, and the FQNs of its layers
 
     @cached_property
-    def _of_scopes(self) -> Uint32s:
-        """`[scopes, 2]`."""
-        names = [hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest() for name in self.scopes]
-        return np.array([np.frombuffer(name, np.uint32) for name in names])
+    def _of_scopes(self) -> Tensor:
+        """int32 `[scopes, 2]`."""
+        digests = [hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest() for name in self.scopes]
+        return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, 2)
 
     def __call__(self, first: int, places: NDArray[np.int64]) -> Tensor:
         """Return int32 `[rows, scopes, 2]` of the rows at `places` of the step whose first sample has position
         `first`."""
-        samples = np.stack([first + places, np.full_like(places, first)], axis=-1)[:, None]  # [rows, 1, 2]
-        low, high = _words(samples)
-        keys = _mixed_on_host(_mixed_on_host(low ^ self._of_scopes) ^ high)
-        return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32))
+        samples = np.stack([first + places, np.full_like(places, first)], axis=-1)
+        low, high = torch.from_numpy(samples)[:, None, :, None].view(torch.int32).unbind(-1)  # of int64: [rows, 1, 2]
+        return _mixed(_mixed(low ^ self._of_scopes) ^ high)
 
 
 # ------------------------------------------------------------------------------------------------- the mask of a site
@@ -229,15 +215,12 @@ def _attention(
     if _now.draw is None or not dropout_p:
         more: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         return _torchs("scaled_dot_product_attention")(query, key, value, **more, scale=scale, enable_gqa=enable_gqa)
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
-    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -1e30) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return drop(scores.softmax(dim=-1).to(value.dtype), dropout_p) @ value
+    if query.dim() == 3:  # no heads, or those of all rows
+        mask = attn_mask[:, None] if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        return _attention(query[:, None], key[:, None], value[:, None], mask, dropout_p, is_causal, scale)[:, 0]
+    if is_causal:  # torch aligns the first query with the first key, `formula` the last ones
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return formula(query, key, value, attn_mask, None, causal=False, scale=scale, dropout=dropout_p)
 
 
 @contextmanager
