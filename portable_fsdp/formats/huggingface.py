@@ -24,7 +24,7 @@ from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.expert_adapters import expert_products
-from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
+from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained, plain_name
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
 from portable_fsdp.models.weights import RandomWeights, WeightFill
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, printable
@@ -328,7 +328,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
         model = formats.model_on_meta(reader.manifest.architecture or {}, f"checkpoint {reader.folder.name}")
         adapters = Adapters(Lora(), [], model)
     by_weight = {names.weight: names for names in adapters.layers}
-    saved = {lora.plain_name(key): key for key in tensors if not lora.is_adapter(key)}
+    saved = {plain_name(key): key for key in tensors if not lora.is_adapter(key)}
     fill = _left_out(reader, adapters.base, base)
 
     def read(key: str) -> Tensor:
@@ -389,7 +389,7 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> WeightFill 
             return weights
         from portable_fsdp.models.quantised import as_quantised
 
-        shapes = {lora.plain_name(key): base.tensors[key].shape for key in base.quantised}
+        shapes = {plain_name(key): base.tensors[key].shape for key in base.quantised}
         return as_quantised(weights, shapes, base.scheme, weights.stored)
     except ConfigError as error:
         raise CheckpointError(f"{problem}  found: {error}{hint}") from None

@@ -107,10 +107,10 @@ def build_model(
         from portable_fsdp.models.pretrained import open_pretrained
 
         config, file = open_pretrained(model, task.name)
-        if (scheme := getattr(file, "scheme", None)) not in (None, precision.frozen):
+        if file.scheme not in (None, precision.frozen):
             raise ConfigError(
-                f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={scheme}, found "
-                f"{precision.frozen}.\n  Set precision.frozen={scheme}, or use the model's unquantised folder."
+                f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={file.scheme}, "
+                f"found {precision.frozen}.\n  Set it to {file.scheme}, or use the model's unquantised folder."
             )
         rows_before = _grow(config, vocabulary, file, keeps_ids)
     _check_config(config, seq_len, vocabulary, seq_len_key)
@@ -161,13 +161,11 @@ def build_model(
         built = with_adapters(built, model.lora, seed, master, file, grows=rows_before is not None)
     built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
     if model.lora is not None:
-        from portable_fsdp.models.lora import with_base
+        from portable_fsdp.models.lora import with_norms
 
-        built = with_base(built, model, model.lora, file)
-    if precision.scheme is not None and file is not None:
-        from portable_fsdp.models.quantised import with_files
-
-        built = with_files(built, model, file, cast("PretrainedWeights", weights))
+        built = with_norms(built, model.lora)
+    if file is not None and (model.lora is not None or precision.scheme is not None):
+        built = with_base(built, model, file, cast("PretrainedWeights", weights))
     return replace(built, size=size_of(built.model))
 
 
@@ -231,6 +229,18 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
         parameter.data = parameter.data.to(dtype)
     fill = built.fill
     return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
+
+
+def with_base(built: BuiltModel, model: schema.Model, file: TensorFile, weights: "PretrainedWeights") -> BuiltModel:
+    """Record where frozen weights come from, and which of them checkpoints of adapters leave out."""
+    from portable_fsdp.models.pretrained import Base
+
+    names = frozenset[str]()
+    if model.lora is not None:
+        from portable_fsdp.models.lora import base_names
+
+        names = base_names(built.model, model.lora)
+    return replace(built, base=Base(str(model.pretrained), model.gguf_file, file, names, built.fill, weights))
 
 
 # ------------------------------------------------------------------------------------------------ the architecture

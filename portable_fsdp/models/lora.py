@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import is_inside, matches, matching, yaml_value
 from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
-from portable_fsdp.models.pretrained import Base, PretrainedWeights, stored_tensors, vocabulary_tables
+from portable_fsdp.models.pretrained import PretrainedWeights, plain_name, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
 from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, seeded
 from portable_fsdp.runtime.errors import ConfigError
@@ -117,11 +117,6 @@ def peft_settings(lora: schema.Lora) -> dict[str, Any]:
     return {**settings, "lora_dropout": lora.dropout, "task_type": "CAUSAL_LM"}
 
 
-def plain_name(fqn: str) -> str:
-    """The FQN of a base weight in the model without adapters."""
-    return fqn.replace(f"{_BASE}.", ".")
-
-
 def is_adapter(fqn: str) -> bool:
     return any(kind in fqn for kind in (_A, _B, _MAGNITUDE))
 
@@ -170,18 +165,17 @@ def with_adapters(
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
 
 
-def with_base(built: "BuiltModel", model: schema.Model, lora: schema.Lora, file: TensorFile | None) -> "BuiltModel":
-    """Record the base weights, which checkpoints of adapters leave out: all but adapters and `train_whole`.
-
-    With DoRA magnitudes begin as the norms of the base's weights, as these rest.
-    """
-    fill, kept = built.fill, whole_tensors(built.model, lora.train_whole)
-    if lora.dora and lora.start_from is None:
-        built = replace(built, fill=norms_of_base(built.model, fill))
-    if file is None:
+def with_norms(built: "BuiltModel", lora: schema.Lora) -> "BuiltModel":
+    """With DoRA let magnitudes begin as the norms of the base's weights, as these rest."""
+    if not lora.dora or lora.start_from is not None:
         return built
-    names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name) and name not in kept)
-    return replace(built, base=Base(str(model.pretrained), model.gguf_file, file, names, fill))
+    return replace(built, fill=norms_of_base(built.model, built.fill))
+
+
+def base_names(model: nn.Module, lora: schema.Lora) -> frozenset[str]:
+    """FQNs of the base weights, which checkpoints of adapters leave out: all but adapters and `train_whole`."""
+    kept = whole_tensors(model, lora.train_whole)
+    return frozenset(name for name in stored_tensors(model) if not is_adapter(name) and name not in kept)
 
 
 def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dtype, fill: WeightFill) -> WeightFill:

@@ -9,24 +9,24 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.config import schema
 from portable_fsdp.config.describe import is_inside
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Region, Spec, full_region, weight_spec
 from portable_fsdp.models.experts import expert_modules
-from portable_fsdp.models.weights import TensorFile, TensorSlices, WeightFill
+from portable_fsdp.models.pretrained import plain_name
+from portable_fsdp.models.weights import TensorSlices, WeightFill
 from portable_fsdp.quantised.layers import is_linear
 from portable_fsdp.quantised.tables import BLOCK, NESTED, NF4, ByteTable, constants, dequantise, nested_levels
 from portable_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from portable_fsdp.models.build import BuiltModel
-    from portable_fsdp.models.pretrained import PretrainedWeights
+    from portable_fsdp.models.pretrained import Base
     from portable_fsdp.tensor_plan import TensorPlan
 
 _KEY = "precision.frozen"
@@ -44,11 +44,13 @@ def quantised_tables(
     outside: Iterable[str],
     layouts: Mapping[str, Spec],
     plan: "TensorPlan | None",
+    base: "Base | None",
 ) -> dict[str, ByteTable]:
     """FQN -> table of each weight to quantise: frozen weights of linear layers, and of experts in one tensor.
 
     Only in the model's `layers`, not in the modules `outside` (`precision.modules`), not routers, tied weights, and
-    layers with a part that trains. `layouts`: of the weights. Raises ConfigError if nothing is left, or the axes
+    layers with a part that trains, nor what `base` has unquantised beside quantised weights. `layouts`: of the weights.
+    Raises ConfigError if nothing is left, or the axes
     `tensor` or `expert` would split a weight within rows of its table.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -65,10 +67,10 @@ def quantised_tables(
         is_frozen = own and not any(weight.requires_grad or len(owners[id(weight)]) > 1 for weight in own.values())
         is_layer = is_linear(module) and len(own.get("weight", ())) not in scores
         if is_frozen and (is_layer or name in experts):
-            dims, only = 3 if name in experts else 2, getattr(model, "quantised_names", None)
+            dims = 3 if name in experts else 2
             chosen = {f"{name}.{leaf}": weight for leaf, weight in own.items() if weight.dim() == dims}
             for fqn, weight in chosen.items():
-                if only is None or fqn in only:
+                if base is None or base.file.scheme is None or base.weights.is_quantised(plain_name(fqn)):
                     tables[fqn] = _table_of(fqn, tuple(weight.shape), scheme, layouts[fqn], plan)
     if not tables:
         raise ConfigError(
@@ -322,18 +324,6 @@ def as_quantised(
     return dequantised_fill(TableFill(fill, tables, stored), tables)
 
 
-def with_files(
-    built: "BuiltModel", model: schema.Model, file: TensorFile, weights: "PretrainedWeights"
-) -> "BuiltModel":
-    """Return the model with a base that knows which weights come from `file`, and how it holds them."""
-    plain = {fqn: fqn.replace(".base_layer.", ".") for fqn, _ in built.model.named_parameters()}
-    names = frozenset(fqn for fqn, name in plain.items() if weights.holds(name))
-    if hasattr(file, "scheme"):  # what bitsandbytes left as it was stays so
-        cast(Any, built.model).quantised_names = {fqn for fqn in names if weights.is_quantised(plain[fqn])}
-    base = built.base or weights.base_of(model, built.fill)
-    return replace(built, base=replace(base, in_files=names, stored=lambda fqn: weights.stored(plain[fqn])))
-
-
 def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Config) -> "BuiltModel":
     """Return the model with the bytes of its tables as `fill`, and a base that says so. Raises ConfigError for a weight
     that isn't in files: no checkpoint would hold its bytes. (A plan needs no files.)"""
@@ -343,24 +333,24 @@ def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Co
             f"{_KEY}={scheme}: needs model.pretrained: no checkpoint holds quantised weights, and a run that resumes "
             f"reads them from the same files again.\n  Set {_KEY}=auto."
         )
-    if missing := sorted(tables.keys() - base.in_files):
+    if missing := [fqn for fqn in sorted(tables) if not base.weights.holds(plain_name(fqn))]:
         raise ConfigError(
             f"{_KEY}={scheme}: {missing[0]} is not in model.pretrained (model.allow), but drawn from run.seed, and "
             f"no checkpoint holds quantised weights.\n  Set {_KEY}=bfloat16, or train it: leave it out of model.freeze."
         )
-    if scheme != "nf4" and hasattr(base.file, "scheme"):
+    if scheme != "nf4" and base.file.scheme is not None:
         for fqn in tables:
-            if base.stored(fqn) is None:
+            if base.weights.stored(plain_name(fqn)) is None:
                 raise ConfigError(
                     f"{_KEY}={scheme}: {base.file.where}: {fqn} is joined from several quantised tensors, whose scales "
                     "don't fit one.\n  Use the model's unquantised folder."
                 )
-    fill = TableFill(built.fill, tables, base.stored)
-    base = replace(
+    fill = TableFill(built.fill, tables, lambda fqn: base.weights.stored(plain_name(fqn)))
+    frozen = replace(
         base,
         names=base.names if config.model.lora is not None else frozenset(tables),
         fill=dequantised_fill(fill, tables),
         scheme=scheme,
         quantised={fqn: table.shape for fqn, table in tables.items()},
     )
-    return replace(built, fill=fill, base=base)
+    return replace(built, fill=fill, base=frozen)

@@ -154,7 +154,8 @@ def config_of(folder: Path, frozen: str) -> Config:
 
 def built_of(config: Config) -> Any:
     built = build_model(config.model, config.precision, seed=0, seq_len=8, vocabulary=0)
-    return with_tables(built, shard_policy(config, built.model).tables, config), shard_policy(config, built.model)
+    policy = shard_policy(config, built.model, built.base)
+    return with_tables(built, policy.tables, config), policy
 
 
 @pytest.mark.slow
