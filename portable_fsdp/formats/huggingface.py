@@ -24,9 +24,10 @@ from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.expert_adapters import expert_products
-from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained, plain_name
+from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
-from portable_fsdp.models.weights import RandomWeights, WeightFill
+from portable_fsdp.models.weights import RandomWeights, WeightFill, plain_name
+from portable_fsdp.quantised.layers import holds_inputs_first
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, printable
 from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_folder
@@ -234,7 +235,7 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
         )
     settings = LoraConfig(
         **arguments,
-        fan_in_fan_out=any(lora.holds_inputs_first(adapters.base.get_submodule(layer)) for layer in layers),
+        fan_in_fan_out=any(holds_inputs_first(adapters.base.get_submodule(layer)) for layer in layers),
         target_parameters=_short_names(adapters.base.named_parameters(), of_experts, parts=2) or None,
         ensure_weight_tying=bool(whole.keys() & manifest.ties.keys()),
         modules_to_save=lora.whole_modules(adapters.base, adapters.settings.train_whole) or None,
@@ -348,7 +349,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
             scaling = lora.scaling_of(adapters.settings, names.layer, len(a) // len(weight))
             return (weight.float() + change * scaling).to(dtype)
         change = b @ a * lora.scaling_of(adapters.settings, names.layer, len(a))
-        inputs_first = lora.holds_inputs_first(adapters.base.get_submodule(names.layer))
+        inputs_first = holds_inputs_first(adapters.base.get_submodule(names.layer))
         whole = weight.float() + (change.T if inputs_first else change)
         if adapters.settings.dora:
             norms, magnitude = whole.norm(dim=int(not inputs_first)), reader.read_whole(names.magnitude).float()

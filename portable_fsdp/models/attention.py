@@ -118,11 +118,11 @@ def formula(
     documents: Tensor | None,
     *,
     causal: bool,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    dropout: float,
     piece: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor:
     """Attend with torch's functions; returns `[batch, heads, seq, head_dim]`.

@@ -19,7 +19,7 @@ from torch import nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matching
-from portable_fsdp.models.architecture import config_to_json, is_dropout, last_line, mapping_of, read_architecture
+from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture, set_dropout
 from portable_fsdp.models.attention import (
     FLEX,
     STATIC,
@@ -100,9 +100,8 @@ def build_model(
         return _of_factory(model, precision, seed)
     before_transformers()
     file = rows_before = None
-    drops = model.resolved_dropout != 0
     if model.pretrained is None:
-        config = read_architecture(model.architecture or {}, task.name, drops=drops)
+        config = read_architecture(model.architecture or {}, task.name, drops=model.resolved_dropout != 0)
     else:
         from portable_fsdp.models.pretrained import open_pretrained
 
@@ -115,12 +114,8 @@ def build_model(
         rows_before = _grow(config, vocabulary, file, keeps_ids)
     _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
-    _switch_off(config, dropout=not drops)
-    rates = None
-    if drops:
-        from portable_fsdp.models.dropout_rates import set_dropout
-
-        rates = set_dropout(config, model.resolved_dropout)
+    _switch_off(config)
+    rates = set_dropout(config, model.resolved_dropout)
     make = partial(_model_of, attention=model.attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     steps = None
@@ -285,17 +280,11 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
         )
 
 
-def _switch_off(config: Any, *, dropout: bool) -> None:
-    """Switch off what training doesn't read: the key-value cache, and router logits, whose loss `routers.py` adds; and
-    perhaps `dropout`, also in the config's parts."""
+def _switch_off(config: Any) -> None:
+    """Switch off what training doesn't read: the key-value cache, and router logits, whose loss `routers.py` adds."""
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
-    parts = [config, *(getattr(config, part, None) for part in config.sub_configs)] if dropout else []
-    for part in filter(None, parts):
-        for key, value in part.to_dict().items():
-            if is_dropout(key, value) and value:
-                setattr(part, key, 0.0)
 
 
 def _model_of(config: Any, attention: str, task: Task) -> Any:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from portable_fsdp.layout import ROW_PARTS, RowParts
-from portable_fsdp.models.attention import formula
 
 T = TypeVar("T")
 
@@ -215,12 +214,15 @@ def _attention(
     if _now.draw is None or not dropout_p:
         more: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         return _torchs("scaled_dot_product_attention")(query, key, value, **more, scale=scale, enable_gqa=enable_gqa)
-    if query.dim() == 3:  # no heads, or those of all rows
-        mask = attn_mask[:, None] if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        return _attention(query[:, None], key[:, None], value[:, None], mask, dropout_p, is_causal, scale)[:, 0]
-    if is_causal:  # torch aligns the first query with the first key, `formula` the last ones
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    return formula(query, key, value, attn_mask, None, causal=False, scale=scale, dropout=dropout_p)
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
+    scores = (query @ key.transpose(-1, -2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -1e30) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return drop(scores.softmax(dim=-1).to(value.dtype), dropout_p) @ value
 
 
 @contextmanager

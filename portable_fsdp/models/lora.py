@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import is_inside, matches, matching, yaml_value
 from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
-from portable_fsdp.models.pretrained import PretrainedWeights, plain_name, stored_tensors, vocabulary_tables
+from portable_fsdp.models.pretrained import PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
-from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, seeded
+from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, plain_name, seeded
+from portable_fsdp.quantised.layers import holds_inputs_first
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.files import parse_json, read_regular
 from portable_fsdp.runtime.hub import local_folder
@@ -138,12 +139,6 @@ def _peft_matches(pattern: str, layer: str) -> bool:
 def adapted_layers(names: list[str]) -> list[AdapterNames]:
     """The layers with adapters among the FQNs of a model's weights."""
     return [AdapterNames.of(name.removesuffix(f"{_A}.weight")) for name in names if name.endswith(f"{_A}.weight")]
-
-
-def holds_inputs_first(module: nn.Module) -> bool:
-    """Whether a layer's weight is `[in, out]` (transformers' Conv1D in GPT-2), not `[out, in]`."""
-    kind = type(module)
-    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def with_adapters(

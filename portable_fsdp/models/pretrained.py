@@ -45,11 +45,6 @@ class Base:
     quantised: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {})  # FQN -> shape
 
 
-def plain_name(fqn: str) -> str:
-    """The FQN of a base weight in the model without adapters."""
-    return fqn.replace(".base_layer.", ".")
-
-
 def fingerprint(file: TensorFile) -> str:
     """Return a hash that identifies the tensors of a folder, independent of its location and its split into files.
 

@@ -18,8 +18,7 @@ from portable_fsdp.config.describe import is_inside
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Region, Spec, full_region, weight_spec
 from portable_fsdp.models.experts import expert_modules
-from portable_fsdp.models.pretrained import plain_name
-from portable_fsdp.models.weights import TensorSlices, WeightFill
+from portable_fsdp.models.weights import TensorSlices, WeightFill, plain_name
 from portable_fsdp.quantised.layers import is_linear
 from portable_fsdp.quantised.tables import BLOCK, NESTED, NF4, ByteTable, constants, dequantise, nested_levels
 from portable_fsdp.runtime.errors import ConfigError

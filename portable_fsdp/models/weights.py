@@ -58,6 +58,11 @@ class TensorFile(Protocol):
         ...
 
 
+def plain_name(fqn: str) -> str:
+    """The FQN of a base weight in the model without adapters."""
+    return fqn.replace(".base_layer.", ".")
+
+
 def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:
     """Create the real buffers of `model`; computed ones (rotary frequencies) get their values from `_init_weights`.
 
