@@ -160,6 +160,8 @@ def build_model(
 
         built = with_norms(built, model.lora)
     if file is not None and (model.lora is not None or precision.scheme is not None):
+        from portable_fsdp.models.lora import with_base
+
         built = with_base(built, model, file, cast("PretrainedWeights", weights))
     return replace(built, size=size_of(built.model))
 
@@ -224,18 +226,6 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
         parameter.data = parameter.data.to(dtype)
     fill = built.fill
     return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
-
-
-def with_base(built: BuiltModel, model: schema.Model, file: TensorFile, weights: "PretrainedWeights") -> BuiltModel:
-    """Record where frozen weights come from, and which of them checkpoints of adapters leave out."""
-    from portable_fsdp.models.pretrained import Base
-
-    names = frozenset[str]()
-    if model.lora is not None:
-        from portable_fsdp.models.lora import base_names
-
-        names = base_names(built.model, model.lora)
-    return replace(built, base=Base(str(model.pretrained), model.gguf_file, file, names, built.fill, weights))
 
 
 # ------------------------------------------------------------------------------------------------ the architecture

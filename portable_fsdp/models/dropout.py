@@ -303,6 +303,12 @@ class Draws:
         draw, scopes = cast(_Draw, _now.draw), [*self._layers]
         return torch.stack([_rows_of(draw, 1 + scopes.index(name)) for name in layers])
 
+    @contextmanager
+    def drawing(self) -> Generator[Callable[..., Any]]:
+        """Context of forward and backward; yields `run`."""
+        with intercept():
+            yield self.run
+
     def run(self, function: Callable[[dict[str, Tensor]], T], batch: Mapping[str, Tensor]) -> T:
         """Run a forward on a placed batch without its keys, drawing by them. A batch without keys draws as torch
         does."""

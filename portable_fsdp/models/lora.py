@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import is_inside, matches, matching, yaml_value
 from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
-from portable_fsdp.models.pretrained import PretrainedWeights, stored_tensors, vocabulary_tables
+from portable_fsdp.models.pretrained import Base, PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
 from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, plain_name, seeded
 from portable_fsdp.quantised.layers import holds_inputs_first
@@ -167,10 +167,16 @@ def with_norms(built: "BuiltModel", lora: schema.Lora) -> "BuiltModel":
     return replace(built, fill=norms_of_base(built.model, built.fill))
 
 
-def base_names(model: nn.Module, lora: schema.Lora) -> frozenset[str]:
-    """FQNs of the base weights, which checkpoints of adapters leave out: all but adapters and `train_whole`."""
-    kept = whole_tensors(model, lora.train_whole)
-    return frozenset(name for name in stored_tensors(model) if not is_adapter(name) and name not in kept)
+def with_base(built: "BuiltModel", model: schema.Model, file: TensorFile, weights: PretrainedWeights) -> "BuiltModel":
+    """Record the source of frozen weights, and those that checkpoints of adapters leave out: all but adapters and
+    `train_whole`."""
+    names: list[str] = []
+    if model.lora is not None:
+        kept = whole_tensors(built.model, model.lora.train_whole)
+        names = [name for name in stored_tensors(built.model) if not is_adapter(name) and name not in kept]
+    return replace(
+        built, base=Base(str(model.pretrained), model.gguf_file, file, frozenset(names), built.fill, weights)
+    )
 
 
 def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dtype, fill: WeightFill) -> WeightFill:

@@ -102,19 +102,17 @@ def _table_of(fqn: str, shape: tuple[int, ...], scheme: str, spec: Spec, plan: "
     )
 
 
-def table_layouts(tables: Mapping[str, ByteTable], layouts: Mapping[str, Spec]) -> dict[str, Spec]:
-    """FQN -> layout of each table: that of its weight, and rows are whole."""
-    return {fqn: weight_spec(2) if table.is_flat else (*layouts[fqn], ()) for fqn, table in tables.items()}
-
-
-def table_plan(tables: Mapping[str, ByteTable], plan: "TensorPlan") -> "TensorPlan":
-    """Return the plan of a model with tables, whose last dimension counts rows."""
-    parts = dict(plan.parts)
+def table_layouts(
+    tables: Mapping[str, ByteTable], layouts: Mapping[str, Spec], plan: "TensorPlan | None"
+) -> tuple[dict[str, Spec], "TensorPlan | None"]:
+    """Return layouts and plan of a model with tables: whole rows, which the last dimension of a weight counts."""
+    own = {fqn: weight_spec(2) if table.is_flat else (*layouts[fqn], ()) for fqn, table in tables.items()}
+    parts = {} if plan is None else dict(plan.parts)
     for fqn in tables.keys() & parts.keys():
         part, table = parts[fqn], tables[fqn]
         if part.dim == len(table.shape) - 1:
             parts[fqn] = replace(part, sizes=tuple(size // table.unit for size in part.sizes))
-    return replace(plan, parts=parts)
+    return {**layouts, **own}, plan and replace(plan, parts=parts)
 
 
 # ------------------------------------------------------------------------------------------------------------- bytes

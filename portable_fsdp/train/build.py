@@ -301,11 +301,10 @@ def shard_policy(config: Config, model: nn.Module, base: "Base | None" = None) -
     modules = {name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()}
     tables: Mapping[str, ByteTable] = {}
     if precision.scheme is not None:
-        from portable_fsdp.models.quantised import quantised_tables, table_layouts, table_plan
+        from portable_fsdp.models.quantised import quantised_tables, table_layouts
 
         tables = quantised_tables(model, precision.scheme, layers, modules, layouts, tensor, base)
-        layouts |= table_layouts(tables, layouts)
-        tensor = tensor and table_plan(tables, tensor)
+        layouts, tensor = table_layouts(tables, layouts, tensor)
     return ShardPolicy(
         units=units,
         layouts=layouts,
