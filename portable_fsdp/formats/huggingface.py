@@ -221,20 +221,15 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     names |= {name: manifest.ties.get(name, name) for name in whole}  # peft holds tied weights twice
     ours = {theirs: names[name] for name, theirs in lora.peft_keys(adapters.base, names).items()}
     tensors = {theirs: formats.as_dtype(manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
-    arguments = lora.peft_settings(adapters.settings)
-    alpha = adapters.settings.alpha
-    arguments["lora_alpha"] = int(alpha) if alpha.is_integer() else alpha
-    layers, of_experts = (
-        [names.layer for names in adapters.layers if names.is_of_experts == is_of_experts]
-        for is_of_experts in (False, True)
-    )
+    layers = [names.layer for names in adapters.layers if not names.is_of_experts]
+    of_experts = [names.layer for names in adapters.layers if names.is_of_experts]
     if layers and lora.read_as_experts(adapters.base, layers):
         raise CheckpointError(
             f"checkpoint {reader.folder.name}: peft would take its adapters of MLPs for those of experts.\n"
             "  Export the merged model: --format huggingface."
         )
     settings = LoraConfig(
-        **arguments,
+        **lora.peft_settings(adapters.settings),
         fan_in_fan_out=any(holds_inputs_first(adapters.base.get_submodule(layer)) for layer in layers),
         target_parameters=_short_names(adapters.base.named_parameters(), of_experts, parts=2) or None,
         ensure_weight_tying=bool(whole.keys() & manifest.ties.keys()),
