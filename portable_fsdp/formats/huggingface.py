@@ -26,7 +26,8 @@ from portable_fsdp.models.architecture import mapping_of
 from portable_fsdp.models.expert_adapters import expert_products
 from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open_pretrained
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
-from portable_fsdp.models.weights import RandomWeights, WeightFill
+from portable_fsdp.models.weights import RandomWeights, WeightFill, plain_name
+from portable_fsdp.quantised.layers import holds_inputs_first
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, printable
 from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_folder
@@ -220,21 +221,16 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
     names |= {name: manifest.ties.get(name, name) for name in whole}  # peft holds tied weights twice
     ours = {theirs: names[name] for name, theirs in lora.peft_keys(adapters.base, names).items()}
     tensors = {theirs: formats.as_dtype(manifest.tensors[key], options.dtype) for theirs, key in ours.items()}
-    arguments = lora.peft_settings(adapters.settings)
-    alpha = adapters.settings.alpha
-    arguments["lora_alpha"] = int(alpha) if alpha.is_integer() else alpha
-    layers, of_experts = (
-        [names.layer for names in adapters.layers if names.is_of_experts == is_of_experts]
-        for is_of_experts in (False, True)
-    )
+    layers = [names.layer for names in adapters.layers if not names.is_of_experts]
+    of_experts = [names.layer for names in adapters.layers if names.is_of_experts]
     if layers and lora.read_as_experts(adapters.base, layers):
         raise CheckpointError(
             f"checkpoint {reader.folder.name}: peft would take its adapters of MLPs for those of experts.\n"
             "  Export the merged model: --format huggingface."
         )
     settings = LoraConfig(
-        **arguments,
-        fan_in_fan_out=any(lora.holds_inputs_first(adapters.base.get_submodule(layer)) for layer in layers),
+        **lora.peft_settings(adapters.settings),
+        fan_in_fan_out=any(holds_inputs_first(adapters.base.get_submodule(layer)) for layer in layers),
         target_parameters=_short_names(adapters.base.named_parameters(), of_experts, parts=2) or None,
         ensure_weight_tying=bool(whole.keys() & manifest.ties.keys()),
         modules_to_save=lora.whole_modules(adapters.base, adapters.settings.train_whole) or None,
@@ -328,7 +324,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
         model = formats.model_on_meta(reader.manifest.architecture or {}, f"checkpoint {reader.folder.name}")
         adapters = Adapters(Lora(), [], model)
     by_weight = {names.weight: names for names in adapters.layers}
-    saved = {lora.plain_name(key): key for key in tensors if not lora.is_adapter(key)}
+    saved = {plain_name(key): key for key in tensors if not lora.is_adapter(key)}
     fill = _left_out(reader, adapters.base, base)
 
     def read(key: str) -> Tensor:
@@ -348,7 +344,7 @@ def merged(reader: Reader, base: str | None = None) -> tuple[dict[str, TensorEnt
             scaling = lora.scaling_of(adapters.settings, names.layer, len(a) // len(weight))
             return (weight.float() + change * scaling).to(dtype)
         change = b @ a * lora.scaling_of(adapters.settings, names.layer, len(a))
-        inputs_first = lora.holds_inputs_first(adapters.base.get_submodule(names.layer))
+        inputs_first = holds_inputs_first(adapters.base.get_submodule(names.layer))
         whole = weight.float() + (change.T if inputs_first else change)
         if adapters.settings.dora:
             norms, magnitude = whole.norm(dim=int(not inputs_first)), reader.read_whole(names.magnitude).float()
@@ -389,7 +385,7 @@ def _left_out(reader: Reader, model: nn.Module, name: str | None) -> WeightFill 
             return weights
         from portable_fsdp.models.quantised import as_quantised
 
-        shapes = {lora.plain_name(key): base.tensors[key].shape for key in base.quantised}
+        shapes = {plain_name(key): base.tensors[key].shape for key in base.quantised}
         return as_quantised(weights, shapes, base.scheme, weights.stored)
     except ConfigError as error:
         raise CheckpointError(f"{problem}  found: {error}{hint}") from None

@@ -41,6 +41,8 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidd
 _READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim", "rope_parameters", "decoder_start_token_id"}
 """Keys that models read even if their class doesn't declare them."""
 
+_UNDRAWN = ("layerdrop", "layer_drop", "drop_path", "path_drop", "droppath", "token_dropout")
+
 _MAX_BYTES = 16 * 2**20
 
 
@@ -136,6 +138,25 @@ def read_architecture(
 def is_dropout(key: str, value: object) -> bool:
     """Whether a key of a transformers config is a rate of dropout, or of layers that are left out at random."""
     return "drop" in key and isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def set_dropout(config: Any, rate: float | str) -> dict[str, float]:
+    """Set the rates of a transformers config and its parts in place: `published` keeps them.
+
+    Rates of whole layers and paths, and of tokens at experts, become 0: a mask by row and position can't draw them.
+    Returns the rates above 0, and the latter.
+    """
+    rates: dict[str, float] = {}
+    for key, value in config.to_dict().items():
+        part = getattr(config, key, None)
+        if key in config.sub_configs and hasattr(part, "sub_configs"):
+            rates |= {f"{key}.{name}": each for name, each in set_dropout(part, rate).items()}
+        elif is_dropout(key, value):
+            new = 0.0 if any(word in key for word in _UNDRAWN) else float(value if rate == "published" else rate)
+            if new != value:  # a class may take integers only
+                setattr(config, key, new)
+            rates |= {key: new} if new or (value and rate) else {}
+    return rates
 
 
 def last_line(error: Exception) -> str:

@@ -128,8 +128,8 @@ def formula(
     """Attend with torch's functions; returns `[batch, heads, seq, head_dim]`.
 
     Arguments as of `static_attention`, with the numbers of documents separate from other masks. Under causality there
-    may be fewer queries than keys: those of the last positions. `piece`: its number, and the
-    positions of its first query and key.
+    may be fewer queries than keys: those of the last positions. `piece`: its number, and the positions of its first
+    query and key.
     """
     queries, keys = query.shape[-2], key.shape[-2]
     mask = mask if documents is None else documents

@@ -6,7 +6,8 @@ A quantised `weight` comes with tensors named after it: in 4 bits `absmax`, `qua
 
 import json
 import math
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from portable_fsdp.quantised.tables import NF4, nested_levels
 from portable_fsdp.runtime.errors import ConfigError
 
 _STATE, _SCALES = ".quant_state.bitsandbytes__", "SCB"
+_STORAGE = {"U8": 1, "I8": 1, "F32": 4}  # bytes of the numbers that hold codes of 4 bits, if not 2
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
@@ -39,15 +41,15 @@ class BitsandbytesFolder(TensorFile):
         if len(schemes) != 1:
             raise self._refusal("weights quantised in one way", " and ".join(schemes) or "none")
         [self.scheme] = schemes
+        formats = {f"{key}_format" for key in in_8_bits} & folder.shapes.keys()
+        for name in formats:
+            if (form := folder.read(name, ()).tolist()) not in (0, [0]):
+                raise self._refusal("8-bit weights in rows", f"{name} {form}")
         aside = {f"{key}{part}" for key in in_4_bits for part in _PARTS} | {*in_4_bits.values(), *in_8_bits.values()}
-        aside |= {f"{key.removesuffix(_SCALES)}weight_format" for key in in_8_bits.values()}
-        shapes = {key: shape for key, shape in folder.shapes.items() if key not in aside}
+        shapes = {key: shape for key, shape in folder.shapes.items() if key not in aside | formats}
         self.shapes = shapes | {key: tuple(state["shape"]) for key, state in self._states.items()}
-        for name in (key for key in aside if key.endswith("weight_format")):
-            if name in folder.shapes and folder.read(name, ()).tolist() not in (0, [0]):
-                raise self._refusal("8-bit weights in rows", f"{name} {folder.read(name, ()).tolist()}")
         self._last: tuple[str, Tensor] | None = None
-        self._weight: tuple[str, StoredWeight] | None = None
+        self._scales = lru_cache(maxsize=1)(self._read_scales)
 
     def _state(self, key: str, name: str) -> dict[str, Any]:
         """Read the form of a weight in 4 bits."""
@@ -84,15 +86,21 @@ class BitsandbytesFolder(TensorFile):
             return self._folder.read(key, slices)
         if self._last is None or self._last[0] != key:
             self._last = None  # dropped before the next is made: not two at a time
-            values = as_quantised(self._folder.read, {key: self.shapes[key]}, self.scheme, self.stored)
+            values = as_quantised(self._folder.read, {key: self.shapes[key]}, cast(str, self.scheme), self.stored)
             self._last = key, values(key, ())
         return self._last[1][slices] if slices else self._last[1]
 
     def stored(self, key: str) -> StoredWeight | None:
-        """Return a weight's own codes and scales; None: it isn't quantised."""
-        if key in self.quantised and (self._weight is None or self._weight[0] != key):
-            self._weight = key, self._open(key)
-        return self._weight[1] if self._weight is not None and key in self.quantised else None
+        return StoredWeight(partial(self._codes, key), self._scales(key)) if key in self.quantised else None
+
+    def _read_scales(self, key: str) -> Tensor | Nested:
+        if self.scheme == "int8":
+            return self._folder.read(f"{key.removesuffix('weight')}{_SCALES}", ()).float()
+        absmax = self._folder.read(f"{key}.absmax", ())
+        if self.scheme == "nf4":
+            return absmax
+        offset = torch.tensor(float(self._states[key]["nested_offset"]))
+        return Nested(absmax, self._folder.read(f"{key}.nested_absmax", ()), offset)
 
     def _codes(self, key: str, start: int, stop: int) -> Tensor:
         """Read the bytes of codes from `start` to `stop`, or to the end."""
@@ -100,18 +108,6 @@ class BitsandbytesFolder(TensorFile):
         if self.scheme == "int8":
             rows = slice(start // math.prod(shape[1:]), -(-stop // math.prod(shape[1:])))
             return self._folder.read(key, (rows, *full_region(shape[1:]))).flatten()
-        size = 1 if self._folder.dtype_of(key) in ("U8", "I8") else 4 if self._folder.dtype_of(key) == "F32" else 2
+        size = _STORAGE.get(self._folder.dtype_of(key), 2)
         whole = slice(start // size, min(-(-stop // size), shape[0]))
         return self._folder.read(key, (whole, slice(0, 1))).flatten().view(torch.uint8)
-
-    def _open(self, key: str) -> StoredWeight:
-        def codes(start: int, stop: int) -> Tensor:
-            return self._codes(key, start, stop)
-
-        if self.scheme == "int8":
-            return StoredWeight(codes, self._folder.read(f"{key.removesuffix('weight')}{_SCALES}", ()).float())
-        absmax, state = self._folder.read(f"{key}.absmax", ()), self._states[key]
-        if self.scheme == "nf4":
-            return StoredWeight(codes, absmax)
-        of_scales = self._folder.read(f"{key}.nested_absmax", ())
-        return StoredWeight(codes, absmax, Nested(absmax, of_scales, torch.tensor(float(state["nested_offset"]))))

@@ -19,7 +19,7 @@ from torch import nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matching
-from portable_fsdp.models.architecture import config_to_json, is_dropout, last_line, mapping_of, read_architecture
+from portable_fsdp.models.architecture import config_to_json, last_line, mapping_of, read_architecture, set_dropout
 from portable_fsdp.models.attention import (
     FLEX,
     STATIC,
@@ -100,27 +100,22 @@ def build_model(
         return _of_factory(model, precision, seed)
     before_transformers()
     file = rows_before = None
-    drops = model.resolved_dropout != 0
     if model.pretrained is None:
-        config = read_architecture(model.architecture or {}, task.name, drops=drops)
+        config = read_architecture(model.architecture or {}, task.name, drops=model.resolved_dropout != 0)
     else:
         from portable_fsdp.models.pretrained import open_pretrained
 
         config, file = open_pretrained(model, task.name)
-        if (scheme := getattr(file, "scheme", None)) not in (None, precision.frozen):
+        if file.scheme not in (None, precision.frozen):
             raise ConfigError(
-                f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={scheme}, found "
-                f"{precision.frozen}.\n  Set precision.frozen={scheme}, or use the model's unquantised folder."
+                f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={file.scheme}, "
+                f"found {precision.frozen}.\n  Set it to {file.scheme}, or use the model's unquantised folder."
             )
         rows_before = _grow(config, vocabulary, file, keeps_ids)
     _check_config(config, seq_len, vocabulary, seq_len_key)
     as_given = config_to_json(config)
-    _switch_off(config, dropout=not drops)
-    rates = None
-    if drops:
-        from portable_fsdp.models.dropout_rates import set_dropout
-
-        rates = set_dropout(config, model.resolved_dropout)
+    _switch_off(config)
+    rates = set_dropout(config, model.resolved_dropout)
     make = partial(_model_of, attention=model.attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     steps = None
@@ -161,13 +156,13 @@ def build_model(
         built = with_adapters(built, model.lora, seed, master, file, grows=rows_before is not None)
     built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
     if model.lora is not None:
+        from portable_fsdp.models.lora import with_norms
+
+        built = with_norms(built, model.lora)
+    if file is not None and (model.lora is not None or precision.scheme is not None):
         from portable_fsdp.models.lora import with_base
 
-        built = with_base(built, model, model.lora, file)
-    if precision.scheme is not None and file is not None:
-        from portable_fsdp.models.quantised import with_files
-
-        built = with_files(built, model, file, cast("PretrainedWeights", weights))
+        built = with_base(built, model, file, cast("PretrainedWeights", weights))
     return replace(built, size=size_of(built.model))
 
 
@@ -275,17 +270,11 @@ def _check_config(config: Any, seq_len: int, vocabulary: int, seq_len_key: str) 
         )
 
 
-def _switch_off(config: Any, *, dropout: bool) -> None:
-    """Switch off what training doesn't read: the key-value cache, and router logits, whose loss `routers.py` adds; and
-    perhaps `dropout`, also in the config's parts."""
+def _switch_off(config: Any) -> None:
+    """Switch off what training doesn't read: the key-value cache, and router logits, whose loss `routers.py` adds."""
     config.use_cache = False
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
-    parts = [config, *(getattr(config, part, None) for part in config.sub_configs)] if dropout else []
-    for part in filter(None, parts):
-        for key, value in part.to_dict().items():
-            if is_dropout(key, value) and value:
-                setattr(part, key, 0.0)
 
 
 def _model_of(config: Any, attention: str, task: Task) -> Any:

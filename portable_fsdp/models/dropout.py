@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from portable_fsdp.layout import ROW_PARTS, RowParts
 
 T = TypeVar("T")
-Uint32s = NDArray[np.uint32]
 
 BATCH_KEY = "dropout_keys"
 """The name of the keys in a batch: int32 `[rows, scopes, 2]`; `scopes`: the model and its layers. The last dimension
@@ -75,19 +74,6 @@ def _signed(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _mixed_on_host(x: Uint32s) -> Uint32s:
-    x = x ^ (x >> np.uint32(16))
-    x = x * np.uint32(_FIRST)
-    x = x ^ (x >> np.uint32(15))
-    x = x * np.uint32(_SECOND)
-    return x ^ (x >> np.uint32(16))
-
-
-def _words(numbers: NDArray[np.int64]) -> tuple[Uint32s, Uint32s]:
-    """The low and the high half."""
-    return (numbers & 0xFFFFFFFF).astype(np.uint32), (numbers >> 32).astype(np.uint32)
-
-
 @dataclass(frozen=True)
 class RowKeys:
     """Makes the keys of a step's rows on the host."""
@@ -96,18 +82,17 @@ class RowKeys:
     scopes: tuple[str, ...]  # "" for the model, and the FQNs of its layers
 
     @cached_property
-    def _of_scopes(self) -> Uint32s:
-        """`[scopes, 2]`."""
-        names = [hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest() for name in self.scopes]
-        return np.array([np.frombuffer(name, np.uint32) for name in names])
+    def _of_scopes(self) -> Tensor:
+        """int32 `[scopes, 2]`."""
+        digests = [hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest() for name in self.scopes]
+        return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, 2)
 
     def __call__(self, first: int, places: NDArray[np.int64]) -> Tensor:
         """Return int32 `[rows, scopes, 2]` of the rows at `places` of the step whose first sample has position
         `first`."""
-        samples = np.stack([first + places, np.full_like(places, first)], axis=-1)[:, None]  # [rows, 1, 2]
-        low, high = _words(samples)
-        keys = _mixed_on_host(_mixed_on_host(low ^ self._of_scopes) ^ high)
-        return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32))
+        samples = np.stack([first + places, np.full_like(places, first)], axis=-1)
+        low, high = torch.from_numpy(samples)[:, None, :, None].view(torch.int32).unbind(-1)  # of int64: [rows, 1, 2]
+        return _mixed(_mixed(low ^ self._of_scopes) ^ high)
 
 
 # ------------------------------------------------------------------------------------------------- the mask of a site
@@ -317,6 +302,12 @@ class Draws:
         """Return int32 `[layers, rows, 2]` of equal layers, for a loop over them that the first one runs."""
         draw, scopes = cast(_Draw, _now.draw), [*self._layers]
         return torch.stack([_rows_of(draw, 1 + scopes.index(name)) for name in layers])
+
+    @contextmanager
+    def drawing(self) -> Generator[Callable[..., Any]]:
+        """Context of forward and backward; yields `run`."""
+        with intercept():
+            yield self.run
 
     def run(self, function: Callable[[dict[str, Tensor]], T], batch: Mapping[str, Tensor]) -> T:
         """Run a forward on a placed batch without its keys, drawing by them. A batch without keys draws as torch

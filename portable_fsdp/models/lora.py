@@ -31,7 +31,8 @@ from portable_fsdp.config.describe import is_inside, matches, matching, yaml_val
 from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
 from portable_fsdp.models.pretrained import Base, PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
-from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, seeded
+from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, plain_name, seeded
+from portable_fsdp.quantised.layers import holds_inputs_first
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.files import parse_json, read_regular
 from portable_fsdp.runtime.hub import local_folder
@@ -49,7 +50,7 @@ _A, _B, _MAGNITUDE = (f".{kind}.default" for kind in ("lora_A", "lora_B", "lora_
 _INSIDE = "base_model.model"  # where peft's model holds ours
 
 _ANY = (
-    *("r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "ensure_weight_tying"),
+    *("target_modules", "target_parameters", "modules_to_save", "ensure_weight_tying"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "fan_in_fan_out"),
     *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"),
     *("megatron_core", "qalora_group_size"),
@@ -65,7 +66,7 @@ _PLAIN: Mapping[str, Collection[Any]] = {
 """Values of plain LoRA; any other key must be null, false or empty."""
 _SETTINGS = {
     **{"r": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"},
-    **{key: key for key in ("rank_pattern", "alpha_pattern")},
+    **{"rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern"},
 }
 """Keys of model.lora -> peft's keys that must have the same value."""
 
@@ -114,12 +115,8 @@ def peft_keys(model: nn.Module, names: Collection[str]) -> dict[str, str]:
 def peft_settings(lora: schema.Lora) -> dict[str, Any]:
     """Return the arguments of peft's LoraConfig, without those that name modules."""
     settings = {theirs: getattr(lora, ours) for ours, theirs in _SETTINGS.items()}
-    return {**settings, "lora_dropout": lora.dropout, "task_type": "CAUSAL_LM"}
-
-
-def plain_name(fqn: str) -> str:
-    """The FQN of a base weight in the model without adapters."""
-    return fqn.replace(f"{_BASE}.", ".")
+    alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # as people write it
+    return {**settings, "lora_alpha": alpha, "lora_dropout": lora.dropout, "task_type": "CAUSAL_LM"}
 
 
 def is_adapter(fqn: str) -> bool:
@@ -145,12 +142,6 @@ def adapted_layers(names: list[str]) -> list[AdapterNames]:
     return [AdapterNames.of(name.removesuffix(f"{_A}.weight")) for name in names if name.endswith(f"{_A}.weight")]
 
 
-def holds_inputs_first(module: nn.Module) -> bool:
-    """Whether a layer's weight is `[in, out]` (transformers' Conv1D in GPT-2), not `[out, in]`."""
-    kind = type(module)
-    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-
-
 def with_adapters(
     built: "BuiltModel", lora: schema.Lora, seed: int, master: torch.dtype, file: TensorFile | None, *, grows: bool
 ) -> "BuiltModel":
@@ -170,18 +161,35 @@ def with_adapters(
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
 
 
-def with_base(built: "BuiltModel", model: schema.Model, lora: schema.Lora, file: TensorFile | None) -> "BuiltModel":
-    """Record the base weights, which checkpoints of adapters leave out: all but adapters and `train_whole`.
-
-    With DoRA magnitudes begin as the norms of the base's weights, as these rest.
-    """
-    fill, kept = built.fill, whole_tensors(built.model, lora.train_whole)
-    if lora.dora and lora.start_from is None:
-        built = replace(built, fill=norms_of_base(built.model, fill))
-    if file is None:
+def with_norms(built: "BuiltModel", lora: schema.Lora) -> "BuiltModel":
+    """With DoRA let magnitudes begin as the norms of the base layers' weights, as these rest."""
+    if not lora.dora or lora.start_from is not None:
         return built
-    names = frozenset(name for name in stored_tensors(built.model) if not is_adapter(name) and name not in kept)
-    return replace(built, base=Base(str(model.pretrained), model.gguf_file, file, names, fill))
+    model, fill = built.model, built.fill
+
+    def filled(fqn: str, slices: TensorSlices) -> Tensor:
+        layer, is_magnitude, _ = fqn.partition(_MAGNITUDE)
+        if not is_magnitude:
+            return fill(fqn, slices)
+        base: Any = model.get_submodule(f"{layer}{_BASE}")
+        inputs_first = holds_inputs_first(base)
+        outputs, inputs = slices[0], slice(0, base.weight.shape[0 if inputs_first else 1])
+        weight = fill(f"{layer}{_BASE}.weight", (inputs, outputs) if inputs_first else (outputs, inputs)).float()
+        return weight.norm(dim=0 if inputs_first else 1).to(model.get_parameter(fqn).dtype)
+
+    return replace(built, fill=filled)
+
+
+def with_base(built: "BuiltModel", model: schema.Model, file: TensorFile, weights: PretrainedWeights) -> "BuiltModel":
+    """Record the source of frozen weights, and those that checkpoints of adapters leave out: all but adapters and
+    `train_whole`."""
+    names: list[str] = []
+    if model.lora is not None:
+        kept = whole_tensors(built.model, model.lora.train_whole)
+        names = [name for name in stored_tensors(built.model) if not is_adapter(name) and name not in kept]
+    return replace(
+        built, base=Base(str(model.pretrained), model.gguf_file, file, frozenset(names), built.fill, weights)
+    )
 
 
 def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dtype, fill: WeightFill) -> WeightFill:
@@ -200,11 +208,12 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         )
     _check_patterns(lora, targets)
     trained = whole_tensors(model, lora.train_whole)
-    of_experts = [name for name in targets if name in stacked_weights(model)]
-    for name in of_experts:
-        r = int(_by_pattern(lora.rank_pattern, name, lora.r))
-        add_to_experts(model, lora, name, r, scaling_of(lora, name, r))
-    targets = [name for name in targets if name not in of_experts]
+    stacked = stacked_weights(model)
+    for name in targets:
+        if name in stacked:
+            r = int(_by_pattern(lora.rank_pattern, name, lora.r))
+            add_to_experts(model, lora, name, r, scaling_of(lora, name, r))
+    targets = [name for name in targets if name not in stacked]
     try:
         import peft
     except ImportError as error:
@@ -267,22 +276,6 @@ def _check_patterns(lora: schema.Lora, targets: list[str]) -> None:
 
 def _clear_nothing() -> None:
     pass
-
-
-def norms_of_base(model: nn.Module, fill: WeightFill) -> WeightFill:
-    """Return the `fill` of a model with DoRA: its magnitudes begin as the norms of the base layers' weights."""
-
-    def with_norms(fqn: str, slices: TensorSlices) -> Tensor:
-        if _MAGNITUDE not in fqn:
-            return fill(fqn, slices)
-        layer = fqn.partition(_MAGNITUDE)[0]
-        base: Any = model.get_submodule(f"{layer}{_BASE}")
-        whole, inputs = [slice(0, size) for size in base.weight.shape], int(not holds_inputs_first(base))
-        at = [slices[0] if dim != inputs else every for dim, every in enumerate(whole)]
-        weight = fill(f"{layer}{_BASE}.weight", tuple(at)).float()
-        return weight.norm(dim=inputs).to(model.get_parameter(fqn).dtype)
-
-    return with_norms
 
 
 @contextmanager

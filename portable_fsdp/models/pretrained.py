@@ -7,7 +7,7 @@ transformers itself leaves out.
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -40,8 +40,7 @@ class Base:
     file: TensorFile
     names: frozenset[str]  # FQNs in the model with adapters
     fill: WeightFill  # quantised weights dequantised
-    stored: Callable[[str], Any] = lambda _: None  # FQN -> `PretrainedWeights.stored`
-    in_files: frozenset[str] = frozenset()  # FQNs of weights that may be quantised
+    weights: "PretrainedWeights"  # by `plain_name`
     scheme: str | None = None
     quantised: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {})  # FQN -> shape
 
@@ -159,21 +158,14 @@ class PretrainedWeights:
         return self._tensors.read(self._where[fqn], slices).to(self._dtypes[fqn])
 
     def stored(self, fqn: str) -> Any:
-        """Return a weight as its file holds it quantised (`StoredWeight`); None: it doesn't, or is joined from several
-        tensors."""
-        read, name = getattr(self._file, "stored", None), self._where.get(fqn)
-        return (
-            None if read is None or name is None or self._tensors.is_joined(name) else read(self._tensors.keys[name][0])
-        )
-
-    def base_of(self, model: schema.Model, fill: WeightFill) -> Base:
-        """Return a base of which nothing is left out yet."""
-        return Base(str(model.pretrained), model.gguf_file, self._file, frozenset(), fill)
+        """Return `TensorFile.stored` of a weight; None also if it is joined from several tensors."""
+        name = self._where.get(fqn)
+        return None if name is None or self._tensors.is_joined(name) else self._file.stored(self._tensors.keys[name][0])
 
     def is_quantised(self, fqn: str) -> bool:
         """Whether any tensor of a weight is quantised in the file."""
         keys = self._tensors.keys[self._where[fqn]] if fqn in self._where else ()
-        return any(key in getattr(self._file, "quantised", ()) for key in keys)
+        return not self._file.quantised.isdisjoint(keys)
 
     def holds(self, fqn: str) -> bool:
         return fqn in self._where

@@ -6,27 +6,26 @@ host holds a base, and none more of a tensor than it needs, a few MB at a time.
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.config import schema
 from portable_fsdp.config.describe import is_inside
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Region, Spec, full_region, weight_spec
 from portable_fsdp.models.experts import expert_modules
-from portable_fsdp.models.weights import TensorFile, TensorSlices, WeightFill
+from portable_fsdp.models.weights import TensorSlices, WeightFill, plain_name
 from portable_fsdp.quantised.layers import is_linear
 from portable_fsdp.quantised.tables import BLOCK, NESTED, NF4, ByteTable, constants, dequantise, nested_levels
 from portable_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from portable_fsdp.models.build import BuiltModel
-    from portable_fsdp.models.pretrained import PretrainedWeights
+    from portable_fsdp.models.pretrained import Base
     from portable_fsdp.tensor_plan import TensorPlan
 
 _KEY = "precision.frozen"
@@ -44,11 +43,13 @@ def quantised_tables(
     outside: Iterable[str],
     layouts: Mapping[str, Spec],
     plan: "TensorPlan | None",
+    base: "Base | None",
 ) -> dict[str, ByteTable]:
     """FQN -> table of each weight to quantise: frozen weights of linear layers, and of experts in one tensor.
 
     Only in the model's `layers`, not in the modules `outside` (`precision.modules`), not routers, tied weights, and
-    layers with a part that trains. `layouts`: of the weights. Raises ConfigError if nothing is left, or the axes
+    layers with a part that trains, nor what `base` has unquantised beside quantised weights. `layouts`: of the weights.
+    Raises ConfigError if nothing is left, or the axes
     `tensor` or `expert` would split a weight within rows of its table.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -65,10 +66,10 @@ def quantised_tables(
         is_frozen = own and not any(weight.requires_grad or len(owners[id(weight)]) > 1 for weight in own.values())
         is_layer = is_linear(module) and len(own.get("weight", ())) not in scores
         if is_frozen and (is_layer or name in experts):
-            dims, only = 3 if name in experts else 2, getattr(model, "quantised_names", None)
+            dims = 3 if name in experts else 2
             chosen = {f"{name}.{leaf}": weight for leaf, weight in own.items() if weight.dim() == dims}
             for fqn, weight in chosen.items():
-                if only is None or fqn in only:
+                if base is None or base.file.scheme is None or base.weights.is_quantised(plain_name(fqn)):
                     tables[fqn] = _table_of(fqn, tuple(weight.shape), scheme, layouts[fqn], plan)
     if not tables:
         raise ConfigError(
@@ -101,19 +102,17 @@ def _table_of(fqn: str, shape: tuple[int, ...], scheme: str, spec: Spec, plan: "
     )
 
 
-def table_layouts(tables: Mapping[str, ByteTable], layouts: Mapping[str, Spec]) -> dict[str, Spec]:
-    """FQN -> layout of each table: that of its weight, and rows are whole."""
-    return {fqn: weight_spec(2) if table.is_flat else (*layouts[fqn], ()) for fqn, table in tables.items()}
-
-
-def table_plan(tables: Mapping[str, ByteTable], plan: "TensorPlan") -> "TensorPlan":
-    """Return the plan of a model with tables, whose last dimension counts rows."""
-    parts = dict(plan.parts)
+def table_layouts(
+    tables: Mapping[str, ByteTable], layouts: Mapping[str, Spec], plan: "TensorPlan | None"
+) -> tuple[dict[str, Spec], "TensorPlan | None"]:
+    """Return layouts and plan of a model with tables: whole rows, which the last dimension of a weight counts."""
+    own = {fqn: weight_spec(2) if table.is_flat else (*layouts[fqn], ()) for fqn, table in tables.items()}
+    parts = {} if plan is None else dict(plan.parts)
     for fqn in tables.keys() & parts.keys():
         part, table = parts[fqn], tables[fqn]
         if part.dim == len(table.shape) - 1:
             parts[fqn] = replace(part, sizes=tuple(size // table.unit for size in part.sizes))
-    return replace(plan, parts=parts)
+    return {**layouts, **own}, plan and replace(plan, parts=parts)
 
 
 # ------------------------------------------------------------------------------------------------------------- bytes
@@ -129,8 +128,10 @@ class Nested(NamedTuple):
 
 def nested_scales(scales: Tensor) -> Nested:
     """Quantise the scales of a tensor, float32 `[blocks]`, as bitsandbytes' `compress_statistics` does."""
-    with _one_thread():  # else the mean would depend on the number of threads
-        offset = scales.mean()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # else the mean would depend on their number
+    offset = scales.mean()
+    torch.set_num_threads(threads)
     centred = nn.functional.pad(scales - offset, (0, -len(scales) % 256)).view(-1, 256)
     largest = centred.abs().amax(dim=1)
     normed = (centred * (1 / largest)[:, None]).nan_to_num_(0.0).clamp_(-1, 1)
@@ -140,29 +141,19 @@ def nested_scales(scales: Tensor) -> Nested:
     return Nested(codes.flatten()[: len(scales)], largest, offset)
 
 
-@contextmanager
-def _one_thread() -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def block_scales(values: Tensor) -> Tensor:
     """`[..., n * 64]` -> `[..., n]`: the largest absolute value of each block."""
     return values.unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1)
 
 
-def nf4_codes(values: Tensor, scales: Tensor, partial: int | None) -> Tensor:
+def nf4_codes(values: Tensor, scales: Tensor, count: int) -> Tensor:
     """`[..., n * 64]`, `[..., n]` -> uint8 `[..., n * 32]`, the code of the first of two weights in the high bits.
 
-    `partial`: the number of the block that isn't whole: bitsandbytes divides there, and multiplies elsewhere.
+    `count`: weights without padding. bitsandbytes divides in a block that isn't whole, and multiplies elsewhere.
     """
     blocks, scales = values.unflatten(-1, (-1, BLOCK)), scales.clamp(min=1e-38)
-    normed = blocks * (1.0 / scales)[..., None]
-    if partial is not None:
+    normed, partial = blocks * (1.0 / scales)[..., None], count // BLOCK
+    if count < values.numel() and count % BLOCK:
         normed.view(-1, BLOCK)[partial] = blocks.reshape(-1, BLOCK)[partial] / scales.flatten()[partial]
     normed, codes = normed.clamp_(-1, 1), torch.zeros(normed.shape, dtype=torch.uint8)
     for low, high in itertools.pairwise(torch.tensor(NF4)):
@@ -182,11 +173,10 @@ def _as_bytes(numbers: Tensor) -> Tensor:
 
 
 class StoredWeight(NamedTuple):
-    """A weight that a file holds quantised: codes of all its weights in order, and their scales."""
+    """A weight that a file holds quantised: codes of all its weights in order, and their scales, float32 or nested."""
 
     codes: Callable[[int, int], Tensor]  # bytes of a range: uint8, or int8
-    scales: Tensor  # float32; for nf4_double unused
-    nested: Nested | None = None
+    scales: Tensor | Nested
 
 
 class TableFill:
@@ -199,7 +189,7 @@ class TableFill:
         self, fill: WeightFill, tables: Mapping[str, ByteTable], stored: Callable[[str], StoredWeight | None]
     ) -> None:
         self._fill, self._tables, self._stored = fill, tables, stored
-        self._nested: tuple[str, Nested] | None = None  # of the last tensor
+        self._nested = lru_cache(maxsize=1)(self._nested_scales)
 
     def __call__(self, fqn: str, slices: TensorSlices) -> Tensor:
         table = self._tables.get(fqn)
@@ -208,56 +198,55 @@ class TableFill:
         parts = full_region(table.stored_shape[:-1]) if not slices else slices[: len(table.stored_shape) - 1]
         out = torch.empty([*(cut.stop - cut.start for cut in parts), table.row_bytes], dtype=torch.uint8)
         width = math.prod(out.shape[1:-1]) * table.unit  # weights in an index of dimension 0
+        read = self._int8_rows if table.scheme == "int8" else self._nf4_rows
         for start in range(0, len(out), step := max(1, _CHUNK // max(width, 1))):
             rows = slice(parts[0].start + start, min(parts[0].start + start + step, parts[0].stop))
-            self._write(fqn, table, (rows, *parts[1:]), out[start : start + step])
+            out[start : start + step] = read(fqn, table, (rows, *parts[1:]))
         return out.view(torch.int8)
 
-    def _write(self, fqn: str, table: ByteTable, parts: Region, out: Tensor) -> None:
-        """Write the rows in `parts` of a table to `out`."""
-        stored, start, unit = self._stored(fqn), table.code_bytes, table.unit
-        if table.scheme == "int8":
-            whole = (*parts[:-1], slice(0, table.stored_shape[-2]))  # a scale is that of a weight's whole row
-            if stored is None:
-                values = self._values(fqn, table, whole)
-                scales = values.abs().amax(dim=(-1, -2), keepdim=True)
-                codes = int8_codes(values, scales)
-            else:
-                codes = _by_rows(stored.codes, table, whole)
-                scales = stored.scales.view(*table.shape[:-1], 1, 1)[whole[:-1]]
-            out[..., :unit] = codes[..., parts[-1], :].view(torch.uint8)
-            out[..., unit:start] = 0
-            out[..., start:] = _as_bytes(scales.float().expand(*out.shape[:-1], 1))
-            return
+    def _int8_rows(self, fqn: str, table: ByteTable, parts: Region) -> Tensor:
+        """Return the bytes of the rows in `parts` of a table."""
+        stored, whole = self._stored(fqn), (*parts[:-1], slice(0, table.stored_shape[-2]))
+        if stored is None:  # a scale is that of a weight's whole row
+            values = self._values(fqn, table, whole)
+            scales = values.abs().amax(dim=(-1, -2), keepdim=True)
+            codes = int8_codes(values, scales)
+        else:
+            codes = _by_rows(stored.codes, table, whole)
+            scales = cast(Tensor, stored.scales).view(*table.shape[:-1], 1, 1)[whole[:-1]]
+        codes = codes[..., parts[-1], :].view(torch.uint8)
+        padded = nn.functional.pad(codes, (0, table.code_bytes - table.unit))
+        return torch.cat([padded, _as_bytes(scales.expand(*codes.shape[:-1], 1))], dim=-1)
+
+    def _nf4_rows(self, fqn: str, table: ByteTable, parts: Region) -> Tensor:
+        """Return the bytes of the rows in `parts` of a table."""
+        stored, blocks, scales = self._stored(fqn), table.unit // BLOCK, None
         if stored is None:
             values = self._values(fqn, table, parts)
             scales = block_scales(values)
-            rest = math.prod(table.shape) - parts[0].start * unit  # weights from here to the end of a flat table
-            ends_here = table.is_flat and parts[0].stop == table.stored_shape[0]
-            out[..., :start] = nf4_codes(values, scales, rest // BLOCK if ends_here and rest % BLOCK else None)
+            count = math.prod(table.shape) - parts[0].start * table.unit if table.is_flat else values.numel()
+            codes = nf4_codes(values, scales, count)
         else:
-            out[..., :start] = _by_rows(stored.codes, table, parts, per_byte=2)
-            scales = None if table.scheme == "nf4_double" else _per_row(stored.scales, table, unit // BLOCK)[parts]
+            codes = _by_rows(stored.codes, table, parts, per_byte=2)
         if table.scheme == "nf4":
-            out[..., start:] = _as_bytes(cast(Tensor, scales))
-            return
-        nested, blocks = self._nested_of(fqn, table), unit // BLOCK
-        out[..., start : start + blocks] = _per_row(nested.codes, table, blocks)[parts]
-        of_rows = nested.scales.repeat_interleave(NESTED // unit)
-        out[..., start + blocks : start + blocks + 4] = _as_bytes(_per_row(of_rows, table, 1)[parts])
-        out[..., start + blocks + 4 :] = _as_bytes(nested.offset.view(1))
+            scales = _per_row(cast(Tensor, stored.scales), table, blocks)[parts] if stored is not None else scales
+            return torch.cat([codes, _as_bytes(cast(Tensor, scales))], dim=-1)
+        nested = self._nested(fqn)
+        of_blocks = _per_row(nested.codes, table, blocks)[parts]
+        of_rows = _per_row(nested.scales.repeat_interleave(NESTED // table.unit), table, 1)[parts]
+        of_rows = torch.cat([of_rows, nested.offset.expand_as(of_rows)], dim=-1)
+        return torch.cat([codes, of_blocks, _as_bytes(of_rows)], dim=-1)
 
-    def _nested_of(self, fqn: str, table: ByteTable) -> Nested:
-        """Read the whole tensor for the statistics of its scales, once."""
+    def _nested_scales(self, fqn: str) -> Nested:
+        """Read the whole tensor for the statistics of its scales."""
         if (stored := self._stored(fqn)) is not None:
-            return cast(Nested, stored.nested)
-        if self._nested is None or self._nested[0] != fqn:
-            count, scales = math.prod(table.shape), list[Tensor]()
-            for start in range(0, count, _CHUNK):
-                values = self._range(fqn, table.shape, start, min(start + _CHUNK, count))
-                scales.append(block_scales(nn.functional.pad(values, (0, -len(values) % BLOCK))))
-            self._nested = fqn, nested_scales(torch.cat(scales))
-        return self._nested[1]
+            return cast(Nested, stored.scales)
+        shape, scales = self._tables[fqn].shape, list[Tensor]()
+        count = math.prod(shape)
+        for start in range(0, count, _CHUNK):
+            values = self._range(fqn, shape, start, min(start + _CHUNK, count))
+            scales.append(block_scales(nn.functional.pad(values, (0, -len(values) % BLOCK))))
+        return nested_scales(torch.cat(scales))
 
     def _values(self, fqn: str, table: ByteTable, parts: Region) -> Tensor:
         """Read the weights in rows of a table: float32 `[..., rows, unit]`."""
@@ -322,18 +311,6 @@ def as_quantised(
     return dequantised_fill(TableFill(fill, tables, stored), tables)
 
 
-def with_files(
-    built: "BuiltModel", model: schema.Model, file: TensorFile, weights: "PretrainedWeights"
-) -> "BuiltModel":
-    """Return the model with a base that knows which weights come from `file`, and how it holds them."""
-    plain = {fqn: fqn.replace(".base_layer.", ".") for fqn, _ in built.model.named_parameters()}
-    names = frozenset(fqn for fqn, name in plain.items() if weights.holds(name))
-    if hasattr(file, "scheme"):  # what bitsandbytes left as it was stays so
-        cast(Any, built.model).quantised_names = {fqn for fqn in names if weights.is_quantised(plain[fqn])}
-    base = built.base or weights.base_of(model, built.fill)
-    return replace(built, base=replace(base, in_files=names, stored=lambda fqn: weights.stored(plain[fqn])))
-
-
 def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Config) -> "BuiltModel":
     """Return the model with the bytes of its tables as `fill`, and a base that says so. Raises ConfigError for a weight
     that isn't in files: no checkpoint would hold its bytes. (A plan needs no files.)"""
@@ -343,24 +320,24 @@ def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Co
             f"{_KEY}={scheme}: needs model.pretrained: no checkpoint holds quantised weights, and a run that resumes "
             f"reads them from the same files again.\n  Set {_KEY}=auto."
         )
-    if missing := sorted(tables.keys() - base.in_files):
+    if missing := [fqn for fqn in sorted(tables) if not base.weights.holds(plain_name(fqn))]:
         raise ConfigError(
             f"{_KEY}={scheme}: {missing[0]} is not in model.pretrained (model.allow), but drawn from run.seed, and "
             f"no checkpoint holds quantised weights.\n  Set {_KEY}=bfloat16, or train it: leave it out of model.freeze."
         )
-    if scheme != "nf4" and hasattr(base.file, "scheme"):
+    if scheme != "nf4" and base.file.scheme is not None:
         for fqn in tables:
-            if base.stored(fqn) is None:
+            if base.weights.stored(plain_name(fqn)) is None:
                 raise ConfigError(
                     f"{_KEY}={scheme}: {base.file.where}: {fqn} is joined from several quantised tensors, whose scales "
                     "don't fit one.\n  Use the model's unquantised folder."
                 )
-    fill = TableFill(built.fill, tables, base.stored)
-    base = replace(
+    fill = TableFill(built.fill, tables, lambda fqn: base.weights.stored(plain_name(fqn)))
+    frozen = replace(
         base,
         names=base.names if config.model.lora is not None else frozenset(tables),
         fill=dequantised_fill(fill, tables),
         scheme=scheme,
         quantised={fqn: table.shape for fqn, table in tables.items()},
     )
-    return replace(built, fill=fill, base=base)
+    return replace(built, fill=fill, base=frozen)

@@ -33,6 +33,13 @@ class TensorFile(Protocol):
 
     where: Path
     shapes: dict[str, tuple[int, ...]]
+    scheme: str | None = None
+    """How `quantised` tensors are stored, as precision.frozen names it; None: as they are."""
+    quantised: frozenset[str] = frozenset()
+
+    def stored(self, key: str) -> Any:
+        """Return the codes and scales of a quantised tensor (`quantised.StoredWeight`); None: it isn't quantised."""
+        return None
 
     def file_of(self, key: str) -> str:
         """Return the name of the file that holds a tensor, for messages."""
@@ -49,6 +56,11 @@ class TensorFile(Protocol):
     def sample(self, key: str) -> bytes:
         """Return some KiB from the middle of a tensor, as stored in the file: cheap for any tensor size."""
         ...
+
+
+def plain_name(fqn: str) -> str:
+    """The FQN of a base weight in the model without adapters."""
+    return fqn.replace(".base_layer.", ".")
 
 
 def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:

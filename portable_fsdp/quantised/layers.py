@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,14 @@ class AtUse(NamedTuple):
     in_forward: bool
     ways: Mapping[str, Dequantise] = MappingProxyType({})
 
-    def weight(self, module: nn.Module, leaf: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    def weight(
+        self, module: nn.Module, leaf: str, stored: Tensor, dtype: torch.dtype, gradient: Tensor | None = None
+    ) -> Tensor:
         """Dequantise a parameter of the module, whose bytes are `stored`."""
         if (own := self.ways.get(leaf)) is not None:
-            return own(stored, self.tables[leaf], dtype, None)
-        return dequantise(stored, self.tables[leaf], dtype, looked_up(module))
+            return own(stored, self.tables[leaf], dtype, gradient)
+        looked_up: dict[str, Any] = {key: getattr(module, f"quantised_{key}", None) for key in ("pairs", "nested")}
+        return dequantise(stored, self.tables[leaf], dtype, looked_up)
 
 
 def place(model: nn.Module, tables: Mapping[str, ByteTable]) -> None:
@@ -54,65 +57,38 @@ def place(model: nn.Module, tables: Mapping[str, ByteTable]) -> None:
             module.forward = MethodType(linear, module)
 
 
+def holds_inputs_first(module: nn.Module) -> bool:
+    """Whether a layer's weight is `[in, out]` (transformers' Conv1D in GPT-2), not `[out, in]`."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether a layer is torch's linear layer or transformers' Conv1D, and no subclass, which may compute otherwise."""
-    kind = type(module)
-    return kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return type(module) is nn.Linear or holds_inputs_first(module)
 
 
 def quantised_modules(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: module for name, module in model.named_modules() if isinstance(getattr(module, "quantised", 0), AtUse)
-    }
-
-
-def looked_up(module: Any) -> dict[str, Tensor]:
-    buffers = {key: getattr(module, f"quantised_{key}", None) for key in ("pairs", "nested")}
-    return {key: buffer for key, buffer in buffers.items() if buffer is not None}
+    return {name: module for name, module in model.named_modules() if "quantised" in vars(module)}
 
 
 def linear(self: Any, x: Tensor, with_bias: bool = True) -> Any:
     """The forward of a linear layer whose weight is a table."""
-    at_use, bias = cast(AtUse, self.quantised), self.bias if with_bias else None
-    inputs_first = type(self) is not nn.Linear
-    levels = looked_up(self)
-    pairs, nested = levels.get("pairs"), levels.get("nested")
-    return _Linear4.apply(
-        x, self.weight, bias, pairs, nested, at_use.tables["weight"], inputs_first, at_use.ways.get("weight")
-    )
+    return _Linear4.apply(x, self.weight, self.bias if with_bias else None, self)
 
 
 class _Linear4(torch.autograd.Function):
     """x `[..., inputs]` -> `[..., outputs]`. Autograd keeps the bytes, and no dequantised weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        stored: Tensor,
-        bias: Tensor | None,
-        pairs: Tensor | None,
-        nested: Tensor | None,
-        table: ByteTable,
-        inputs_first: bool,
-        own: Dequantise | None,
-    ) -> Tensor:
-        ctx.save_for_backward(stored, pairs, nested)
-        ctx.table, ctx.inputs_first, ctx.own = table, inputs_first, own
-        weight = _weight(stored, pairs, nested, table, x.dtype, own, None)
-        return F.linear(x, weight.t() if inputs_first else weight, bias)
+    def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, module: Any) -> Tensor:
+        ctx.save_for_backward(stored)
+        ctx.module = module
+        weight = module.quantised.weight(module, "weight", stored, x.dtype)
+        return F.linear(x, weight.t() if holds_inputs_first(module) else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        gradient = cast(Tensor, outputs[0])
-        stored, pairs, nested = ctx.saved_tensors
-        weight = _weight(stored, pairs, nested, ctx.table, gradient.dtype, ctx.own, gradient)
-        return gradient @ (weight.t() if ctx.inputs_first else weight), *(None,) * 7
-
-
-def _weight(
-    stored: Tensor, pairs: Any, nested: Any, table: ByteTable, dtype: torch.dtype, own: Any, gradient: Tensor | None
-) -> Tensor:
-    if own is not None:
-        return own(stored, table, dtype, gradient)
-    return dequantise(stored, table, dtype, {"pairs": pairs, "nested": nested})
+        [gradient], [stored], module = outputs, ctx.saved_tensors, ctx.module
+        weight = module.quantised.weight(module, "weight", stored, gradient.dtype, gradient)
+        return gradient @ (weight.t() if holds_inputs_first(module) else weight), None, None, None

@@ -42,6 +42,7 @@ from portable_fsdp.train.preflight import checkpoint_folder
 from portable_fsdp.train.step import Step, train_step
 
 if TYPE_CHECKING:  # text doesn't load the one, nor runs without quantised weights the other
+    from portable_fsdp.models.pretrained import Base
     from portable_fsdp.quantised.tables import ByteTable
     from portable_fsdp.train.row_trial import RowTrial
 
@@ -119,7 +120,7 @@ def build_training(
             "  Set model.architecture.pad_token_id=0 if 0 is no token of the rows, or pad the rows yourself."
         )
     _cast_buffers(config, built.model)
-    policy, trial, draws = shard_policy(config, built.model), None, None
+    policy, trial, draws = shard_policy(config, built.model, built.base), None, None
     if policy.tables and fill:
         from portable_fsdp.models.quantised import with_tables
 
@@ -168,7 +169,7 @@ def check_model(config: Config, backend: Backend) -> None:
     built = build_model(
         model, precision, seed=0, seq_len=seq_len, vocabulary=0, eager=eager, context=context, task=task
     )
-    _watch_routers(config, built, task, shard_policy(config, built.model))
+    _watch_routers(config, built, task, shard_policy(config, built.model, built.base))
 
 
 def _require_paddable(config: Config, backend: Backend, built: BuiltModel, loss: Loss | None) -> None:
@@ -276,8 +277,9 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {fqn: name for fqn, name in names if fqn != name}
 
 
-def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
-    """Convert the config to plain values for this model. Raises ConfigError for a name that the model doesn't have."""
+def shard_policy(config: Config, model: nn.Module, base: "Base | None" = None) -> ShardPolicy:
+    """Convert the config to plain values for this model. `base`: where its frozen weights come from. Raises ConfigError
+    for a name that the model doesn't have."""
     sharding, precision, memory = config.sharding, config.precision, config.memory
     layers = find_layers(model, sharding)
     tensor = None
@@ -299,11 +301,10 @@ def shard_policy(config: Config, model: nn.Module) -> ShardPolicy:
     modules = {name: DTYPES[dtype] for name, dtype in modules_of_own_dtype(model, precision).items()}
     tables: Mapping[str, ByteTable] = {}
     if precision.scheme is not None:
-        from portable_fsdp.models.quantised import quantised_tables, table_layouts, table_plan
+        from portable_fsdp.models.quantised import quantised_tables, table_layouts
 
-        tables = quantised_tables(model, precision.scheme, layers, modules, layouts, tensor)
-        layouts |= table_layouts(tables, layouts)
-        tensor = tensor and table_plan(tables, tensor)
+        tables = quantised_tables(model, precision.scheme, layers, modules, layouts, tensor, base)
+        layouts, tensor = table_layouts(tables, layouts, tensor)
     return ShardPolicy(
         units=units,
         layouts=layouts,

@@ -8,7 +8,7 @@ rows, and gradients are corrected once all counts are known.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,22 +29,11 @@ Sums = dict[str, Tensor]
 experts also `loads`, and for a router loss `balance`, see `models.routers.Routers`."""
 
 
-T = TypeVar("T")
-
-
-def drawing(model: nn.Module, function: Callable[[Batch], T], batch: Batch) -> T:
-    """Run a forward on a batch. Dropout draws by the batch's keys, see `models.dropout`."""
+def drawing(model: nn.Module) -> AbstractContextManager[Callable[..., Any]]:
+    """Context of forward and backward, with `run(function, batch)`, which returns `function(batch)`: torch's dropouts
+    draw by the keys of the batch, see `models.dropout`."""
     draws: Draws | None = vars(model).get("dropout_draws")  # set by `train.build`
-    return function(batch) if draws is None else draws.run(function, batch)
-
-
-def intercepted(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which torch's dropouts of a model that has any draw by keys, also in recomputation."""
-    if "dropout_draws" not in vars(model):
-        return nullcontext()
-    from portable_fsdp.models.dropout import intercept
-
-    return intercept()
+    return nullcontext(lambda function, batch: function(batch)) if draws is None else draws.drawing()
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:
@@ -71,10 +60,10 @@ def add_gradients(
     routers: Routers | None = vars(model).get("routers")  # set by `train.build`
     of_routers = Sums()
     scale = 1.0 if backend.loss_scaler is None else backend.loss_scaler.scale
-    with backend.accumulate(last, model), intercepted(model):
+    with backend.accumulate(last, model), drawing(model) as run:
         if routers is not None:
             routers.open(backend.device)
-        loss_sum, count, _ = drawing(model, partial(task.scores, model), batch)
+        loss_sum, count, _ = run(partial(task.scores, model), batch)
         mean = loss_sum / expected
         if routers is not None:
             of_routers = routers.take(backend.sum, balance=sums.get("balance"))
@@ -140,8 +129,8 @@ def train_step(
     def count_choices(batch: Batch, balance: Tensor) -> Metrics:
         assert routers is not None
         routers.open(backend.device)
-        with backend.evaluate(), intercepted(model):
-            drawing(model, partial(run_layers, model), batch)
+        with backend.evaluate(), drawing(model) as run:
+            run(partial(run_layers, model), batch)
         return {"balance": balance + routers.take(backend.sum)["balance"]}
 
     def micro_batch(batch: Batch, control: Batch, sums: Sums, keeps: Tensor, last: bool) -> Metrics:

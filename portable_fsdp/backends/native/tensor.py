@@ -61,7 +61,8 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
             if layer._parameters.get("bias") is not None:
                 replace(layer, _without_bias)
             replace(module, _summed, group, plan.splits_rows, word == SPLIT_INPUT)
-        if draws is not None and (part := plan.parts.get(f"{_inside(model, name)}.weight")) is not None:
+        part = plan.parts.get(f"{name}.base_layer.weight") or plan.parts.get(f"{name}.weight")
+        if draws is not None and part is not None:
             own = group.index, split_ranges(part.sizes, group.index, group.count)[0].start
             takes_part = word in (ROWWISE, SPLIT_INPUT)
             after = (outside if takes_part else None), (own if word in (COLWISE, PACKED) else None)
@@ -71,13 +72,13 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
     for name in plan.blocks:
         is_experts = plan.words.get(name) == EXPERTS
         replace(model.get_submodule(name), _experts if is_experts else _block, group, plan.splits_rows)
-        if draws is not None:
+    whole_blocks = plan.whole_blocks if plan.splits_rows else ()
+    for name in whole_blocks:
+        replace(model.get_submodule(name), _whole_block, group)
+    if draws is not None:
+        for name in (*plan.blocks, *whole_blocks):
             replace(model.get_submodule(name), _placed, draws.move, (None, None), (outside, None))
     if plan.splits_rows:
-        for name in plan.whole_blocks:
-            replace(model.get_submodule(name), _whole_block, group)
-            if draws is not None:
-                replace(model.get_submodule(name), _placed, draws.move, (None, None), (outside, None))
         first, last = (model.get_submodule(plan.layers[at]) for at in (0, -1))
         first.register_forward_pre_hook(
             lambda _, args, kwargs: _with_hidden(args, kwargs, lambda hidden: split(hidden, group, 1)), with_kwargs=True
@@ -104,10 +105,6 @@ def _replacing() -> Callable[..., None]:
         module.forward = MethodType(made(make, forward_of(module), *settings), module)
 
     return replace
-
-
-def _inside(model: nn.Module, name: str) -> str:
-    return f"{name}.base_layer" if hasattr(model.get_submodule(name), "base_layer") else name
 
 
 def _placed(

@@ -125,11 +125,11 @@ class Casts:
     @contextmanager
     def in_place(self, uses: list[Use]) -> Generator[None]:
         """Context in which modules use copies in place of the weights of `uses`; also decorates a forward."""
-        masters = {use.key: use.weight for use in uses}
         with record_function(CASTS):
             copies = {use.key: _copy_of(use, use.weight) for use in distinct(uses)}
-        by_key = {use.key: use for use in uses}
-        running = {_storage(copy): (by_key[key], masters[key].detach(), copy.detach()) for key, copy in copies.items()}
+        running = {
+            _storage(copies[use.key]): (use, use.weight.detach(), copies[use.key].detach()) for use in distinct(uses)
+        }
         self._running |= running
         try:
             with swapped(uses, [copies[use.key] for use in uses]):
