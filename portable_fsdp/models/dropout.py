@@ -5,11 +5,13 @@ each row of a step and each layer; the batch carries them. A device mixes a row'
 axis, micro batch, recomputation or loop over layers changes a mask, and a resume draws the same.
 
 `intercept` replaces `torch.nn.functional.dropout` (which nn.Dropout calls) and `scaled_dot_product_attention` while a
-step runs. They draw by keys inside `Draws.run`; anywhere else they are torch's own.
+step runs, in torch and where the model's sources import them by name. They draw by keys inside `Draws.run`; anywhere
+else they are torch's own.
 """
 
 import hashlib
 import math
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,7 +66,8 @@ class _Now(threading.local):
 _now = _Now()
 _lock = threading.Lock()
 _users: list[object] = []  # of `intercept`
-_plain: dict[str, Callable[..., Any]] = {}  # torch's own functions meanwhile
+_replaced: list[tuple[dict[str, Any], str, Any]] = []  # namespace, name and torch's function
+_torchs_dropout, _torchs_attention = F.dropout, F.scaled_dot_product_attention
 
 # ------------------------------------------------------------------------------------------------------------ keys
 
@@ -179,7 +182,7 @@ def drop(x: Tensor, rate: float, start: tuple[int, int, int] = (0, 0, 0), *, is_
     """
     draw = _now.draw
     if draw is None or not 0 < rate < 1:
-        return _torchs("dropout")(x, rate)
+        return _torchs_dropout(x, rate)
     if x.dim() < 2:
         return drop(x[:, None], rate, start)[:, 0]
     _now.site -= not is_new
@@ -189,14 +192,10 @@ def drop(x: Tensor, rate: float, start: tuple[int, int, int] = (0, 0, 0), *, is_
 # ------------------------------------------------------------------------------------------------ torch's functions
 
 
-def _torchs(name: str) -> Callable[..., Tensor]:
-    return _plain.get(name) or getattr(F, name)
-
-
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """In place of torch.nn.functional.dropout."""
     if _now.draw is None or not training or not 0 < p < 1:
-        return _torchs("dropout")(input, p, training, inplace)
+        return _torchs_dropout(input, p, training, inplace)
     return input.copy_(drop(input, p)) if inplace else drop(input, p)
 
 
@@ -213,7 +212,7 @@ def _attention(
     """In place of torch.nn.functional.scaled_dot_product_attention, whose kernels draw themselves."""
     if _now.draw is None or not dropout_p:
         more: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        return _torchs("scaled_dot_product_attention")(query, key, value, **more, scale=scale, enable_gqa=enable_gqa)
+        return _torchs_attention(query, key, value, **more, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
@@ -225,25 +224,37 @@ def _attention(
     return drop(scores.softmax(dim=-1).to(value.dtype), dropout_p) @ value
 
 
+_OURS = {_torchs_dropout: _dropout, _torchs_attention: _attention}
+
+
+def _imports(namespace: dict[str, Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Find torch's functions in the namespace of a source, whatever their names there."""
+    return [(namespace, name, torchs) for name, value in namespace.items() for torchs in _OURS if value is torchs]
+
+
+_IN_TORCH = _imports(F.__dict__)
+
+
 @contextmanager
-def intercept() -> Generator[None]:
-    """Replace torch's functions while a step runs, backward included: it may recompute. Several threads may do so."""
-    ours: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
+def intercept(imports: Iterable[tuple[dict[str, Any], str, Any]] = ()) -> Generator[None]:
+    """Replace torch's functions while a step runs, backward included: it may recompute. Several threads may do so.
+
+    `imports`: where else models have them.
+    """
     with _lock:
-        if not _users:
-            for name, function in ours.items():
-                _plain[name] = getattr(F, name)
-                setattr(F, name, function)
-        _users.append(ours)
+        for namespace, name, function in (*_IN_TORCH, *imports):
+            if namespace[name] is function:
+                namespace[name] = _OURS[function]
+                _replaced.append((namespace, name, function))
+        _users.append(_OURS)
     try:
         yield
     finally:
         with _lock:
             _users.pop()
-            if not _users:
-                for name, function in _plain.items():
-                    setattr(F, name, function)
-                _plain.clear()
+            while not _users and _replaced:
+                namespace, name, function = _replaced.pop()
+                namespace[name] = function
 
 
 # -------------------------------------------------------------------------------------------------------- the model
@@ -272,6 +283,10 @@ class Draws:
         scopes = [*_scopes(model)]
         self.keys = BATCH_KEY, RowKeys(seed, ("", *scopes))
         self._model = model
+        sources = {type(module).__module__ for module in model.modules()} - {F.__name__}
+        self._imports = [
+            each for name in sources if name in sys.modules for each in _imports(sys.modules[name].__dict__)
+        ]
         self._layers = {name: model.get_submodule(name) for name in scopes}
         self._regions = [model.get_submodule(name) for name in regions if name not in self._layers]
         for module in (*self._layers.values(), *self._regions):
@@ -306,7 +321,7 @@ class Draws:
     @contextmanager
     def drawing(self) -> Generator[Callable[..., Any]]:
         """Context of forward and backward; yields `run`."""
-        with intercept():
+        with intercept(self._imports):
             yield self.run
 
     def run(self, function: Callable[[dict[str, Tensor]], T], batch: Mapping[str, Tensor]) -> T:

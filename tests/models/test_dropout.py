@@ -11,6 +11,7 @@ import torch
 from plain_dropout import is_kept, mask, row_key
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import dropout as imported_dropout
 
 from portable_fsdp.models import dropout
 from portable_fsdp.models.dropout import BATCH_KEY, Draws, RowKeys, intercept
@@ -126,6 +127,18 @@ def test_attention_drops_weights_by_the_masks(kind: str) -> None:
     rows = [row_key(SEED, "", 0, row) for row in range(4)]
     weights = scores.softmax(-1) * mask(rows, 0, (4, 4, 6, 6), 0.3) / 0.7
     torch.testing.assert_close(out, weights @ value.repeat_interleave(2, 1))
+
+
+def test_functions_that_a_source_imports_by_name_draw_the_same_masks() -> None:
+    class ByName(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return imported_dropout(x, 0.5)
+
+    before, keys = imported_dropout, KEYS(0, np.arange(4))
+    with Draws(ByName(), SEED).drawing() as run:
+        out = run(lambda _: ByName()(torch.ones(4, 64)), {BATCH_KEY: keys})
+    assert torch.equal(out != 0, mask([row_key(SEED, "", 0, row) for row in range(4)], 0, (4, 64), 0.5))
+    assert imported_dropout is before
 
 
 def test_a_second_call_of_a_layer_and_of_the_model_draws_others_and_torch_is_itself_again() -> None:
