@@ -232,9 +232,6 @@ def _imports(namespace: dict[str, Any]) -> list[tuple[dict[str, Any], str, Any]]
     return [(namespace, name, torchs) for name, value in namespace.items() for torchs in _OURS if value is torchs]
 
 
-_IN_TORCH = _imports(F.__dict__)
-
-
 @contextmanager
 def intercept(imports: Iterable[tuple[dict[str, Any], str, Any]] = ()) -> Generator[None]:
     """Replace torch's functions while a step runs, backward included: it may recompute. Several threads may do so.
@@ -242,7 +239,7 @@ def intercept(imports: Iterable[tuple[dict[str, Any], str, Any]] = ()) -> Genera
     `imports`: where else models have them.
     """
     with _lock:
-        for namespace, name, function in (*_IN_TORCH, *imports):
+        for namespace, name, function in (*_imports(F.__dict__), *imports):
             if namespace[name] is function:
                 namespace[name] = _OURS[function]
                 _replaced.append((namespace, name, function))
