@@ -162,7 +162,7 @@ def with_adapters(
 
 
 def with_norms(built: "BuiltModel", lora: schema.Lora) -> "BuiltModel":
-    """With DoRA, magnitudes begin as the norms of the stored weights of the base."""
+    """Let DoRA's magnitudes begin as the norms of the base's stored weights."""
     if not lora.dora or lora.start_from is not None:
         return built
     model, fill = built.model, built.fill
