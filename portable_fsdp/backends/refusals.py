@@ -410,7 +410,7 @@ RULES = (
     ),
     Rule(
         "precision.frozen with model.lora.dora",
-        "in 4 or 8 bits: DoRA reads the norms of whole weights in each step",
+        "DoRA reads the norms of whole weights in each step, and a base in 4 or 8 bits has none",
         lambda c, p: c.precision.scheme is not None and c.model.lora is not None and c.model.lora.dora,
         ("precision.frozen=bfloat16",),
     ),

@@ -284,6 +284,10 @@ def _raw(node: Node) -> Raw:
     return {str(key.value): _raw(value) for key, value in _pairs(cast(MappingNode, node))}
 
 
+_JOINED = {"~lora": "model.lora", "~bits": "precision.frozen"}
+"""Facts, with all that begin so, that one option joins."""
+
+
 def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
     """Read the keys one by one, then combine them into options; keys that set none are listed as not needed."""
     rows = [(find_anywhere(entry.place, entry.key), entry) for entry in entries]
@@ -297,8 +301,9 @@ def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
     facts.options.update({name: setting for name, setting in facts.keys.items() if not name.startswith("~")})
     combine(facts)
     used = {(setting.line, setting.key) for setting in facts.options.values()}
+    joined = {fact for fact, option in _JOINED.items() if option in facts.options}
     for setting in facts.keys.values():
-        if (setting.line, setting.key) not in used:
+        if (setting.line, setting.key) not in used and setting.option.partition(".")[0] not in joined:
             reason = "another key or an override decides, or sets the same value"
             facts.result.ignore(setting, key_table().unused.get(setting.option, reason))
 

@@ -196,11 +196,22 @@ def _offload(facts: ForeignFacts) -> None:
         facts.set("memory.cpu_offload", bool(offloaded), settings[0])
 
 
+_IMPLY_ADAPTERS = {"lora_rank", "lora_target", "additional_target", "adapter_name_or_path"}
+"""Of LLaMA-Factory, whose finetuning_type is lora by default."""
+
+
 def _adapters(facts: ForeignFacts) -> None:
     """Join the keys of adapters into model.lora; their tools read none if adapters are turned off."""
     switch = facts.keys.get("~lora")
     settings = {name.removeprefix("~lora."): key for name, key in facts.keys.items() if name.startswith("~lora.")}
     if (switch is not None and not switch.value) or not (settings or switch):
+        return
+    if switch is None and not any(key.key in _IMPLY_ADAPTERS for key in settings.values()):
+        facts.result.add_problem(
+            next(iter(settings.values())),
+            "its tool trains adapters only if told to.\n"
+            "  Set adapter: lora (axolotl) or use_peft: true (TRL), or leave out the keys of adapters.",
+        )
         return
     values = {name: key.value for name, key in settings.items() if name != "parameters"}
     if parameters := facts.value("~lora.parameters"):

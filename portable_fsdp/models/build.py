@@ -139,7 +139,7 @@ def build_model(
         documents = document_arguments(attention, compute, **kinds, windows=windows)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
-    if rates:
+    if rates or model.dropout:
         from portable_fsdp.models.dropout_rates import choose_dropouts
 
         built = replace(built, dropout=choose_dropouts(bare, model, rates))

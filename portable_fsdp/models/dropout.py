@@ -146,7 +146,11 @@ def _next_keys(draw: _Draw, shape: Sequence[int], start: tuple[int, int, int]) -
         places = _indices(math.prod(outer), heads, device)[:, None].mul(_OUTER) + places
     key = (key ^ _signed(site * _OF_SITE)).view(-1, *(1,) * places.dim())
     key = _mixed(key ^ places.mul(_signed(_OF_PLACE)))
-    return key.reshape(*shape[:-1], 1), _indices(features, first_feature, device).mul_(_signed(_OF_FEATURE))
+    return key.reshape(*shape[:-1], 1), _feature_keys(_indices(features, first_feature, device))
+
+
+def _feature_keys(indices: Tensor) -> Tensor:
+    return _mixed(indices.mul_(_signed(_OF_FEATURE)))
 
 
 def _indices(size: int, start: int, device: torch.device) -> Tensor:

@@ -214,6 +214,7 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
             r = int(_by_pattern(lora.rank_pattern, name, lora.r))
             add_to_experts(model, lora, name, r, scaling_of(lora, name, r))
     targets = [name for name in targets if name not in stacked]
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels for CPUs
     try:
         import peft
     except ImportError as error:

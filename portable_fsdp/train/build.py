@@ -143,6 +143,11 @@ def build_training(
                 f"memory.classes: with sharding.tensor={config.sharding.tensor} only whole layers can be recomputed, "
                 f"since {drawing[0]} has dropout.\n  Set memory.classes=[], or model.dropout=0."
             )
+        if config.model.factory is not None:
+            from portable_fsdp.train.row_trial import require_rows_first
+
+            tokens = dict.fromkeys(("input_ids", "labels"), ((seq_len,), torch.int64))
+            require_rows_first(built.model, task, trial.row if trial else tokens, policy)
         from portable_fsdp.models.dropout import Draws
 
         draws = Draws(built.model, config.run.seed, sorted({*policy.layers, *policy.recompute}))

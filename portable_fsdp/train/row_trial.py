@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,6 +18,7 @@ from portable_fsdp.data.batches import Check
 from portable_fsdp.data.packing import IGNORED
 from portable_fsdp.models.tasks import CAUSAL_LM, MULTI_LABEL, SINGLE_LABEL, Task, check_scores, count_classes
 from portable_fsdp.runtime.errors import ConfigError, DataError
+from portable_fsdp.runtime.factory import described
 
 
 class RowCost(NamedTuple):
@@ -125,6 +128,46 @@ class _OneDtype(TorchDispatchMode):
         if name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution") and len(dtypes) > 1:
             raise TypeError(f"{name} of {' and '.join(sorted(dtypes))}")
         return func(*args, **(kwargs or {}))
+
+
+_ROWS = 37  # a prime: no other dimension is a multiple of it by chance
+
+
+class _NoRowsError(Exception):
+    pass
+
+
+class _RowsFirst(TorchFunctionMode):
+    """Refuses dropout of tensors whose dimension 0 is neither rows, nor rows and positions flattened, nor 1."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout and kwargs.get("training", True) and 0 < kwargs.get("p", 0.5) < 1 and args[0].dim():
+            shape = ["rows" if size == _ROWS else size for size in args[0].shape]
+            if args[0].shape[0] % _ROWS and args[0].shape[0] != 1:
+                raise _NoRowsError(f"dropout of a tensor [{', '.join(map(str, shape))}]")
+        return func(*args, **kwargs)
+
+
+def require_rows_first(
+    model: nn.Module, task: Task, row: Mapping[str, tuple[Sequence[int], torch.dtype]], policy: ShardPolicy
+) -> None:
+    """Raise ConfigError for dropout of a tensor whose dimension 0 isn't rows: masks are drawn by row.
+
+    `row`: shape and dtype of each tensor of a row. Other errors of the model are found elsewhere.
+    """
+    batch = {name: torch.empty(_ROWS, *shape, dtype=dtype, device="meta") for name, (shape, dtype) in row.items()}
+    twin = _twin(model, policy)
+    try:
+        with _RowsFirst():
+            task.function(twin, batch)
+    except _NoRowsError as error:
+        raise ConfigError(
+            f"model.factory: expected rows in dimension 0, found {described(error).partition(': ')[2]}\n"
+            "  Put rows first there (torch's layers: batch_first=True), or set the rate of this dropout to 0."
+        ) from None
+    except Exception:
+        return
 
 
 def _require_buffers_that_fit(model: nn.Module, policy: ShardPolicy, task: Task, batch: Mapping[str, Tensor]) -> None:

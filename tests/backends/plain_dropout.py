@@ -36,7 +36,7 @@ def row_key(seed: int, scope: str, first: int, sample: int, call: int = 0, *, sh
 def is_kept(key: int, site: int, place: int, feature: int, rate: float) -> bool:
     """One element. `place`: its position, plus 2 ** 20 times the head."""
     key = mix(key ^ (site * 0x9E3779B1 & LOW) ^ (place * 0x85EBCA77 & LOW))
-    bits = (key ^ (feature * 0xC2B2AE3D & LOW)) * (key * 0x27D4EB2F & LOW | 1) & LOW
+    bits = (key ^ mix(feature * 0xC2B2AE3D & LOW)) * (key * 0x27D4EB2F & LOW | 1) & LOW
     return (bits + 2**31) % 2**32 >= round(rate * 2**32)
 
 
@@ -50,7 +50,8 @@ def mask(keys: Sequence[int], site: int, shape: Sequence[int], rate: float) -> T
         place = np.arange(np.prod(heads), dtype=np.uint64)[:, None] * 2**20 + place
     of_rows = np.array(keys, np.uint64).reshape(-1, *[1] * place.ndim) ^ np.uint64(site * 0x9E3779B1 & LOW)
     key: U64 = mix(of_rows ^ (place * 0x85EBCA77 & LOW))[..., None]
-    bits = (key ^ (np.arange(features, dtype=np.uint64) * 0xC2B2AE3D & LOW)) * (key * 0x27D4EB2F & LOW | 1) & LOW
+    of_features = mix(np.arange(features, dtype=np.uint64) * 0xC2B2AE3D & LOW)
+    bits = (key ^ of_features) * (key * 0x27D4EB2F & LOW | 1) & LOW
     return torch.from_numpy((bits + 2**31) % 2**32 >= round(rate * 2**32)).view(*shape)
 
 

@@ -62,6 +62,12 @@ def test_rows_flattened_with_positions_have_the_same_mask() -> None:
         masks(keys, (3, 5))
 
 
+def spread(rows: Tensor) -> float:
+    """How far the squared sums of rows are from those of independent numbers, in standard deviations (chi-squared)."""
+    squares = rows.sum(dim=1).square() / rows.shape[1]
+    return float(squares.sum() - len(rows)) / (2 * len(rows)) ** 0.5
+
+
 def deviations(seeds: int) -> Iterator[float]:
     """Yield deviations, in standard deviations: of shares, and of products of two masks or two neighbours in one."""
     rate, (rows, tokens, features) = 0.1, (2, 96, 320)
@@ -73,7 +79,9 @@ def deviations(seeds: int) -> Iterator[float]:
         centred = [(each.float() - (1 - rate)) / (rate * (1 - rate)) ** 0.5 for each in drawn]
         for one in centred:
             yield float(one.sum()) / one.numel() ** 0.5
+            yield spread(one)
             for ahead in (1, 2, 3, 7, 16):
+                yield spread(one[:, ahead:] * one[:, :-ahead])
                 for dim in (0, 1):
                     near = one.narrow(dim, 0, one.shape[dim] - ahead) * one.narrow(dim, ahead, one.shape[dim] - ahead)
                     yield float(near.sum()) / near.numel() ** 0.5
@@ -91,7 +99,8 @@ def are_random(found: list[float]) -> bool:
 
 def test_masks_of_sites_rows_and_steps_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert are_random([*deviations(20)])
-    for name, worse in (("_OF_FACTOR", 0), ("_OF_FEATURE", 1), ("_mixed", lambda x: x & -65536)):
+    weyl = ("_feature_keys", lambda indices: indices * -1028477379)  # 0xC2B2AE3D without mixing
+    for name, worse in (("_OF_FACTOR", 0), weyl, ("_mixed", lambda x: x & -65536)):
         with monkeypatch.context() as patched:
             patched.setattr(dropout, name, worse)
             assert not are_random([*deviations(2)]), name

@@ -13,9 +13,9 @@ from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.tasks import MULTI_LABEL, find_task, with_problem
+from portable_fsdp.models.tasks import MULTI_LABEL, Task, find_task, with_problem
 from portable_fsdp.runtime.errors import BackendError, ConfigError, DataError
-from portable_fsdp.train.row_trial import RowCost, try_rows
+from portable_fsdp.train.row_trial import RowCost, require_rows_first, try_rows
 
 TASK = find_task("token_classification")
 
@@ -205,3 +205,28 @@ def test_processes_that_would_choose_other_programs_are_refused(engine: str, dev
     with pytest.raises(BackendError, match=r"would choose a different program") as error:
         require_supported(config_of({"x": [4, 8]}), place)
     assert "Set data.buckets={x: [8]}" in str(error.value)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_dropout_of_tensors_without_rows_in_front_is_refused(batch_first: bool) -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x if batch_first else x.transpose(0, 1)).mean(dim=(1 if batch_first else 0))
+
+    def loss(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        losses = model(batch["x"]).square().mean(dim=-1)
+        return losses.sum(), torch.ones_like(losses).sum()
+
+    task = Task("mine:loss", loss, counts_labels=False)
+    with torch.device("meta"):
+        model = Encoder()
+    row = {"x": ((5, 16), torch.float32)}
+    if batch_first:
+        require_rows_first(model, task, row, ShardPolicy(()))
+        return
+    with pytest.raises(ConfigError, match=r"found dropout of a tensor \[5, rows, 16\]\n  in .*test_row_trial.py:\d+: "):
+        require_rows_first(model, task, row, ShardPolicy(()))
