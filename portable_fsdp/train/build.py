@@ -146,8 +146,9 @@ def build_training(
         if config.model.factory is not None:
             from portable_fsdp.train.row_trial import require_rows_first
 
-            tokens = dict.fromkeys(("input_ids", "labels"), ((seq_len,), torch.int64))
-            require_rows_first(built.model, task, trial.row if trial else tokens, policy)
+            tokens: tuple[tuple[int, ...], torch.dtype] = (seq_len,), torch.int64
+            row = trial.row if trial else {"input_ids": tokens, "labels": tokens}
+            require_rows_first(built.model, task, row, policy)
         from portable_fsdp.models.dropout import Draws
 
         draws = Draws(built.model, config.run.seed, sorted({*policy.layers, *policy.recompute}))
