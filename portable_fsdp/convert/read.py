@@ -285,7 +285,7 @@ def _raw(node: Node) -> Raw:
 
 
 _JOINED = {"~lora": "model.lora", "~bits": "precision.frozen"}
-"""Facts, with all that begin so, that one option joins."""
+"""Prefixes of facts -> the option that they set together."""
 
 
 def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:

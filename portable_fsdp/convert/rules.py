@@ -197,7 +197,7 @@ def _offload(facts: ForeignFacts) -> None:
 
 
 _IMPLY_ADAPTERS = {"lora_rank", "lora_target", "additional_target", "adapter_name_or_path"}
-"""Of LLaMA-Factory, whose finetuning_type is lora by default."""
+"""Keys of LLaMA-Factory, whose default finetuning_type is lora."""
 
 
 def _adapters(facts: ForeignFacts) -> None:

@@ -232,7 +232,7 @@ _OURS = {_torchs_dropout: _dropout, _torchs_attention: _attention}
 
 
 def _imports(namespace: dict[str, Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Find torch's functions in the namespace of a source, whatever their names there."""
+    """Find torch's functions in a module's namespace, under any name."""
     return [(namespace, name, torchs) for name, value in namespace.items() for torchs in _OURS if value is torchs]
 
 
@@ -240,10 +240,11 @@ def _imports(namespace: dict[str, Any]) -> list[tuple[dict[str, Any], str, Any]]
 def intercept(imports: Iterable[tuple[dict[str, Any], str, Any]] = ()) -> Generator[None]:
     """Replace torch's functions while a step runs, backward included: it may recompute. Several threads may do so.
 
-    `imports`: where else models have them.
+    `imports`: of `_imports`, from the model's sources.
     """
+    in_torch = [(F.__dict__, torchs.__name__, torchs) for torchs in _OURS]
     with _lock:
-        for namespace, name, function in (*_imports(F.__dict__), *imports):
+        for namespace, name, function in (*in_torch, *imports):
             if namespace[name] is function:
                 namespace[name] = _OURS[function]
                 _replaced.append((namespace, name, function))
@@ -356,7 +357,7 @@ def _set(draw: _Draw | None) -> None:
 
 
 def _run_layer(scope: int, slice: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a layer with the keys of its own scope; the scope around it continues afterwards."""
+    """Run a layer with its own keys, then restore those of its caller."""
     around = _now.draw
     if around is None or around.of_layers is None:
         return forward(*args, **kwargs)

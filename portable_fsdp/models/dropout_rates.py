@@ -25,7 +25,7 @@ def choose_dropouts(model: nn.Module, section: schema.Model, rates: dict[str, fl
             by_rate.setdefault(rate, []).append(key)
     if section.dropout and section.dropout != "published" and not by_rate:
         fix = "model.attention=static" if undrawn else "model.dropout=null; adapters have model.lora.dropout"
-        found = f"only {', '.join(undrawn)}, and no attention kernel draws" if undrawn else "none"
+        found = f"only {', '.join(undrawn)}, which attention kernels can't apply" if undrawn else "none"
         raise ConfigError(
             f"model.dropout={section.dropout:g}: expected a dropout in {type(model).__name__}, found {found}.\n"
             f"  Set {fix}."

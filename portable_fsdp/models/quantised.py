@@ -49,8 +49,8 @@ def quantised_tables(
 
     Only in the model's `layers`, not in the modules `outside` (`precision.modules`), not routers, tied weights, and
     layers with a part that trains, nor what `base` has unquantised beside quantised weights. `layouts`: of the weights.
-    Raises ConfigError if nothing is left, or the axes
-    `tensor` or `expert` would split a weight within rows of its table.
+    Raises ConfigError if nothing is left, or the axes `tensor` or `expert` would split a weight within rows of its
+    table.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     owners: dict[int, list[str]] = {}

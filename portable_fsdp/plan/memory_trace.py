@@ -156,9 +156,12 @@ class Moments:
             return "optimizer", ""
         node = _running_node()
         if node is None or self.in_loss:
-            # Of a layer whose input has no gradient, as above a frozen embedding, once backward has run.
+            if self._running:
+                return "forward", self._module()
+            # FSDP reduces a layer's gradients after the backward if no input of the layer has a gradient, as behind a
+            # frozen embedding.
             late = re.fullmatch(r"FSDP::post_backward_\w+ \((.+)\)", section)
-            return ("forward", self._module()) if self._running else ("backward", late[1]) if late else (section, "")
+            return ("backward", late[1]) if late else (section, "")
         number = node._sequence_nr()
         if number <= (self._marks[-1][0] if self._marks else 0):  # not the accumulation of a gradient
             at = bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1

@@ -104,9 +104,11 @@ def scaled(values: Tensor, scales: Tensor, table: ByteTable, dtype: torch.dtype)
 
 
 def expanded(table: ByteTable) -> ByteTable:
-    """Return the form for devices that can't look up codes: with float32 scales, and a byte has a weight of its block's
-    first half in the high bits, and one of the second half in the low ones. To interleave them would cost a TPU more
-    than all else."""
+    """Return the form for devices that can't look up codes.
+
+    Scales are float32. The high 4 bits of a block's 32 bytes hold its first 32 weights, the low 4 bits the others:
+    interleaving them on a TPU would cost more than all other work of dequantising.
+    """
     return table._replace(scheme="nf4") if table.scheme == "nf4_double" else table
 
 

@@ -37,7 +37,7 @@ def dequantised(weight: torch.Tensor, scheme: str) -> torch.Tensor:
     codes, state = bitsandbytes.quantize_4bit(
         weight, blocksize=64, quant_type="nf4", compress_statistics=scheme == "nf4_double"
     )
-    state.shape = torch.Size([weight.numel()])  # on some CPUs its kernel takes wrong scales for rows of partial blocks
+    state.shape = torch.Size([weight.numel()])  # on some CPUs wrong scales are used if a row ends within a block
     return bitsandbytes.dequantize_4bit(codes, state).view_as(weight)
 
 

@@ -169,6 +169,11 @@ def test_rates_of_dropout_are_those_of_the_config_or_one_number(name: str) -> No
         assert built.config[key] == architecture[key]
 
 
+def test_a_rate_of_dropout_that_nothing_draws_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"found only attention_dropout.*\n  Set model\.attention=static"):
+        build(LLAMA, keys={"dropout": 0.3})
+
+
 @pytest.mark.parametrize(
     "architecture",
     [_ENCODER | {"model_type": "bert"}, ROBERTA | {"max_position_embeddings": 26}],

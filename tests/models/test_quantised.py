@@ -49,7 +49,7 @@ def theirs(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
 
 def values_of(codes: Tensor, state: Any) -> Tensor:
-    """As one row: on some CPUs bitsandbytes 0.50's kernel takes wrong scales where rows aren't whole blocks."""
+    """Dequantise as one row: on some CPUs bitsandbytes 0.50 uses wrong scales if a row ends within a block."""
     state.shape = torch.Size([state.shape.numel()])
     with torch.compiler.set_stance("force_eager"):  # it compiles what its kernel doesn't take: odd rows
         return bitsandbytes.dequantize_4bit(codes, state)
@@ -89,7 +89,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 def without_look_ups(stored: Tensor, table: ByteTable) -> Tensor:
-    """As programs of XLA dequantise."""
+    """Dequantise as XLA's programs do."""
     rows = stored.view(torch.uint8)
     codes, scales = rows[..., : table.code_bytes].view(torch.int8), rows[..., table.code_bytes :].view(torch.float32)
     return scaled(codes if table.scheme == "int8" else nf4_values(codes), scales, table, torch.float32)

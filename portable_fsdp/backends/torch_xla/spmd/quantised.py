@@ -60,7 +60,8 @@ def _constant(number: float, like: Tensor) -> Tensor:
 def nf4_values(codes: Tensor) -> Tensor:
     """int8 `[..., n * 32]`, as `expand` makes them -> float32 `[..., n, 64]`: by a tree of comparisons that a compiler
     fuses."""
-    whole = codes.unflatten(-1, (-1, BLOCK // 2)).int() & _constant(255, codes)  # torch_xla 2.9 shifts toward zero
+    # torch_xla 2.9 rounds a shifted negative number toward zero: make them positive before.
+    whole = codes.unflatten(-1, (-1, BLOCK // 2)).int() & _constant(255, codes)
     both = torch.cat([whole >> _constant(4, codes), whole & _constant(15, codes)], dim=-1)
     values = [_constant(level, codes) for level in NF4]
     for bit in range(4):
@@ -79,7 +80,7 @@ def _as_float32(rows: Tensor) -> Tensor:
 def _bitcast() -> Callable[[Tensor], Tensor]:
     from torch_xla.core import xla_builder, xla_op_registry
 
-    return xla_op_registry.register("as_float32", lambda bytes_of: bytes_of.bitcast(xla_builder.Type.F32))
+    return xla_op_registry.register("as_float32", lambda four_bytes: four_bytes.bitcast(xla_builder.Type.F32))
 
 
 def _dequantising(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
