@@ -166,14 +166,16 @@ def with_norms(built: "BuiltModel", lora: schema.Lora) -> "BuiltModel":
     if not lora.dora or lora.start_from is not None:
         return built
     model, fill = built.model, built.fill
+    layers = (name.partition(_MAGNITUDE)[0] for name, _ in model.named_parameters() if _MAGNITUDE in name)
+    bases: dict[str, Any] = {layer: model.get_submodule(f"{layer}{_BASE}") for layer in layers}
+    shapes = {layer: tuple(base.weight.shape) for layer, base in bases.items()}  # an engine may flatten them
 
     def filled(fqn: str, slices: TensorSlices) -> Tensor:
         layer, is_magnitude, _ = fqn.partition(_MAGNITUDE)
         if not is_magnitude:
             return fill(fqn, slices)
-        base: Any = model.get_submodule(f"{layer}{_BASE}")
-        inputs_first = holds_inputs_first(base)
-        outputs, inputs = slices[0], slice(0, base.weight.shape[0 if inputs_first else 1])
+        inputs_first = holds_inputs_first(bases[layer])
+        outputs, inputs = slices[0], slice(0, shapes[layer][0 if inputs_first else 1])
         weight = fill(f"{layer}{_BASE}.weight", (inputs, outputs) if inputs_first else (outputs, inputs)).float()
         return weight.norm(dim=0 if inputs_first else 1).to(model.get_parameter(fqn).dtype)
 
