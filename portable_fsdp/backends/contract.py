@@ -173,6 +173,7 @@ class Backend(Closing):
     row_shards: int  # groups of devices that get different rows of a batch
     axes: Mapping[str, int]  # mesh axis -> number of devices along it (`layout.mesh_axes`)
     expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0: nothing is compiled
+    runs_blocks: bool = False  # it computes attention over blocks (flex) in compiled layers
     loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
 
     @abstractmethod

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
+from portable_fsdp.config.describe import autos
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.errors import BackendError
+from portable_fsdp.runtime.errors import BackendError, ConfigError
 from portable_fsdp.runtime.host import keep_torch_tpu_out, tpu_chips
 from portable_fsdp.runtime.launchers import Launch
 
@@ -141,9 +142,13 @@ def open_backend(
     """Open an engine, for use as a context manager.
 
     `num_devices`: virtual CPU devices under xla; under torchrun native has one device per process. Raises BackendError
-    for options of `config` that this device or engine can't honour.
+    for options of `config` that this device or engine can't honour, ConfigError for `auto` that a plan resolves.
     """
     device, backend = resolve(device, backend)
+    for key in autos(config):
+        raise ConfigError(
+            f"{key}: expected a value, found auto, which only launch and train resolve.\n  plan prints one."
+        )
     module, _, name = spec_of(backend).engine.partition(":")
     return cast("Backend", getattr(importlib.import_module(module), name)(device, config, num_devices))
 

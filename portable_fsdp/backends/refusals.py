@@ -105,7 +105,8 @@ def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[
 
     def is_missing(config: Config, _: Deployment) -> bool:
         actual = value_of(config, key)
-        return actual == default if takes_any else actual != expected
+        may_be = actual == "auto" and expected is True
+        return actual == default if takes_any else actual != expected and not may_be
 
     fixes = [setting + beside] if value else []
     return refused(f"{options} without {key if takes_any else setting}", reason, *fixes, when=is_missing)

@@ -67,6 +67,18 @@ def with_value(config: Config, option: str, value: Any) -> Config:
     return config.model_copy(update={section: changed})
 
 
+def autos(config: Config) -> tuple[str, ...]:
+    """Return the keys whose `auto` a run resolves by plan, before it opens its engine (`train/auto.py`)."""
+    keys = ("train.micro_batch", "memory.gradient_checkpointing", "compile.enabled")
+    return tuple(key for key in keys if value_of(config, key) == "auto")
+
+
+def changed_values(before: Config, after: Config) -> dict[str, str]:
+    """Return the keys whose values differ, with the later value in YAML."""
+    pairs = ((key, yaml_value(value_of(before, key)), yaml_value(value_of(after, key))) for key in option_names())
+    return {key: new for key, old, new in pairs if new != old}
+
+
 def default_of(option: str) -> Any:
     """Return the default of `section.key`; None if the key is unknown or has no default."""
     info = _known().get(tuple(option.split(".")))

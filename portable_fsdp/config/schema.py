@@ -110,8 +110,9 @@ class Model(Section):
     """name patterns of tensors that may be missing from model.pretrained (initialized from run.seed) or unexpected in
     it (not loaded); `data.tokenizer`: its ids may differ from the model's"""
     attention: Literal["auto", "static", "flex", "sdpa", "eager"] = "auto"
-    """implementation of attention; auto: static if the model supports it; static: one implementation for all
-    engines; flex: torch's flex_attention, which skips masked blocks (GPUs only); sdpa, eager: from transformers"""
+    """implementation of attention; auto: flex for packed documents, windows and sinks in compiled layers on GPUs, else
+    static, if the model supports it; static: one implementation for all engines; flex: torch's flex_attention, which
+    skips masked blocks (GPUs only); sdpa, eager: from transformers"""
     experts: Literal["auto", "dense", "batched_mm", "grouped_mm"] = "auto"
     """implementation of a mixture of experts; grouped_mm: sort tokens by expert, and multiply by groups; dense: every
     expert on every token, weighted; batched_mm: copy the selected weights per token; auto: by groups, dense where no
@@ -160,7 +161,7 @@ class Train(Section):
     global_batch: int = Field(default=8, ge=1)
     """sequences per step, over all devices and micro batches"""
     micro_batch: Annotated[int, Ge(1)] | Literal["auto"] = 1
-    """sequences per device in one forward and backward pass; auto: the largest that the plan fits into memory"""
+    """sequences per device in one forward and backward pass; auto: the fastest that the plan fits into memory"""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """clip the global gradient norm to this value; null: no clipping"""
     log_every: int = Field(default=10, ge=1)
@@ -187,7 +188,7 @@ class Train(Section):
     def resolved_micro_batch(self) -> int:
         """`micro_batch` as a number. Raises ConfigError for `auto`, which `train.loop.train` resolves."""
         if self.micro_batch == "auto":
-            raise ConfigError("train.micro_batch: expected a number, found auto.\n  plan --largest-batch prints one.")
+            raise ConfigError("train.micro_batch: expected a number, found auto.\n  `plan` prints one.")
         return self.micro_batch
 
     @model_validator(mode="after")
@@ -349,9 +350,10 @@ class Precision(Section):
 
 
 class Memory(Section):
-    gradient_checkpointing: Literal["none", "full", "selective", "budget"] = "none"
+    gradient_checkpointing: Literal["auto", "none", "full", "selective", "budget"] = "none"
     """recompute activations in backward; full: every layer; selective: every memory.every-th layer, or all outputs
-    except those of memory.save_ops; budget: compiled layers keep a share (memory.budget), recompute the rest"""
+    except those of memory.save_ops; budget: compiled layers keep a share (memory.budget), recompute the rest; auto: the
+    fastest by plan of none, selective and full that fits into memory; full on an engine without a planner"""
     budget: float = Field(default=0.5, ge=0, le=1)
     """budget: share of a compiled layer's activations to keep; torch.compile's partitioner recomputes the rest,
     cheapest first"""
@@ -368,8 +370,9 @@ class Memory(Section):
 
 
 class Compile(Section):
-    enabled: bool = False
-    """torch.compile each layer; XLA always compiles"""
+    enabled: bool | Literal["auto"] = False
+    """torch.compile each layer; XLA always compiles; auto: on GPUs, if layers compile to one program without a break
+    and the run saves more time than the compiler takes"""
     backend: Literal["auto", "inductor", "aot_eager", "eager"] = "auto"
     """backend of torch.compile; auto: inductor on cuda, TorchTPU's own on tpu; inductor needs a GPU here"""
     cache_dir: str | None = None
@@ -381,7 +384,7 @@ class Compile(Section):
     @property
     def compiler(self) -> str | None:
         """`backend` if torch.compile is enabled, else None."""
-        return self.backend if self.enabled else None
+        return self.backend if self.enabled is True else None
 
 
 class Checkpoint(Section):

@@ -73,6 +73,7 @@ def build_model(
     task: Task = CAUSAL_LM,
     seq_len_key: str = "data.seq_len",
     compiler: str | None = None,
+    blocks: bool = False,
 ) -> BuiltModel:
     """Build the model that the config names, ready to be sharded.
 
@@ -91,6 +92,7 @@ def build_model(
         task: selects the transformers class for a config, and the loss: a causal model computes it in its forward.
         seq_len_key: the config key of `seq_len`, for messages.
         compiler: see `loss.attach_loss`.
+        blocks: the engine computes attention over blocks fast: `model.attention=auto` uses it where it saves a mask.
 
     Raises ConfigError if no model fits the config, a pattern matches nothing in it, the model doesn't keep packed
     documents apart, or devices can't split its rows.
@@ -116,7 +118,10 @@ def build_model(
     as_given = config_to_json(config)
     _switch_off(config)
     rates = set_dropout(config, model.resolved_dropout)
-    make = partial(_model_of, attention=model.attention, task=task)
+    attention = model.attention
+    if attention == "auto" and blocks and context == 1 and _wants_blocks(config, task, seq_len, packs_documents):
+        attention = "flex"
+    make = partial(_model_of, attention=attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     steps = None
     if is_causal_lm := task.name == CAUSAL_LM.name:
@@ -128,15 +133,15 @@ def build_model(
         from portable_fsdp.models.context import require_rows_that_split
 
         require_rows_that_split(bare, make, seq_len, context)
-    if packs_documents or model.attention == "flex" or context > 1:
+    if packs_documents or attention == "flex" or context > 1:
         from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
 
-        attention = bare.config._attn_implementation
-        windows = windows_of(twin, seq_len) if attention == FLEX else ()
+        name = bare.config._attn_implementation
+        windows = windows_of(twin, seq_len) if name == FLEX else ()
         if packs_documents:
             require_documents_apart(bare, make, eager=eager)
         kinds = {"eager": eager, "packs": packs_documents, "splits_rows": context > 1}
-        documents = document_arguments(attention, compute, **kinds, windows=windows)
+        documents = document_arguments(name, compute, **kinds, windows=windows)
 
     built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
     if rates or model.dropout:
@@ -354,6 +359,23 @@ def _check_causal(model: nn.Module) -> None:
             f"model: {type(model).__name__} is configured as an encoder, but its attention must be causal.\n"
             "  Set model.architecture.is_decoder=true (in a folder: in its config.json), or use another model."
         )
+
+
+def _wants_blocks(config: Any, task: Task, seq_len: int, packs: bool) -> bool:
+    """Whether attention over blocks saves a mask of seq x seq in this model: packed documents, windows and sinks.
+
+    A plain causal kernel is as fast, so other models keep it. So do those that attention over blocks can't express:
+    narrow heads, dropout of attention, layers that get no arguments of the forward.
+    """
+    from portable_fsdp.models.document_masks import windows_of
+
+    try:
+        model = _on_meta(config, partial(_model_of, attention="flex", task=task))
+        windows = windows_of(model, seq_len)
+    except (ConfigError, ValueError):
+        return False
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return packs or has_sinks or any(window is not None for window in windows)
 
 
 def _attention(kind: Any, requested: str) -> str:

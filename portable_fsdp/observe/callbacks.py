@@ -32,6 +32,7 @@ class RunStart:
     """A run before its first step, with the model built and loaded."""
 
     config: Config  # resolved
+    given: Config  # with `auto`, as config.yaml keeps it
     folder: Path  # run.dir
     engine: str
     device: str  # the driver's name of the device

@@ -4,7 +4,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from portable_fsdp.config.describe import default_of, option_names, shortened, value_of, yaml_value
+from portable_fsdp.config.describe import changed_values, default_of, option_names, shortened, value_of, yaml_value
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.observe.goodput import duration, goodput
 from portable_fsdp.observe.run_files import read_jsonl
@@ -39,6 +39,8 @@ class Console(Callback):
         changed = [name for name in names if value_of(config, name) != default_of(name)]
         settings = (f"{name}={shortened(yaml_value(value_of(config, name)))}" for name in changed)
         log.info("run folder: %s; %s", start.folder, " ".join(settings))
+        if chosen := changed_values(start.given, config):
+            log.info("auto chose %s", " ".join(f"{key}={value}" for key, value in chosen.items()))
 
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 from portable_fsdp.checkpoint.format import NamedSave
-from portable_fsdp.config.describe import each_value
+from portable_fsdp.config.describe import changed_values, each_value
 from portable_fsdp.config.load import config_text
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.observe.goodput import imbalance
@@ -193,7 +193,7 @@ class RunFiles(Callback):
         self._events = EventsFile(self._folder / "events.jsonl")
         for name in ("STOPPED", "PROFILE"):
             (self._folder / name).unlink(missing_ok=True)
-        write_text_atomically(self._folder / "config.yaml", without_passwords(config_text(start.config)))
+        write_text_atomically(self._folder / "config.yaml", without_passwords(config_text(start.given)))
         self._events.write(
             "start",
             name=start.config.run.name,
@@ -202,6 +202,7 @@ class RunFiles(Callback):
             parameters=start.parameters,
             began=utc_text(_process_start()),
             environment=environment(),
+            **({"chosen": chosen} if (chosen := changed_values(start.given, start.config)) else {}),
             **({"lost": lost} if lost else {}),
         )
         if (resumed := start.resumed) is not None:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from portable_fsdp.backends.open import engine_made_for
-from portable_fsdp.config.describe import with_value
+from portable_fsdp.config.describe import autos, with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.observe.run_files import read_jsonl
-from portable_fsdp.plan import planner, result
-from portable_fsdp.plan.planner import PlanOf
+from portable_fsdp.plan import planner, result, search
 from portable_fsdp.plan.result import Plan, Settings, Tried
+from portable_fsdp.plan.search import PlanOf
 from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
@@ -42,7 +42,6 @@ def _parser() -> CommandParser:
     add("--on", metavar="WHERE", help=f"{slices}; {gpus}; cpu:2")
     engines = "on TPUs xla (auto), or native: TorchTPU, a lower bound"
     add("--backend", default="auto", metavar="ENGINE", help=engines)
-    parser.switch("--largest_batch", "find the largest train.micro_batch that fits, and plan it")
     memory = "memory of a device; overrides the known figure"
     add("--memory", metavar="GiB", type=at_least(0, float), help=memory)
     parser.switch("--sweep", "plan a grid of settings: which fit, and how fast each can be")
@@ -68,8 +67,8 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
     if options.config is None or options.on is None:
         raise ConfigError("plan: --config=FILE and --on=WHERE are required, as in --on=v5p:2x2x4 or --on=h100:8.")
     is_sweep = options.sweep or bool(options.over)
-    if is_sweep and (options.compare is not None or options.largest_batch):
-        raise UsageError("--compare, --largest-batch: these need a single plan.\n  Leave out --sweep and --over.")
+    if is_sweep and options.compare is not None:
+        raise UsageError("--compare: needs a single plan.\n  Leave out --sweep and --over.")
     target = parse_target(options.on)
     if options.memory is not None:
         target = with_memory(target, options.memory)
@@ -84,36 +83,45 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
 
     config = config_of({})
     if not is_sweep:
-        return _one(options, config, target, plan_of, picture)
+        return _one(options, config, target, plan_of, worker, picture)
     scans = target.hardware.kind == "tpu" and options.backend in ("auto", engine_made_for("tpu"))
-    usual = planner.usual_grid(config, target.devices, scan=scans)
-    points = planner.grid(_axes(options.over)) if options.over else usual
+    usual = search.usual_grid(config, target.devices, scan=scans, compiles=target.hardware.kind == "cuda")
+    points = search.grid(_axes(options.over)) if options.over else usual
     for settings in points:
         config_of(settings)  # raises for an unknown key before the first plan
     return _sweep(points, plan_of, as_json=options.json, picture=picture)
 
 
-def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, picture: Path | None) -> int:
+def _one(
+    options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, worker: Worker, picture: Path | None
+) -> int:
     tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # None: from the plan
     measured = _measured(options.compare, tokens) if options.compare and tokens else None
-    is_search = options.largest_batch or config.train.micro_batch == "auto"
-    best = planner.largest_that_fits(config, target.devices, plan_of, to_stderr) if is_search else Tried(settings={})
+    best = Tried(settings={})
+    if is_search := bool(autos(config)):
+
+        def count_programs() -> int | str:
+            return worker("portable_fsdp.plan.compile_trial:count_programs", config)
+
+        best = search.fastest_that_fits(config, target, plan_of, count_programs, to_stderr)
     plan = best.plan or plan_of({})
     if options.compare:
         measured = measured or _measured(options.compare, plan.time.tokens_per_step)
     comparison = None if measured is None else compare(plan.time, measured, plan.expected)
     if not options.json:
-        to_stdout(f"the largest that fits: {best.words}\n\n{result.text(plan)}" if best.fits else result.text(plan))
+        to_stdout(f"auto chooses {best.words}\n\n{result.text(plan)}" if best.fits else result.text(plan))
     measures: list[Tried] = []
     if plan.memory.verdict == "does not fit" and not plan.memory.is_least:  # a lower bound can't show that a plan fits
-        planned = with_value(config, "train.micro_batch", plan.settings["train.micro_batch"])
+        planned = config
+        for key in ("train.micro_batch", "memory.gradient_checkpointing"):
+            planned = with_value(planned, key, plan.settings[key])
         offload = target.hardware.kind == "cuda"
-        measures = list(planner.nearest_that_fits(planned, lambda more: plan_of(best.settings | more), offload=offload))
+        measures = list(search.nearest_that_fits(planned, lambda more: plan_of(best.settings | more), offload=offload))
     if options.json:
         rest = {
             "measures": [tried.model_dump(mode="json") for tried in measures],
             "measured": None if comparison is None else comparison.model_dump(mode="json"),
-            "largest_micro_batch": plan.settings["train.micro_batch"] if best.fits else None,
+            "chosen": best.settings if best.fits else None,
         }
         to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
     elif comparison is not None:
@@ -130,7 +138,7 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
     keys = list(dict.fromkeys(key for settings in points for key in settings))
     is_complete = True
     try:
-        for tried in planner.sweep(points, plan_of):
+        for tried in search.sweep(points, plan_of):
             results.append(tried)
             to_stderr(f"{len(results)} of at most {len(points)}: {tried.line}")
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from portable_fsdp.backends.contract import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, dtype_name, state_key
 from portable_fsdp.backends.native.engine import NativeBackend
-from portable_fsdp.backends.native.units import local_part, materialise
+from portable_fsdp.backends.native.units import local_part, materialise, require_saved_ops
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data
@@ -99,7 +99,7 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     with without_garbage_collection():
         recorder, training, host_bytes, frozen, _ = _record(config, target)
     events, calls = replay(recorder.log)
-    is_compiled, rates = config.compile.enabled, rates_of(target)
+    is_compiled, rates = config.compile.enabled is True, rates_of(target)
     left_out = split_batch(config, target.devices // devices_per_row(config)).accumulation - MICRO_BATCHES
     programs = [*calls[:2], *calls[1:2] * left_out, *calls[2:]]  # the micro batches left out equal the second
     runs = [entry for program in calls for entry in program if isinstance(entry, CollectiveRun)]
@@ -193,15 +193,15 @@ def _record(config: Config, target: Target) -> _Recorded:
 
 def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
     """Record the planned steps: the whole model's, or of the layers that `find_pattern` keeps."""
-    config = _planned(config, target.devices)
+    compiles, config = config.compile.enabled is True, _planned(config, target.devices)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind = target.hardware.kind
     device = torch.device("cpu") if kind == "cpu" else stand_in()
     has_tf32 = kind == "cuda" and config.precision.matmul != "highest"
     recorder = Recorder(fake, device, kind, has_tf32=has_tf32)
     with ExitStack() as held:
-        held.enter_context(_ranks(target.devices, target.devices_per_host))
-        backend = held.enter_context(planned_backend(config, fake, recorder, whole))
+        held.enter_context(ranks(target.devices, target.devices_per_host))
+        backend = held.enter_context(planned_backend(config, fake, recorder, whole, compiles=compiles))
         held.enter_context(_seen_by(recorder))
         # Newer DTensors propagate shapes on tensors of the active mode, which the recorder would count as memory.
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
@@ -241,18 +241,25 @@ def _noting_groups(recorder: Recorder) -> Any:
 
 
 @contextmanager
-def planned_backend(config: Config, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> Generator[NativeBackend]:
-    """Open the native backend of rank 0 for fake tensors."""
+def planned_backend(
+    config: Config, fake: FakeTensorMode, recorder: Recorder, whole: bool, *, compiles: bool = False
+) -> Generator[NativeBackend]:
+    """Open the native backend of rank 0 for fake tensors. `compiles`: the run compiles layers, though the plan is of an
+    eager step."""
     # The stand-in device is the CPU, for which the backend refuses flex; the model is built with its own attention.
     with NativeBackend("cpu", with_value(config, "model.attention", "auto"), None) as opened:
-        yield cast(NativeBackend, _Planned(opened, fake, recorder, whole))
+        opened.runs_blocks = compiles and recorder.is_gpu
+        yield cast(NativeBackend, _Planned(opened, fake, recorder, whole, compiles))
 
 
 class _Planned:
     """The native backend on fake tensors and a stand-in device; overrides the methods that need the real device."""
 
-    def __init__(self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder, whole: bool) -> None:
+    def __init__(
+        self, backend: NativeBackend, fake: FakeTensorMode, recorder: Recorder, whole: bool, compiles: bool
+    ) -> None:
         self._backend, self._fake, self._recorder, self._whole = backend, fake, recorder, whole
+        self._compiles = compiles
         self.pattern: Pattern | None = None
         self.frozen = set[str]()
         backend.device = recorder.device
@@ -262,6 +269,7 @@ class _Planned:
 
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         device = self._backend.device
+        require_saved_ops(policy, compiles=self._compiles)
         self.frozen = {fqn for fqn, weight in model.named_parameters() if not weight.requires_grad}
         if not self._whole and (pattern := find_pattern(model, policy)):
             policy, self.pattern = keep(model, policy, pattern), pattern
@@ -348,7 +356,7 @@ def stand_in() -> torch.device:
 
 
 @contextmanager
-def _ranks(devices: int, devices_per_host: int) -> Generator[None]:
+def ranks(devices: int, devices_per_host: int) -> Generator[None]:
     """Open a fake process group of `devices` ranks; this process is rank 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

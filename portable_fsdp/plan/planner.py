@@ -1,15 +1,9 @@
-"""Planner: a config and a target become a plan; memory and work from the engine's own planner, then the time bounds.
-
-`sweep` and the functions after it plan several settings: a grid over the keys that decide memory and time, and the
-nearest or largest setting that fits.
-"""
+"""Planner: a config and a target become a plan; memory and work from the engine's own planner, then the time bounds."""
 
 import hashlib
 import importlib.metadata
-import itertools
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -19,15 +13,15 @@ from pydantic import TypeAdapter
 
 from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of, with_value
+from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import devices_per_row, micro_batches, padding_note, split_batch
-from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Settings, Time, Tried
+from portable_fsdp.layout import devices_per_row, padding_note
+from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu_compiler import failure_message, load_entry, plan_compiled, save_entry
 from portable_fsdp.runtime.child import Worker, WorkerFailedError
-from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
+from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.files import cache_folder
 
 SETTINGS = (
@@ -157,122 +151,3 @@ def _notes(target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
         yield f"the expected time uses shares of the peak that are {reached.source}."
     for link in planned.work.sent_bytes.keys() - time.links_s.keys():
         yield f"no bandwidth of {link} is known: its traffic isn't bounded."
-
-
-# --------------------------------------------------------------------------------------------------- several settings
-
-FREE = 0.05  # share of a device's memory that a plan can't see: code, drivers, gaps
-
-PlanOf = Callable[[Settings], Plan]
-"""Plans the config, overridden by these settings. Raises what planning raises."""
-
-
-def usual_grid(config: Config, devices: int, *, scan: bool) -> list[Settings]:
-    """Return the default grid of a sweep; smaller micro batches first."""
-    rows = max(config.train.global_batch // devices, 1)
-    micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | ({config.train.micro_batch} - {"auto"})
-    unrolled = {"compile.scan_layers": "false"} if scan else {}
-    if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers only
-        unrolled["memory.offload"] = "none"
-    layers = [unrolled | checkpointing(config, mode) for mode in ("none", "selective", "full")]
-    if scan:  # all iterations of the loop run one program: all layers are recomputed, or none
-        layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
-    sharded = dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy))
-    strategies = sharded if devices > 1 else ["NO_SHARD"]
-    return [
-        {"sharding.strategy": strategy, **layer_settings, "train.micro_batch": str(size)}
-        for strategy, layer_settings, size in itertools.product(strategies, layers, sorted(micro_batches))
-    ]
-
-
-def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
-    """Return the Cartesian product of the keys' values."""
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-def checkpointing(config: Config, mode: str) -> Settings:
-    """Return a mode's settings; reset keys that only another mode takes. Selective defaults to every second layer."""
-    memory = config.memory
-    is_selective = memory.every is not None or bool(memory.save_ops)
-    settings = {"memory.gradient_checkpointing": mode}
-    if memory.gradient_checkpointing == "budget":
-        settings["memory.budget"] = f"{default_of('memory.budget')}"
-    if memory.classes and mode not in ("full", "selective"):
-        settings["memory.classes"] = "[]"
-    if memory.offload == "activations" and mode not in ("full", "selective"):
-        settings["memory.offload"] = "none"
-    if mode == "selective":
-        return settings if is_selective else {**settings, "memory.every": "2"}
-    return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if is_selective else {})
-
-
-def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
-    """Plan in order. If a `train.micro_batch` doesn't fit, skip larger ones."""
-    too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
-    for settings in points:
-        rows = settings.get("train.micro_batch", "")
-        others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
-        if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
-            continue
-        tried = _try(settings, plan_of)
-        if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
-            too_many[others] = int(rows)
-        yield tried
-
-
-def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iterator[Tried]:
-    """Plan with cumulative measures up to the first that fits; the last may not fit either.
-
-    The order is that of their cost: recompute layers, smaller micro batch, FULL_SHARD, and with `offload` the
-    optimizer's state on the host. None of them changes the loss curve.
-    """
-    measures: list[Settings] = []
-    if config.memory.gradient_checkpointing != "full":
-        measures.append(checkpointing(config, "full"))
-    size = config.train.resolved_micro_batch
-    while size > 1:
-        size = size // 2 if size % 2 == 0 else 1
-        measures.append({"train.micro_batch": str(size)})
-    if config.sharding.strategy != "FULL_SHARD":
-        measures.append({"sharding.strategy": "FULL_SHARD"})
-    if offload and not config.memory.cpu_offload:
-        measures.append({"memory.cpu_offload": "true"})
-    for settings in itertools.accumulate(measures, lambda before, measure: before | measure):
-        yield (tried := _try(settings, plan_of))
-        if tried.fits:
-            return
-
-
-def largest_that_fits(config: Config, devices: int, plan_of: PlanOf, progress: Progress) -> Tried:
-    """Plan the largest `train.micro_batch` that fits and leaves FREE; else that of 1, whether it fits or not.
-
-    Bisects the divisors of a device's rows: at most 2 + log2(number of divisors) plans, each reported to `progress`.
-    Raises ConfigError for a global batch that needs padding and can't have it, BackendError for a plan without a
-    verdict, and what planning the result raises.
-    """
-    devices //= devices_per_row(config)
-    split_batch(with_value(config, "train.micro_batch", 1), devices)
-    *smaller, largest = sizes = micro_batches(config.train.global_batch, devices)
-    tried: dict[int, Tried] = {}
-
-    def has_room(size: int) -> bool:
-        tried[size] = _try({"train.micro_batch": str(size)}, plan_of)
-        progress(tried[size].line)
-        plan = tried[size].plan
-        if plan is not None and plan.memory.verdict == "unknown":
-            why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; set --memory"
-            raise BackendError(f"plan on {plan.on}: can't tell which train.micro_batch fits: memory {why}.")
-        return plan is not None and plan.memory.peak_bytes <= (1 - FREE) * (plan.memory.limit_bytes or 0)
-
-    if has_room(largest):  # first: a single micro batch accumulates no gradients, and may need less than half of it
-        return tried[largest]
-    fitting = bisect_left(smaller, True, key=lambda size: not has_room(size))
-    best = tried[sizes[max(0, fitting - 1)]]
-    return best if best.plan is not None else best.model_copy(update={"plan": plan_of(best.settings)})
-
-
-def _try(settings: Settings, plan_of: PlanOf) -> Tried:
-    try:
-        return Tried(settings=settings, plan=plan_of(settings))
-    except PortableFSDPError as error:
-        return Tried(settings=settings, refusal=str(error))

@@ -4,7 +4,7 @@
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +25,13 @@ class AtUse(NamedTuple):
 
     tables: Mapping[str, ByteTable]  # by parameter
     in_forward: bool
-    ways: Mapping[str, Dequantise] = MappingProxyType({})
+    ways: Mapping[str, Dequantise] | None = None
 
     def weight(
         self, module: nn.Module, leaf: str, stored: Tensor, dtype: torch.dtype, gradient: Tensor | None = None
     ) -> Tensor:
         """Dequantise a parameter of the module, whose bytes are `stored`."""
-        if (own := self.ways.get(leaf)) is not None:
+        if self.ways is not None and (own := self.ways.get(leaf)) is not None:
             return own(stored, self.tables[leaf], dtype, gradient)
         looked_up: dict[str, Any] = {key: getattr(module, f"quantised_{key}", None) for key in ("pairs", "nested")}
         return dequantise(stored, self.tables[leaf], dtype, looked_up)

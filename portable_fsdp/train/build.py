@@ -26,7 +26,7 @@ from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.layout import no_padding, padding_note, split_batch, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
-from portable_fsdp.models.attention import attend
+from portable_fsdp.models.attention import FLEX, attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.experts import OneDevice, expert_layouts, expert_modules
 from portable_fsdp.models.loss import Loss
@@ -35,6 +35,7 @@ from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dt
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.factory import call_user
+from portable_fsdp.runtime.host import in_units
 from portable_fsdp.runtime.hub import is_hub_id
 from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.memory_need import memory_need, require_memory
@@ -112,6 +113,7 @@ def build_training(
         task=task,
         seq_len_key="data.buckets" if config.data.buckets else "data.seq_len",
         compiler=config.compile.compiler,
+        blocks=backend.runs_blocks,
     )
     takes_last = task.name == "sequence_classification" and is_decoder_only(built.model)
     if config.data.buckets and takes_last and built.config.get("pad_token_id") != 0:
@@ -131,6 +133,8 @@ def build_training(
         task = with_problem(task, built.model, firsts[-1])
         trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager, policy=policy)
     _watch_routers(config, built, task, policy)
+    if fill and backend.device.type == "cuda" and backend.process.index == 0:
+        _warn_of_masks(config, built, split.rows)
     if split.padding:
         _require_paddable(config, backend, built, loss)
         if fill and backend.process.index == 0:
@@ -176,6 +180,18 @@ def check_model(config: Config, backend: Backend) -> None:
         model, precision, seed=0, seq_len=seq_len, vocabulary=0, eager=eager, context=context, task=task
     )
     _watch_routers(config, built, task, shard_policy(config, built.model, built.base))
+
+
+def _warn_of_masks(config: Config, built: BuiltModel, rows: int) -> None:
+    """Warn of a mask of seq x seq for packed documents."""
+    name = getattr(getattr(built.model, "config", None), "_attn_implementation", FLEX)
+    if config.data.factory is None and config.data.resolved_packing == "documents" and name != FLEX:
+        size = rows * config.data.seq_len**2 * DTYPES[config.precision.compute].itemsize
+        log.warning(
+            "data.packing=documents: attention reads a mask of %s in each layer. compile.enabled=auto computes only "
+            "the blocks of scores that documents have.",
+            in_units(size),
+        )
 
 
 def _require_paddable(config: Config, backend: Backend, built: BuiltModel, loss: Loss | None) -> None:

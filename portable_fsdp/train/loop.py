@@ -17,6 +17,7 @@ from typing import cast
 
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.format import Evaluated, step_folder
+from portable_fsdp.config.describe import autos
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.packing import StepRows
@@ -67,14 +68,15 @@ def train(
         raise ConfigError(text)
     with StopRequest() as stop, user_code():
         try:
-            if config.train.micro_batch == "auto":
-                from portable_fsdp.train.batch_size import with_resolved_micro_batch
+            given = config
+            if autos(config):
+                from portable_fsdp.train.auto import resolve_auto
 
-                config = with_resolved_micro_batch(config, device=device, backend=backend, num_devices=num_devices)
+                config = resolve_auto(config, device=device, backend=backend, num_devices=num_devices)
             opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
             with opened as engine, ExitStack() as held, user_code():
                 check_devices(engine.devices)
-                run = open_run(config, engine, held, stop, callbacks, keep_output, exporter)
+                run = open_run(config, given, engine, held, stop, callbacks, keep_output, exporter)
                 with recorded(run):
                     run.outcome = _train_steps(run)
                 if run.outcome == "stopped":

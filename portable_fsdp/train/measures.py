@@ -158,6 +158,7 @@ class Measures:
 
 def run_start(
     config: Config,
+    given: Config,
     engine: Backend,
     size: ModelSize,
     steps: int,
@@ -168,6 +169,7 @@ def run_start(
     tokens, flops = tokens_and_flops(size, config.data.seq_len, cost)
     return RunStart(
         config=config,
+        given=given,
         folder=Path(config.run.dir),
         engine=engine.name,
         device=engine.device_name,

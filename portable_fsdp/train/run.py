@@ -94,6 +94,7 @@ class OpenRun:
 
 def open_run(
     config: Config,
+    given: Config,
     engine: Backend,
     held: ExitStack,
     stop: StopRequest,
@@ -101,8 +102,10 @@ def open_run(
     keep_output: Callable[[Path, int], None],
     exporter: Exporter | None,
 ) -> OpenRun:
-    """Check, build, and resume according to `checkpoint.resume`; for the arguments see `loop.train`. `held` closes the
-    resources of the run. *collective*"""
+    """Check, build, and resume according to `checkpoint.resume`; for the arguments see `loop.train`.
+
+    `given`: the config before `auto` was resolved. `held` closes the resources of the run. *collective*
+    """
     process = engine.process.index
     configure_log(process)
     run_file = held.enter_context(run_log(process))
@@ -134,7 +137,7 @@ def open_run(
         if process == 0:
             log.info("model.dropout: 0, as in the run so far; model.dropout=published would change it")
     cost = training.trial.cost if training.trial else None
-    start = run_start(config, engine, training.built.size, steps, resumed, cost)
+    start = run_start(config, given, engine, training.built.size, steps, resumed, cost)
     is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
     check_profile(config, steps, start.step, is_new=is_new)
 

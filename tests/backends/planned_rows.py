@@ -39,16 +39,23 @@ class Block(nn.Module):
         return hidden + torch.relu(self.norm(self.convolution(hidden)))
 
 
+class Looks(Block):
+    """A block that reads a value on the host."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) if hidden.isfinite().all() else hidden
+
+
 class Pictures(nn.Module):
     """Convolutions, a buffer, and logits."""
 
     mean: Tensor
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int = 128, block: type[Block] = Block) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(3, 1, 1))
         self.stem = nn.Conv2d(3, width, 4, stride=4)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(6))
+        self.blocks = nn.ModuleList(block(width) for _ in range(6))
         self.head = nn.Linear(width, 10)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -60,3 +67,7 @@ class Pictures(nn.Module):
 
 def model() -> Pictures:
     return Pictures()
+
+
+def looking() -> Pictures:
+    return Pictures(block=Looks)

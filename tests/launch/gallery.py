@@ -13,7 +13,8 @@ from cli import ROOT, SMALL_LLAMA
 
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.plan.planner import make_plan
-from portable_fsdp.plan.result import Plan
+from portable_fsdp.plan.result import Plan, Settings, Tried
+from portable_fsdp.plan.search import fastest_that_fits
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.child import Worker
 
@@ -21,6 +22,7 @@ CONFIGS = ROOT / "configs"
 GALLERY = sorted(CONFIGS.glob("*.yaml"))
 
 FEW_ROWS = ["train.global_batch=4", "train.micro_batch=1"]
+WITHOUT_PLAN = ["memory.gradient_checkpointing=full", "compile.enabled=false"]
 MIXTURE = [
     *("model.architecture.num_experts=4", "model.architecture.num_experts_per_tok=2"),
     "model.architecture.moe_intermediate_size=32",
@@ -53,9 +55,10 @@ SMALL: dict[str, list[str]] = {
 
 
 class Stated(NamedTuple):
-    """`# plan h100:8 train.micro_batch=2: fits, 61.2 of 78.6 GiB, 8.60 s`: a target, overrides, and what a plan says.
+    """`# plan h100:8 train.micro_batch=2: fits, 61.2 of 78.6 GiB, 8.60 s`: a target, overrides, and what a plan says;
+    in a second line, what `auto` takes there.
 
-    The seconds are the lower bound of a step.
+    The seconds are the expected time of a step; the lower bound where none is expected.
     """
 
     on: str
@@ -64,22 +67,23 @@ class Stated(NamedTuple):
     gib: float
     limit_gib: float
     seconds: float
+    chosen: str = ""
 
     def __str__(self) -> str:
         where = " ".join([self.on, *self.overrides])
-        return f"# plan {where}: {self.verdict}, {self.gib:.2f} of {self.limit_gib:.2f} GiB, {self.seconds:.3g} s"
+        line = f"# plan {where}: {self.verdict}, {self.gib:.2f} of {self.limit_gib:.2f} GiB, {self.seconds:.3g} s"
+        return f"{line}\n#   auto: {self.chosen}" if self.chosen else line
 
 
 def stated_plans(config: Path) -> dict[str, Stated]:
     """Parse the plans in a config's head comment, by line; fails for a plan line of another form."""
     plans: dict[str, Stated] = {}
-    for line in config.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# plan "):
-            form = r"# plan (\S+)((?: \S+=\S+)*): (fits|fits by recomputing), ([\d.]+) of ([\d.]+) GiB, ([\d.]+) s"
-            match = re.fullmatch(form, line)
-            assert match, f"{config.name}: {line}"
-            on, words, verdict, *numbers = match.groups()
-            plans[line] = Stated(on, tuple(words.split()), verdict, *map(float, numbers))
+    for lines in re.findall(r"^# plan .*(?:\n#   auto: .*)?", config.read_text(encoding="utf-8"), re.MULTILINE):
+        form = r"# plan (\S+)((?: \S+=\S+)*): (fits|fits by recomputing), ([\d.]+) of ([\d.]+) GiB, ([\d.]+) s"
+        match = re.fullmatch(form + r"(?:\n#   auto: (.*))?", lines)
+        assert match, f"{config.name}: {lines}"
+        on, words, verdict, *numbers, chosen = match.groups(default="")
+        plans[lines] = Stated(on, tuple(words.split()), verdict, *map(float, numbers), chosen=chosen)
     return plans
 
 
@@ -102,7 +106,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """The shapes of the models that configs load from the hub: a plan depends on nothing else."""
 
 
-def plan_again(config: Path, stated: Stated) -> Plan:
+def override_words(settings: Settings) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def plan_again(config: Path, stated: Stated) -> Tried:
     """Plan the same target and overrides again; a hub model is planned by its shapes."""
     overrides = list(stated.overrides)
     if architecture := PUBLISHED.get(str(load_config(config).model.pretrained)):
@@ -110,13 +118,24 @@ def plan_again(config: Path, stated: Stated) -> Plan:
         overrides += ["checkpoint.export=false"]  # adapters alone, which others couldn't open without their base
     loaded = load_config(config, overrides)  # before the process that plans, which gets the path to its modules
     with Worker() as worker:
-        return make_plan(loaded, parse_target(stated.on), worker)
+
+        def plan_of(settings: Settings) -> Plan:
+            return make_plan(load_config(config, [*overrides, *override_words(settings)]), target, worker)
+
+        def count_programs() -> int | str:
+            return worker("portable_fsdp.plan.compile_trial:count_programs", loaded)
+
+        target = parse_target(stated.on)
+        return fastest_that_fits(loaded, target, plan_of, count_programs, lambda line: None)
 
 
-def as_stated(plan: Plan, overrides: tuple[str, ...]) -> Stated:
-    memory = plan.memory
+def as_stated(tried: Tried, overrides: tuple[str, ...]) -> Stated:
+    plan = tried.plan
+    assert plan is not None
+    memory, seconds = plan.memory, plan.expected.seconds if plan.expected else plan.time.seconds
     gib, limit_gib = memory.peak_bytes / 2**30, (memory.limit_bytes or 0) / 2**30
-    return Stated(plan.on, overrides, memory.verdict, gib, limit_gib, plan.time.seconds or 0.0)
+    chosen = " ".join(override_words(tried.settings))
+    return Stated(plan.on, overrides, memory.verdict, gib, limit_gib, seconds or 0.0, chosen)
 
 
 def cell_of(stated: Stated) -> str:
@@ -127,9 +146,8 @@ def cell_of(stated: Stated) -> str:
 def main(names: list[str]) -> None:
     for config in (path for path in GALLERY if path.stem in (names or SMALL)):
         for line, stated in stated_plans(config).items():
-            plan = plan_again(config, stated)
-            again = str(as_stated(plan, stated.overrides))
-            print(f"{config.stem}: {again} (planned in {plan.planned_in_s:.0f} s)", flush=True)
+            again = str(as_stated(plan_again(config, stated), stated.overrides))
+            print(f"{config.stem}: {again}", flush=True)
             config.write_text(config.read_text(encoding="utf-8").replace(line, again), encoding="utf-8")
 
 

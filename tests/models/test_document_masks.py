@@ -14,11 +14,16 @@ import pytest
 import torch
 from small_models import ARCHITECTURES, SEQ_LEN, Operators, build, families, materialise, shake, token_ids
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from portable_fsdp.backends.native.units import _recomputed
+from portable_fsdp.backends.contract import ShardPolicy
+from portable_fsdp.backends.native.units import _recomputed, recompute
 from portable_fsdp.config.schema import Model
 from portable_fsdp.models import document_masks
+from portable_fsdp.models.attention import STATIC
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.loss import IGNORED
 from portable_fsdp.runtime.errors import ConfigError
@@ -333,3 +338,69 @@ def test_a_model_whose_layers_get_no_masks_is_refused_by_name(name: str) -> None
 def test_heads_that_are_too_narrow_for_the_kernel_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.attention=flex: expected a head size of at least 16, found 12"):
         made("llama", "flex", packs=False)
+
+
+@pytest.mark.parametrize(
+    ("save_ops", "runs_again"), [((), True), (("matmul",), True), (("matmul", "attention"), False)]
+)
+def test_a_compiled_layer_keeps_what_save_ops_names_of_attention_over_blocks(
+    save_ops: tuple[str, ...], runs_again: bool
+) -> None:
+    graphs: list[str] = []
+
+    def keep(graph: Any, _: object) -> Any:
+        graphs.append(graph.code)
+        return make_boxed_func(graph.forward)
+
+    model = made("llama", "flex", head_dim=16)
+    layer = model.model.layers[0]
+    recompute(layer, ShardPolicy((), save_ops=save_ops), whole=False)
+    parts = min_cut_rematerialization_partition
+    compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=parts)
+    layer.forward = torch.compile(layer.forward, backend=compiler, fullgraph=True, dynamic=False)
+    trained(model)
+    torch.compiler.reset()
+    forward, backward = graphs
+    assert "flex_attention(" in forward
+    assert "flex_attention_backward(" in backward
+    assert ("flex_attention(" in backward) == runs_again
+
+
+@pytest.mark.parametrize(
+    ("name", "packs", "more", "chosen"),
+    [
+        ("llama", True, {}, document_masks.FLEX),
+        ("llama", False, {}, STATIC),  # a plain causal kernel is as fast
+        ("gemma2", False, {}, document_masks.FLEX),  # windows
+        ("gpt_oss", False, {}, document_masks.FLEX),  # sinks
+        ("llama", True, {"attention_dropout": 0.1}, STATIC),
+        ("llama", True, {"head_dim": 8}, STATIC),  # too narrow
+    ],
+)
+def test_auto_computes_by_blocks_where_that_saves_a_mask(
+    name: str, packs: bool, more: dict[str, Any], chosen: str
+) -> None:
+    architecture = ARCHITECTURES[name] | {"head_dim": 16} | more
+    section = Model.model_validate({"architecture": architecture, "dropout": "published"})
+    for blocks in (True, False):
+        model: Any = build_model(
+            section, seed=0, seq_len=SEQ_LEN, vocabulary=0, packs_documents=packs, blocks=blocks
+        ).model
+        assert model.config._attn_implementation == (chosen if blocks else STATIC)
+
+
+def test_blocks_of_packed_chats_cost_little_more_than_their_documents() -> None:
+    """Rows of 8,192 tokens that documents of 256 to 8,192 tokens fill, equally many of each power of 2."""
+    generator = torch.Generator().manual_seed(0)
+    needed = computed = 0.0
+    for _ in range(20):
+        lengths: list[int] = []
+        while sum(lengths) < 8192:
+            power = 8 + 5 * torch.rand((), generator=generator).item()
+            lengths.append(min(int(2**power), 8192 - sum(lengths)))
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        (mask,) = document_masks.make_masks([None], 8192, numbers.device, numbers[None]).values()
+        blocks = mask.kv_num_blocks.sum() + (0 if mask.full_kv_num_blocks is None else mask.full_kv_num_blocks.sum())
+        computed += float(blocks) * 128**2
+        needed += sum(length * (length + 1) / 2 for length in lengths)
+    assert computed / needed < 1.15

@@ -198,7 +198,7 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
     fitting = [size for size, m in zip(sizes, memory, strict=True) if m["peak_bytes"] <= 0.95 * m["limit_bytes"]]
     assert (sizes, fitting, memory[-1]["verdict"]) == ([1, 2, 4, 8], [1, 2, 4], "fits")
     result = planned(plan, *where)
-    assert (result["largest_micro_batch"], result["settings"]["train.micro_batch"]) == (4, 4)
+    assert (result["chosen"], result["settings"]["train.micro_batch"]) == ({"train.micro_batch": "4"}, 4)
 
 
 UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
@@ -214,9 +214,12 @@ UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
         *((["--on=h100:8", f"--save={name}"], "in a folder that exists") for name in UNWRITABLE),
         (["--on=h100:8", "--compare=absent"], "--compare=absent: no metrics.jsonl"),
         (["--on=h100:8", "--compare=absent", "--sweep"], "need a single plan"),
-        (["--on=h100:8", "--largest-batch", "--sweep"], "need a single plan"),
-        (["--on=h100:3", "--largest-batch", "model.router_bias_rate=0.1"], "train.global_batch: expected a multiple"),
-        (["--on=h100:8", "--largest-batch", "--memory=-1"], "expected a number of at least 0"),
+        (["--on=h100:8", "--compare=runs", "--sweep"], "needs a single plan"),
+        (
+            ["--on=h100:3", "train.micro_batch=auto", "model.router_bias_rate=0.1"],
+            "train.global_batch: expected a multiple",
+        ),
+        (["--on=h100:8", "train.micro_batch=auto", "--memory=-1"], "expected a number of at least 0"),
         (["--on=h100:8", "--over=micro_batch"], "expected a key with values"),
         (["--on=h100:8", "--over=train.micro_batch=1,,2"], "expected a key with values"),
         (["--on=h100:8", "--over=train.mikro_batch=1"], "micro_batch"),

@@ -1,6 +1,8 @@
 """The grid, and the nearest setting that fits, over plans whose memory is a formula."""
 
+import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,23 @@ from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.plan.planner import FREE, grid, largest_that_fits, nearest_that_fits, sweep, usual_grid
-from portable_fsdp.plan.result import Plan, Settings, Tried, draw, sweep_text, text
+from portable_fsdp.plan.result import Expected, Plan, Settings, Tried, draw, sweep_text, text
+from portable_fsdp.plan.search import COMPILE_S, FREE, fastest_that_fits, grid, nearest_that_fits, sweep, usual_grid
+from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 LIMIT = 100
 
 
-def config(memory: dict[str, Any] | None = None, sharding: dict[str, Any] | None = None, **train: Any) -> Config:
+def config(
+    memory: dict[str, Any] | None = None,
+    sharding: dict[str, Any] | None = None,
+    compiles: bool | str = False,
+    **train: Any,
+) -> Config:
     return Config.model_validate(
         {
+            "compile": {"enabled": compiles},
             "memory": memory or {},
             "sharding": sharding or {},
             "model": {"architecture": {"model_type": "llama"}},
@@ -68,6 +77,13 @@ def test_measures_are_laid_one_over_the_other_and_the_nearest_that_fits_costs_le
     assert (tried.fits, tried.settings) == (True, {"memory.gradient_checkpointing": "full"})
 
 
+H100S = parse_target("h100:8")
+
+
+def search(plan_of: Callable[[Settings], Plan], progress: Callable[[str], None] = print, **train: Any) -> Tried:
+    return fastest_that_fits(config(**train), H100S, plan_of, lambda: 1, progress)
+
+
 @pytest.mark.parametrize("limit", [None, 4, 5, 7, 12, 20, 45, 70, 400])
 @pytest.mark.parametrize("sums", [0, 30])
 @pytest.mark.parametrize("global_batch", [8, 24, 96, 840, 2**15])
@@ -88,9 +104,9 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
     noted: list[str] = []
     if limit is None:
         with pytest.raises(BackendError, match="memory of a device isn't known"):
-            largest_that_fits(config(global_batch=global_batch), 8, planned, noted.append)
+            search(planned, noted.append, global_batch=global_batch, micro_batch="auto")
         return
-    best = largest_that_fits(config(global_batch=global_batch), 8, planned, noted.append)
+    best = search(planned, noted.append, global_batch=global_batch, micro_batch="auto")
     expected = max((size for size in divisors if peak(size) <= (1 - FREE) * limit), default=1)
     assert best.settings == {"train.micro_batch": str(expected)}
     assert best.fits == (peak(expected) <= limit)
@@ -99,21 +115,81 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all_with_few_plans(
 
 def test_a_search_needs_a_batch_that_can_be_split_and_an_upper_bound() -> None:
     with pytest.raises(ConfigError, match="expected a multiple"):
-        largest_that_fits(config(global_batch=12, task="own:task"), 8, plan_of, lambda line: None)
+        search(plan_of, global_batch=12, task="own:task", micro_batch="auto")
 
     def least(settings: Settings) -> Plan:
         made = plan(LIMIT // 2)
         return made.model_copy(update={"memory": made.memory.model_copy(update={"is_least": True})})
 
     with pytest.raises(BackendError, match="memory is a lower bound"):
-        largest_that_fits(config(), 8, least, lambda line: None)
+        search(least, micro_batch="auto")
 
     def refuses_many_rows(settings: Settings) -> Plan:
         if int(settings["train.micro_batch"]) > 1:
             raise BackendError("the step does not fit: RESOURCE_EXHAUSTED")
         return plan(1)
 
-    assert largest_that_fits(config(), 8, refuses_many_rows, lambda line: None).settings["train.micro_batch"] == "1"
+    assert search(refuses_many_rows, micro_batch="auto").settings["train.micro_batch"] == "1"
+
+
+BYTES = {"none": 40, "[matmul, attention]": 20, "[attention]": 8, "full": 5}
+SECONDS = {"none": 1.0, "[matmul, attention]": 1.1, "[attention]": 1.25, "full": 1.3}
+
+
+@pytest.mark.parametrize("limit", [6, 9, 12, 21, 24, 33, 43, 90, 200, 400])
+@pytest.mark.parametrize("rows", [2, "auto"])
+@pytest.mark.parametrize("of_compiler", [False, "auto"])
+def test_auto_takes_the_fastest_of_all_that_fit(limit: int, rows: int | str, of_compiler: bool | str) -> None:
+    """A row has a time, less recomputation saves some of it, a compiler a third; each micro batch gathers once more."""
+
+    def planned(settings: Settings) -> Plan:
+        kept = settings.get("memory.save_ops", settings["memory.gradient_checkpointing"])
+        size = int(settings.get("train.micro_batch", 2))
+        made = plan(2 + size * BYTES[kept])
+        compiles = settings.get("compile.enabled") == "true"
+        seconds = 80 * SECONDS[kept] * (2 / 3 if compiles else 1) + (8 // size)
+        memory = made.memory.model_copy(update={"limit_bytes": limit})
+        return made.model_copy(
+            update={"memory": memory, "expected": Expected(seconds=seconds, parts={}, synchronous_bytes={})}
+        )
+
+    sizes = [1, 2, 4, 8] if rows == "auto" else [2]
+    points = [
+        {"memory.gradient_checkpointing": "selective" if kept[0] == "[" else kept, "train.micro_batch": str(size)}
+        | ({"memory.save_ops": kept} if kept[0] == "[" else {})
+        for kept, size in itertools.product(BYTES, sizes)
+    ]
+    room = [point for point in points if planned(point).memory.peak_bytes <= (1 - FREE) * limit]
+    best = search(planned, micro_batch=rows, memory={"gradient_checkpointing": "auto"}, compiles=of_compiler, steps=99)
+    if not room:
+        assert best.settings["memory.gradient_checkpointing"] == "full"
+        return
+    fastest = min(room, key=lambda point: planned(point).expected.seconds)  # pyright: ignore[reportOptionalMemberAccess]
+    found = best.settings | ({"train.micro_batch": "2"} if rows == 2 else {})
+    assert {key: value for key, value in found.items() if not key.startswith("compile")} == fastest
+    assert best.settings.get("compile.enabled") == ("true" if of_compiler else None)
+
+
+@pytest.mark.parametrize(
+    ("programs", "steps", "on", "words"),
+    [
+        (2, 1000, "true", "2 program(s), about 120 s; 1000 steps save 500 s by plan"),
+        (2, 200, "false", "2 program(s) take about 120 s, 200 steps save 100 s by plan"),
+        ("graph break in layer 3", 1000, "false", "compile.enabled=false: graph break in layer 3"),
+    ],
+)
+def test_layers_are_compiled_where_that_saves_time(programs: int | str, steps: int, on: str, words: str) -> None:
+    assert COMPILE_S == 60
+
+    def planned(settings: Settings) -> Plan:
+        seconds = 1.0 if settings.get("compile.enabled") == "true" else 1.5
+        return plan(1).model_copy(update={"expected": Expected(seconds=seconds, parts={}, synchronous_bytes={})})
+
+    noted: list[str] = []
+    given = config(compiles="auto", steps=steps)
+    best = fastest_that_fits(given, H100S, planned, lambda: programs, noted.append)
+    assert best.settings["compile.enabled"] == on
+    assert any(words in line for line in noted)
 
 
 @pytest.mark.parametrize("offload", [True, False])

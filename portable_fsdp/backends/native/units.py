@@ -67,16 +67,7 @@ def shard_units(
     groups = _groups(policy, units, experts)
     cast_modules(model, policy)
     cast_scalars(model, policy, device)
-    for name in dict.fromkeys((*policy.recompute, *policy.layers)):
-        layer = model.get_submodule(name)
-        holds_units = any(_is_in(inner, name) for inner in (*units, *policy.modules, *experts))
-        # torch.compile can't trace the counts of dropouts inside a checkpoint, so the checkpoint goes around.
-        if name in policy.recompute and not policy.draws_by_keys:
-            recompute(layer, policy, whole=holds_units)
-        if name in policy.layers and policy.compile_backend is not None:
-            compile_layer(layer, policy.compile_backend, breaks=holds_units)
-        if name in policy.recompute and policy.draws_by_keys:
-            recompute(layer, policy, whole=holds_units, forward=forward_of(layer))
+    prepare_layers(model, policy, (*units, *policy.modules, *experts))
     for name in (*reversed(units), ROOT):
         for names in (*groups[name], [name]):
             over, dim = (of_experts, 1) if of_experts and names[0] in experts else (mesh, 0)
@@ -148,14 +139,33 @@ _in_own_dtype = cache(in_own_dtype)  # equal layers get the same function
 # -------------------------------------------------------------------------------------- recomputation, compilation
 
 
-def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
-    """Put a layer under gradient checkpointing. `forward(layer, ...)` runs in place of its forward."""
-    draws = bool(dropouts(layer, by_keys=policy.draws_by_keys))
-    if policy.draws_by_keys and policy.save_ops and policy.compile_backend is not None:
+def prepare_layers(model: nn.Module, policy: ShardPolicy, places: Sequence[str]) -> None:
+    """Put layers under gradient checkpointing, and compile them. `places`: modules whose hooks break a graph."""
+    for name in dict.fromkeys((*policy.recompute, *policy.layers)):
+        layer = model.get_submodule(name)
+        holds_units = any(_is_in(inner, name) for inner in places)
+        # torch.compile can't trace the counts of dropouts inside a checkpoint, so the checkpoint goes around.
+        if name in policy.recompute and not policy.draws_by_keys:
+            recompute(layer, policy, whole=holds_units)
+        if name in policy.layers and policy.compile_backend is not None:
+            compile_layer(layer, policy.compile_backend, breaks=holds_units)
+        if name in policy.recompute and policy.draws_by_keys:
+            recompute(layer, policy, whole=holds_units, forward=forward_of(layer))
+
+
+def require_saved_ops(policy: ShardPolicy, *, compiles: bool) -> None:
+    """Raise BackendError for `memory.save_ops` in layers that can't keep the outputs of single operations."""
+    if policy.draws_by_keys and policy.save_ops and compiles:
         raise BackendError(
             "memory.save_ops: a compiled layer with dropout is recomputed as a whole.\n"
             "  Set memory.save_ops=[], compile.enabled=false, memory.gradient_checkpointing=budget, or model.dropout=0."
         )
+
+
+def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
+    """Put a layer under gradient checkpointing. `forward(layer, ...)` runs in place of its forward."""
+    draws = bool(dropouts(layer, by_keys=policy.draws_by_keys))
+    require_saved_ops(policy, compiles=policy.compile_backend is not None)
     make = _recomputed.__wrapped__ if forward else _recomputed  # the cache would keep the layer alive
     layer.forward = MethodType(make(forward or forward_of(layer), policy.save_ops, whole, draws), layer)
 
@@ -180,6 +190,8 @@ def _recomputed(
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws, "early_stop": not whole}
     if save_ops:
         kept = [getattr(torch.ops.aten, name).default for kind in save_ops for name in _OPS[kind]]
+        if "attention" in save_ops and (flex := getattr(torch.ops.higher_order, "flex_attention", None)) is not None:
+            kept.append(flex)  # compiled layers alone: elsewhere it's a compiled function of its own
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,7 @@ RULES = (
 NOTES = {
     "compile.cache_dir": "each start compiles again: torch_xla 2.9 cannot load a compiled program",
     "memory.budget": "not read: gradient_checkpointing=budget is refused",
+    "memory.gradient_checkpointing=auto": "full: it has no planner",
 }
 
 _GATHERS = "XLA's scheduler starts gathers"
@@ -153,6 +154,9 @@ SPMD_RULES = (
 SPMD_NOTES = {
     "precision.reduce=auto": "the dtype to which the weight is cast at use",
     "precision.products=int8": "each row is scaled; the products for gradients of weights stay in bfloat16",
+    "memory.gradient_checkpointing=auto": (
+        "the fastest by plan, of those that fit, of none, selective that keeps products, and full; on cpu full"
+    ),
     "memory.save_ops=[attention]": (
         "no effect: a recomputed layer always keeps the output of the TPUs' attention kernel; cpu has none"
     ),

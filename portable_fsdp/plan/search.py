@@ -1,0 +1,196 @@
+"""Plan several settings: a grid, the fastest that fits (what `auto` takes), or the nearest that fits."""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from portable_fsdp.config.describe import autos, default_of, value_of, with_value, yaml_value
+from portable_fsdp.config.schema import Config
+from portable_fsdp.layout import devices_per_row, micro_batches, split_batch
+from portable_fsdp.plan.result import Plan, Progress, Settings, Tried
+from portable_fsdp.plan.target import Target
+from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
+
+FREE = 0.05  # share of a device's memory that a plan can't see: code, drivers, gaps
+
+PlanOf = Callable[[Settings], Plan]
+"""Plans the config, overridden by these settings. Raises what planning raises."""
+
+
+CHECKPOINTING, COMPILE, ROWS = "memory.gradient_checkpointing", "compile.enabled", "train.micro_batch"
+COMPILE_S = 60.0
+"""Seconds to compile a layer's forward and backward with inductor on the host of a GPU. By rule, not measured by us."""
+
+_MODES = (
+    {CHECKPOINTING: "none"},
+    {CHECKPOINTING: "selective", "memory.save_ops": "[matmul, attention]"},
+    {CHECKPOINTING: "selective", "memory.save_ops": "[attention]"},
+    {CHECKPOINTING: "full"},
+)
+"""What gradient_checkpointing=auto tries: each recomputes more than the one before, and needs less memory."""
+
+
+def usual_grid(config: Config, devices: int, *, scan: bool, compiles: bool = False) -> list[Settings]:
+    """Return the default grid of a sweep; smaller micro batches first. `compiles`: what compile.enabled=auto is."""
+    rows = max(config.train.global_batch // devices, 1)
+    micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | ({config.train.micro_batch} - {"auto"})
+    unrolled = {"compile.scan_layers": "false"} if scan else {}
+    if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers only
+        unrolled["memory.offload"] = "none"
+    modes = [checkpointing(config, mode) for mode in ("none", "selective", "full")]
+    layers = [unrolled | mode for mode in (_MODES if CHECKPOINTING in autos(config) else modes)]
+    if scan:  # all iterations of the loop run one program: all layers are recomputed, or none
+        layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
+    sharded = dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy))
+    strategies = sharded if devices > 1 else ["NO_SHARD"]
+    compiled = {COMPILE: yaml_value(compiles)} if COMPILE in autos(config) else {}
+    return [
+        {"sharding.strategy": strategy, **compiled, **layer_settings, "train.micro_batch": str(size)}
+        for strategy, layer_settings, size in itertools.product(strategies, layers, sorted(micro_batches))
+    ]
+
+
+def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
+    """Return the Cartesian product of the keys' values."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def checkpointing(config: Config, mode: str) -> Settings:
+    """Return a mode's settings; reset keys that only another mode takes. Selective defaults to every second layer."""
+    memory = config.memory
+    is_selective = memory.every is not None or bool(memory.save_ops)
+    settings = {"memory.gradient_checkpointing": mode}
+    if memory.gradient_checkpointing == "budget":
+        settings["memory.budget"] = f"{default_of('memory.budget')}"
+    if memory.classes and mode not in ("full", "selective"):
+        settings["memory.classes"] = "[]"
+    if memory.offload == "activations" and mode not in ("full", "selective"):
+        settings["memory.offload"] = "none"
+    if mode == "selective":
+        return settings if is_selective else {**settings, "memory.every": "2"}
+    return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if is_selective else {})
+
+
+def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
+    """Plan in order. If a `train.micro_batch` doesn't fit, skip larger ones."""
+    too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
+    for settings in points:
+        rows = settings.get("train.micro_batch", "")
+        others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
+        if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
+            continue
+        tried = _try(settings, plan_of)
+        if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
+            too_many[others] = int(rows)
+        yield tried
+
+
+def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iterator[Tried]:
+    """Plan with cumulative measures up to the first that fits; the last may not fit either.
+
+    The order is that of their cost: recompute layers, smaller micro batch, FULL_SHARD, and with `offload` the
+    optimizer's state on the host. None of them changes the loss curve.
+    """
+    measures: list[Settings] = []
+    if config.memory.gradient_checkpointing != "full":
+        measures.append(checkpointing(config, "full"))
+    size = config.train.resolved_micro_batch
+    while size > 1:
+        size = size // 2 if size % 2 == 0 else 1
+        measures.append({"train.micro_batch": str(size)})
+    if config.sharding.strategy != "FULL_SHARD":
+        measures.append({"sharding.strategy": "FULL_SHARD"})
+    if offload and not config.memory.cpu_offload:
+        measures.append({"memory.cpu_offload": "true"})
+    for settings in itertools.accumulate(measures, lambda before, measure: before | measure):
+        yield (tried := _try(settings, plan_of))
+        if tried.fits:
+            return
+
+
+def fastest_that_fits(
+    config: Config, target: Target, plan_of: PlanOf, count_programs: Callable[[], int | str], progress: Progress
+) -> Tried:
+    """Plan the values that `auto` may take in this config, and return the fastest that fits and leaves FREE of the
+    memory; if none does, the one that needs the least, whether it fits or not.
+
+    `count_programs` returns the number of programs into which the layers compile, or why they can't. Each plan is
+    reported to `progress`. Raises ConfigError for a global batch that needs padding and can't have it, BackendError for
+    a plan without a verdict, and what planning the result raises.
+    """
+    if COMPILE not in autos(config):
+        return _fastest(config, {}, target, plan_of, progress)
+    unused = [key for key in ("compile.backend", "compile.cache_dir") if value_of(config, key) != default_of(key)]
+    eager = {COMPILE: "false", **{key: yaml_value(default_of(key)) for key in unused}}
+    programs = count_programs() if target.hardware.kind == "cuda" else "only GPUs need it"
+    if isinstance(programs, str):
+        progress(f"{COMPILE}=false: {programs}")
+        return _fastest(config, eager, target, plan_of, progress)
+    best = _fastest(config, {COMPILE: "true"}, target, plan_of, progress)
+    steps, slower = config.train.steps, _try(best.settings | eager, plan_of)
+    if not (best.plan and best.plan.expected and slower.plan and slower.plan.expected and steps):
+        return best
+    saved, cost = (slower.plan.expected.seconds - best.plan.expected.seconds) * steps, programs * COMPILE_S
+    if saved >= cost:
+        progress(f"{COMPILE}=true: {programs} program(s), about {cost:.0f} s; {steps} steps save {saved:.0f} s by plan")
+        return best
+    progress(
+        f"{COMPILE}=false: {programs} program(s) take about {cost:.0f} s, {steps} steps save {saved:.0f} s by plan"
+    )
+    return _fastest(config, eager, target, plan_of, progress)
+
+
+def _fastest(config: Config, fixed: Settings, target: Target, plan_of: PlanOf, progress: Progress) -> Tried:
+    """Search the modes of recomputation and the micro batches that `auto` leaves open, with `fixed` settings."""
+    modes = [dict[str, str]()]
+    if CHECKPOINTING in autos(config):  # on TPUs a recomputed layer always keeps the output of the attention kernel
+        modes = [
+            mode for mode in _MODES if target.hardware.kind != "tpu" or mode.get("memory.save_ops") != "[attention]"
+        ]
+    results, roomy = list[Tried](), list[Tried]()
+
+    def has_room(settings: Settings) -> bool:
+        results.append(tried := _try(settings | fixed, plan_of))
+        progress(tried.line)
+        plan = tried.plan
+        if plan is not None and plan.memory.verdict == "unknown":
+            why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; set --memory"
+            raise BackendError(f"plan on {plan.on}: can't tell what fits: memory {why}.")
+        if plan is None or plan.memory.peak_bytes > (1 - FREE) * (plan.memory.limit_bytes or 0):
+            return False
+        roomy.append(tried)
+        return True
+
+    if config.train.micro_batch == "auto":
+        shards = target.devices // devices_per_row(config)
+        split_batch(with_value(config, ROWS, 1), shards)
+        sizes = micro_batches(config.train.global_batch, shards)
+        for mode in reversed(modes):  # less recomputation needs more memory, so it fits no larger micro batch
+            *smaller, largest = sizes
+            # First: a single micro batch accumulates no gradients, and may need less than half of it.
+            if has_room(mode | {ROWS: str(largest)}):
+                continue
+            at = bisect_left(smaller, True, key=lambda size: not has_room(mode | {ROWS: str(size)}))
+            if at > 0:
+                sizes = smaller[:at]
+            elif results[-1].plan is not None:  # not refused, but too large
+                break
+    else:
+        sizes = [config.train.micro_batch]
+        next(filter(has_room, modes), None)  # at equal rows, more recomputation only takes more time
+    if roomy:
+        return min(reversed(roomy), key=_seconds)
+    least = modes[-1] | ({ROWS: str(sizes[0])} if config.train.micro_batch == "auto" else {}) | fixed
+    return Tried(settings=least, plan=plan_of(least))
+
+
+def _seconds(tried: Tried) -> float:
+    """Return the expected time of a step; 0 if unknown: the search ends with the least recomputation."""
+    return tried.plan.expected.seconds if tried.plan is not None and tried.plan.expected else 0.0
+
+
+def _try(settings: Settings, plan_of: PlanOf) -> Tried:
+    try:
+        return Tried(settings=settings, plan=plan_of(settings))
+    except PortableFSDPError as error:
+        return Tried(settings=settings, refusal=str(error))

@@ -1,0 +1,108 @@
+"""Resolve the keys that are `auto`: the values that this run had before if it resumes, else the fastest by plan.
+
+A training run doesn't import the planner: process 0 starts `plan` as a child process.
+"""
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from portable_fsdp.backends.contract import Backend
+from portable_fsdp.backends.open import open_backend, resolve, spec_of
+from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.config.describe import autos, with_value
+from portable_fsdp.config.load import config_text, read_file
+from portable_fsdp.config.schema import Config
+from portable_fsdp.config.yaml_text import parse
+from portable_fsdp.observe.run_files import read_jsonl
+from portable_fsdp.runtime.child import Child
+from portable_fsdp.runtime.collective_errors import on_process_0
+from portable_fsdp.runtime.command import configure_log
+from portable_fsdp.runtime.errors import ConfigError, UsageError
+from portable_fsdp.runtime.host import host_identity
+
+log = logging.getLogger("portable_fsdp")
+
+LIMIT_S = 1500  # for all plans; the other processes wait in a collective, whose timeout is 30 minutes
+DECIDE_SPEED = ("model", "data", "optim", "sharding", "precision", "memory", "compile", "train")
+# Prefixes of variables that would make the planner a process of the run.
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "TPU_WORKER_")
+
+WITHOUT_PLAN = {"train.micro_batch": "1", "memory.gradient_checkpointing": "full", "compile.enabled": "false"}
+"""The values of `auto` on an engine that has no planner for the device; its rules refuse micro_batch=auto."""
+
+
+def resolve_auto(config: Config, *, device: str, backend: str, num_devices: int | None) -> Config:
+    """Return the config with values for `auto`, identical on all processes. *collective*
+
+    Opens a separate engine: the programs of one depend on the values. Raises BackendError if the engine refuses `auto`,
+    ConfigError if nothing fits.
+    """
+    device, backend = resolve(device, backend)
+    require_supported(config, Deployment(backend, device))
+    keys = autos(config)
+    fallback = with_settings(config, {key: WITHOUT_PLAN[key] for key in keys})
+    if device not in spec_of(backend).planned_by or (backend, device) == ("native", "tpu"):  # memory: a lower bound
+        return fallback
+    with open_backend(fallback, device=device, backend=backend, num_devices=num_devices) as engine:
+        configure_log(engine.process.index)
+        memory, hosts = engine.memory(), engine.gather(host_identity())
+        sharing = hosts.count(host_identity()) if device == "cpu" else 1
+        limit_bytes = min(engine.gather(((memory and memory.limit_bytes) or 0) // sharing))
+        chosen = on_process_0(engine, lambda: _kept(config, engine) or _planned(config, engine, limit_bytes))
+    return with_settings(config, chosen)
+
+
+def with_settings(config: Config, settings: Mapping[str, str]) -> Config:
+    """Return the config with these keys, in YAML, unchecked."""
+    for key, text in settings.items():
+        config = with_value(config, key, parse(text)[1])
+    return config
+
+
+def _kept(config: Config, engine: Backend) -> dict[str, str] | None:
+    """Return the values of the last start in this run's folder, if devices and the keys that decide are unchanged."""
+    path = Path(config.run.dir, "config.yaml")
+    now = {"backend": engine.name, "device": engine.device_name, "devices": engine.devices}
+    if config.checkpoint.resume == "none" or not path.is_file():
+        return None
+    with suppress(UsageError, LookupError, OSError):  # written by another release, or incomplete: plan again
+        saved = read_file(path).config
+        start = [event for event in read_jsonl(path.with_name("events.jsonl")) if event["event"] == "start"][-1]
+        is_same = all(_that_decides(saved, name) == _that_decides(config, name) for name in DECIDE_SPEED)
+        if is_same and now.items() <= start.items() and start["chosen"]:
+            chosen: dict[str, str] = start["chosen"]
+            log.info("auto: as before in this run (%s)", path)
+            return chosen
+    return None
+
+
+def _that_decides(config: Config, section: str) -> object:
+    train = config.train
+    return (train.micro_batch, train.global_batch) if section == "train" else getattr(config, section)
+
+
+def _planned(config: Config, engine: Backend, limit_bytes: int) -> dict[str, str]:
+    """Plan the fastest values; `limit_bytes`: memory of a device, 0: unknown. Raises the planner's message."""
+    on = f"{engine.device_name}:{engine.devices}"
+    log.info("planning %s on %s", ", ".join(f"{key}=auto" for key in autos(config)), on)
+    words = [f"--on={on}", f"--backend={engine.name}", "--json"]
+    words += [f"--memory={limit_bytes / 2**30}"] if limit_bytes else []
+    words += [f"sharding.replicas={engine.axes['replicate']}"] * config.sharding.strategy.startswith("HYBRID")
+    environment = {name: "" for name in os.environ if name.startswith(LAUNCHERS)}
+    with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as folder:
+        path = Path(folder, "config.yaml")
+        path.write_text(config_text(config), encoding="utf-8")
+        with Child("portable_fsdp.plan", f"--config={path}", *words, environment=environment) as child:
+            ended = child.wait(LIMIT_S)
+    if ended.how != "finished":
+        key = autos(config)[0]
+        raise ConfigError(
+            f"{key}: auto: planning failed ({ended.how}, exit code {ended.code}):\n"
+            f"{ended.last_lines}\n  Fix the cause, or set {key} to a value."
+        )
+    return json.loads(ended.output)["chosen"]

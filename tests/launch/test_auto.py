@@ -1,0 +1,71 @@
+"""Runs with `auto`: the values that a plan gives, on all processes, once and for a whole run."""
+
+from pathlib import Path
+
+import pytest
+from cli import PYTHON, TORCHRUN, events, finish, launch, require_curve, tiny_config
+
+import portable_fsdp as pf
+from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.checkpoint.format import read_manifest
+from portable_fsdp.convert.read import load_config
+from portable_fsdp.runtime.errors import BackendError, ConfigError
+
+pytestmark = pytest.mark.slow
+
+ROWS = "train.micro_batch=auto"
+AUTO = [ROWS, "memory.gradient_checkpointing=auto", "compile.enabled=auto"]
+
+
+@pytest.mark.proof
+def test_processes_agree_on_the_fastest_that_fits_and_a_resumed_run_keeps_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two devices, then one, which is planned anew; the curve is that of one row at a time."""
+    config, run = f"--config={tiny_config(tmp_path)}", tmp_path / "run"
+    two = finish([*TORCHRUN, "--device=cpu", config, *AUTO, "train.stop_at=2"], tmp_path)
+    words = "auto chose train.micro_batch={} memory.gradient_checkpointing=none compile.enabled=false"
+    assert two.err.count(words.format(2)) == 1
+    saved = load_config(run / "config.yaml")
+    assert (saved.train.micro_batch, saved.memory.gradient_checkpointing) == ("auto", "auto")
+    chosen = {"train.micro_batch": "2", "memory.gradient_checkpointing": "none", "compile.enabled": "false"}
+    assert events(run, "start")[-1]["chosen"] == chosen
+    assert read_manifest(run / "checkpoints/step-00000002").config["train"]["micro_batch"] == 2
+    one = ["--device=cpu", config, f"run.dir={run}", *AUTO]
+    assert launch(*one, "train.stop_at=4") == 0
+    assert words.format(4) in capfd.readouterr().err
+    assert launch(*one) == 0
+    error = capfd.readouterr().err
+    assert words.format(4) in error
+    assert "auto: as before in this run" in error
+    assert "planning" not in error
+    require_curve(tmp_path, "--device=cpu", config, rel=1e-5)
+
+
+def test_an_engine_without_a_plan_recomputes_all_layers(tmp_path: Path) -> None:
+    words = [f"run.dir={tmp_path / 'run'}", *AUTO[1:], "train.stop_at=1"]
+    run = finish([*PYTHON, "--device=cpu", "--backend=xla", f"--config={tiny_config(tmp_path)}", *words], tmp_path)
+    assert "auto chose memory.gradient_checkpointing=full compile.enabled=false" in run.err
+    assert events(tmp_path / "run", "start")[-1]["chosen"]["memory.gradient_checkpointing"] == "full"
+    config = load_config(tmp_path / "run/config.yaml")
+    with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing: expected a value, found auto"):
+        pf.open_backend(config, device="cpu", backend="native")
+
+
+def test_what_fits_nowhere_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A model of 68 billion parameters on this host; engines without a planner there."""
+    path = tiny_config(tmp_path)
+    large = ["hidden_size=65536", "vocab_size=1048576", "head_dim=16"]
+    words = [f"run.dir={tmp_path / 'run'}", ROWS, "train.global_batch=1", *(f"model.architecture.{w}" for w in large)]
+    assert launch("--device=cpu", f"--config={path}", *words) == 2
+    error = capfd.readouterr().err
+    for text in ("train.micro_batch=1: ", "GiB, does not fit", "or set train.micro_batch to a value"):
+        assert text in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+    for engine, device in (("native", "tpu"), ("xla", "cpu"), ("xla_fsdp1", "tpu")):
+        with pytest.raises(BackendError, match=f"backend {engine} on {device}: train.micro_batch=auto"):
+            require_supported(load_config(path, [ROWS]), Deployment(engine, device))
+    with pytest.raises(BackendError, match=r"without compile\.enabled=true"):
+        require_supported(load_config(path, ["compile.backend=aot_eager"]), Deployment("native", "cpu"))
+    require_supported(load_config(path, [AUTO[2], "compile.backend=inductor"]), Deployment("native", "cuda"))
