@@ -177,6 +177,7 @@ def test_a_short_stop_ends_nobody_and_all_leave_in_order_without_a_word(tmp_path
         assert not [line for rank in range(3) for line in stderr(tmp_path, rank).splitlines() if "no step" not in line]
 
 
+@pytest.mark.proof
 def test_a_process_that_is_stopped_ends_all_others(tmp_path: Path) -> None:
     with watching(tmp_path, 3) as processes:
         meet(processes)
@@ -300,6 +301,7 @@ def test_the_end_of_an_earlier_engine_is_no_start_of_this_one(zero: Zero) -> Non
     assert zero._store.get("portable_fsdp/this run/key") == b"value"
 
 
+@pytest.mark.proof
 def test_a_line_that_cannot_be_read_ends_nobody(zero: Zero, capfd: pytest.CaptureFixture[str]) -> None:
     zero.says(ZERO)
     for line in ("{", "[]", "\x00", json.dumps({**asdict(ZERO), "of_a_newer_version": 1})):

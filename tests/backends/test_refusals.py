@@ -39,6 +39,14 @@ PLACES = [
     ),
 ]
 FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8, 2), (None, None))]
+IN_SUITE = {place.engine: place for place in FEW}.values()
+"""Of the places that all groups are tried at, the last one of each engine: on its accelerator."""
+PROOFS = [place for place in FEW if place not in IN_SUITE]
+
+
+def each(places: list[Deployment]) -> list[Any]:
+    return [pytest.param(place, id=str(place), marks=[pytest.mark.proof] * (place in PROOFS)) for place in places]
+
 
 # Options that bear on each other stand in one group, which is walked in its whole product. Words and switches have all
 # their values, other options those of VALUES.
@@ -201,7 +209,7 @@ def test_the_tables_of_an_engine_name_options_of_the_schema() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", FEW, ids=str)
+@pytest.mark.parametrize("place", each(FEW))
 def test_each_option_has_one_verdict_and_a_refusal_says_key_reason_and_fixes(place: Deployment) -> None:
     for _, config in walk():
         judged, rules, message = verdicts(config, place), refusals(config, place), ""
@@ -221,7 +229,7 @@ def test_each_option_has_one_verdict_and_a_refusal_says_key_reason_and_fixes(pla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", each(PLACES))
 def test_every_fix_leads_out_and_the_first_ones_to_a_config_that_runs(place: Deployment) -> None:
     for settings, config in walk_at(place):
         for rule in refusals(config, place):

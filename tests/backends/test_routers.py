@@ -38,11 +38,7 @@ LOSSES = {
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [
-        marked(Group(engine, devices), name, in_suite=(engine, devices, name) in [("native", 3, "micro batches")])
-        for engine, devices in ENGINES
-        for name in LOSSES
-    ],
+    [marked(Group(engine, devices), name, in_suite=False) for engine, devices in ENGINES for name in LOSSES],
 )
 def test_the_loss_is_that_of_the_global_batch(group: Group, name: str, workers: GetWorkers) -> None:
     case = LOSSES[name]

@@ -163,7 +163,7 @@ RUNS = {
     ),
     "tokens and heads split": case("gemma2", context=2, tensor=2, micro_batch=12, length=256),
 }
-RUNS_IN_SUITE = ("windows and sinks, recomputed, documents", "heads split")
+RUNS_IN_SUITE = ("heads split",)
 
 
 def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
