@@ -69,7 +69,7 @@ LIKE_PLAIN: list[tuple[int, Case]] = [  # optimizers without a fused step, and o
 @pytest.mark.parametrize(
     ("devices", "case"),
     [
-        pytest.param(devices, case, id=name, marks=[pytest.mark.proof] * (name in ("sgd", "offloaded")))
+        pytest.param(devices, case, id=name, marks=[pytest.mark.proof] * (name != "replicas"))
         for name, (devices, case) in zip(("sgd", "lion", "offloaded", "replicas"), LIKE_PLAIN, strict=True)
     ],
 )

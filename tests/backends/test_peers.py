@@ -210,11 +210,14 @@ def test_an_error_is_told_by_the_others_and_one_of_the_network_becomes_a_sentenc
         assert "ended by an error after 3 step(s) of this start: [gloo/transport" in stderr(tmp_path, 0)
 
 
-def test_a_run_that_waits_says_so(tmp_path: Path) -> None:
-    """For a process that has not come, then for the first step."""
-    without_steps = PROCESS.replace("peers.note_step()", "pass")
-    with watching(tmp_path, 3, ranks=range(2), program=without_steps) as processes:
+def test_a_run_that_waits_for_a_process_says_so(tmp_path: Path) -> None:
+    with watching(tmp_path, 3, ranks=range(2)) as processes:
         wait_for("waiting for process 2, which did not join", tmp_path, processes[0])
+
+
+@pytest.mark.proof
+def test_a_run_that_waits_for_its_first_step_says_so(tmp_path: Path) -> None:
+    without_steps = PROCESS.replace("peers.note_step()", "pass")
     with watching(tmp_path, 2, program=without_steps) as processes:
         wait_for("the first step has not finished after 5 s although all processes", tmp_path, processes[0])
 

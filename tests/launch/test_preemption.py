@@ -218,6 +218,7 @@ def bad_server(answer: bytes | None) -> Generator[str]:
             thread.join()
 
 
+@pytest.mark.usefixtures("short_polls")
 @pytest.mark.parametrize("answer", [*BAD.values(), None], ids=[*BAD, "hangs"])
 def test_a_server_that_is_none_is_named_once(
     answer: bytes | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
