@@ -236,8 +236,9 @@ def test_engines_opened_one_after_the_other(tmp_path: Path, late: int) -> None:
         assert (codes, [stderr(tmp_path, rank) for rank in range(2)]) == ([0, 0], ["", ""])
 
 
+@pytest.mark.proof
 @pytest.mark.xla
-@pytest.mark.parametrize("fault", ["stop", pytest.param("hang", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("fault", ["stop", "hang"])
 def test_an_xla_host_watches_the_others(fault: str, tmp_path: Path) -> None:
     """One XLA process and two stand-ins for other hosts: PJRT's CPU devices can't communicate across processes."""
     with watching(tmp_path, 3, program=XLA_HOST.replace("FOLDER", str(tmp_path))) as processes:

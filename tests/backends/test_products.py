@@ -74,6 +74,7 @@ def test_curves_stay_by_those_of_bfloat16(group: Group, products: str, settings:
     assert all(losses(other) == losses(eight) for other in others)
 
 
+@pytest.mark.proof
 @pytest.mark.xla
 def test_a_resume_is_bit_for_bit_and_a_checkpoint_travels_with_its_masters(workers: GetWorkers, tmp_path: Path) -> None:
     """From float8 on two devices to bfloat16 on one and on two of another engine, and to rows on four."""

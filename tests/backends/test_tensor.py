@@ -135,7 +135,7 @@ CURVES = {
 }
 
 
-OF_SUITE = {"native": ["llama, split rows"], "xla": ["adapters"]}
+OF_SUITE = {"native": ["llama, split rows"], "xla": ["phi3"]}
 
 
 @pytest.mark.parametrize(

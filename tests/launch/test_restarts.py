@@ -124,6 +124,7 @@ def test_a_run_finishes_by_itself_with_the_curve_of_a_run_left_alone(fault: str,
     require_curve(tmp_path, "--device=cpu", *arguments)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_failure_that_repeats_ends_the_run_with_both_causes(tmp_path: Path) -> None:
     """A learning rate that gives NaN; checkpoint.resume=none, which forbids checkpoints in the folder, is for the first
