@@ -21,6 +21,20 @@ collect_ignore = [] if os.environ.get("TEST_TORCHTPU") else ["test_torchtpu.py",
 PROOFS_ON_TORCHTPU = ("known_from_the_config[torchtpu-1-1]", "[torchtpu-1-SHARD_GRAD_OP in micro batches]")
 """Second cases, each half a minute of compiling operation by operation."""
 
+PROOFS = (
+    "known_from_the_config[native-3-1]",
+    "an_evaluation_changes_nothing[native-3-SHARD_GRAD_OP in micro batches]",
+    "c6_buffers_and_dtypes_survive[xla-3]",
+    "c6_buffers_take_the_dtype_of_precision_buffers[xla-3]",
+    "c7_bias_corrections_of_exactly_1_are_no_new_program[native-3]",
+    "fp32_equals_a_plain_loop[native-3-micro batches of 1]",
+    "fp32_equals_a_plain_loop[native-3-rows of padding]",
+    "fp32_equals_a_plain_loop[native-3-muon]",
+    "fp32_equals_a_plain_loop[xla-3-adafactor]",
+    "all_in_bfloat16_learns_and_stays_bfloat16[xla-3]",
+)
+"""Of tests of every engine: the other engine is every commit's, and other tests hold the same on this one."""
+
 ROOM = 8 * 2**30
 """Bytes. With less of the machine's memory left, groups that wait are ended before another begins."""
 
@@ -31,7 +45,7 @@ STARTED: dict[Group, Workers] = {}
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.name.endswith(PROOFS_ON_TORCHTPU):
+        if item.name.endswith((*PROOFS_ON_TORCHTPU, *PROOFS)):
             item.add_marker(pytest.mark.proof)
 
 

@@ -97,7 +97,7 @@ def test_recomputed_blocks_on_xla_do_too_or_are_refused(name: str, workers: GetW
         train(workers(XLA), name, recomputed)
 
 
-@pytest.mark.parametrize("name", ["Attribute", "Scalars"])
+@pytest.mark.parametrize("name", [pytest.param("Attribute", marks=pytest.mark.proof), "Scalars"])
 def test_replicas_of_shards_do_too(name: str, workers: GetWorkers) -> None:
     hybrid = {"sharding": {"strategy": "HYBRID_SHARD", "replicas": 2}}
     assert_equal(train(workers(FOUR), name, hybrid)["metrics"], plain_run(name, 3, LR)[1])

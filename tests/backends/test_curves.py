@@ -115,8 +115,8 @@ def of_own(name: str) -> Case:
     ("group", "name", "words"),
     [
         *(
-            marked(group, "Scaled", ("optim: Scaled reads", "own_optimizers.py:", ".norm().item()"))
-            for group in (NATIVE, XLA)
+            marked(group, "Scaled", ("optim: Scaled reads", "own_optimizers.py:", ".norm().item()"), in_suite=in_suite)
+            for group, in_suite in ((NATIVE, True), (XLA, False))
         ),
         marked(XLA, "torchs_sgd", ("optim: SGD reads", "torch/optim/")),  # it reads a learning rate that is a tensor
     ],

@@ -117,7 +117,7 @@ REPLICAS: list[tuple[Group, Case, dict[str, bool], str, bool]] = [  # ..., the e
     (Group("native", 4), ZERO2, ASYNC, "process 1 | process 3", False),
     (Group("xla", 3), COPIES, ASYNC, "process 0 replica 0, process 0 replica 1 | process 0 replica 2", True),
     (Group("xla", 4), HYBRID, {}, "process 0 replica 0 | process 0 replica 1", False),
-    (Group("xla_fsdp1", 2), COPIES, {}, "process 0 | process 1", True),
+    (Group("xla_fsdp1", 2), COPIES, {}, "process 0 | process 1", False),
     (Group("xla_fsdp1", 4), HYBRID, {}, "process 1 | process 3", False),
 ]
 

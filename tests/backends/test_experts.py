@@ -104,7 +104,8 @@ def test_xla_drops_the_rows_that_native_drops(workers: GetWorkers) -> None:
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize(("writer", "size"), [("native", 2), pytest.param("xla", 4, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize(("writer", "size"), [("native", 2), ("xla", 4)])
 def test_a_checkpoint_opens_at_any_layout_bit_for_bit(
     writer: str, size: int, workers: GetWorkers, tmp_path: Path
 ) -> None:

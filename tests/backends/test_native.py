@@ -364,9 +364,12 @@ CURVES: dict[str, tuple[Group, Case]] = {
     "tied head in fp32": in_float32("lm_head", "llama_tied"),
     "a layer in fp32": in_float32("model.layers.0"),
 }
+CURVES_IN_SUITE = ("resharded over 2", "units in units, post", "tied head in fp32")
 
 
-@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.proof] * (name not in CURVES_IN_SUITE)) for name in CURVES]
+)
 def test_no_option_changes_the_curve(name: str, run: Run) -> None:
     group, case = CURVES[name]
     assert_equal_curves(run(group, case), case, BF16_20_STEPS if case.compute == "bfloat16" else None)
@@ -376,7 +379,7 @@ def test_no_option_changes_the_curve(name: str, run: Run) -> None:
     "settings",
     [
         {"sharding.forward_prefetch": 2, "sharding.backward_prefetch_units": 2},
-        RECOMPUTED | {"sharding.backward_prefetch": "BACKWARD_POST"},
+        pytest.param(RECOMPUTED | {"sharding.backward_prefetch": "BACKWARD_POST"}, marks=pytest.mark.proof),
         pytest.param({"sharding.reshard_after_forward": 2}, marks=pytest.mark.proof),
     ],
     ids=["prefetch", "recomputed", "resharded over two"],

@@ -177,6 +177,7 @@ def test_a_short_stop_ends_nobody_and_all_leave_in_order_without_a_word(tmp_path
         assert not [line for rank in range(3) for line in stderr(tmp_path, rank).splitlines() if "no step" not in line]
 
 
+@pytest.mark.proof
 def test_a_process_that_is_stopped_ends_all_others(tmp_path: Path) -> None:
     with watching(tmp_path, 3) as processes:
         meet(processes)
@@ -209,11 +210,14 @@ def test_an_error_is_told_by_the_others_and_one_of_the_network_becomes_a_sentenc
         assert "ended by an error after 3 step(s) of this start: [gloo/transport" in stderr(tmp_path, 0)
 
 
-def test_a_run_that_waits_says_so(tmp_path: Path) -> None:
-    """For a process that has not come, then for the first step."""
-    without_steps = PROCESS.replace("peers.note_step()", "pass")
-    with watching(tmp_path, 3, ranks=range(2), program=without_steps) as processes:
+def test_a_run_that_waits_for_a_process_says_so(tmp_path: Path) -> None:
+    with watching(tmp_path, 3, ranks=range(2)) as processes:
         wait_for("waiting for process 2, which did not join", tmp_path, processes[0])
+
+
+@pytest.mark.proof
+def test_a_run_that_waits_for_its_first_step_says_so(tmp_path: Path) -> None:
+    without_steps = PROCESS.replace("peers.note_step()", "pass")
     with watching(tmp_path, 2, program=without_steps) as processes:
         wait_for("the first step has not finished after 5 s although all processes", tmp_path, processes[0])
 
@@ -232,8 +236,9 @@ def test_engines_opened_one_after_the_other(tmp_path: Path, late: int) -> None:
         assert (codes, [stderr(tmp_path, rank) for rank in range(2)]) == ([0, 0], ["", ""])
 
 
+@pytest.mark.proof
 @pytest.mark.xla
-@pytest.mark.parametrize("fault", ["stop", pytest.param("hang", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("fault", ["stop", "hang"])
 def test_an_xla_host_watches_the_others(fault: str, tmp_path: Path) -> None:
     """One XLA process and two stand-ins for other hosts: PJRT's CPU devices can't communicate across processes."""
     with watching(tmp_path, 3, program=XLA_HOST.replace("FOLDER", str(tmp_path))) as processes:
@@ -300,6 +305,7 @@ def test_the_end_of_an_earlier_engine_is_no_start_of_this_one(zero: Zero) -> Non
     assert zero._store.get("portable_fsdp/this run/key") == b"value"
 
 
+@pytest.mark.proof
 def test_a_line_that_cannot_be_read_ends_nobody(zero: Zero, capfd: pytest.CaptureFixture[str]) -> None:
     zero.says(ZERO)
     for line in ("{", "[]", "\x00", json.dumps({**asdict(ZERO), "of_a_newer_version": 1})):

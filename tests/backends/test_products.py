@@ -53,7 +53,7 @@ def greatest_difference(ours: list[float], theirs: list[float]) -> float:
     ("group", "products", "settings"),
     [
         marked(TWO, "float8", {}, in_suite=True),
-        marked(TWO, "float8_rowwise", {}, in_suite=True),
+        marked(TWO, "float8_rowwise", {}),
         marked(TWO, "float8", {"compile.enabled": True, "compile.backend": "aot_eager"}),
         marked(XLA, "int8", {}, in_suite=True),
         marked(Group("native", 1), "float8", {}),
@@ -74,6 +74,7 @@ def test_curves_stay_by_those_of_bfloat16(group: Group, products: str, settings:
     assert all(losses(other) == losses(eight) for other in others)
 
 
+@pytest.mark.proof
 @pytest.mark.xla
 def test_a_resume_is_bit_for_bit_and_a_checkpoint_travels_with_its_masters(workers: GetWorkers, tmp_path: Path) -> None:
     """From float8 on two devices to bfloat16 on one and on two of another engine, and to rows on four."""
@@ -94,6 +95,7 @@ def test_a_resume_is_bit_for_bit_and_a_checkpoint_travels_with_its_masters(worke
         assert greatest_difference(losses(read[0]["it"]), losses(answers[0])) < BAND
 
 
+@pytest.mark.proof
 def test_a_load_into_a_run_under_way_scales_the_loaded_weights(workers: GetWorkers, tmp_path: Path) -> None:
     """`read` loads one checkpoint after the other into one model."""
     folders = {name: str(tmp_path / name) for name in ("first", "second")}

@@ -39,6 +39,15 @@ PLACES = [
     ),
 ]
 FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8, 2), (None, None))]
+IN_SUITE = [place for place in FEW if place.device == ("cuda" if place.engine == "native" else "tpu")]
+"""Of the places that all groups are tried at, one of each engine."""
+PROOFS = [place for place in PLACES if place not in IN_SUITE and (place in FEW or place.engine != "native")]
+"""Of numbers of devices and hosts only sharding's rules ask: the suite tries them on one engine."""
+
+
+def each(places: list[Deployment]) -> list[Any]:
+    return [pytest.param(place, id=str(place), marks=[pytest.mark.proof] * (place in PROOFS)) for place in places]
+
 
 # Options that bear on each other stand in one group, which is walked in its whole product. Words and switches have all
 # their values, other options those of VALUES.
@@ -201,7 +210,7 @@ def test_the_tables_of_an_engine_name_options_of_the_schema() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", FEW, ids=str)
+@pytest.mark.parametrize("place", each(FEW))
 def test_each_option_has_one_verdict_and_a_refusal_says_key_reason_and_fixes(place: Deployment) -> None:
     for _, config in walk():
         judged, rules, message = verdicts(config, place), refusals(config, place), ""
@@ -221,7 +230,7 @@ def test_each_option_has_one_verdict_and_a_refusal_says_key_reason_and_fixes(pla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", each(PLACES))
 def test_every_fix_leads_out_and_the_first_ones_to_a_config_that_runs(place: Deployment) -> None:
     for settings, config in walk_at(place):
         for rule in refusals(config, place):

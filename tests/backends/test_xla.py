@@ -129,7 +129,13 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetAnswer]:
     workers.close()
 
 
-OF_PROOF = ("grad_op, recompute", "scan, recompute", "full, every second")
+OF_PROOF = (
+    "grad_op, recompute",
+    "scan, recompute",
+    "full, every second",
+    "small units, some inside others",
+    "float32 sums, recompute, frozen",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.proof] * (name in OF_PROOF)) for name in CASES])
@@ -206,7 +212,12 @@ def test_a_scanned_program_does_not_grow_with_the_layers(answer: GetAnswer) -> N
     two, four = (answer(name)["programs"]["train_step"] for name in ("scan", "scan, grad_op, four layers"))
     assert two["loops"] == four["loops"] == 2  # forward and backward
     assert two["dots"] == four["dots"] < answer("full")["programs"]["train_step"]["dots"]
-    assert answer("scan, recompute")["programs"]["train_step"]["dots"] == two["dots"] + 8
+
+
+@pytest.mark.proof
+def test_a_recomputed_loop_has_the_products_of_one_layer_again(answer: GetAnswer) -> None:
+    plain, again = (answer(name)["programs"]["train_step"] for name in ("scan", "scan, recompute"))
+    assert again["dots"] == plain["dots"] + 8
 
 
 class _Products(nn.Module):
@@ -286,6 +297,7 @@ def test_what_a_model_cannot_have_is_refused_when_it_is_laid_out(
     assert_golden(Path(__file__).parent / "goldens/refused_on_xla.txt", "\n".join(messages))
 
 
+@pytest.mark.proof
 def test_scanned_layers_learn_after_an_evaluation_that_came_first(workers: GetWorkers) -> None:
     """What the loop's body was traced to without gradients is no program for a step."""
     (answer,) = workers(Group("xla", DEVICES)).run(evaluated, case=evaluated_case(SCAN), rows=53, early=True)

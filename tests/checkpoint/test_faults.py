@@ -192,7 +192,7 @@ def strike(fresh: Fresh, place: str, flaws: Collection[str], count: int, *, is_a
     ("place", "flaws", "count", "is_async", "least"),
     [
         ("folder", FLAWS, 1, False, 180),
-        ("folder", ["dies"], 2, True, 90),
+        pytest.param("folder", ["dies"], 2, True, 90, marks=pytest.mark.proof),
         ("store", ["dies", "EIO"], 1, False, 20),
         ("store", ["dies"], 2, True, 12),
     ],

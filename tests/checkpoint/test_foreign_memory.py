@@ -61,7 +61,10 @@ print(json.dumps(both_ways("large", COUNT, ROWS)))
 
 @pytest.mark.parametrize(
     ("source", "format"),
-    [("huggingface", "safetensors"), ("dcp", "dcp"), pytest.param("torch", "torch", marks=pytest.mark.proof)],
+    [
+        ("huggingface", "safetensors"),
+        *(pytest.param(name, name, marks=pytest.mark.proof) for name in ("dcp", "torch")),
+    ],
 )
 def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: str, format: str) -> None:
     program = [sys.executable, "-c", PROGRAM, str(COUNT), str(ROWS), source, format, str(tmp_path)]

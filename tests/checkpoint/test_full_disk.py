@@ -34,7 +34,7 @@ print(*sorted(path.name for path in folder.iterdir()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_a_full_disk_names_the_folder_and_the_way_out_on_all_processes(tmp_path: Path, is_async: bool) -> None:
     """A file system of 192 KiB, in a namespace of its own; a checkpoint takes 40 KiB and more."""
     mounted = ["unshare", "--mount", "--propagation=private", "sh", "-c"]

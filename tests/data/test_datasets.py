@@ -290,23 +290,22 @@ def take(batches: Batches, count: int) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
-@pytest.mark.parametrize(("name", "counts"), [("words", (1, 3)), ("seeks", (1,))])
-def test_workers_read_the_steps_of_the_thread(
-    corpus: Callable[..., Corpus], name: str, counts: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers"), [pytest.param("words", 1, marks=pytest.mark.proof), ("words", 3), ("seeks", 1)]
+)
+def test_workers_read_the_steps_of_the_thread(corpus: Callable[..., Corpus], name: str, workers: int) -> None:
     keys: dict[str, Any] = {"buckets": SIZES, "eval_split": "20%"} if name == "words" else {}
     with open_steps(corpus, name, **keys) as thread:
         expected = take(thread, 6)
     if name == "words":
         assert len({float(batch["noise"].sum()) for batch in expected}) == 18
-    for workers in counts:
-        for begun in (0, 2):  # from the start, and resumed after two steps
-            with open_steps(corpus, name, workers=workers, start=begun * 12, **keys) as batches:
-                for batch, same in zip(take(batches, 6 - begun), expected[3 * begun :], strict=True):
-                    assert batch.keys() == same.keys()
-                    assert all(torch.equal(batch[key], same[key]) for key in batch)
-                assert batches.consumed == 72
-            assert not active_children()
+    for begun in (0, 2):  # from the start, and resumed after two steps
+        with open_steps(corpus, name, workers=workers, start=begun * 12, **keys) as batches:
+            for batch, same in zip(take(batches, 6 - begun), expected[3 * begun :], strict=True):
+                assert batch.keys() == same.keys()
+                assert all(torch.equal(batch[key], same[key]) for key in batch)
+            assert batches.consumed == 72
+        assert not active_children()
 
 
 @pytest.mark.slow
@@ -327,16 +326,21 @@ def test_errors_of_a_worker_are_the_sentences_of_the_thread(corpus: Callable[...
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_ends_the_run_with_a_sentence(corpus: Callable[..., Corpus]) -> None:
-    for factory in ("dies", "dies_with_a_lock"):
-        with (
-            open_steps(corpus, factory, workers=1, buckets=SIZES) as batches,
-            pytest.raises(TrainingError) as error,
-        ):
-            next(batches)
-        assert "a worker that reads data.factory died" in str(error.value)
-        assert "by SIGKILL" in str(error.value)
-        assert error.value.exit_code == 1
+@pytest.mark.parametrize("factory", [pytest.param("dies", marks=pytest.mark.proof), "dies_with_a_lock"])
+def test_a_worker_that_dies_ends_the_run_with_a_sentence(corpus: Callable[..., Corpus], factory: str) -> None:
+    with (
+        open_steps(corpus, factory, workers=1, buckets=SIZES) as batches,
+        pytest.raises(TrainingError) as error,
+    ):
+        next(batches)
+    assert "a worker that reads data.factory died" in str(error.value)
+    assert "by SIGKILL" in str(error.value)
+    assert error.value.exit_code == 1
+    assert not active_children()
+
+
+@pytest.mark.proof
+def test_one_of_two_workers_that_is_killed_is_named(corpus: Callable[..., Corpus]) -> None:
     with open_steps(corpus, "words", workers=2, buckets=SIZES) as batches:
         next(batches)
         first, _ = (process.pid or 0 for process in active_children())

@@ -345,6 +345,7 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME unset or an interface (here: lo" in wrong.mend
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_process_that_never_comes_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -26,6 +26,7 @@ def accelerate(folder: Path, **overrides: object) -> list[str | Path]:
     return [PROGRAMS / "accelerate", "launch", "--config_file", path]
 
 
+@pytest.mark.proof
 def test_the_file_of_accelerate_launch_counts(tmp_path: Path) -> None:
     ours = ["--device=cpu", f"--config={tiny_config(tmp_path)}", "precision.reduce=float32"]
     run = finish([*accelerate(tmp_path), "-m", "portable_fsdp.launch", *ours], tmp_path, **NATIVE)

@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli import PYTHON, TINY, TORCHRUN, committed, launch, losses, started, tiny_config
+from cli import PYTHON, TINY, TORCHRUN, committed, finish, launch, losses, tiny_config
 from tokenizers import Tokenizer, models
 
 from portable_fsdp.checkpoint.format import hash_file
@@ -143,19 +142,22 @@ def test_a_config_json_that_has_changed(folder: Path, capsys: pytest.CaptureFixt
 # ------------------------------------------------------------------------------------------------ several processes
 
 
-def test_what_only_workers_find_is_said_once(folder: Path) -> None:
-    """A corpus shorter than a row; and metrics.jsonl, which process 0 reads while the others wait in a collective."""
+def test_what_only_process_0_finds_is_said_once(folder: Path) -> None:
+    """metrics.jsonl, which it reads while the others wait in a collective."""
     (folder / "damaged").mkdir()
     (folder / "damaged/metrics.jsonl").write_text("hello\n")
-    short = [*TORCHRUN, *CPU, "data.source=text", "data.path=short.txt"]
-    with ExitStack() as stack:  # at the same time: most of it is importing
-        all_processes = stack.enter_context(started(short, folder))
-        process_0 = stack.enter_context(started([*PYTHON, *CPU, "--num_devices=2", "run.dir=damaged"], folder))
-        assert (all_processes.wait(), process_0.wait()) == (1, 2)  # torchrun's own code, after a traceback of its own
-    check_message(process_0.err)
-    assert process_0.err.count("metrics.jsonl") == 1
-    assert all_processes.err.count("expected at least 33 tokens") == 1, all_processes.err
-    assert "Lower data.seq_len" in all_processes.err
+    run = finish([*PYTHON, *CPU, "--num_devices=2", "run.dir=damaged"], folder, 2)
+    check_message(run.err)
+    assert run.err.count("metrics.jsonl") == 1
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.proof
+def test_what_all_workers_find_is_said_once(folder: Path) -> None:
+    """A corpus shorter than a row."""
+    run = finish([*TORCHRUN, *CPU, "data.source=text", "data.path=short.txt"], folder, 1)  # torchrun's own code
+    assert run.err.count("expected at least 33 tokens") == 1, run.err
+    assert "Lower data.seq_len" in run.err
     assert not (folder / "run").exists()
 
 

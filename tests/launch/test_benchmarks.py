@@ -54,6 +54,7 @@ def test_checkpoints_of_all_ways_are_saved_and_loaded(tmp_path: Path) -> None:
     assert list(saved.iterdir()) == []
 
 
+@pytest.mark.proof
 def test_beside_trainer_a_random_model_takes_the_same_course(folder: Path) -> None:
     """With weight decay and warmup, and a learning rate that would show another row, token or share of the schedule."""
     model: dict[str, Any] = TINY["model"]

@@ -101,6 +101,7 @@ def test_a_documented_program_runs(command: Command, checkout: Path) -> None:
         assert ": 2 process(es), 2 of them on this host" in run.err
 
 
+@pytest.mark.proof
 def test_the_config_and_the_loop_of_the_readme_run(tmp_path: Path) -> None:
     page = (ROOT / "README.md").read_text()
     for language, name in (("yaml", "run.yaml"), ("python", "loop.py")):
@@ -138,6 +139,7 @@ def first_block(page: str) -> list[list[str]]:
     return [command.words[3:] for command in commands(f"```bash\n{block}```\n", page)]
 
 
+@pytest.mark.proof
 def test_an_accelerate_file_and_a_folder_of_text_are_a_training(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_rows_events_and_console_tell(
     assert max(row["seconds"] for row in rows[3:]) < 3
 
 
+@pytest.mark.proof
 def test_parts_of_a_model_evaluate_and_sample_as_the_whole(folder: Path) -> None:
     samples = ("train.sample_every=2", 'train.sample_prompts=["aa"]', "train.sample_tokens=4", "train.steps=2")
     runs = {"whole": [], "parts": ["--num_devices=2", "sharding.tensor=2"]}

@@ -88,13 +88,11 @@ def test_config_is_started(config: Path, around: Path) -> None:
 OTHERWISE_ON_XLA = {
     "t5_large": ["data.factory=t5_summaries:random", "model.pretrained=null", f"model.architecture={json.dumps(T5)}"],
 }
-EVERY_DAY = "lora_llama_8b"
 
 
+@pytest.mark.proof
 @pytest.mark.xla
-@pytest.mark.parametrize(
-    "name", [name if name == EVERY_DAY else pytest.param(name, marks=pytest.mark.proof) for name in SMALL]
-)
+@pytest.mark.parametrize("name", SMALL)
 def test_config_is_started_on_xla(name: str, around: Path) -> None:
     """As on a slice, in a new process."""
     words = [*_words(CONFIGS / f"{name}.yaml"), *OTHERWISE_ON_XLA.get(name, [])]

@@ -97,7 +97,7 @@ def folder(tmp_path: Path) -> Path:
 
 def cases() -> list[object]:
     proof = pytest.mark.proof
-    in_suite = [("native", "gil", 1), ("xla", "save", 0)]
+    in_suite = [("xla", "save", 0)]
     all_cases = [(engine, where, process) for engine in STARTS for where in SAYS for process in (0, 1)]
     legal = [case for case in all_cases if case[0] == "native" or case[2] == 0]
     return [case if case in in_suite else pytest.param(*case, marks=proof) for case in legal]

@@ -61,6 +61,7 @@ def kill_and_go_on(folder: Path, kills: int, seed: int, resume_by: list[str] | N
     assert [path.name for path in (folder / "run/checkpoints").iterdir() if not path.name.startswith("step-")] == []
 
 
+@pytest.mark.proof
 def test_a_kill(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, kills=1, seed=0, steps=30)
 

@@ -223,6 +223,7 @@ def test_stop_twice_and_go_on(kind: str, folder: Path, uninterrupted: list[float
     assert not (folder / "run/STOPPED").exists()
 
 
+@pytest.mark.proof
 def test_stop_under_torchrun_and_go_on(folder: Path, uninterrupted: list[float]) -> None:
     command = [str(ROOT / "launch/torchrun.sh"), "--device=cpu", "--config=tiny.yaml", *SLOW]
     variables = {"NPROC_PER_NODE": "2", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}

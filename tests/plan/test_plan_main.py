@@ -105,9 +105,8 @@ def test_rows_of_a_factory_are_planned_like_its_first(capsys: pytest.CaptureFixt
     assert "expected a run with 16 tokens per step" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "where", ["--on=h100:2", pytest.param("--on=v6e-4", marks=[pytest.mark.xla, pytest.mark.proof])]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("where", ["--on=h100:2", pytest.param("--on=v6e-4", marks=pytest.mark.xla)])
 def test_a_t5_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str) -> None:
     assert main([of_rows(tmp_path, "seq2seq_lm", "pairs", {"architecture": T5}), where, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -252,7 +251,7 @@ PROOF, XLA = pytest.mark.proof, pytest.mark.xla
         (GPUS, signal.SIGTERM, 1, 2),
         pytest.param(GPUS, signal.SIGKILL, 1, 2, marks=PROOF),
         pytest.param(SLICE, signal.SIGTERM, 2, 2, marks=[XLA, PROOF]),
-        pytest.param(SLICE, signal.SIGKILL, 2, 2, marks=XLA),
+        pytest.param(SLICE, signal.SIGKILL, 2, 2, marks=[XLA, PROOF]),
     ],
 )
 def test_the_first_line_comes_at_once_and_a_plan_that_is_ended_leaves_no_child(

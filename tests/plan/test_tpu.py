@@ -77,14 +77,12 @@ def test_a_model_that_no_host_could_hold_is_traced_in_little_memory_and_replicas
     assert arguments["batch.labels"].sharding == "{devices=[16,1]<=[16]}"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("slice_", "stages", "more"),
     [
         ("v6e:4x4", 1 + 1 / 4, {}),
-        pytest.param(
-            *("v5p:2x2x4", 1 + 1 / 4 + 1 / 8, {"scan": True, "checkpointing": "full", "offload": "activations"}),
-            marks=pytest.mark.proof,
-        ),
+        ("v5p:2x2x4", 1 + 1 / 4 + 1 / 8, {"scan": True, "checkpointing": "full", "offload": "activations"}),
     ],
 )
 def test_gradients_are_reduce_scattered_where_the_compiler_would_all_reduce_them(
@@ -105,7 +103,8 @@ def test_gradients_are_reduce_scattered_where_the_compiler_would_all_reduce_them
     assert of_both[0] < 0.77 * of_both[1]
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("scan", [False, True])
 def test_a_recomputed_layer_keeps_attention_and_runs_only_its_backward_again(scan: bool) -> None:
     """2 products of half of 1024 x 1024 x 256 in forward, 5 in backward, none in the second run; three layers."""
     recomputed = Program("small", "v6e:2x4", checkpointing="full", scan=scan)
@@ -204,6 +203,7 @@ def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch, miss
 # ------------------------------------------------------------------------------------------------------------- cache
 
 
+@pytest.mark.proof
 def test_a_plan_made_before_is_taken_from_the_cache(
     step: TracedProgram, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
