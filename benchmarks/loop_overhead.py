@@ -109,7 +109,7 @@ class OurStep:
         self._config, self._backend, self._training, self._batches = config, backend, training, batches
         self._stop = StopRequest()
         self._steps = cast(int, config.train.steps)
-        start = run_start(config, backend, training.built.size, self._steps, None)
+        start = run_start(config, config, backend, training.built.size, self._steps, None)
         self._measures = Measures(backend, start)
         self._callbacks = Callbacks([RunFiles(), Console()], [], backend)
         self._callbacks.call(Callback.on_start, start)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.backends.open import open_backend, resolve, spec_of
-from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.backends.open import open_backend, resolve
+from portable_fsdp.backends.refusals import Deployment, refusals, require_supported
 from portable_fsdp.config.describe import autos, with_value
 from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
@@ -43,10 +43,11 @@ def resolve_auto(config: Config, *, device: str, backend: str, num_devices: int 
     ConfigError if nothing fits.
     """
     device, backend = resolve(device, backend)
-    require_supported(config, Deployment(backend, device))
+    place = Deployment(backend, device)
+    require_supported(config, place)
     keys = autos(config)
     fallback = with_settings(config, {key: WITHOUT_PLAN[key] for key in keys})
-    if device not in spec_of(backend).planned_by or (backend, device) == ("native", "tpu"):  # memory: a lower bound
+    if refusals(with_value(config, "train.micro_batch", "auto"), place):  # it has no plan of what fits
         return fallback
     with open_backend(fallback, device=device, backend=backend, num_devices=num_devices) as engine:
         configure_log(engine.process.index)

@@ -16,7 +16,7 @@ from small_models import ARCHITECTURES, SEQ_LEN, Operators, build, families, mat
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from portable_fsdp.backends.contract import ShardPolicy

@@ -212,7 +212,7 @@ UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
         (["--on=h100:8", "train.mikro_batch=3"], "micro_batch"),
         *((["--on=h100:8", f"--save={name}"], "in a folder that exists") for name in UNWRITABLE),
         (["--on=h100:8", "--compare=absent"], "--compare=absent: no metrics.jsonl"),
-        (["--on=h100:8", "--compare=absent", "--sweep"], "need a single plan"),
+        (["--on=h100:8", "--compare=absent", "--sweep"], "needs a single plan"),
         (["--on=h100:8", "--compare=runs", "--sweep"], "needs a single plan"),
         (
             ["--on=h100:3", "train.micro_batch=auto", "model.router_bias_rate=0.1"],
