@@ -173,7 +173,7 @@ def tracked(config: Config, devices: int) -> int:
     recorder = Recorder(fake, cuda.stand_in(), "cpu")  # its own record isn't used
     most = 0
     with (
-        cuda._ranks(devices, min(devices, PER_HOST)),
+        cuda.ranks(devices, min(devices, PER_HOST)),
         cuda.planned_backend(config, fake, recorder, whole=True) as backend,
         cuda._seen_by(recorder),
         patch.object(F, "scaled_dot_product_attention", cuda.gpu_attention),
