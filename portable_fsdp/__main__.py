@@ -21,6 +21,7 @@ COMMANDS = {
     "checkpoint": "list, show, verify, compare, export, import and prune checkpoints",
     "evaluate": "print loss and perplexity of a run, checkpoint or exported model on any data",
     "sample": "print samples from an exported model",
+    "tune": "measure which settings are fastest on the devices that are here",
     "parity": "run the first steps on several engines and name the layer where they diverge",
     "report": "draw the history of a run, or send its metrics to a tracker",
     "doctor": "check this host: packages, devices, network, disk",

@@ -36,6 +36,7 @@ from portable_fsdp.plan import __main__ as plan
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.report import __main__ as report
 from portable_fsdp.runtime.errors import UsageError
+from portable_fsdp.tune import __main__ as tune
 
 DOCS = ROOT / "docs"
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -97,6 +98,9 @@ def check(command: Command) -> None:
                 for engine, devices in (place.split(":") for place in values.on.split(",")):
                     require_names(values.device, engine)
                     split_batch(load_config(ROOT / path, overrides), int(devices))
+        case ["python", "-m", "portable_fsdp.tune", *arguments]:
+            values = tune._parser().parse_args(arguments)
+            load_config(ROOT / values.config, values.overrides)
         case ["python", "-m", module, *arguments] if module in PARSED:
             PARSED[module]._parser().parse_args(arguments)
         case ["python", "examples/accelerate_loop.py"]:

@@ -275,7 +275,7 @@ def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
 FILES, LINES = 82, 18_640
 """Of ours, that a plain native training run may load."""
 
-TOOLS = ("convert", "doctor", "formats", "parity", "plan", "report")
+TOOLS = ("convert", "doctor", "formats", "parity", "plan", "report", "tune")
 
 LOADED_BY_A_RUN = """
 import sys

@@ -18,6 +18,7 @@ from portable_fsdp.config.describe import (
     description_of,
     option_names,
     section_model,
+    shortened,
     value_of,
     with_value,
     yaml_value,
@@ -365,7 +366,7 @@ RULES = (
         "sharding.expert",
         {
             "model.experts": "the axis needs products by groups",
-            "model.lora": "adapters of experts aren't split over the axis, and their weights don't train",
+            "model.lora": "adapters aren't split over the axis",
         }
         | _WHOLE_MATRICES,
     ),
@@ -599,7 +600,7 @@ def require_supported(config: Config, place: Deployment) -> None:
     where = f"backend {place.engine} on {place.device}"
     where += f" ({place.devices} device(s) of {place.hosts} host(s))" if place.devices is not None else ""
     problems = [
-        f"{where}: {rule.option}={yaml_value(value_of(config, rule.option))} {rule.case}: "
+        f"{where}: {rule.option}={shortened(yaml_value(value_of(config, rule.option)))} {rule.case}: "
         + _reason(rule, config, place, "\n  ")
         for rule in refusals(config, place)
     ]

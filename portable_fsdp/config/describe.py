@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from portable_fsdp.config.data import PERCENT
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.yaml_text import Dumper
+from portable_fsdp.config.yaml_text import Dumper, parse
 from portable_fsdp.runtime.errors import ConfigError
 
 Key = tuple[str, ...]
@@ -65,6 +65,13 @@ def with_value(config: Config, option: str, value: Any) -> Config:
     section, _, key = option.partition(".")
     changed = getattr(config, section).model_copy(update={key: tuple(value) if isinstance(value, list) else value})
     return config.model_copy(update={section: changed})
+
+
+def with_settings(config: Config, settings: Mapping[str, str]) -> Config:
+    """Return a copy with these values of `section.key`, in YAML, unchecked."""
+    for option, text in settings.items():
+        config = with_value(config, option, parse(text)[1])
+    return config
 
 
 def autos(config: Config) -> tuple[str, ...]:

@@ -137,6 +137,8 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
     with TemporaryDirectory(prefix="portable_fsdp_parity_") as folder:
 
         def run(place: Place, runs: list[RunTask]) -> list[PlaceRecord]:
+            recorded = max((run.steps for run in runs if run.records), default=0)
+            to_stderr(f"{place} on {place.device}: {runs[0].steps} step(s), {recorded} with modules recorded")
             return run_place(PlaceTask(place=place, runs=runs, module=worker, out=f"{folder}/record"))
 
         ran: list[list[PlaceRecord]] = []
@@ -160,19 +162,19 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
     return _certificate(config, records, deviations)
 
 
-def run_place(task: PlaceTask) -> list[PlaceRecord]:
-    """Run a place in processes of its own. Raises UsageError if it refuses the config, TrainingError if it fails."""
-    recorded = max((run.steps for run in task.runs if run.records), default=0)
-    to_stderr(f"{task.place} on {task.place.device}: {task.runs[0].steps} step(s), {recorded} with modules recorded")
+def run_place(task: PlaceTask, limit_s: float = _LIMIT_S) -> list[PlaceRecord]:
+    """Run a place in processes of its own. Raises UsageError if it refuses the config, TrainingError if it fails or
+    takes longer than `limit_s`."""
     path, out, refusal = (Path(f"{task.out}{suffix}") for suffix in (".task", "", ".error"))
     out.unlink(missing_ok=True)
     path.write_text(task.model_dump_json())
     with Child(task.module, str(path)) as child:
-        ended = child.wait(_LIMIT_S)
+        ended = child.wait(limit_s)
     if ended.how == "finished" and out.is_file():
         return [PlaceRecord.model_validate_json(line) for line in out.read_text().splitlines()]
     if not refusal.is_file():  # not our error, whatever the exit code: MKL exits with 2
-        raise TrainingError(f"{task.place}: exit code {ended.code}\n{ended.last_lines}")
+        how = f"not finished after {limit_s:.0f} s" if ended.how == "late" else f"exit code {ended.code}"
+        raise TrainingError(f"{task.place}: {how}\n{ended.last_lines}")
     raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
 
 

@@ -70,6 +70,9 @@ class PlaceRecord(_Json):
     versions: dict[str, str]
     losses: list[float] = []
     grad_norms: list[float] = []
+    seconds: list[float] = []
+    cpu_seconds: list[float] = []  # processor time of process 0
+    memory_bytes: int | None = None  # peak of the fullest device of process 0
     modules: list[dict[str, list[float]]] = []
     state: list[dict[str, list[float]]] = []
 

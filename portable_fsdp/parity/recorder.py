@@ -4,6 +4,7 @@ A tensor becomes its number of elements, its sum of squares and projections on f
 rows, so data shards and micro batches add up. The step's program returns them as one more output.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -51,14 +52,19 @@ def run(place: Place, task: RunTask, prepare: Callable[[Training], None]) -> Pla
         with open_batches(config, engine, training, corpus) as batches:
             for number in range(1, min(task.steps, total) + 1):
                 rows, lr = next(batches), learning_rate(config.optim, number, total)
+                began, cpu_began = time.perf_counter(), time.process_time()
                 placed = [engine.place(batch) for batch in rows.micro_batches]
                 metrics = engine.fetch(step(placed, lr, [rows.count])).result()
                 record.losses.append(metrics["loss"].item())
                 record.grad_norms.append(metrics["grad_norm"].item())
+                record.seconds.append(time.perf_counter() - began)
+                record.cpu_seconds.append(time.process_time() - cpu_began)
                 if recorder:
                     record.modules.append(recorder.total)
                     recorder.total = {}
                     record.state.append(state_statistics(engine, training))
+        memory = engine.memory()
+        record.memory_bytes = memory.peak_bytes if memory else None
         return record
 
 

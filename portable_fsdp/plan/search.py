@@ -21,7 +21,7 @@ CHECKPOINTING, COMPILE, ROWS = "memory.gradient_checkpointing", "compile.enabled
 COMPILE_S = 60.0
 """Seconds to compile a layer's forward and backward with inductor on the host of a GPU. By rule, not measured by us."""
 
-_MODES = (
+MODES = (
     {CHECKPOINTING: "none"},
     {CHECKPOINTING: "selective", "memory.save_ops": "[matmul, attention]"},
     {CHECKPOINTING: "selective", "memory.save_ops": "[attention]"},
@@ -38,7 +38,7 @@ def usual_grid(config: Config, devices: int, *, scan: bool, compiles: bool = Fal
     if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers only
         unrolled["memory.offload"] = "none"
     modes = [checkpointing(config, mode) for mode in ("none", "selective", "full")]
-    layers = [unrolled | mode for mode in (_MODES if CHECKPOINTING in autos(config) else modes)]
+    layers = [unrolled | mode for mode in (MODES if CHECKPOINTING in autos(config) else modes)]
     if scan:  # all iterations of the loop run one program: all layers are recomputed, or none
         layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
     sharded = dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy))
@@ -145,7 +145,7 @@ def _fastest(config: Config, fixed: Settings, target: Target, plan_of: PlanOf, p
     modes = [dict[str, str]()]
     if CHECKPOINTING in autos(config):  # on TPUs a recomputed layer always keeps the output of the attention kernel
         modes = [
-            mode for mode in _MODES if target.hardware.kind != "tpu" or mode.get("memory.save_ops") != "[attention]"
+            mode for mode in MODES if target.hardware.kind != "tpu" or mode.get("memory.save_ops") != "[attention]"
         ]
     results, roomy = list[Tried](), list[Tried]()
 

@@ -7,17 +7,15 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend, resolve
 from portable_fsdp.backends.refusals import Deployment, refusals, require_supported
-from portable_fsdp.config.describe import autos, with_value
+from portable_fsdp.config.describe import autos, with_settings, with_value
 from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -56,13 +54,6 @@ def resolve_auto(config: Config, *, device: str, backend: str, num_devices: int 
         limit_bytes = min(engine.gather(((memory and memory.limit_bytes) or 0) // sharing))
         chosen = on_process_0(engine, lambda: _kept(config, engine) or _planned(config, engine, limit_bytes))
     return with_settings(config, chosen)
-
-
-def with_settings(config: Config, settings: Mapping[str, str]) -> Config:
-    """Return the config with these keys, in YAML, unchecked."""
-    for key, text in settings.items():
-        config = with_value(config, key, parse(text)[1])
-    return config
 
 
 def _kept(config: Config, engine: Backend) -> dict[str, str] | None:
