@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -179,15 +180,15 @@ class Tuner:
 
     def _tried(self, settings: Settings) -> Candidate:
         config, began = with_settings(self._config, settings), time.monotonic()
-        # Later candidates get three times what the reference took: one that hangs must not take all the time.
-        limit = self._left if self._reference is None else min(self._left, 3 * self._candidates[0].trial_s + 30)
+        # One that hangs must not take all the time, and a compiler may take longer than the eager reference.
+        limit = self._left if self._reference is None else max(3 * self._candidates[0].trial_s, self._left / 4)
         candidate = Candidate(settings=settings)
         try:
             check_config(config, Deployment(self._place.engine, self._place.device, self._place.devices, 1))
             with TemporaryDirectory(prefix="portable_fsdp_tune_") as folder:
                 task = RunTask(config=config.model_dump_json(), steps=STEPS)
                 place = PlaceTask(place=self._place, runs=[task], module=self._worker, out=f"{folder}/record")
-                (record,) = run_place(place, limit)
+                (record,) = run_place(place, min(limit, self._left))
         except PortableFSDPError as error:
             candidate.problem = _reason(f"{error}")
         else:
@@ -212,12 +213,13 @@ def _compared(expected: list[float], losses: list[float], bound: float) -> tuple
 
 def _reason(text: str) -> str:
     """Return the problem of a candidate in one line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [re.sub(r"^\[rank\d+\]:", "", line.strip()).strip() for line in text.splitlines() if line.strip()]
     if any(mark in text for mark in _MARKS):
         return OUT_OF_MEMORY
     if "not finished after" in lines[0]:
         return lines[0].partition(": ")[2]
-    last = lines[-1] if len(lines) > 1 and "exit code" in lines[0] else lines[0]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b.*:", line)]
+    last = errors[-1] if errors and "exit code" in lines[0] else lines[0]
     return f"doesn't compile: {last}" if any(mark in text for mark in _COMPILERS) else last
 
 

@@ -25,7 +25,7 @@ def plant(config: Config, training: Training) -> None:
     elif config.train.micro_batch == 4:
         weight.register_hook(lambda gradient: gradient * float("nan"))
     elif kept == ("attention",):
-        torch.compile(torch.nn.Identity(), backend=_fails)(torch.ones(1).requires_grad_() + 1)
+        torch.compile(torch.nn.Linear(1, 1), backend=_fails)(torch.ones(1))
     elif kept:
         time.sleep(10_000)
     elif mode == "none":

@@ -27,11 +27,11 @@ def written(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_a_candidate_that_fails_is_a_row_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path)
-    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=8", "sharding.strategy=NO_SHARD"]
+    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=3", "sharding.strategy=NO_SHARD"]
     assert main(words, worker="failing_worker") == 0
     tuning = Tuning.model_validate_json((tmp_path / "small.tuning.json").read_text())
     problems = [each.problem for each in tuning.candidates]
