@@ -40,8 +40,8 @@ def axes(config: Config, place: Deployment) -> Iterator[list[Settings]]:
     choices: list[list[Settings]] = [
         [{COMPILE: "true"}, {COMPILE: "false"}],
         [{"compile.scan_layers": "true"}, {"compile.scan_layers": "false"}],
-        [{ROWS: str(size)} for size in sizes if size <= 64],
         [reset | mode for mode in MODES],
+        [{ROWS: str(size)} for size in _doubling(sizes)],
         [{"sharding.strategy": strategy} for strategy in strategies],
         [{"model.attention": name} for name in (("auto", "static", "flex") if place.device == "cuda" else ())],
         [{"sharding.forward_prefetch": "0"}, {"sharding.forward_prefetch": "1"}],
@@ -50,6 +50,15 @@ def axes(config: Config, place: Deployment) -> Iterator[list[Settings]]:
         accepted = [settings for settings in values if not _is_refused(config, settings, place)]
         if len(accepted) > 1:
             yield accepted
+
+
+def _doubling(sizes: list[int]) -> list[int]:
+    """Leave out sizes below twice the one before; at most 64 rows, which fill a device."""
+    kept: list[int] = []
+    for size in (size for size in sizes if size <= 64):
+        if not kept or size >= 2 * kept[-1]:
+            kept.append(size)
+    return kept
 
 
 def _is_refused(config: Config, settings: Settings, place: Deployment) -> bool:
