@@ -23,7 +23,15 @@ from portable_fsdp.backends.refusals import (
     rules_of,
     verdicts,
 )
-from portable_fsdp.config.describe import default_of, option_names, plain_values, section_model, value_of, yaml_value
+from portable_fsdp.config.describe import (
+    default_of,
+    option_names,
+    plain_values,
+    section_model,
+    shortened,
+    value_of,
+    yaml_value,
+)
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -224,7 +232,7 @@ def test_each_option_has_one_verdict_and_a_refusal_says_key_reason_and_fixes(pla
             message = str(error)
         assert len(message.splitlines()) == 2 * len(rules)
         for rule in rules:
-            value = yaml_value(value_of(config, rule.option))
+            value = shortened(yaml_value(value_of(config, rule.option)))
             assert f"{rule.option}={value} {rule.case}: {rule.reason}.\n  Set " in message
             assert all(fix in message for fix in fixes_of(rule, config, place))
 
