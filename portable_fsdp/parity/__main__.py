@@ -163,7 +163,7 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
 
 
 def run_place(task: PlaceTask, limit_s: float = _LIMIT_S) -> list[PlaceRecord]:
-    """Run a place in processes of its own. Raises UsageError if it refuses the config, TrainingError if it fails or
+    """Run a place in separate processes. Raises UsageError if it refuses the config, TrainingError if it fails or
     takes longer than `limit_s`."""
     path, out, refusal = (Path(f"{task.out}{suffix}") for suffix in (".task", "", ".error"))
     out.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 
 from portable_fsdp.backends.open import count_devices, local_processes, resolve
 from portable_fsdp.backends.refusals import Deployment
-from portable_fsdp.config.describe import with_settings, with_value, yaml_value
+from portable_fsdp.config.describe import changed_values, with_settings, with_value, yaml_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.convert.read import read_config
@@ -27,7 +28,7 @@ from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, PortableFSD
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.train.preflight import check_config
-from portable_fsdp.tune.search import axes, changed_from, climb, reference
+from portable_fsdp.tune.search import axes, climb, reference
 
 DESCRIPTION = """Measure which settings are fastest on the devices that are here: a few steps each on the config's data.
 
@@ -149,14 +150,13 @@ class Tuner:
         for _ in climb(first, axes(base, place), self._measure):
             if self._left <= 0:
                 break
-        best = min((c for c in self._candidates if not c.problem), key=lambda c: c.seconds or math.inf)
         return Tuning(
             config=path,
             place=self._place,
             device_name=self._reference.device_name,
             versions=self._reference.versions,
             candidates=self._candidates,
-            chosen=best.settings,
+            chosen=_fastest(self._candidates).settings,
         )
 
     @property
@@ -166,7 +166,7 @@ class Tuner:
     def _measure(self, settings: Settings) -> float | None:
         """Run a candidate, unless an equal one ran; return the median seconds of a step, infinity if memory is short,
         None if it can't be used or no time is left."""
-        settings = changed_from(self._config, settings)
+        settings = changed_values(self._config, with_settings(self._config, settings))
         known = next((c for c in self._candidates if c.settings == settings), None)
         if known is None:
             if self._left <= 0:
@@ -223,6 +223,10 @@ def _reason(text: str) -> str:
     return f"doesn't compile: {last}" if any(mark in text for mark in _COMPILERS) else last
 
 
+def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+    return min((each for each in candidates if not each.problem), key=lambda each: each.seconds or math.inf)
+
+
 def _table(tuning: Tuning) -> str:
     """Format a row per candidate, the fastest first."""
     rows = [("settings", "s a step", "spread", "GiB", "loss differs by", "")]
@@ -237,8 +241,7 @@ def _table(tuning: Tuning) -> str:
 
 def tuned_yaml(tuning: Tuning) -> str:
     """Format the keys that changed as YAML, with the figures as comments."""
-    first = tuning.candidates[0]
-    best = min((c for c in tuning.candidates if not c.problem), key=lambda c: c.seconds or math.inf)
+    first, best = tuning.candidates[0], _fastest(tuning.candidates)
     ratio = (first.seconds or 0) / (best.seconds or 1)
     lines = [
         f"# {tuning.config}, measured on {tuning.place.devices} x {tuning.device_name}, backend {tuning.place.engine}:",

@@ -90,8 +90,3 @@ def climb(
                     break
                 best, fastest = candidate, seconds
                 yield best
-
-
-def changed_from(config: Config, settings: Settings) -> Settings:
-    """Return the settings that differ from the config's own values."""
-    return {key: value for key, value in settings.items() if yaml_value(value_of(config, key)) != value}

@@ -33,7 +33,7 @@ PROOFS = (
     "fp32_equals_a_plain_loop[xla-3-adafactor]",
     "all_in_bfloat16_learns_and_stays_bfloat16[xla-3]",
 )
-"""Of tests of every engine: the other engine is every commit's, and other tests hold the same on this one."""
+"""Tests that run per commit on another engine; on this engine they are proofs, and other tests check the same."""
 
 ROOM = 8 * 2**30
 """Bytes. With less of the machine's memory left, groups that wait are ended before another begins."""

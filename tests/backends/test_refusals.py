@@ -48,9 +48,9 @@ PLACES = [
 ]
 FEW = [place for place in PLACES if (place.devices, place.hosts) in ((1, 1), (8, 2), (None, None))]
 IN_SUITE = [place for place in FEW if place.device == ("cuda" if place.engine == "native" else "tpu")]
-"""Of the places that all groups are tried at, one of each engine."""
+"""One place for each engine, at which all groups of options are tried."""
 PROOFS = [place for place in PLACES if place not in IN_SUITE and (place in FEW or place.engine != "native")]
-"""Of numbers of devices and hosts only sharding's rules ask: the suite tries them on one engine."""
+"""Places that differ in devices and hosts, which only the rules of `sharding` read: tried on one engine per commit."""
 
 
 def each(places: list[Deployment]) -> list[Any]:

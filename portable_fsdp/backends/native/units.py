@@ -191,7 +191,7 @@ def _recomputed(
     if save_ops:
         kept = [getattr(torch.ops.aten, name).default for kind in save_ops for name in _OPS[kind]]
         if "attention" in save_ops and (flex := getattr(torch.ops.higher_order, "flex_attention", None)) is not None:
-            kept.append(flex)  # compiled layers alone: elsewhere it's a compiled function of its own
+            kept.append(flex)  # in compiled layers only: elsewhere it is compiled separately
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
