@@ -23,6 +23,9 @@ from portable_fsdp.runtime.errors import ConfigError
 Key = tuple[str, ...]
 """`("optim", "lr")`; list items by index: `("optim", "groups", "0", "lr")`."""
 
+Settings = dict[str, str]
+"""`optim.lr` -> value in YAML, as in an override."""
+
 
 def key_name(key: Key) -> str:
     """Format a key: `optim.lr`, `optim.groups[0].lr`."""

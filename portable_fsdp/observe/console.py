@@ -40,7 +40,7 @@ class Console(Callback):
         settings = (f"{name}={shortened(yaml_value(value_of(config, name)))}" for name in changed)
         log.info("run folder: %s; %s", start.folder, " ".join(settings))
         if chosen := changed_values(start.given, config):
-            log.info("auto chose %s", " ".join(f"{key}={value}" for key, value in chosen.items()))
+            log.info("chosen: %s", " ".join(f"{key}={value}" for key, value in chosen.items()))
 
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import statistics
 import time
@@ -294,8 +295,12 @@ def _process_start() -> float:
 
 
 def environment() -> dict[str, str]:
+    """Return this host's name, and the versions of Python, of the packages that matter, and of NVIDIA's driver."""
     versions = {"host": socket.gethostname(), "python": platform.python_version()}
     for package in ("portable_fsdp", "torch", "torch_xla", "transformers"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
+    with suppress(OSError):  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  ..."
+        if driver := re.search(r"Module\b.*?\s([\d.]+)\s", Path("/proc/driver/nvidia/version").read_text()):
+            versions["driver"] = driver[1]
     return versions

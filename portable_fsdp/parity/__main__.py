@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -162,18 +162,26 @@ def certify(config: Config, places: Sequence[Place], steps: int, worker: str = _
     return _certificate(config, records, deviations)
 
 
-def run_place(task: PlaceTask, limit_s: float = _LIMIT_S) -> list[PlaceRecord]:
-    """Run a place in separate processes. Raises UsageError if it refuses the config, TrainingError if it fails or
-    takes longer than `limit_s`."""
+def run_place(
+    task: PlaceTask,
+    limit_s: float = _LIMIT_S,
+    environment: Mapping[str, str] | None = None,
+    others_failed: Callable[[], bool] = lambda: False,
+) -> list[PlaceRecord]:
+    """Run a place in separate processes, or this process's part of it if a launcher started several; `environment` is
+    added to theirs. Raises UsageError if it refuses the config, TrainingError if it fails, takes longer than `limit_s`,
+    or `others_failed()`."""
     path, out, refusal = (Path(f"{task.out}{suffix}") for suffix in (".task", "", ".error"))
+    out = out.with_name(f"{out.name}.{detect_launch(os.environ).rank}")
     out.unlink(missing_ok=True)
     path.write_text(task.model_dump_json())
-    with Child(task.module, str(path)) as child:
-        ended = child.wait(limit_s)
+    with Child(task.module, str(path), environment=environment) as child:
+        ended = child.wait(limit_s, others_failed)
     if ended.how == "finished" and out.is_file():
         return [PlaceRecord.model_validate_json(line) for line in out.read_text().splitlines()]
     if not refusal.is_file():  # not our error, whatever the exit code: MKL exits with 2
         how = f"not finished after {limit_s:.0f} s" if ended.how == "late" else f"exit code {ended.code}"
+        how = "another process failed" if ended.how == "enough" else how
         raise TrainingError(f"{task.place}: {how}\n{ended.last_lines}")
     raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
 
@@ -194,6 +202,8 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
         code = run_in_processes(processes, launch, place.device, place.engine, task.module, argv)
         if code is not None:
             return code
+    elif os.getppid() == int(parent):
+        end_with_parent(int(parent))
     end_with_agent(os.environ)
     from portable_fsdp.parity.recorder import run
 
@@ -202,8 +212,8 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
     except PortableFSDPError as error:
         write_text_atomically(Path(f"{task.out}.error"), str(error))
         return error.exit_code
-    if launch.rank == 0:
-        write_text_atomically(Path(task.out), "\n".join(record.model_dump_json() for record in records))
+    text = "\n".join(record.model_dump_json() for record in records)
+    write_text_atomically(Path(f"{task.out}.{launch.rank}"), text)
     return EXIT_FINISHED
 
 

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from portable_fsdp.backends.open import engine_made_for
-from portable_fsdp.config.describe import autos, with_value
+from portable_fsdp.config.describe import Settings, autos, with_value
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.tuning import Tuning, read_tuning
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.plan import planner, result, search
-from portable_fsdp.plan.result import Plan, Settings, Tried
+from portable_fsdp.plan.result import Plan, Tried
 from portable_fsdp.plan.search import PlanOf
 from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
@@ -47,7 +48,11 @@ def _parser() -> CommandParser:
     parser.switch("--sweep", "plan a grid of settings: which fit, and how fast each can be")
     axis = "a key to sweep with its values, as in --over=train.micro_batch=1,2,4; may be repeated"
     add("--over", action="append", default=[], metavar="key=value,...", help=axis)
-    add("--compare", metavar="RUN", help="a run's folder: compare its measured steps with the plan")
+    add(
+        "--compare",
+        metavar="PATH",
+        help="a run's folder, or CONFIG.tuning.json: compare what was measured with the plan",
+    )
     add("--save", metavar="FILE", help="draw the plan, or the sweep, to a file (plan.png)")
     parser.switch("--json", "one JSON object")
     return parser
@@ -95,8 +100,10 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
 def _one(
     options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, worker: Worker, picture: Path | None
 ) -> int:
+    tuning = _tuning(Path(options.compare), target) if options.compare and Path(options.compare).is_file() else None
     tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # None: from the plan
-    measured = _measured(options.compare, tokens) if options.compare and tokens else None
+    is_run = options.compare and tuning is None
+    measured = _measured(options.compare, tokens) if is_run and tokens else None
     best = Tried(settings={})
     if is_search := bool(autos(config)):
 
@@ -105,7 +112,7 @@ def _one(
 
         best = search.fastest_that_fits(config, target, plan_of, count_programs, to_stderr)
     plan = best.plan or plan_of({})
-    if options.compare:
+    if is_run:
         measured = measured or _measured(options.compare, plan.time.tokens_per_step)
     comparison = None if measured is None else compare(plan.time, measured, plan.expected)
     if not options.json:
@@ -122,10 +129,13 @@ def _one(
             "measures": [tried.model_dump(mode="json") for tried in measures],
             "measured": None if comparison is None else comparison.model_dump(mode="json"),
             "chosen": best.settings if best.fits else None,
+            "measured_over_expected": None if tuning is None else tuning.over_expected,
         }
         to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
     elif comparison is not None:
         to_stdout(result.comparison_text(comparison))
+    elif tuning is not None:
+        to_stdout(result.calibrated_text(plan, tuning.over_expected))
     if measures:
         (to_stderr if options.json else to_stdout)(result.measures_text(measures))
     if picture is not None:
@@ -192,6 +202,17 @@ def _picture(name: str) -> Path:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"--save: matplotlib is not installed: {pip_install('plan')}")
     return Path(name)
+
+
+def _tuning(path: Path, target: Target) -> Tuning:
+    """Read a record of `tune`. Raises UsageError if it says nothing about the speed of this hardware."""
+    tuning = read_tuning(path)
+    if tuning.device_name != target.hardware.device_name:
+        where = f"measured on {tuning.where}, this plan is for {target.hardware.device_name}"
+        raise UsageError(f"--compare={path}: a record of other hardware: {where}.")
+    if not tuning.over_expected:
+        raise UsageError(f"--compare={path}: none of its candidates has an expected time.")
+    return tuning
 
 
 def _measured(name: str, tokens: int) -> list[MeasuredStep]:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
 
-from portable_fsdp.config.describe import yaml_value
+from portable_fsdp.config.describe import Settings, yaml_value
 from portable_fsdp.runtime.errors import UsageError, table
 
 _BAR = 40  # characters
@@ -210,10 +211,6 @@ class Comparison(_Result):
     expected_ratio: float | None  # measured seconds / expected seconds
 
 
-Settings = dict[str, str]
-"""Config key -> value, as in an override."""
-
-
 class Tried(BaseModel):
     """A setting of the grid with its plan, or the reason for its refusal."""
 
@@ -284,6 +281,15 @@ def comparison_text(run: Comparison) -> str:
         f"measured over {run.steps} steps: {_seconds(run.seconds)} per step{expected}{ratio}; "
         f"{run.tokens_per_second:,.0f} tokens/s in total{mfu}"
     )
+
+
+def calibrated_text(plan: Plan, ratios: Sequence[float]) -> str:
+    """Format what this plan's step takes if it is off by as much as those that were measured. `ratios`: measured over
+    expected seconds."""
+    middle = median(ratios)
+    seconds = "" if plan.expected is None else f": this step, {_seconds(middle * plan.expected.seconds)}"
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} candidates"
+    return f"measured there: {middle:.2f} times the expected time ({spread}){seconds}"
 
 
 def _memory_lines(memory: DeviceMemory) -> list[str]:

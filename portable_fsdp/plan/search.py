@@ -4,10 +4,10 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from portable_fsdp.config.describe import autos, default_of, value_of, with_value, yaml_value
+from portable_fsdp.config.describe import Settings, autos, default_of, value_of, with_value, yaml_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import devices_per_row, micro_batches, split_batch
-from portable_fsdp.plan.result import Plan, Progress, Settings, Tried
+from portable_fsdp.plan.result import Plan, Progress, Tried
 from portable_fsdp.plan.target import Target
 from portable_fsdp.runtime.errors import BackendError, PortableFSDPError
 

@@ -1,4 +1,5 @@
-"""Resolve the keys that are `auto`: the values that this run had before if it resumes, else the fastest by plan.
+"""Resolve the keys that are `auto`: what `tune` measured if the run asks for it, the values that this run had before if
+it resumes, else the fastest by plan.
 
 A training run doesn't import the planner: process 0 starts `plan` as a child process.
 """
@@ -16,7 +17,8 @@ from portable_fsdp.backends.refusals import Deployment, refusals, require_suppor
 from portable_fsdp.config.describe import autos, with_settings, with_value
 from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
-from portable_fsdp.observe.run_files import read_jsonl
+from portable_fsdp.config.tuning import place_words, read_tuning
+from portable_fsdp.observe.run_files import environment, read_jsonl
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import configure_log
@@ -34,26 +36,49 @@ WITHOUT_PLAN = {"train.micro_batch": "1", "memory.gradient_checkpointing": "full
 """The values of `auto` on an engine that has no planner for the device; its rules refuse micro_batch=auto."""
 
 
-def resolve_auto(config: Config, *, device: str, backend: str, num_devices: int | None) -> Config:
+def resolve_auto(
+    config: Config, *, device: str, backend: str, num_devices: int | None, tuning: Path | None = None
+) -> Config:
     """Return the config with values for `auto`, identical on all processes. *collective*
 
-    Opens a separate engine: the programs of one depend on the values. Raises BackendError if the engine refuses `auto`,
-    ConfigError if nothing fits.
+    `tuning`: a record of `tune`; its settings are used if it holds for these devices, versions and this config, else
+    the log says why not. Opens a separate engine: the programs of one depend on the values. Raises BackendError if the
+    engine refuses `auto`, ConfigError if nothing fits, UsageError for an invalid record.
     """
     device, backend = resolve(device, backend)
     place = Deployment(backend, device)
     require_supported(config, place)
     keys = autos(config)
     fallback = with_settings(config, {key: WITHOUT_PLAN[key] for key in keys})
-    if refusals(with_value(config, "train.micro_batch", "auto"), place):  # it has no plan of what fits
+    is_planned = bool(keys) and not refusals(with_value(config, "train.micro_batch", "auto"), place)
+    if not is_planned and tuning is None:
         return fallback
     with open_backend(fallback, device=device, backend=backend, num_devices=num_devices) as engine:
         configure_log(engine.process.index)
         memory, hosts = engine.memory(), engine.gather(host_identity())
         sharing = hosts.count(host_identity()) if device == "cpu" else 1
         limit_bytes = min(engine.gather(((memory and memory.limit_bytes) or 0) // sharing))
-        chosen = on_process_0(engine, lambda: _kept(config, engine) or _planned(config, engine, limit_bytes))
-    return with_settings(config, chosen)
+
+        def choose() -> dict[str, str] | None:
+            chosen = None if tuning is None else _tuned(config, engine, tuning)
+            if chosen is None and is_planned:
+                chosen = _kept(config, engine) or _planned(config, engine, limit_bytes)
+            return chosen
+
+        chosen = on_process_0(engine, choose)
+    return fallback if chosen is None else with_settings(config, chosen)
+
+
+def _tuned(config: Config, engine: Backend, path: Path) -> dict[str, str] | None:
+    """Return what was measured as the fastest; None if the record doesn't hold here."""
+    tuning, versions = read_tuning(path), environment()
+    del versions["host"]
+    here = place_words(engine.name, engine.device_name, engine.devices)
+    if differences := list(tuning.differences(config, here, versions)):
+        log.warning("--tuned: %s is not used: %s", path, "; ".join(differences))
+        return None
+    log.info("--tuned: the settings of %s", path)
+    return tuning.chosen
 
 
 def _kept(config: Config, engine: Backend) -> dict[str, str] | None:

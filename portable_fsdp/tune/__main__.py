@@ -7,27 +7,39 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
-from pydantic import BaseModel
-
-from portable_fsdp.backends.open import count_devices, local_processes, resolve
+from portable_fsdp.backends.open import count_devices, local_processes, resolve, spec_of
 from portable_fsdp.backends.refusals import Deployment
-from portable_fsdp.config.describe import changed_values, with_settings, with_value, yaml_value
+from portable_fsdp.config.describe import Settings, changed_values, with_settings, with_value, yaml_value
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.tuning import Candidate, Tuning, tuning_file
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.convert.read import read_config
-from portable_fsdp.parity.__main__ import run_place
 from portable_fsdp.parity.record import Place, PlaceRecord, PlaceTask, RunTask, bounds
-from portable_fsdp.plan.result import Settings
-from portable_fsdp.runtime.command import CommandParser, at_least, number_of, run_command, to_stderr, to_stdout
+from portable_fsdp.plan.planner import make_plan
+from portable_fsdp.plan.result import Plan
+from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, ROWS, fastest_that_fits
+from portable_fsdp.plan.target import Target, parse_target
+from portable_fsdp.plan.time import rates_of
+from portable_fsdp.runtime.child import Worker
+from portable_fsdp.runtime.command import (
+    CommandParser,
+    at_least,
+    number_of,
+    run_command,
+    say_once_per_host,
+    to_stderr,
+    to_stdout,
+)
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, PortableFSDPError, TrainingError, UsageError, table
 from portable_fsdp.runtime.files import write_text_atomically
-from portable_fsdp.runtime.launchers import detect_launch
+from portable_fsdp.runtime.launchers import detect_launch, tpu_workers
 from portable_fsdp.train.preflight import check_config
+from portable_fsdp.tune.processes import Processes
 from portable_fsdp.tune.search import axes, climb, reference
 
 DESCRIPTION = """Measure which settings are fastest on the devices that are here: a few steps each on the config's data.
@@ -41,39 +53,12 @@ FLAGS = {
 }
 
 STEPS, WARM_UP = 7, 2
+SLOWER = 1.25
+"""A candidate this much slower by plan isn't run; plans are within 12 % of runs that they weren't fitted to."""
 _WORKER = "portable_fsdp.parity"  # it trains a place's first steps
 OUT_OF_MEMORY = "out of memory"
 _MARKS = ("out of memory", "OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError", "exit code -9")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "BackendCompilerFailed", "Mosaic", "INTERNAL: ")
-
-
-class Candidate(BaseModel):
-    """Settings with what was measured, or why they were not used."""
-
-    settings: Settings
-    seconds: float | None = None  # median of a step
-    spread: float | None = None  # largest less smallest, seconds
-    cpu_seconds: float | None = None  # median processor time of process 0
-    memory_bytes: int | None = None
-    loss_difference: float | None = None  # largest relative one from the reference
-    problem: str = ""
-    trial_s: float = 0.0  # of the whole trial, with start and compilation
-
-    @property
-    def words(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "the config's own"
-
-
-class Tuning(BaseModel):
-    """All of a tuning, as in CONFIG.tuning.json."""
-
-    schema_version: int = 1
-    config: str  # path
-    place: Place
-    device_name: str
-    versions: dict[str, str]
-    candidates: list[Candidate]  # the reference first
-    chosen: Settings
 
 
 def _parser() -> CommandParser:
@@ -91,23 +76,29 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
 
     def tune(options: argparse.Namespace) -> int:
         path, config, place = _read(options)
-        tuning = Tuner(config, place, 60 * options.minutes, worker).run(str(path))
+        processes = Processes(launch := detect_launch(os.environ))
+        if launch.rank > 0:
+            processes.follow()
+            return EXIT_FINISHED
+        try:
+            with Worker() as plans:
+                tuning = Tuner(config, place, processes, plans, 60 * options.minutes, worker).run(str(path))
+        finally:
+            processes.end()
         to_stdout(_table(tuning))
-        write_text_atomically(path.with_suffix(".tuning.json"), tuning.model_dump_json(indent=1) + "\n")
+        write_text_atomically(tuning_file(path), tuning.model_dump_json(indent=1) + "\n")
         write_text_atomically(path.with_suffix(".tuned.yaml"), tuned_yaml(tuning))
-        to_stdout(f"written: {path.with_suffix('.tuned.yaml')}, {path.with_suffix('.tuning.json')}")
+        to_stdout(f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}")
         if options.json:
             to_stdout(json.dumps(tuning.model_dump(mode="json")))
         return EXIT_FINISHED
 
-    return run_command(_parser(), argv, tune)
+    return run_command(_parser(), argv, tune, say=say_once_per_host)
 
 
-def _read(options: argparse.Namespace) -> tuple[Path, Config, Place]:
+def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
     if options.config is None:
         raise UsageError("tune: --config=FILE is required.")
-    if not detect_launch(os.environ).is_alone:
-        raise UsageError("tune: a launcher started this process; start tune directly: it starts all processes.")
     config = read_config(options.config, options.overrides, options.imports, os.environ).config
     for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
         config = with_value(config, key, value)
@@ -115,26 +106,36 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Place]:
         device, engine = resolve(options.device, options.backend)
     except PortableFSDPError as error:
         raise UsageError(f"{error}\n  For devices that aren't here: python -m portable_fsdp.plan --on=...") from None
-    number = number_of("num_devices", options.num_devices)
-    devices = number or (count_devices(device) if device != "cpu" else local_processes(device, engine, None))
-    place = Place(device=device, engine=engine, devices=devices)
-    check_config(config, Deployment(engine, device, devices, 1))
+    launch, hosts = detect_launch(os.environ), 1
+    if launch.is_alone and len(tpu_workers(os.environ)) < 2:
+        number = number_of("num_devices", options.num_devices)
+        devices = number or (count_devices(device) if device != "cpu" else local_processes(device, engine, None))
+    elif launch.is_alone or not spec_of(engine).launcher_counts_devices:
+        raise UsageError(f"tune: backend {engine}: expected one host, started directly, found {launch.description}.")
+    else:
+        devices = launch.world_size
+        hosts = max(1, devices // int({**os.environ, **launch.variables}.get("LOCAL_WORLD_SIZE", devices)))
+    place = Deployment(engine, device, devices, hosts)
+    check_config(config, place)
     return Path(options.config), config, place
 
 
 class Tuner:
     """Measures candidates one after the other, within `limit_s` seconds."""
 
-    def __init__(self, config: Config, place: Place, limit_s: float, worker: str = _WORKER) -> None:
-        self._config, self._place, self._worker = config, place, worker
+    def __init__(
+        self, config: Config, place: Deployment, processes: Processes, plans: Worker, limit_s: float, worker: str
+    ) -> None:
+        self._config, self._place, self._processes, self._worker = config, place, processes, worker
         self._began, self._limit_s = time.monotonic(), limit_s
         self._candidates: list[Candidate] = []
         self._reference: PlaceRecord | None = None
         self._bound = bounds(config).loss
+        self._plans, self._target = plans, None
 
     def run(self, path: str) -> Tuning:
-        """Measure the reference, and then candidates while time is left. Raises TrainingError if the reference fails
-        or takes all the time."""
+        """Measure the reference, the plan's choice, and then candidates while time is left. Raises TrainingError if the
+        reference fails or takes all the time."""
         first = reference(self._config)
         self._measure(first)
         if self._reference is None:
@@ -145,16 +146,18 @@ class Tuner:
                     "finished.\n  Give it more."
                 )
             raise TrainingError(f"tune: the reference ({failed.words}) failed: {failed.problem}")
-        base = with_settings(self._config, first)
-        place = Deployment(self._place.engine, self._place.device, self._place.devices, 1)
-        for _ in climb(first, axes(base, place), self._measure):
+        self._target = _target(self._reference.device_name, self._place.devices or 1)
+        starts = [first, *self._choice_of_plan(first)]
+        for _ in climb(starts, [*axes(with_settings(self._config, first), self._place)], self._measure):
             if self._left <= 0:
                 break
         return Tuning(
             config=path,
-            place=self._place,
+            base=self._config.model_dump_json(),
+            engine=self._place.engine,
             device_name=self._reference.device_name,
-            versions=self._reference.versions,
+            devices=self._place.devices or 1,
+            versions={name: value for name, value in self._reference.versions.items() if name != "host"},
             candidates=self._candidates,
             chosen=_fastest(self._candidates).settings,
         )
@@ -162,6 +165,27 @@ class Tuner:
     @property
     def _left(self) -> float:
         return self._limit_s - (time.monotonic() - self._began)
+
+    def _choice_of_plan(self, first: Settings) -> Iterator[Settings]:
+        """Yield what `auto` takes on these devices; nothing if no plan knows their speed."""
+        if self._target is None:
+            return
+        config = with_settings(self._config, first | dict.fromkeys((CHECKPOINTING, COMPILE, ROWS), "auto"))
+        count_programs = partial(self._plans, "portable_fsdp.plan.compile_trial:count_programs", config)
+
+        def plan_of(settings: Settings) -> Plan:
+            return self._plan(with_settings(config, settings))
+
+        try:
+            best = fastest_that_fits(config, self._target, plan_of, count_programs, lambda line: None)
+        except PortableFSDPError as error:
+            to_stderr(f"no candidates by plan: {error}")
+        else:
+            yield first | best.settings
+
+    def _plan(self, config: Config) -> Plan:
+        assert self._target is not None
+        return make_plan(config, self._target, self._plans, backend=self._place.engine)
 
     def _measure(self, settings: Settings) -> float | None:
         """Run a candidate, unless an equal one ran; return the median seconds of a step, infinity if memory is short,
@@ -175,31 +199,56 @@ class Tuner:
             self._candidates.append(known)
             to_stderr(f"{len(self._candidates)}: {known.words}: {known.problem or f'{known.seconds:.3f} s a step'}")
         if known.problem:
-            return math.inf if known.problem == OUT_OF_MEMORY else None
+            return math.inf if known.problem.startswith(OUT_OF_MEMORY) else None
         return known.seconds
 
     def _tried(self, settings: Settings) -> Candidate:
         config, began = with_settings(self._config, settings), time.monotonic()
-        # One that hangs must not take all the time, and a compiler may take longer than the eager reference.
-        limit = self._left if self._reference is None else max(3 * self._candidates[0].trial_s, self._left / 4)
+        limit = self._left
+        if self._reference is not None:  # one that hangs must not take all, but a compiler may take long
+            limit = min(max(3 * self._candidates[0].trial_s, limit / 4), limit / 2)
         candidate = Candidate(settings=settings)
         try:
-            check_config(config, Deployment(self._place.engine, self._place.device, self._place.devices, 1))
-            with TemporaryDirectory(prefix="portable_fsdp_tune_") as folder:
+            check_config(config, self._place)
+            candidate.expected, candidate.problem = self._expected(config)
+            if not candidate.problem:
+                place = Place(device=self._place.device, engine=self._place.engine, devices=self._place.devices or 1)
                 task = RunTask(config=config.model_dump_json(), steps=STEPS)
-                place = PlaceTask(place=self._place, runs=[task], module=self._worker, out=f"{folder}/record")
-                (record,) = run_place(place, min(limit, self._left))
+                work = PlaceTask(place=place, runs=[task], module=self._worker, out="")
+                self._add_figures(candidate, self._processes.run(work, limit))
         except PortableFSDPError as error:
-            candidate.problem = _reason(f"{error}")
-        else:
-            self._reference = self._reference or record
-            seconds = record.seconds[WARM_UP:]
-            candidate.seconds, candidate.spread = median(seconds), max(seconds) - min(seconds)
-            candidate.cpu_seconds = median(record.cpu_seconds[WARM_UP:])
-            candidate.memory_bytes = record.memory_bytes
-            candidate.loss_difference, candidate.problem = _compared(self._reference.losses, record.losses, self._bound)
+            candidate.problem = _reason(f"{error}") if self._left > 0 else "not finished when the time was over"
         candidate.trial_s = time.monotonic() - began
         return candidate
+
+    def _expected(self, config: Config) -> tuple[float | None, str]:
+        """Return the expected seconds, None if unknown, and why the candidate isn't worth a run, if it isn't."""
+        if self._target is None:
+            return None, ""
+        plan = self._plan(config)
+        seconds = plan.expected.seconds if plan.expected else None
+        if plan.memory.verdict == "does not fit":
+            return seconds, f"{OUT_OF_MEMORY} by plan: {plan.memory.peak_bytes / 2**30:.1f} GiB"
+        best = _fastest(self._candidates).expected
+        if seconds and best and seconds > SLOWER * best:
+            return seconds, f"by plan {seconds / best:.2f} times the time of the fastest"
+        return seconds, ""
+
+    def _add_figures(self, candidate: Candidate, record: PlaceRecord) -> None:
+        self._reference = self._reference or record
+        seconds = (record.cpu_seconds if self._place.device == "cpu" else record.seconds)[WARM_UP:]
+        candidate.seconds, candidate.spread = median(seconds), max(seconds) - min(seconds)
+        candidate.memory_bytes = record.memory_bytes
+        candidate.loss_difference, candidate.problem = _compared(self._reference.losses, record.losses, self._bound)
+
+
+def _target(device_name: str, devices: int) -> Target | None:
+    """Return the target of plans; None if the speed that this hardware reaches isn't known."""
+    try:
+        target = parse_target(f"{device_name}:{devices}")
+    except ConfigError:
+        return None
+    return target if rates_of(target) else None
 
 
 def _compared(expected: list[float], losses: list[float], bound: float) -> tuple[float | None, str]:
@@ -229,14 +278,16 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 def _table(tuning: Tuning) -> str:
     """Format a row per candidate, the fastest first."""
-    rows = [("settings", "s a step", "spread", "GiB", "loss differs by", "")]
+    rows = [("settings", "expected s", "s a step", "spread", "GiB", "loss differs by", "")]
     order = sorted(tuning.candidates, key=lambda c: (bool(c.problem), c.seconds or math.inf))
     for each in order:
-        seconds, spread = ("-" if value is None else f"{value:.4f}" for value in (each.seconds, each.spread))
+        expected, seconds, spread = (
+            "-" if value is None else f"{value:.4f}" for value in (each.expected, each.seconds, each.spread)
+        )
         memory = "-" if each.memory_bytes is None else f"{each.memory_bytes / 2**30:.2f}"
         loss = "-" if each.loss_difference is None else f"{each.loss_difference:.1g}"
-        rows.append((each.words, seconds, spread, memory, loss, each.problem))
-    return table(rows, right=(1, 2, 3))
+        rows.append((each.words, expected, seconds, spread, memory, loss, each.problem))
+    return table(rows, right=(1, 2, 3, 4))
 
 
 def tuned_yaml(tuning: Tuning) -> str:
@@ -244,7 +295,7 @@ def tuned_yaml(tuning: Tuning) -> str:
     first, best = tuning.candidates[0], _fastest(tuning.candidates)
     ratio = (first.seconds or 0) / (best.seconds or 1)
     lines = [
-        f"# {tuning.config}, measured on {tuning.place.devices} x {tuning.device_name}, backend {tuning.place.engine}:",
+        f"# {tuning.config}, measured on {tuning.where}:",
         f"# {best.seconds:.4f} s a step, {ratio:.2f} times as fast as the reference ({first.words}).",
     ]
     sections: dict[str, list[str]] = {}

@@ -3,14 +3,15 @@
 Each key's other values are tried with the fastest values so far, so a dozen candidates cover a grid of hundreds.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from portable_fsdp.backends.open import spec_of
 from portable_fsdp.backends.refusals import Deployment, refusals
-from portable_fsdp.config.describe import value_of, with_settings, yaml_value
+from portable_fsdp.config.describe import Settings, value_of, with_settings, yaml_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import devices_per_row, micro_batches
-from portable_fsdp.plan.result import Settings
 from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, MODES, ROWS
 
 EAGER: Settings = {
@@ -22,34 +23,49 @@ EAGER: Settings = {
     "memory.every": "null",
     ROWS: "1",
 }
-OTHERS = ("sharding.strategy", "sharding.forward_prefetch", "model.attention")
+STRATEGY, ATTENTION, PREFETCH = "sharding.strategy", "model.attention", "sharding.forward_prefetch"
+OFFLOAD, CPU_OFFLOAD, REDUCE = "memory.offload", "memory.cpu_offload", "precision.reduce"
+
+
+class Axis(NamedTuple):
+    """Values of one key, each as settings. `is_by_speed`: the first that runs is the fastest; else neighbours are
+    alike."""
+
+    values: Sequence[Settings]
+    is_by_speed: bool = False
 
 
 def reference(config: Config) -> Settings:
     """Return all settings of the reference: one row at a time, no layer compiled, all recomputed; else the config's."""
-    own = {key: yaml_value(value_of(config, key)) for key in OTHERS}
-    return own | EAGER
+    others = (STRATEGY, ATTENTION, PREFETCH, OFFLOAD, CPU_OFFLOAD, REDUCE)
+    return {key: yaml_value(value_of(config, key)) for key in others} | EAGER
 
 
-def axes(config: Config, place: Deployment) -> Iterator[list[Settings]]:
+def axes(config: Config, place: Deployment) -> Iterator[Axis]:
     """Yield for each key, the most important first, the values to try: those that the engine accepts here."""
     devices = place.devices or 1
     sizes = micro_batches(config.train.global_batch, devices // devices_per_row(config))
-    strategies = dict.fromkeys((config.sharding.strategy, "FULL_SHARD", "SHARD_GRAD_OP")) if devices > 1 else ()
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if devices > 1 else ()
+    if (place.hosts or 1) > 1:
+        strategies = ("HYBRID_SHARD", *strategies, "HYBRID_SHARD_ZERO2")
     reset: Settings = {"memory.save_ops": "[]", "memory.every": "null"}
-    choices: list[list[Settings]] = [
-        [{COMPILE: "true"}, {COMPILE: "false"}],
-        [{"compile.scan_layers": "true"}, {"compile.scan_layers": "false"}],
-        [reset | mode for mode in MODES],
-        [{ROWS: str(size)} for size in _doubling(sizes)],
-        [{"sharding.strategy": strategy} for strategy in strategies],
-        [{"model.attention": name} for name in (("auto", "static", "flex") if place.device == "cuda" else ())],
-        [{"sharding.forward_prefetch": "0"}, {"sharding.forward_prefetch": "1"}],
+    choices = [
+        Axis([{COMPILE: value} for value in ("true", "false")]),
+        Axis([{"compile.scan_layers": value} for value in ("true", "false")]),
+        Axis([{OFFLOAD: value} for value in dict.fromkeys((config.memory.offload, "none"))]),
+        Axis([{CPU_OFFLOAD: value} for value in dict.fromkeys((yaml_value(config.memory.cpu_offload), "false"))]),
+        Axis([reset | mode for mode in MODES], is_by_speed=True),
+        Axis([{ROWS: str(size)} for size in _doubling(sizes)]),
+        Axis([{STRATEGY: name} for name in strategies]),
+        Axis([{ATTENTION: name} for name in (("auto", "static", "flex") if place.device == "cuda" else ())]),
+        Axis([{PREFETCH: value} for value in ("0", "1")]),
+        # Never less exact than the config states.
+        Axis([{REDUCE: value} for value in (("bfloat16", "float32") if config.precision.reduce == "bfloat16" else ())]),
     ]
-    for values in choices:
-        accepted = [settings for settings in values if not _is_refused(config, settings, place)]
+    for axis in choices:
+        accepted = [settings for settings in axis.values if not _is_refused(config, settings, place)]
         if len(accepted) > 1:
-            yield accepted
+            yield axis._replace(values=accepted)
 
 
 def _doubling(sizes: list[int]) -> list[int]:
@@ -68,25 +84,36 @@ def _is_refused(config: Config, settings: Settings, place: Deployment) -> bool:
 
 
 def climb(
-    start: Settings, choices: Iterator[list[Settings]], measure: Callable[[Settings], float | None]
+    starts: Sequence[Settings], choices: Sequence[Axis], measure: Callable[[Settings], float | None]
 ) -> Iterator[Settings]:
-    """Try each value of each key with the best of the others; yield the best settings after each measurement.
+    """Try each value of each key with the best of the others, again until nothing is faster; yield the best settings
+    after each measurement.
 
-    `measure` returns seconds, infinity for a candidate that needs too much memory, None for one that failed otherwise.
-    A key's values are in an order in which neighbours are alike: those next to the best are tried first, and a side
-    ends with the first that isn't faster.
+    `measure` returns seconds, infinity for a candidate that needs too much memory, None for one that failed otherwise;
+    it remembers what it measured. Beside the best value of a key, a side ends with the first that isn't faster.
     """
-    best, fastest = start, measure(start)
-    yield best
-    for values in choices:
-        at = next((n for n, value in enumerate(values) if value.items() <= best.items()), -1)
-        for side in (range(at + 1, len(values)), range(at - 1, -1, -1)):
-            for number in side:
-                candidate = best | values[number]
-                seconds = measure(candidate)
-                if seconds is None:
-                    continue
-                if fastest is not None and seconds >= fastest:
-                    break
-                best, fastest = candidate, seconds
-                yield best
+    best, fastest, before = starts[0], math.inf, None
+
+    def seconds_of(candidate: Settings) -> float | None:
+        nonlocal best, fastest
+        seconds = measure(candidate)
+        if seconds is not None and seconds < fastest:
+            best, fastest = candidate, seconds
+        return seconds
+
+    for settings in starts:
+        seconds_of(settings)
+        yield best
+    while best != before:
+        before = best
+        for values, is_by_speed in choices:
+            at = next((n for n, value in enumerate(values) if value.items() <= best.items()), -1)
+            sides = (range(at + 1, len(values)), range(at - 1, -1, -1))
+            if is_by_speed:
+                sides = (range(at if at >= 0 else len(values)),)
+            for side in sides:
+                for number in side:
+                    seconds = seconds_of(candidate := best | values[number])
+                    yield best
+                    if seconds is not None and (seconds < math.inf if is_by_speed else best != candidate):
+                        break

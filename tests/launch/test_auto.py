@@ -24,7 +24,7 @@ def test_processes_agree_on_the_fastest_that_fits_and_a_resumed_run_keeps_it(
     """Two devices, then one, which is planned anew; the curve is that of one row at a time."""
     config, run = f"--config={tiny_config(tmp_path)}", tmp_path / "run"
     two = finish([*TORCHRUN, "--device=cpu", config, *AUTO, "train.stop_at=2"], tmp_path)
-    words = "auto chose train.micro_batch={} memory.gradient_checkpointing=none compile.enabled=false"
+    words = "chosen: train.micro_batch={} memory.gradient_checkpointing=none compile.enabled=false"
     assert two.err.count(words.format(2)) == 1
     saved = load_config(run / "config.yaml")
     assert (saved.train.micro_batch, saved.memory.gradient_checkpointing) == ("auto", "auto")
@@ -45,7 +45,7 @@ def test_processes_agree_on_the_fastest_that_fits_and_a_resumed_run_keeps_it(
 def test_an_engine_without_a_plan_recomputes_all_layers(tmp_path: Path) -> None:
     words = [f"run.dir={tmp_path / 'run'}", *AUTO[1:], "train.stop_at=1"]
     run = finish([*PYTHON, "--device=cpu", "--backend=xla", f"--config={tiny_config(tmp_path)}", *words], tmp_path)
-    assert "auto chose memory.gradient_checkpointing=full compile.enabled=false" in run.err
+    assert "chosen: memory.gradient_checkpointing=full compile.enabled=false" in run.err
     assert events(tmp_path / "run", "start")[-1]["chosen"]["memory.gradient_checkpointing"] == "full"
     config = load_config(tmp_path / "run/config.yaml")
     with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing: expected a value, found auto"):

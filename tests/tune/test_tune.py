@@ -1,15 +1,20 @@
 """`python -m portable_fsdp.tune`: candidates that fail are rows with their reason, and the fastest is written."""
 
-from collections.abc import Callable
+import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from portable_fsdp.convert.read import load_config
-from portable_fsdp.plan.result import Settings
-from portable_fsdp.tune.__main__ import Tuning, main
-from portable_fsdp.tune.search import climb
+from portable_fsdp.config.describe import Settings
+from portable_fsdp.config.tuning import Candidate, Tuning, tuning_file
+from portable_fsdp.plan.__main__ import main as plan
+from portable_fsdp.tune.__main__ import main
+from portable_fsdp.tune.search import Axis, climb
 
+WORKER = Path(__file__).with_name("failing_worker.py")
 CONFIG = """
 run: {dir: DIR/run}
 model:
@@ -45,6 +50,26 @@ def test_a_candidate_that_fails_is_a_row_with_its_reason(tmp_path: Path, capsys:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.proof
+@pytest.mark.timeout(300)
+def test_processes_of_torchrun_run_candidates_together(tmp_path: Path) -> None:
+    """As on several hosts: each process of tune starts its part, and process 0 decides. One lacks memory."""
+    path = written(tmp_path)
+    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=0.7", "sharding.strategy=NO_SHARD"]
+    run = subprocess.run(
+        [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2", str(WORKER), *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    tuning = Tuning.model_validate_json((tmp_path / "small.tuning.json").read_text())
+    assert tuning.devices == 2
+    assert "out of memory" in [each.problem for each in tuning.candidates]
+    assert tuning.candidates[0].seconds is not None
+    assert run.stdout.count("written: ") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -60,30 +85,54 @@ def test_bad_input(words: list[str], message: str, tmp_path: Path, capsys: pytes
     assert "Traceback" not in error
 
 
-def test_the_climb_finds_the_fastest_of_a_grid_in_few_measurements(tmp_path: Path) -> None:
+def test_the_climb_finds_the_fastest_of_a_grid_in_few_measurements() -> None:
     """Rows of a micro batch up to what fits; compiled layers and less recomputation are faster."""
-    config = load_config(written(tmp_path))
-    assert config.train.micro_batch == 1
-    choices: list[list[Settings]] = [
-        [{"compile.enabled": value} for value in ("true", "false")],
-        [{"train.micro_batch": str(2**n)} for n in range(7)],
-        [{"memory.gradient_checkpointing": value} for value in ("none", "selective", "full")],
+    choices = [
+        Axis([{"compile.enabled": value} for value in ("true", "false")]),
+        Axis([{"memory.gradient_checkpointing": value} for value in ("none", "selective", "full")], is_by_speed=True),
+        Axis([{"train.micro_batch": str(2**n)} for n in range(7)]),
     ]
-    measured: list[Settings] = []
+    measured: dict[str, float | None] = {}
 
-    def seconds(most: int) -> Callable[[Settings], float | None]:
-        def measure(settings: Settings) -> float | None:
-            measured.append(settings)
-            rows, mode = int(settings["train.micro_batch"]), settings["memory.gradient_checkpointing"]
-            bytes_ = rows * {"none": 4, "selective": 2, "full": 1}[mode]
-            if bytes_ > most:
-                return float("inf")
-            compiled = 0.7 if settings["compile.enabled"] == "true" else 1.0
-            return {"none": 1.0, "selective": 1.1, "full": 1.3}[mode] * compiled + 0.5 / rows
-
-        return measure
+    def seconds(settings: Settings) -> float | None:
+        rows, mode = int(settings["train.micro_batch"]), settings["memory.gradient_checkpointing"]
+        bytes_ = rows * {"none": 4, "selective": 2, "full": 1}[mode]
+        compiled = 0.7 if settings["compile.enabled"] == "true" else 1.0
+        value = {"none": 1.0, "selective": 1.1, "full": 1.3}[mode] * compiled + 0.5 / rows
+        return measured.setdefault(str(settings), value if bytes_ <= 256 else math.inf)
 
     start = {"compile.enabled": "false", "train.micro_batch": "1", "memory.gradient_checkpointing": "full"}
-    *_, best = climb(start, iter(choices), seconds(256))
+    *_, best = climb([start], choices, seconds)
     assert best == {"compile.enabled": "true", "train.micro_batch": "64", "memory.gradient_checkpointing": "none"}
     assert len(measured) <= 12
+
+
+def test_a_plan_reads_a_record_of_its_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path)
+    words = [f"--config={path}", "--on=h100:1", f"--compare={tuning_file(path)}"]
+    record = Tuning(
+        config="small.yaml",
+        base="{}",
+        engine="native",
+        device_name="cpu",
+        devices=1,
+        versions={},
+        candidates=[
+            Candidate(settings={"train.micro_batch": "1"}, expected=0.5, seconds=0.6),
+            Candidate(settings={"train.micro_batch": "2"}, expected=0.4, seconds=0.44),
+            Candidate(settings={"train.micro_batch": "4"}, expected=0.3, problem="out of memory"),
+        ],
+        chosen={},
+    )
+    tuning_file(path).write_text(record.model_dump_json())
+    assert plan(words) == 2
+    assert "a record of other hardware: measured on 1 x cpu, backend native" in capsys.readouterr().err
+    record.device_name = "NVIDIA H100 80GB HBM3"
+    tuning_file(path).write_text(record.model_dump_json())
+    assert plan(words) == 0
+    text = capsys.readouterr().out
+    found = re.search(
+        r"expected: (\S+) ms\n(?:.*\n)*measured there: 1\.15 .*\(1\.10 to 1\.20, 2 .*step, (\S+) ms", text
+    )
+    assert found is not None
+    assert float(found[2]) == pytest.approx(1.15 * float(found[1]), rel=0.01)

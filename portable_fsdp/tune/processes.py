@@ -1,0 +1,108 @@
+"""The processes of `tune`: process 0 decides what to try, and each process that a launcher started runs its part."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import BaseModel
+
+from portable_fsdp.parity.__main__ import run_place
+from portable_fsdp.parity.record import PlaceRecord, PlaceTask
+from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
+from portable_fsdp.runtime.launchers import Launch
+
+_LIMIT = timedelta(days=1)  # process 0 plans while the others wait; their launcher ends them if it fails
+
+
+class _Order(BaseModel):
+    task: PlaceTask | None  # None: the end
+    limit_s: float = 0.0
+    port: int = 0  # of the candidate's own store, on process 0's host
+
+
+class Processes:
+    """Runs candidates in child processes: those of this host, or one for each process that a launcher started."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch, self._number = launch, 0
+        self._store: Any = None
+        if not launch.is_alone:
+            from portable_fsdp.runtime.rendezvous import open_store
+
+            os.environ.update(launch.variables)
+            self._store = open_store(os.environ, _LIMIT, serves=launch.rank == 0)
+
+    def run(self, task: PlaceTask, limit_s: float) -> PlaceRecord:
+        """Run a task; process 0 calls it. Raises as `run_place`: the error of the process that failed first."""
+        if self._store is None:
+            return _run_part(_Order(task=task, limit_s=limit_s), {}, lambda: False)
+        with socket.socket() as free:
+            free.bind(("", 0))
+            order = _Order(task=task, limit_s=limit_s, port=free.getsockname()[1])
+        self._tell(order)
+        record = self._part(order)
+        answers = [json.loads(self._store.get(self._key(f"failed/{n}"))) for n in range(self._launch.world_size)]
+        failures = [answer for answer in answers if answer]
+        if failures or record is None:
+            raise TrainingError(min(failures)[1])
+        return record
+
+    def follow(self) -> None:
+        """Run the parts of this process until process 0 ends."""
+        while True:
+            self._number += 1
+            order = _Order.model_validate_json(self._store.get(self._key("order")))
+            if order.task is None:
+                self._store.set(self._key(f"failed/{self._launch.rank}"), "[]")
+                return
+            self._part(order)
+
+    def end(self) -> None:
+        """End the other processes; this one may host their store, so it waits a little for their answers."""
+        if self._store is not None:
+            self._tell(_Order(task=None))
+            others = [self._key(f"failed/{n}") for n in range(1, self._launch.world_size)]
+            with suppress(RuntimeError):
+                self._store.wait(others, timedelta(seconds=20))
+
+    def _tell(self, order: _Order) -> None:
+        self._number += 1
+        self._store.set(self._key("order"), order.model_dump_json())
+
+    def _part(self, order: _Order) -> PlaceRecord | None:
+        environment = {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        record, failure, asked = None, [], time.monotonic()
+
+        def others_failed() -> bool:
+            """Ask the store once a second: the others would wait for the one that failed."""
+            nonlocal asked
+            if time.monotonic() < asked + 1:
+                return False
+            asked = time.monotonic()
+            return self._store.check([self._key("failed")])
+
+        try:
+            record = _run_part(order, environment, others_failed)
+        except PortableFSDPError as error:
+            failure = [self._store.add(self._key("failures"), 1), str(error)]
+            self._store.set(self._key("failed"), "")
+        self._store.set(self._key(f"failed/{self._launch.rank}"), json.dumps(failure))
+        return record
+
+    def _key(self, name: str) -> str:
+        return f"portable_fsdp_tune/{self._number}/{name}"
+
+
+def _run_part(order: _Order, environment: dict[str, str], others_failed: Callable[[], bool]) -> PlaceRecord:
+    assert order.task is not None
+    with TemporaryDirectory(prefix="portable_fsdp_tune_") as folder:
+        task = order.task.model_copy(update={"out": str(Path(folder, "record"))})
+        (record,) = run_place(task, order.limit_s, environment, others_failed)
+        return record
