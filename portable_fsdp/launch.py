@@ -5,6 +5,7 @@ several native devices, it starts one process per device through torch's elastic
 """
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from portable_fsdp.runtime.command import (
     CommandParser,
     KeptOutput,
+    configure_log,
     number_of,
     run_command,
     say_once_per_host,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from portable_fsdp.config.load import Loaded, ProblemsOf
     from portable_fsdp.config.schema import Config
 
+log = logging.getLogger("portable_fsdp")
+
 DESCRIPTION = """Train any model that the config names. With one process per GPU of this host:
 
   torchrun --nproc_per_node=8 -m portable_fsdp.launch --device=cuda --config=FILE"""
@@ -57,6 +61,7 @@ def _parser() -> CommandParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides_help)
     parser.config_flags("YAML file; examples are in configs/")
     parser.switch("--tuned", "use what portable_fsdp.tune measured for this config, on the same devices and versions")
+    parser.switch("--verbose", "print when each part of the start ends, up to step 1")
     parser.auto_flags(FLAGS)
     return parser
 
@@ -134,10 +139,14 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         return _checked(code, Path(config.run.dir), since)
 
     os.environ.update(launch.variables)
+    if options.verbose:
+        configure_log(launch.rank, verbose=True)
+    log.debug("config read")
     if launch.rank == 0:
         to_stderr("\n".join([f"started by {launch.description}", *_settings_of_environment(loaded)]))
     from portable_fsdp.train.loop import train
 
+    log.debug("torch imported")
     exporter = None
     if config.checkpoint.export:
         from portable_fsdp.formats import exporting as exporter

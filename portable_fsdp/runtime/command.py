@@ -61,10 +61,11 @@ def say_once_per_host(message: str) -> None:
 
 
 class LogLines(logging.Formatter):
-    """Log formatter that hides passwords."""
+    """Log formatter that hides passwords. Debug lines, of `launch --verbose`, begin with the time since the start."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return without_passwords(super().format(record))
+        time_ = f"{record.relativeCreated / 1000:8.2f} s  " if record.levelno == logging.DEBUG else ""
+        return time_ + without_passwords(super().format(record))
 
 
 def to_stdout(text: str) -> None:
@@ -76,14 +77,18 @@ def to_stdout(text: str) -> None:
         raise SystemExit(EXIT_NO_READER) from None
 
 
-def configure_log(process_index: int) -> None:
-    """Send the log `portable_fsdp` to stderr: all of process 0, and warnings of other processes with their index."""
+def configure_log(process_index: int, *, verbose: bool = False) -> None:
+    """Send the log `portable_fsdp` to stderr: all of process 0, and warnings of other processes with their index.
+
+    `verbose`: debug lines of process 0 too, from now on.
+    """
     handler = logging.StreamHandler()
     prefix = "" if process_index == 0 else f"[process {process_index}] "
     handler.setFormatter(LogLines(f"{prefix}%(message)s"))
     logger = logging.getLogger("portable_fsdp")
     logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO if process_index == 0 else logging.WARNING)
+    level = logging.DEBUG if verbose or logger.level == logging.DEBUG else logging.INFO
+    logger.setLevel(level if process_index == 0 else logging.WARNING)
     logger.propagate = False  # a root handler (absl's, which jax installs) would print every line twice
 
 

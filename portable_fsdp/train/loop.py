@@ -75,9 +75,11 @@ def train(
                 from portable_fsdp.train.auto import resolve_auto
 
                 config = resolve_auto(config, device=device, backend=backend, num_devices=num_devices, tuning=tuning)
+                log.debug("auto resolved")
             opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
             with opened as engine, ExitStack() as held, user_code():
                 check_devices(engine.devices)
+                log.debug("engine opened")
                 run = open_run(config, given, engine, held, stop, callbacks, keep_output, exporter)
                 with recorded(run):
                     run.outcome = _train_steps(run)
@@ -196,6 +198,8 @@ def _read(run: OpenRun, late: InFlight, until: float | None = None) -> tuple[Ste
     """Wait for the metrics of a step. Raises NotFiniteError if they aren't finite, unless float16 skipped the step."""
     end, votes = run.measures.read(late, until)
     run.step = end.step
+    if run.step == run.start.step + 1:
+        log.debug("step %d ended", run.step)
     values = {"loss": end.loss, "grad_norm": end.grad_norm}
     if end.is_skipped and (end.loss_scale or 0) > LEAST_LOSS_SCALE:
         del values["grad_norm"]  # the next steps use a smaller scale

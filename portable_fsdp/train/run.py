@@ -109,6 +109,7 @@ def open_run(
     process = engine.process.index
     configure_log(process)
     run_file = held.enter_context(run_log(process))
+    log.debug("transformers imported")
     held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
     check_with_engine(config, engine)
     url = metadata_server(config.run.preemption) if os.environ.get("LOCAL_RANK", "0") == "0" else None
@@ -120,11 +121,13 @@ def open_run(
         on_process_0(engine, partial(exporter.require_room, config))
     check_model(config, engine)
     corpus = open_data(config, engine)
+    log.debug("data ready")
     steps = total_steps(config, len(corpus.rows))
     # Lock out other runs before the search for a checkpoint.
     on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
     training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
     require_same_model(engine, training.built.config)
+    log.debug("model and optimizer built")
     evaluator = build_evaluator(config, engine, training, corpus)
     sampler = build_sampler(config, engine, training, corpus.tokenizer)
 
@@ -132,6 +135,7 @@ def open_run(
     named = on_process_0(engine, lambda: last_save(Path(config.run.dir) / "events.jsonl"))
     point = checkpoints.find(config.checkpoint.resume, named)
     resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
+    log.debug("checkpoint loaded" if resumed else "no checkpoint found")
     if resumed is not None and resumed.drops_nothing:
         vars(training.model)["dropout_draws"].switch_off()
         if process == 0:

@@ -39,7 +39,7 @@ from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, PortableFSD
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.launchers import detect_launch, tpu_workers
 from portable_fsdp.train.preflight import check_config
-from portable_fsdp.tune.processes import Processes
+from portable_fsdp.tune.processes import Runner
 from portable_fsdp.tune.search import axes, climb, reference
 
 DESCRIPTION = """Measure which settings are fastest on the devices that are here: a few steps each on the config's data.
@@ -76,15 +76,15 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
 
     def tune(options: argparse.Namespace) -> int:
         path, config, place = _read(options)
-        processes = Processes(launch := detect_launch(os.environ))
+        runner = Runner(launch := detect_launch(os.environ))
         if launch.rank > 0:
-            processes.follow()
+            runner.follow()
             return EXIT_FINISHED
         try:
             with Worker() as plans:
-                tuning = Tuner(config, place, processes, plans, 60 * options.minutes, worker).run(str(path))
+                tuning = Tuner(config, place, runner, plans, 60 * options.minutes, worker).run(str(path))
         finally:
-            processes.end()
+            runner.end()
         to_stdout(_table(tuning))
         write_text_atomically(tuning_file(path), tuning.model_dump_json(indent=1) + "\n")
         write_text_atomically(path.with_suffix(".tuned.yaml"), tuned_yaml(tuning))
@@ -124,9 +124,9 @@ class Tuner:
     """Measures candidates one after the other, within `limit_s` seconds."""
 
     def __init__(
-        self, config: Config, place: Deployment, processes: Processes, plans: Worker, limit_s: float, worker: str
+        self, config: Config, place: Deployment, runner: Runner, plans: Worker, limit_s: float, worker: str
     ) -> None:
-        self._config, self._place, self._processes, self._worker = config, place, processes, worker
+        self._config, self._place, self._runner, self._worker = config, place, runner, worker
         self._began, self._limit_s = time.monotonic(), limit_s
         self._candidates: list[Candidate] = []
         self._reference: PlaceRecord | None = None
@@ -215,7 +215,7 @@ class Tuner:
                 place = Place(device=self._place.device, engine=self._place.engine, devices=self._place.devices or 1)
                 task = RunTask(config=config.model_dump_json(), steps=STEPS)
                 work = PlaceTask(place=place, runs=[task], module=self._worker, out="")
-                self._add_figures(candidate, self._processes.run(work, limit))
+                self._add_figures(candidate, self._runner.run(work, limit))
         except PortableFSDPError as error:
             candidate.problem = _reason(f"{error}") if self._left > 0 else "not finished when the time was over"
         candidate.trial_s = time.monotonic() - began

@@ -27,7 +27,7 @@ class _Order(BaseModel):
     port: int = 0  # of the candidate's own store, on process 0's host
 
 
-class Processes:
+class Runner:
     """Runs candidates in child processes: those of this host, or one for each process that a launcher started."""
 
     def __init__(self, launch: Launch) -> None:
