@@ -99,6 +99,7 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
 def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
     if options.config is None:
         raise UsageError("tune: --config=FILE is required.")
+    path = Path(options.config)
     config = read_config(options.config, options.overrides, options.imports, os.environ).config
     for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
         config = with_value(config, key, value)
@@ -117,7 +118,9 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
         hosts = max(1, devices // int({**os.environ, **launch.variables}.get("LOCAL_WORLD_SIZE", devices)))
     place = Deployment(engine, device, devices, hosts)
     check_config(config, place)
-    return Path(options.config), config, place
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"tune: {path.parent}: not writable; {tuning_file(path).name} goes there.")
+    return path, config, place
 
 
 class Tuner:
@@ -146,7 +149,8 @@ class Tuner:
                     "finished.\n  Give it more."
                 )
             raise TrainingError(f"tune: the reference ({failed.words}) failed: {failed.problem}")
-        self._target = _target(self._reference.device_name, self._place.devices or 1)
+        if self._place.device in spec_of(self._place.engine).planned_by:
+            self._target = _target(self._reference.device_name, self._place.devices or 1)
         starts = [first, *self._choice_of_plan(first)]
         for _ in climb(starts, [*axes(with_settings(self._config, first), self._place)], self._measure):
             if self._left <= 0:
@@ -223,9 +227,12 @@ class Tuner:
 
     def _expected(self, config: Config) -> tuple[float | None, str]:
         """Return the expected seconds, None if unknown, and why the candidate isn't worth a run, if it isn't."""
-        if self._target is None:
+        try:
+            plan = None if self._target is None else self._plan(config)
+        except PortableFSDPError:  # what can't be planned may still run
+            plan = None
+        if plan is None:
             return None, ""
-        plan = self._plan(config)
         seconds = plan.expected.seconds if plan.expected else None
         if plan.memory.verdict == "does not fit":
             return seconds, f"{OUT_OF_MEMORY} by plan: {plan.memory.peak_bytes / 2**30:.1f} GiB"
