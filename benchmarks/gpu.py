@@ -205,7 +205,7 @@ class Benchmark:
         if name == "float8" and importlib.util.find_spec("torchao") is None:
             return "float8 needs the package torchao, which is not installed"
         if name == "tuned" and "chosen" not in self.result["tuning"]:
-            return f"tune {self.result['tuning'].get('status', 'was not asked for')}"
+            return "tune chose nothing"
         if way.compile and name not in ("auto", "tuned"):
             probe = next((check for check in self.result["checks"] if check["name"] == "torch.compile"), None)
             if probe is not None and probe["outcome"] != "passed":
