@@ -15,10 +15,10 @@ BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml
 LATEST := .venv-latest/bin/python
-# Another Python and another torch than the usual ones. Debian 12 has no newer Python than 3.11.
-PY313 := .venv-py313/bin/python
-PYTHON313 ?= $(or $(shell command -v python3.13),.venv-py313/base/bin/python3.13)
-TORCH_PY313 := 2.11.0
+# A Python and a torch between the oldest and the newest. PYENV_VERSION: where pyenv starts python3.12.
+PY312 := .venv-py312/bin/python
+PYTHON312 ?= PYENV_VERSION=3.12 python3.12
+TORCH_PY312 := 2.11.0
 # XLA's CPU plugin, which stands in for libtpu in tests/torchtpu.
 TORCHTPU := .venv-torchtpu/bin/python
 TPU_STAND_IN := lammps-jax-pjrt-cpu==0.11.2
@@ -35,7 +35,7 @@ LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/
 SAMPLE := $(RUN) -m portable_fsdp.sample
 PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
 
-.PHONY: help env check types quick test proof demo demo-finetune docs site env-latest test-latest proof-latest env-py313 proof-py313 env-torchtpu test-torchtpu proof-torchtpu clean
+.PHONY: help env check types quick test proof demo demo-finetune docs site env-latest test-latest proof-latest env-py312 proof-py312 env-torchtpu test-torchtpu proof-torchtpu clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -95,10 +95,10 @@ test-latest: env-latest  ## what rests most on torch, with the newest one
 proof-latest: env-latest  ## all that rests on torch, with the newest one
 	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(MORE_ON_TORCH)
 
-env-py313: .venv-py313/.installed  ## the environment .venv-py313: Python 3.13 and torch 2.11
+env-py312: .venv-py312/.installed  ## the environment .venv-py312: Python 3.12 and torch 2.11
 
-proof-py313: env-py313  ## benchmarks/gpu.py --tiny in it
-	$(PY313) -m pytest -m proof tests/launch/test_benchmarks.py -k test_gpu_tunes
+proof-py312: env-py312  ## benchmarks/gpu.py --tiny in it
+	$(PY312) -m pytest -m proof tests/launch/test_benchmarks.py -k test_gpu_tunes
 
 env-torchtpu: .venv-torchtpu/.installed  ## the environment .venv-torchtpu: TorchTPU, and XLA's CPU plugin as its chip
 
@@ -109,7 +109,7 @@ proof-torchtpu: env env-torchtpu  ## what is too long for it
 	$(PYTEST_ON_TORCHTPU) -m proof $(ON_TORCHTPU)
 
 clean:  ## removes environments, caches and build products; keeps runs/
-	rm -rf .venv .venv-latest .venv-py313 .venv-torchtpu build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-latest .venv-py312 .venv-torchtpu build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
 	find portable_fsdp tests examples docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp lies inside the environment, so that it goes with it. The pip of Debian's Python 3.11 (23.0) tries versions
@@ -128,12 +128,11 @@ clean:  ## removes environments, caches and build products; keeps runs/
 	$(LATEST) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_LATEST)'
 	touch $@
 
-# Debian's Python has no ensurepip: the pip of .venv installs.
-.venv-py313/.installed: pyproject.toml | env
-	test -x $(PYTHON313) || .ci/python3.13 .venv-py313/base
-	test -x $(PY313) || $(PYTHON313) -m venv --without-pip .venv-py313
-	$(RUN) -m pip --python $(PY313) install --quiet 'torch==$(TORCH_PY313)'
-	$(RUN) -m pip --python $(PY313) install --quiet --editable '.[test]' 'torch==$(TORCH_PY313)'
+.venv-py312/.installed: pyproject.toml
+	test -x $(PY312) || $(PYTHON312) -m venv .venv-py312
+	$(PY312) -m pip install --quiet --upgrade pip
+	$(PY312) -m pip install --quiet 'torch==$(TORCH_PY312)'
+	$(PY312) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_PY312)'
 	touch $@
 
 .venv-torchtpu/.installed: pyproject.toml

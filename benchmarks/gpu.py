@@ -97,14 +97,14 @@ class Way(NamedTuple):
 COMPILED = "compile.enabled=true"
 RECOMPUTED = "memory.gradient_checkpointing=full"
 AUTO = ("train.micro_batch=auto", "memory.gradient_checkpointing=auto", "compile.enabled=auto")
-# The most telling first: the last are left out first.
+# The most telling first: the last are left out first. MAIN_WAYS run for both works before any other.
 WAYS = {
     "auto": Way("ours", True, AUTO),
     "eager": Way("ours"),
     "trainer": Way("trainer"),
+    "liger": Way("liger"),
     "tuned": Way("ours", True),  # and what tune chose
     "plain": Way("plain"),
-    "liger": Way("liger"),
     "trainer-compiled": Way("trainer", True),
     "compiled": Way("ours", True, (COMPILED,)),
     "plain-compiled": Way("plain", True),
@@ -112,6 +112,7 @@ WAYS = {
     "full": Way("ours", False, (RECOMPUTED,)),
     "offload": Way("ours", False, (RECOMPUTED, "memory.offload=activations")),
 }
+MAIN_WAYS = ("auto", "eager", "trainer", "liger", "tuned", "plain")
 TINY_WAYS = ("auto", "eager", "trainer", "tuned", "plain")
 TUNED_WORK, LLAMA_3_WORK = Work(8, 256), Work(4, 128_256)  # with Llama 3's vocabulary the head and the loss count
 
@@ -141,7 +142,9 @@ class Benchmark:
         ended = self._run(["-m", "portable_fsdp.tune", *words], seconds)
         self.result["tuning"] = ended or json.loads(record.read_text())
         self.result["tuning"]["process_seconds"] = time.monotonic() - began
-        self.write()
+        if not ended:  # else the file has no name yet
+            self.result["environment"]["device"] = self.result["tuning"]["device_name"]
+            self.write()
         print("\n".join(_tuning_lines(self.result["tuning"])), flush=True)
 
     def run_checks(self, share: float) -> None:
@@ -157,11 +160,12 @@ class Benchmark:
         print("\n".join(_check_lines(self.result["checks"])), flush=True)
 
     def run_speed(self, names: list[str]) -> None:
+        works = (TUNED_WORK,) if self.tiny else (TUNED_WORK, LLAMA_3_WORK)
+        runs = [(work, name) for work in works for name in names if name != "tuned" or work == TUNED_WORK]
+        runs.sort(key=lambda run: run[1] not in MAIN_WAYS)
         for number in (1,) if self.tiny else (1, 2):
-            for work in (TUNED_WORK,) if self.tiny else (TUNED_WORK, LLAMA_3_WORK):
-                for name in names:
-                    if name != "tuned" or work == TUNED_WORK:
-                        self._speed(work, name, number)
+            for work, name in runs:
+                self._speed(work, name, number)
 
     def _speed(self, work: Work, name: str, number: int) -> None:
         labels = {**work._asdict(), "way": name, "pass": number}
@@ -484,6 +488,7 @@ def main() -> int:
             benchmark.run_checks(CHECKS_SHARE if len(parts) > 1 else 1.0)
         if "speed" in parts:
             benchmark.run_speed(names)
+    benchmark.write()
     print(table(result))
     print(f"written to {benchmark.path}")
     failed = [check for check in result["checks"] if check["outcome"] in ("failed", "out of time")]

@@ -77,7 +77,7 @@ def test_beside_trainer_a_random_model_takes_the_same_course(folder: Path) -> No
 
 @pytest.mark.proof
 def test_gpu_tunes_checks_options_and_times_all_ways_to_the_same_losses(tmp_path: Path) -> None:
-    """`make proof-py313` runs it with another Python and another torch."""
+    """`make proof-py312` runs it with another Python and another torch."""
     result, printed = _result(tmp_path, "gpu", "--tiny")
     assert {"device", "driver", "cuda", "cudnn", "nccl", "python", "versions"} <= result["environment"].keys()
 
