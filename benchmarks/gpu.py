@@ -256,7 +256,7 @@ class Benchmark:
         tail = log.read_text(errors="replace")[-2000:]
         if code is None:
             return {"status": "out of time", "error": f"{tail}\nended after {timeout_s:.0f} s"}
-        return {"status": "failed", "error": f"{tail}\nexit code {code}"} if code else {}
+        return {"status": "failed", "error": f"exit code {code}:\n{tail}"} if code else {}
 
     def write(self) -> None:
         self.result["seconds"] = round(time.monotonic() - self.result["began"], 1)
@@ -352,7 +352,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{environment.get('device')}, driver {environment.get('driver')}, {environment.get('versions')}"]
     lines += [*_tuning_lines(result["tuning"]), *_check_lines(result["checks"])]
     titles = ("tokens/s", "quartiles", "ms/step", "MFU", "allocated", "reserved GiB")
-    lines.append(f"{'':36}{'pass':4}" + "".join(f"{title:>18}" for title in titles))
+    lines.append(f"{'':42}{'pass':4}" + "".join(f"{title:>18}" for title in titles))
     lines += [_line(run) for run in result["speed"]]
     lines += [line for row in result["comparison"] for line in _ratio_lines(row)]
     for run in result["left_out"]:
@@ -376,7 +376,7 @@ def _ratio_lines(row: dict[str, Any]) -> list[str]:
 def _tuning_lines(tuning: dict[str, Any]) -> list[str]:
     """The candidates of tune, and its choice; or why there is none."""
     if "chosen" not in tuning:
-        return [f"tune: {tuning['status']}: {tuning['error'].strip().splitlines()[-1][:300]}"] if tuning else []
+        return [f"tune: {tuning['status']}: {tuning['error'].strip()[-300:]}"] if tuning else []
     lines = [f"tune: {len(tuning['candidates'])} candidates in {tuning['process_seconds']:.0f} s; s a step:"]
     for candidate in tuning["candidates"]:
         cell = candidate["problem"][:100] or f"{candidate['seconds']:.4f}"
@@ -407,7 +407,7 @@ def _check_lines(checks: list[dict[str, Any]]) -> list[str]:
 
 
 def _line(run: dict[str, Any]) -> str:
-    head = f"{_work(run)!s:>22} {run['way']:>16}{run['pass']:2}"
+    head = f"{_work(run)!s:>27} {run['way']:>16}{run['pass']:2}"
     if run["status"] != "finished":
         return f"{head}  {_outcome(run)}"
     low, high = run["tokens_per_second_quartiles"]

@@ -334,7 +334,7 @@ def run_job(job: Job) -> dict[str, Any]:
     base = job_config(job, weights := initial_weights(job))
     config = job_config(job, weights, job.options)
     if autos(config):
-        config = resolve_auto(config, device=job.device, backend="native", num_devices=1)
+        config = resolve_auto(config, device=job.device, backend="native", num_devices=None)
     size = build_model(config.model, seed=0, seq_len=config.data.seq_len, vocabulary=256).size
     rows = SkewedRows(job.vocabulary, config.data.seq_len)
     watch = Watch(job)
