@@ -15,6 +15,10 @@ BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
 RUN := .venv/bin/python
 LAUNCH_DEMO := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/quickstart.yaml
 LATEST := .venv-latest/bin/python
+# A Python and a torch between the oldest and the newest. PYENV_VERSION: where pyenv starts python3.12.
+PY312 := .venv-py312/bin/python
+PYTHON312 ?= PYENV_VERSION=3.12 python3.12
+TORCH_PY312 := 2.11.0
 # XLA's CPU plugin, which stands in for libtpu in tests/torchtpu.
 TORCHTPU := .venv-torchtpu/bin/python
 TPU_STAND_IN := lammps-jax-pjrt-cpu==0.11.2
@@ -31,11 +35,11 @@ LAUNCH_FINETUNE := $(RUN) -m portable_fsdp.launch --device=cpu --config=configs/
 SAMPLE := $(RUN) -m portable_fsdp.sample
 PROMPT := --prompt="The with statement is used to" --count=2 --tokens=40
 
-.PHONY: help env check types quick test proof demo demo-finetune docs site env-latest test-latest proof-latest env-torchtpu test-torchtpu proof-torchtpu clean
+.PHONY: help env check types quick test proof demo demo-finetune docs site env-latest test-latest proof-latest env-py312 proof-py312 env-torchtpu test-torchtpu proof-torchtpu clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 16
 
 env: .venv/.installed  ## the environment .venv: both engines, demo and development tools
 
@@ -91,6 +95,11 @@ test-latest: env-latest  ## what rests most on torch, with the newest one
 proof-latest: env-latest  ## all that rests on torch, with the newest one
 	$(LATEST) -m pytest $(BY_FILE) -m "not xla and not proof" $(MORE_ON_TORCH)
 
+env-py312: .venv-py312/.installed  ## the environment .venv-py312: Python 3.12 and torch 2.11
+
+proof-py312: env-py312  ## benchmarks/gpu.py --tiny in it
+	$(PY312) -m pytest -m proof tests/launch/test_benchmarks.py -k test_gpu_tunes
+
 env-torchtpu: .venv-torchtpu/.installed  ## the environment .venv-torchtpu: TorchTPU, and XLA's CPU plugin as its chip
 
 test-torchtpu: env env-torchtpu  ## native on the device "tpu" of TorchTPU, without a chip; checkpoints to and from xla
@@ -100,7 +109,7 @@ proof-torchtpu: env env-torchtpu  ## what is too long for it
 	$(PYTEST_ON_TORCHTPU) -m proof $(ON_TORCHTPU)
 
 clean:  ## removes environments, caches and build products; keeps runs/
-	rm -rf .venv .venv-latest .venv-torchtpu build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-latest .venv-py312 .venv-torchtpu build dist portable_fsdp.egg-info .pytest_cache .ruff_cache
 	find portable_fsdp tests examples docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp lies inside the environment, so that it goes with it. The pip of Debian's Python 3.11 (23.0) tries versions
@@ -117,6 +126,13 @@ clean:  ## removes environments, caches and build products; keeps runs/
 	$(LATEST) -m pip install --quiet --upgrade pip
 	$(LATEST) -m pip install --quiet 'torch==$(TORCH_LATEST)'
 	$(LATEST) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_LATEST)'
+	touch $@
+
+.venv-py312/.installed: pyproject.toml
+	test -x $(PY312) || $(PYTHON312) -m venv .venv-py312
+	$(PY312) -m pip install --quiet --upgrade pip
+	$(PY312) -m pip install --quiet 'torch==$(TORCH_PY312)'
+	$(PY312) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_PY312)'
 	touch $@
 
 .venv-torchtpu/.installed: pyproject.toml

@@ -1,22 +1,23 @@
-"""Correctness and speed on one GPU, in one command and a few minutes; the answer is one JSON file and a table.
+"""Tuning, correctness and speed on one GPU, in one command of under ten minutes; the answer is a JSON file and a table.
 
     python benchmarks/gpu.py                      # results/gpu_<name of the GPU>.json
     python benchmarks/gpu.py --tiny --out FILE    # the same on CPU with a tiny model: does the script itself work
 
-First `gpu_checks.py`, in a process of its own: every option's curve against a plain loop on this device, checkpoints
-bit for bit, what the memory options save. Then `gpu_speed.py`: the Llama of configs/llama_1b.yaml trained by our loop
-(A), a plain PyTorch loop (B) and transformers' Trainer (C), in turn A B C C B A, each run in a process of its own, so
-that peaks of memory are its own and a slow drift of the machine falls on all. With a vocabulary of 128,256 a Trainer
-with Liger's kernels joins them; options that change speed alone (float8, offload) are timed in ours. What no time is
-left for is named. It needs no network. Exit code 1 where a check or a run failed, or the checks died.
+First `python -m portable_fsdp.tune` on the Llama of configs/llama_1b.yaml. Then `gpu_checks.py`: every option's curve
+against a plain loop on this device, checkpoints bit for bit, what the memory options save. Then `gpu_speed.py` times
+the same Llama: our loop eager, with `auto` and as tuned, a plain PyTorch loop, transformers' Trainer, and that with
+Liger's kernels. Each run has a process of its own, so that peaks of memory are its own; a second pass repeats all.
+Whatever the time doesn't suffice for is named. It needs no network. Exit code 1 if tune, a check or a run failed.
 """
 
 import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -31,56 +32,89 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 NEEDED = ("torch", "transformers", "pydantic", "absl", "yaml", "safetensors", "tokenizers", "psutil", "numpy", "xxhash")
-WAYS = ("ours", "plain", "trainer", "liger")
 WARM_UP, TIMED = 5, 20  # steps
 TINY_WARM_UP, TINY_TIMED = 1, 7
 OUTCOMES = ("passed", "refused", "left out", "out of time", "failed")
-CHECKS_SHARE = 0.45  # of the time, at most
-CHECK_S = 30.0  # imports and the last check, beyond the seconds that the worker is told
+TUNE_SHARE, CHECKS_SHARE = 0.25, 0.35  # at most, of the time that is left; the timed runs have the rest
+TUNE_S, CHECK_S = 15.0, 30.0  # imports and the end, beyond the seconds that tune and the worker of the checks get
+TINY_TUNE_S = 60.0
 LOSS_BOUND = 2e-3  # relative, between the ways: the design's bound for bfloat16
 GIBIBYTE = 2**30
-VOCABULARY = 128_256  # of Llama 3: the head and the loss count
-# Seconds that a run is guessed to take, not compiled and compiled; what one took replaces the guess for the next.
+# Expected seconds of a run, not compiled and compiled, until the same way has run.
 GUESS_S = {False: 25.0, True: 60.0}
+CONFIG = HERE.parent / "configs" / "llama_1b.yaml"
+# All settings whose default differs between the ways; the rest of the config is llama_1b.yaml.
+SETTINGS = (
+    "optim.lr=1e-4",
+    "optim.schedule=constant",
+    "optim.warmup_steps=0",
+    "optim.betas=[0.9, 0.95]",
+    "optim.weight_decay=0.1",
+    "train.max_grad_norm=1.0",
+    "precision.compute=bfloat16",
+    "memory.gradient_checkpointing=none",
+    "compile.enabled=false",
+)
+TINY_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 32,
+}
+TINY = (
+    "data.seq_len=32",
+    "optim.lr=3e-3",  # so that a few steps show another learning rate or another order of rows
+    *(f"model.architecture.{key}={value}" for key, value in TINY_SHAPE.items()),
+)
 
 
-class Setting(NamedTuple):
-    """What all ways share in a comparison. With an `option`, which only our loop has, only ours runs."""
+class Work(NamedTuple):
+    """A step that all ways compute alike."""
 
-    compile: bool
-    checkpointing: str
-    micro_batch: int
-    vocabulary: int = 256
-    option: str = ""  # `section.key=value`
+    rows: int
+    vocabulary: int
 
     def __str__(self) -> str:
-        words = ("compile" if self.compile else "eager", self.checkpointing, self.micro_batch)
-        more = (self.vocabulary if self.vocabulary > 256 else "", self.option.partition("=")[2])
-        return "/".join(str(word) for word in (*words, *more) if word)
+        return f"{self.rows} rows, vocabulary {self.vocabulary:,}"
 
-    @property
-    def ways(self) -> tuple[str, ...]:
-        if self.option:
-            return ("ours",)
-        return tuple(way for way in WAYS if way != "liger" or self.vocabulary > 256)
+    def overrides(self, tiny: bool) -> list[str]:
+        """The config of our eager loop, as changes to llama_1b.yaml."""
+        size = (f"train.global_batch={self.rows}", f"train.micro_batch={self.rows}")
+        return [*SETTINGS, *(TINY if tiny else ()), *size, f"model.architecture.vocab_size={self.vocabulary}"]
 
 
-# The most telling first: what stands last is left out first.
-SETTINGS = (
-    Setting(False, "none", 8),
-    Setting(True, "none", 8),
-    Setting(True, "none", 4, VOCABULARY),
-    Setting(True, "none", 4, VOCABULARY, "precision.products=float8"),
-    Setting(False, "full", 8),
-    Setting(False, "full", 8, option="memory.offload=activations"),
-    Setting(False, "none", 4, VOCABULARY),
-    Setting(False, "none", 4),
-    Setting(True, "full", 8),
-    Setting(True, "none", 4),
-    Setting(False, "full", 4),
-    Setting(True, "full", 4),
-)
-TINY_SETTINGS = (Setting(False, "full", 8), Setting(False, "full", 8, option="memory.offload=activations"))
+class Way(NamedTuple):
+    """A loop of gpu_speed.py; `options` are `section.key=value` of ours, beside the eager ones."""
+
+    loop: str
+    compile: bool = False
+    options: tuple[str, ...] = ()
+
+
+COMPILED = "compile.enabled=true"
+RECOMPUTED = "memory.gradient_checkpointing=full"
+AUTO = ("train.micro_batch=auto", "memory.gradient_checkpointing=auto", "compile.enabled=auto")
+# The most telling first: the last are left out first. MAIN_WAYS run for both works before any other.
+WAYS = {
+    "auto": Way("ours", True, AUTO),
+    "eager": Way("ours"),
+    "trainer": Way("trainer"),
+    "liger": Way("liger"),
+    "tuned": Way("ours", True),  # and what tune chose
+    "plain": Way("plain"),
+    "trainer-compiled": Way("trainer", True),
+    "compiled": Way("ours", True, (COMPILED,)),
+    "plain-compiled": Way("plain", True),
+    "float8": Way("ours", True, (COMPILED, "precision.products=float8")),
+    "full": Way("ours", False, (RECOMPUTED,)),
+    "offload": Way("ours", False, (RECOMPUTED, "memory.offload=activations")),
+}
+MAIN_WAYS = ("auto", "eager", "trainer", "liger", "tuned", "plain")
+TINY_WAYS = ("auto", "eager", "trainer", "tuned", "plain")
+TUNED_WORK, LLAMA_3_WORK = Work(8, 256), Work(4, 128_256)  # with Llama 3's vocabulary the head and the loss count
 
 
 @dataclass
@@ -93,11 +127,25 @@ class Benchmark:
     folder: Path
     overrides: list[str]
     result: dict[str, Any]
-    took: dict[tuple[str, bool], float] = field(default_factory=lambda: {})
+    took: dict[str, float] = field(default_factory=lambda: {})
 
     @property
     def left(self) -> float:
         return self.deadline - time.monotonic()
+
+    def run_tune(self, share: float) -> None:
+        seconds = min(self.left * share, TINY_TUNE_S if self.tiny else math.inf)
+        path = Path(shutil.copy(CONFIG, self.folder))  # tune writes beside it
+        words = [f"--config={path}", f"--minutes={max(seconds - TUNE_S, 1) / 60}", f"--device={self.device}"]
+        words += ["--backend=native", "--num_devices=1", *TUNED_WORK.overrides(self.tiny), *self.overrides]
+        began, record = time.monotonic(), path.with_suffix(".tuning.json")
+        ended = self._run(["-m", "portable_fsdp.tune", *words], seconds)
+        self.result["tuning"] = ended or json.loads(record.read_text())
+        self.result["tuning"]["process_seconds"] = time.monotonic() - began
+        if not ended:  # else the file has no name yet
+            self.result["environment"]["device"] = self.result["tuning"]["device_name"]
+            self.write()
+        print("\n".join(_tuning_lines(self.result["tuning"])), flush=True)
 
     def run_checks(self, share: float) -> None:
         """In at most this share of the time; what it leaves unused is the timed runs'."""
@@ -111,57 +159,65 @@ class Benchmark:
         self.write()
         print("\n".join(_check_lines(self.result["checks"])), flush=True)
 
-    def run_speed(self, settings: tuple[Setting, ...]) -> None:
-        for setting in settings:
-            for number in (1,) if self.tiny else (1, 2):
-                for way in setting.ways[:: 1 if number == 1 else -1]:
-                    self._speed(setting, way, number)
+    def run_speed(self, names: list[str]) -> None:
+        works = (TUNED_WORK,) if self.tiny else (TUNED_WORK, LLAMA_3_WORK)
+        runs = [(work, name) for work in works for name in names if name != "tuned" or work == TUNED_WORK]
+        runs.sort(key=lambda run: run[1] not in MAIN_WAYS)
+        for number in (1,) if self.tiny else (1, 2):
+            for work, name in runs:
+                self._speed(work, name, number)
 
-    def _speed(self, setting: Setting, way: str, number: int) -> None:
-        labels = {**setting._asdict(), "way": way, "pass": number}
-        reason = self._reason_to_leave_out(setting, way)
+    def _speed(self, work: Work, name: str, number: int) -> None:
+        labels = {**work._asdict(), "way": name, "pass": number}
+        reason = self._reason_to_leave_out(work, name)
         if reason:
             self.result["left_out"].append({**labels, "reason": reason})
             self.write()
             return
+        way = WAYS[name]
+        chosen = self.result["tuning"]["chosen"] if name == "tuned" else {}
+        options = [*self.overrides, *way.options, *(f"{key}={value}" for key, value in chosen.items())]
         job = {
-            **setting._asdict(),
-            "way": way,
+            **work._asdict(),
+            "loop": way.loop,
+            "compile": way.compile,
+            "config": str(CONFIG),
+            "overrides": work.overrides(self.tiny),
+            "options": options if way.loop == "ours" else [],
             "warm_up": TINY_WARM_UP if self.tiny else WARM_UP,
             "timed": TINY_TIMED if self.tiny else TIMED,
             "profile": number == 2 or self.tiny,  # if the profiler crashes, the first pass is safe
-            "tiny": self.tiny,
             "device": self.device,
             "folder": str(self.folder),
-            "overrides": self.overrides,
         }
         began = time.monotonic()
         answer = self._process({"kind": "speed", **job}, self.left)
-        self.took[way, setting.compile] = time.monotonic() - began
+        self.took[name] = time.monotonic() - began
         result = answer.get("result") or {"status": answer["status"], "error": answer["error"]}
-        if way == "ours":
-            self.result.setdefault("config", result.get("config"))  # of the first; a setting changes three keys of it
-        result.pop("config", None)
-        run = {**labels, "process_seconds": self.took[way, setting.compile], **result}
+        config = result.pop("config", None)
+        self.result.setdefault("config", config)  # of the first; `work` and `chosen` change keys of it
+        run = {**labels, "process_seconds": self.took[name], **result}
         self.result["speed"].append(run)
         self.write()
-        print(f"{setting} {way}, pass {number}: {_outcome(run)}", flush=True)
+        print(f"{work}: {name}, pass {number}: {_outcome(run)}", flush=True)
 
-    def _reason_to_leave_out(self, setting: Setting, way: str) -> str | None:
+    def _reason_to_leave_out(self, work: Work, name: str) -> str | None:
+        way = WAYS[name]
         for of, package in (("trainer", "accelerate"), ("liger", "accelerate"), ("liger", "liger_kernel")):
-            if way == of and importlib.util.find_spec(package) is None:
-                return f"{way} needs the package {package}, which is not installed"
-        if "float8" in setting.option and importlib.util.find_spec("torchao") is None:
+            if way.loop == of and importlib.util.find_spec(package) is None:
+                return f"{of} needs the package {package}, which is not installed"
+        if name == "float8" and importlib.util.find_spec("torchao") is None:
             return "float8 needs the package torchao, which is not installed"
-        if setting.compile:
+        if name == "tuned" and "chosen" not in self.result["tuning"]:
+            return "tune chose nothing"
+        if way.compile and name not in ("auto", "tuned"):
             probe = next((check for check in self.result["checks"] if check["name"] == "torch.compile"), None)
             if probe is not None and probe["outcome"] != "passed":
                 return f"torch.compile doesn't work here: {probe['note'].strip().splitlines()[-1]}"
         for run in self.result["speed"]:
-            same = run["way"] == way and all(run[key] == value for key, value in setting._asdict().items())
-            if same and run["status"] != "finished":
+            if (run["way"], _work(run)) == (name, work) and run["status"] != "finished":
                 return f"its first pass ended: {run['status']}"
-        needed = self.took.get((way, setting.compile), GUESS_S[setting.compile])
+        needed = self.took.get(name, GUESS_S[way.compile])
         if self.left < needed:
             return f"no time left: {self.left:.0f} s of the {needed:.0f} s that it takes"
         return None
@@ -172,13 +228,24 @@ class Benchmark:
 
     def _process(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answer of a worker; `error` where it died or ran out of time, beside what it had written by then."""
-        asked, answered, log = (self.folder / name for name in ("job.json", "answer.json", "log"))
+        asked, answered = self.folder / "job.json", self.folder / "answer.json"
         answered.unlink(missing_ok=True)
         asked.write_text(json.dumps(job))
-        command = [sys.executable, str(HERE / "gpu_worker.py"), str(asked), str(answered)]
+        ended = self._run([str(HERE / "gpu_worker.py"), str(asked), str(answered)], timeout_s)
+        answer = json.loads(answered.read_text()) if answered.is_file() else {}
+        self.result["environment"] |= answer.get("environment", {})
+        return answer | ended
+
+    def _run(self, arguments: list[str], timeout_s: float) -> dict[str, Any]:
+        """Run Python with these arguments; nothing if it finished well, else its `status` and its last lines."""
+        log = self.folder / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, env=_environment(self.folder), stdout=output, stderr=output, start_new_session=True
+                [sys.executable, *arguments],
+                env=_environment(self.folder, self.tiny),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
             try:
                 code = process.wait(max(timeout_s, 1))
@@ -186,13 +253,10 @@ class Benchmark:
                 code = None
             finally:
                 _end(process)  # and what it started: inductor's compile workers
-        answer = json.loads(answered.read_text()) if answered.is_file() else {}
-        if code != 0:
-            tail = log.read_text(errors="replace")[-2000:]
-            answer["status"] = "out of time" if code is None else "failed"
-            answer["error"] = f"{tail}\nended after {timeout_s:.0f} s" if code is None else f"{tail}\nexit code {code}"
-        self.result["environment"] |= answer.get("environment", {})
-        return answer
+        tail = log.read_text(errors="replace")[-2000:]
+        if code is None:
+            return {"status": "out of time", "error": f"{tail}\nended after {timeout_s:.0f} s"}
+        return {"status": "failed", "error": f"exit code {code}:\n{tail}"} if code else {}
 
     def write(self) -> None:
         self.result["seconds"] = round(time.monotonic() - self.result["began"], 1)
@@ -209,7 +273,7 @@ class Benchmark:
         return self.out or RESULTS / f"gpu_{name}.json"
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(folder: Path, tiny: bool) -> dict[str, str]:
     """One GPU, no hub, no other engine, caches of compiled code of this command's own, and no launcher's variables."""
     kept = {
         name: value
@@ -217,11 +281,14 @@ def _environment(folder: Path) -> dict[str, str]:
         if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         and name != "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # some images set it; float32 is to be float32
     }
+    if tiny:  # on a busy machine several threads would wait for each other in each small product
+        kept["OMP_NUM_THREADS"] = "1"
     return kept | {
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "USE_TORCH_XLA": "0",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "huggingface"),
+        "PYTHONPATH": os.pathsep.join((str(HERE.parent), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep),
         "GLOO_SOCKET_IFNAME": "lo",  # a host without a network has no other
         "NCCL_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
@@ -241,30 +308,31 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each setting in one row: the mean over passes of each way's median rate, ours over the others, and the losses."""
+    """A row for each work: the mean over passes of each way's median rate, ours over each other, and the losses."""
     rows: list[dict[str, Any]] = []
-    for setting in dict.fromkeys(_setting(run) for run in runs):
-        finished = [run for run in runs if _setting(run) == setting and run["status"] == "finished"]
-        of = {way: [run for run in finished if run["way"] == way] for way in WAYS}
-        rates = {way: statistics.mean(run["tokens_per_second"] for run in of[way]) for way in WAYS if of[way]}
-        row: dict[str, Any] = {**setting._asdict(), "tokens_per_second": rates}
-        for other in WAYS[1:]:
-            if "ours" in rates and other in rates:
-                row[f"ours_over_{other}"] = rates["ours"] / rates[other]
-        if of["plain"]:
+    for work in dict.fromkeys(_work(run) for run in runs):
+        of: dict[str, list[dict[str, Any]]] = {}
+        for run in runs:
+            if _work(run) == work and run["status"] == "finished":
+                of.setdefault(run["way"], []).append(run)
+        rates = {way: statistics.mean(run["tokens_per_second"] for run in of[way]) for way in of}
+        ours = [way for way in of if WAYS[way].loop == "ours"]
+        row: dict[str, Any] = {**work._asdict(), "tokens_per_second": rates}
+        row["ratios"] = {way: {other: rates[way] / rates[other] for other in of if other != way} for way in ours}
+        if "plain" in of:
             truth = of["plain"][0]["losses"]
-            differences = {way: _difference(of[way][0]["losses"], truth) for way in WAYS if of[way]}
-            row["loss_difference_from_plain"] = differences
-            row["losses_agree"] = all(difference <= LOSS_BOUND for difference in differences.values())
-        kernels = {way: run["attention_kernels"] for way in WAYS for run in of[way] if "attention_kernels" in run}
-        if kernels:
-            row["attention_kernels"] = kernels
+            row["loss_difference_from_plain"] = {way: _difference(of[way][0]["losses"], truth) for way in of}
+            bounded = [row["loss_difference_from_plain"][way] for way in of if way != "float8"]  # it rounds more
+            row["losses_agree"] = max(bounded) <= LOSS_BOUND
+        row["attention_kernels"] = {
+            way: run["attention_kernels"] for way in of for run in of[way] if run.get("attention_kernels")
+        }
         rows.append(row)
     return rows
 
 
-def _setting(run: dict[str, Any]) -> Setting:
-    return Setting(**{name: run[name] for name in Setting._fields})
+def _work(run: dict[str, Any]) -> Work:
+    return Work(run["rows"], run["vocabulary"])
 
 
 def _difference(losses: list[float], truth: list[float]) -> float:
@@ -282,19 +350,42 @@ def table(result: dict[str, Any]) -> str:
     """The result for people: the checks in short, one line a run, the ratios, and what was left out."""
     environment = result["environment"]
     lines = [f"{environment.get('device')}, driver {environment.get('driver')}, {environment.get('versions')}"]
-    lines += _check_lines(result["checks"])
+    lines += [*_tuning_lines(result["tuning"]), *_check_lines(result["checks"])]
     titles = ("tokens/s", "quartiles", "ms/step", "MFU", "allocated", "reserved GiB")
-    lines.append(f"{'setting':>16} {'way':8}{'pass':4}" + "".join(f"{title:>20}" for title in titles))
+    lines.append(f"{'':42}{'pass':4}" + "".join(f"{title:>18}" for title in titles))
     lines += [_line(run) for run in result["speed"]]
-    for row in result["comparison"]:
-        words = [f"ours / {other} {row[f'ours_over_{other}']:.3f}" for other in WAYS[1:] if f"ours_over_{other}" in row]
-        if "losses_agree" in row:
-            worst = max(row["loss_difference_from_plain"].values())
-            words.append(f"losses differ by {worst:.1e}" + ("" if row["losses_agree"] else ": TOO MUCH"))
-        lines.append(f"{_setting(row)!s:>16} " + ", ".join(words))
+    lines += [line for row in result["comparison"] for line in _ratio_lines(row)]
     for run in result["left_out"]:
-        lines.append(f"left out: {_setting(run)} {run['way']}, pass {run['pass']}: {run['reason']}")
+        lines.append(f"left out: {_work(run)}: {run['way']}, pass {run['pass']}: {run['reason']}")
     return "\n".join(lines)
+
+
+def _ratio_lines(row: dict[str, Any]) -> list[str]:
+    """Our ways over all, in tokens a second; then the losses."""
+    columns = list(row["tokens_per_second"])
+    lines = [f"{_work(row)}; ours over:", " " * 18 + "".join(f"{name:>18}" for name in columns)]
+    for way, ratios in row["ratios"].items():
+        cells = (f"{ratios[name]:.3f}" if name in ratios else "-" for name in columns)
+        lines.append(f"{way:>18}" + "".join(f"{cell:>18}" for cell in cells))
+    if "losses_agree" in row:
+        worst = max(row["loss_difference_from_plain"].values())
+        lines.append(f"  losses differ by {worst:.1e}" + ("" if row["losses_agree"] else ": TOO MUCH"))
+    return lines
+
+
+def _tuning_lines(tuning: dict[str, Any]) -> list[str]:
+    """The candidates of tune, and its choice; or why there is none."""
+    if "chosen" not in tuning:
+        return [f"tune: {tuning['status']}: {tuning['error'].strip()[-300:]}"] if tuning else []
+    lines = [f"tune: {len(tuning['candidates'])} candidates in {tuning['process_seconds']:.0f} s; s a step:"]
+    for candidate in tuning["candidates"]:
+        cell = candidate["problem"][:100] or f"{candidate['seconds']:.4f}"
+        lines.append(f"  {cell}: {_words(candidate['settings'])}")
+    return [*lines, f"  chosen: {_words(tuning['chosen'])}"]
+
+
+def _words(settings: dict[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items()) or "the config's own"
 
 
 def _check_lines(checks: list[dict[str, Any]]) -> list[str]:
@@ -316,7 +407,7 @@ def _check_lines(checks: list[dict[str, Any]]) -> list[str]:
 
 
 def _line(run: dict[str, Any]) -> str:
-    head = f"{_setting(run)!s:>16} {run['way']:8}{run['pass']:4}"
+    head = f"{_work(run)!s:>27} {run['way']:>16}{run['pass']:2}"
     if run["status"] != "finished":
         return f"{head}  {_outcome(run)}"
     low, high = run["tokens_per_second_quartiles"]
@@ -324,7 +415,8 @@ def _line(run: dict[str, Any]) -> str:
     cells.append("-" if run["mfu"] is None else f"{run['mfu']:.1%}")
     for key in ("peak_allocated_bytes", "peak_reserved_bytes"):
         cells.append("-" if run[key] is None else f"{run[key] / GIBIBYTE:.2f}")
-    return head + "".join(f"{cell:>20}" for cell in cells)
+    chosen = f"  chosen: {_words(run['chosen'])}" if run["way"] in ("auto", "tuned") else ""
+    return head + "".join(f"{cell:>18}" for cell in cells) + chosen
 
 
 # ---------------------------------------------------------------------------------------------------------- command
@@ -350,38 +442,37 @@ def _driver() -> str | None:
         return None
 
 
-def _settings(text: str | None, tiny: bool) -> tuple[Setting, ...]:
-    known = {str(setting): setting for setting in (TINY_SETTINGS if tiny else SETTINGS)}
-    if text is None:
-        return tuple(known.values())
-    unknown = [name for name in text.split(",") if name not in known]
+def _ways(text: str | None, tiny: bool) -> list[str]:
+    names = text.split(",") if text else [*(TINY_WAYS if tiny else WAYS)]
+    unknown = [name for name in names if name not in WAYS]
     if unknown:
-        sys.exit(f"--only: expected some of {', '.join(known)}, found {', '.join(unknown)}.")
-    return tuple(known[name] for name in text.split(","))
+        sys.exit(f"--only: expected some of {', '.join(WAYS)}, found {', '.join(unknown)}.")
+    return names
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Correctness and speed on one GPU.")
+    parser = argparse.ArgumentParser(description="Tuning, correctness and speed on one GPU.")
     parser.add_argument("--out", type=Path, help="the JSON file to write, instead of one in results/")
     parser.add_argument("--minutes", type=float, default=9, help="of wall time; what doesn't fit is left out and named")
-    parser.add_argument("--parts", choices=("all", "checks", "speed"), default="all")
-    parser.add_argument("--only", help="settings to time, with commas between: eager/none/8,compile/none/4/128256")
+    parser.add_argument("--parts", choices=("all", "tune", "checks", "speed"), default="all")
+    parser.add_argument("--only", help="ways to time, with commas between: auto,eager,trainer")
     parser.add_argument(
-        "--override", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for our loop alone; repeatable"
+        "--override", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for our loop and tune; repeatable"
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU; its times mean nothing")
     arguments = parser.parse_args()
-    settings = _settings(arguments.only, arguments.tiny)
+    names = _ways(arguments.only, arguments.tiny)
     _require_ready(arguments.tiny)
     began = time.monotonic()
     result: dict[str, Any] = {
-        "what": "every option against a plain loop; tokens/s of our loop, a plain PyTorch loop, transformers' Trainer",
+        "what": "tune; options against a plain loop; tokens/s of our loop, a plain one, transformers' Trainer",
         "command": ["python", "benchmarks/gpu.py", *sys.argv[1:]],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "minutes": arguments.minutes,
         "tiny": arguments.tiny,
         "loss_bound": LOSS_BOUND,
         "environment": {"driver": None if arguments.tiny else _driver()},
+        "tuning": {},
         "checks": [],
         "speed": [],
         "left_out": [],
@@ -390,15 +481,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_gpu_") as folder:
         deadline = began + 60 * arguments.minutes - 5
         benchmark = Benchmark(arguments.tiny, deadline, arguments.out, Path(folder), arguments.override, result)
-        if arguments.parts != "speed":
-            benchmark.run_checks(share=1.0 if arguments.parts == "checks" else CHECKS_SHARE)
-        if arguments.parts != "checks":
-            benchmark.run_speed(settings)
+        parts = ("tune", "checks", "speed") if arguments.parts == "all" else (arguments.parts,)
+        if "tune" in parts:
+            benchmark.run_tune(TUNE_SHARE if len(parts) > 1 else 1.0)
+        if "checks" in parts:
+            benchmark.run_checks(CHECKS_SHARE if len(parts) > 1 else 1.0)
+        if "speed" in parts:
+            benchmark.run_speed(names)
+    benchmark.write()
     print(table(result))
     print(f"written to {benchmark.path}")
     failed = [check for check in result["checks"] if check["outcome"] in ("failed", "out of time")]
     failed += [run for run in result["speed"] if run["status"] == "failed"]
-    return 1 if failed else 0
+    return 1 if failed or "error" in result["tuning"] else 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.backends.open import open_backend
+from portable_fsdp.config.describe import autos, changed_values
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.batches import Batches
@@ -32,57 +33,30 @@ from portable_fsdp.data.tokenize import load_tokenizer
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.build import build_model
 from portable_fsdp.models.flops import model_flops_per_token, peak_flops
+from portable_fsdp.train.auto import resolve_auto
 from portable_fsdp.train.build import build_training
 from portable_fsdp.train.measures import InFlight
 
-CONFIG = Path(__file__).parents[1] / "configs" / "llama_1b.yaml"
 ROWS = 1024
 TOP_KERNELS = 12
-# Everything whose default differs between the three stands here; the rest of the config is llama_1b.yaml.
-SETTINGS = (
-    "optim.lr=1e-4",
-    "optim.schedule=constant",
-    "optim.warmup_steps=0",
-    "optim.betas=[0.9, 0.95]",
-    "optim.weight_decay=0.1",
-    "train.max_grad_norm=1.0",
-    "precision.compute=bfloat16",
-)
-TINY = (
-    "data.seq_len=32",
-    "optim.lr=3e-3",  # so that a few steps show another learning rate or another order of rows
-    *(
-        f"model.architecture.{key}={value}"
-        for key, value in {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 32,
-        }.items()
-    ),
-)
 
 
 @dataclass(frozen=True)
 class Job:
     """One timed run of one way."""
 
-    way: str  # of WAYS
-    compile: bool
-    checkpointing: str  # "none" or "full"
-    micro_batch: int  # rows in a step
+    loop: str  # of LOOPS
+    compile: bool  # by the other loops; ours has it in its config
+    rows: int  # in a step
     vocabulary: int
-    option: str  # `section.key=value` for our way alone, or ""
+    config: str  # path
+    overrides: Sequence[str]  # `section.key=value` for all
+    options: Sequence[str]  # `section.key=value` for our loop alone
     warm_up: int  # steps before the timed ones; compilation falls into the first
     timed: int  # steps
     profile: bool  # one more step, after the timed ones, under torch's profiler
-    tiny: bool
     device: str  # "cuda" or "cpu"
     folder: str  # for the initial weights and the run's own files
-    overrides: Sequence[str]  # `section.key=value` for our way alone
 
     @property
     def steps(self) -> int:
@@ -179,23 +153,12 @@ class Watch:
 # ------------------------------------------------------------------------------------------- weights, rows, config
 
 
-def job_config(job: Job, weights: Path | None) -> Config:
+def job_config(job: Job, weights: Path | None, options: Sequence[str] = ()) -> Config:
     """The config of our run; without `weights` that of the model's architecture."""
-    overrides = [*SETTINGS, *(TINY if job.tiny else ())]
+    overrides = [*job.overrides, f"run.dir='{job.folder}/run'"]
     if weights is not None:
         overrides += ["model.architecture=null", f"model.pretrained='{weights}'"]
-    else:
-        overrides += [f"model.architecture.vocab_size={job.vocabulary}"]
-    overrides += [
-        f"run.dir='{job.folder}/run'",
-        f"train.steps={job.steps}",
-        f"train.global_batch={job.micro_batch}",
-        f"train.micro_batch={job.micro_batch}",
-        f"memory.gradient_checkpointing={job.checkpointing}",
-        f"compile.enabled={str(job.compile).lower()}",
-        *((*job.overrides, *filter(None, [job.option])) if job.way == "ours" else ()),
-    ]
-    return load_config(CONFIG, overrides)
+    return load_config(Path(job.config), [*overrides, *options])
 
 
 def initial_weights(job: Job) -> Path:
@@ -251,15 +214,18 @@ def _empty_cache(job: Job) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-# --------------------------------------------------------------------------------------------------- the three ways
+# -------------------------------------------------------------------------------------------------------- the loops
 
 
 def run_ours(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
     """The pieces of `train/loop.py`, and the body of its loop."""
+    accumulation = job.rows // cast(int, config.train.micro_batch)
     with open_backend(config, device=job.device, backend="native") as backend:
         training = build_training(config, backend, load_tokenizer(config.data.tokenizer))
         _empty_cache(job)
-        with Batches(rows, seed=config.run.seed, global_batch=job.micro_batch, shard=(0, 1), accumulation=1) as batches:
+        with Batches(
+            rows, seed=config.run.seed, global_batch=job.rows, shard=(0, 1), accumulation=accumulation
+        ) as batches:
             step = OurStep(config, backend, training, batches)
             for _ in range(job.steps):
                 step()
@@ -278,8 +244,6 @@ def _plain_model(job: Job, config: Config) -> Any:
 def run_plain(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
     """What one writes by hand: autocast, fused AdamW, and no wait for the device within a step."""
     model = _plain_model(job, config).to(job.device).train()
-    if job.checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     parameters = list(model.parameters())
     optim = config.optim
     optimizer = torch.optim.AdamW(
@@ -296,7 +260,7 @@ def run_plain(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> None:
     data = rows.unshifted(config, job.steps)
     _empty_cache(job)
     for step in range(job.steps):
-        part = slice(step * job.micro_batch, (step + 1) * job.micro_batch)
+        part = slice(step * job.rows, (step + 1) * job.rows)
         batch = {name: _to_device(tensor[part], job) for name, tensor in data.items()}
         with torch.autocast(job.device, dtype=torch.bfloat16):
             loss = forward(**batch, use_cache=False).loss
@@ -335,13 +299,11 @@ def run_trainer(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> Non
     arguments = TrainingArguments(
         output_dir=f"{job.folder}/trainer",
         max_steps=job.steps,
-        per_device_train_batch_size=job.micro_batch,
+        per_device_train_batch_size=job.rows,
         bf16=True,
         use_cpu=job.device == "cpu",
         torch_compile=job.compile,
-        gradient_checkpointing=job.checkpointing == "full",
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        use_liger_kernel=job.way == "liger",
+        use_liger_kernel=job.loop == "liger",
         learning_rate=optim.lr,
         lr_scheduler_type="constant",
         adam_beta1=optim.betas[0],
@@ -359,7 +321,7 @@ def run_trainer(job: Job, config: Config, rows: SkewedRows, watch: Watch) -> Non
     trainer.train()
 
 
-WAYS: dict[str, Callable[[Job, Config, SkewedRows, Watch], None]] = {
+LOOPS: dict[str, Callable[[Job, Config, SkewedRows, Watch], None]] = {
     "ours": run_ours,
     "plain": run_plain,
     "trainer": run_trainer,
@@ -369,13 +331,16 @@ WAYS: dict[str, Callable[[Job, Config, SkewedRows, Watch], None]] = {
 
 def run_job(job: Job) -> dict[str, Any]:
     """Times of the steps, losses of all steps, peaks of memory (of the timed steps) and MFU of one job."""
-    config = job_config(job, initial_weights(job))
+    base = job_config(job, weights := initial_weights(job))
+    config = job_config(job, weights, job.options)
+    if autos(config):
+        config = resolve_auto(config, device=job.device, backend="native", num_devices=None)
     size = build_model(config.model, seed=0, seq_len=config.data.seq_len, vocabulary=256).size
     rows = SkewedRows(job.vocabulary, config.data.seq_len)
     watch = Watch(job)
     began = time.perf_counter()
-    WAYS[job.way](job, config, rows, watch)
-    tokens = job.micro_batch * config.data.seq_len
+    LOOPS[job.loop](job, config, rows, watch)
+    tokens = job.rows * config.data.seq_len
     flops = model_flops_per_token(
         size.parameters, size.embedding_parameters, size.layers, size.hidden, config.data.seq_len
     )
@@ -392,7 +357,8 @@ def run_job(job: Job) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "flops_per_token": flops,
         "job_seconds": time.perf_counter() - began,
-        "config": config.model_dump(mode="json"),
+        "config": base.model_dump(mode="json"),
+        "chosen": changed_values(base, config),
     }
 
 

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where the package isn't installed
 import torch
 import torch.cuda.nccl as nccl
 from gpu_checks import Check, run_checks

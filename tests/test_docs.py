@@ -52,7 +52,7 @@ def text_of(name: str) -> str:
 
 PARSED = {"portable_fsdp.doctor": doctor, "portable_fsdp.checkpoint": checkpoint, "portable_fsdp.sample": sample}
 PARSED["portable_fsdp.report"] = report
-TARGETS = "|".join(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+TARGETS = "|".join(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
 JOBSETS = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in ROOT.glob("launch/gke_*.yaml")}
 # The other commands; a file of ours in them must exist.
 FORMS = [

@@ -76,9 +76,16 @@ def test_beside_trainer_a_random_model_takes_the_same_course(folder: Path) -> No
 
 
 @pytest.mark.proof
-def test_gpu_checks_options_and_times_three_ways_to_the_same_losses(tmp_path: Path) -> None:
+def test_gpu_tunes_checks_options_and_times_all_ways_to_the_same_losses(tmp_path: Path) -> None:
+    """`make proof-py312` runs it with another Python and another torch."""
     result, printed = _result(tmp_path, "gpu", "--tiny")
     assert {"device", "driver", "cuda", "cudnn", "nccl", "python", "versions"} <= result["environment"].keys()
+
+    tuning = result["tuning"]
+    reference = tuning["candidates"][0]
+    assert reference["settings"] == {"train.micro_batch": "1", "memory.gradient_checkpointing": "full"}
+    assert tuning["chosen"] in [each["settings"] for each in tuning["candidates"] if not each["problem"]]
+    assert "  chosen: " in printed
 
     answers = {check["name"]: check for check in result["checks"]}
     names = ["curve: FULL_SHARD", "curve: checkpointing full", "curve: bfloat16", "checkpoint: bfloat16"]
@@ -87,15 +94,21 @@ def test_gpu_checks_options_and_times_three_ways_to_the_same_losses(tmp_path: Pa
     assert answers["curve: bfloat16"]["figures"]["worst_relative_difference"] > 0  # it did compute in bfloat16
 
     runs = {run["way"]: run for run in result["speed"]}
-    assert (list(runs), result["left_out"]) == (["ours", "plain", "trainer"], [])
+    assert (list(runs), result["left_out"]) == (["auto", "eager", "trainer", "tuned", "plain"], [])
+    assert (runs["eager"]["chosen"], runs["tuned"]["chosen"]) == ({}, tuning["chosen"])
+    assert result["config"]["memory"]["gradient_checkpointing"] == "none"
     for run in runs.values():
         assert (run["status"], len(run["step_seconds"])) == ("finished", 7)
         assert len(run["losses"]) == 9  # one of warm-up, one under the profiler
         assert any("scaled_dot_product" in name for name in run["attention_kernels"])
         assert run["losses"] == pytest.approx(runs["plain"]["losses"], rel=1e-3)  # bfloat16, cast in other places
     assert runs["plain"]["losses"][-1] < runs["plain"]["losses"][0] - 0.1, "nothing was learnt: no fault would show"
-    assert result["comparison"][0]["losses_agree"]
-    assert "ours / trainer" in printed
+    (row,) = result["comparison"]
+    assert row["losses_agree"]
+    assert row["ratios"].keys() == {"auto", "eager", "tuned"}
+    for way, ratios in row["ratios"].items():
+        assert ratios.keys() == runs.keys() - {way}
+        assert ratios["plain"] == runs[way]["tokens_per_second"] / runs["plain"]["tokens_per_second"]
 
 
 @pytest.mark.proof
