@@ -376,8 +376,8 @@ class Compile(Section):
     backend: Literal["auto", "inductor", "aot_eager", "eager"] = "auto"
     """backend of torch.compile; auto: inductor on cuda, TorchTPU's own on tpu; inductor needs a GPU here"""
     cache_dir: str | None = None
-    """cache of inductor's compiled kernels; null: TORCHINDUCTOR_CACHE_DIR, or portable_fsdp in the user's cache
-    folder"""
+    """cache of compiled programs for later starts: inductor's kernels (null: TORCHINDUCTOR_CACHE_DIR, or portable_fsdp
+    in the user's cache folder), and TorchTPU's programs (null: none)"""
     scan_layers: bool = False
     """XLA: compile one layer and loop over it, instead of one copy per layer"""
 

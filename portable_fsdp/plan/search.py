@@ -120,7 +120,11 @@ def fastest_that_fits(
     """
     if COMPILE not in autos(config):
         return _fastest(config, {}, target, plan_of, progress)
-    unused = [key for key in ("compile.backend", "compile.cache_dir") if value_of(config, key) != default_of(key)]
+    keys = (
+        "compile.backend",
+        *["compile.cache_dir"] * (target.hardware.kind == "cuda"),
+    )  # TorchTPU caches all programs
+    unused = [key for key in keys if value_of(config, key) != default_of(key)]
     eager = {COMPILE: "false", **{key: yaml_value(default_of(key)) for key in unused}}
     programs = count_programs() if target.hardware.kind == "cuda" else "only GPUs need it"
     if isinstance(programs, str):

@@ -95,6 +95,16 @@ def test_a_plain_start_drives_all_chips_stops_and_goes_on_elsewhere(folder: Path
     assert on_both == pytest.approx(losses(alone), rel=1e-5)
 
 
+def test_a_second_start_with_a_cache_compiles_nothing(folder: Path) -> None:
+    words, counts = ("train.steps=4", f"compile.cache_dir={folder / 'cache'}", "checkpoint.resume=none"), list[int]()
+    for name in ("first", "second"):
+        assert end_of(start(folder, "--device=tpu", *words, f"run.dir={name}", chips=1, log=f"{name}.log")) == 0
+        counts += map(int, re.findall(r"num_compilations=(\d+)", (folder / f"{name}.log").read_text()))
+    first, second = counts
+    assert first > 100
+    assert second == 0
+
+
 def test_a_process_on_the_only_chip_compiles_nothing_after_its_third_step(folder: Path) -> None:
     """Nor does a save; TorchTPU would print a new program."""
     overrides = ("train.steps=8", "checkpoint.every=5")

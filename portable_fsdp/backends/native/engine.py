@@ -104,7 +104,8 @@ class NativeBackend(contract.Backend):
         if device == "tpu":
             from portable_fsdp.backends.native import torchtpu
 
-            self.device, self.device_name, self._programs = torchtpu.open_chip(count if self._owns_group else None)
+            processes, cache = count if self._owns_group else None, _cache_folder(config)
+            self.device, self.device_name, self._programs = torchtpu.open_chip(processes, cache)
         if device == "cuda":
             prefer_expandable_segments()
             torch.cuda.set_device(self.device)
@@ -557,11 +558,9 @@ def _set_compiler(config: Config) -> ExitStack:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
-    settings, chosen = ExitStack(), config.compile.cache_dir
+    settings, chosen = ExitStack(), _cache_folder(config)
     if chosen or INDUCTOR_CACHE not in os.environ:
-        folder = Path(chosen).expanduser().absolute() if chosen else cache_folder(os.environ) / "inductor"
-        if chosen:
-            _require_writable(folder)
+        folder = chosen or cache_folder(os.environ) / "inductor"
         before = {name: value for name, value in os.environ.items() if name == INDUCTOR_CACHE}
         os.environ[INDUCTOR_CACHE] = str(folder)
         settings.callback(lambda: (os.environ.pop(INDUCTOR_CACHE, None), os.environ.update(before)))
@@ -590,8 +589,11 @@ def _kernel_order(capability: tuple[int, int]) -> AbstractContextManager[object]
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, flash, efficient, SDPBackend.MATH], set_priority=True)
 
 
-def _require_writable(folder: Path) -> None:
-    """Create `folder` if it doesn't exist. Raises BackendError now; inductor would fail in the first step."""
+def _cache_folder(config: Config) -> Path | None:
+    """Create `compile.cache_dir`, if it is set. Raises BackendError now; inductor would fail in the first step."""
+    if config.compile.cache_dir is None:
+        return None
+    folder = Path(config.compile.cache_dir).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -601,6 +603,7 @@ def _require_writable(folder: Path) -> None:
             f"compile.cache_dir: can't write into the folder {folder}: {error.strerror}.\n"
             "  Name another folder, or set compile.cache_dir=null."
         ) from error
+    return folder
 
 
 def _check_launch(device: str, num_devices: int | None, world_size: int, local_rank: int) -> None:

@@ -123,8 +123,8 @@ RULES = (
     ),
     Rule(
         "compile.cache_dir without inductor",
-        "only inductor keeps its kernels there",
-        lambda c, p: c.compile.cache_dir is not None and _compiler(c, p) != "inductor",
+        "only inductor and TorchTPU keep programs there",
+        lambda c, p: c.compile.cache_dir is not None and _compiler(c, p) != "inductor" and p.device != "tpu",
         lambda c, p: (
             "compile.cache_dir=null",
             *(("compile.enabled=true and compile.backend=inductor",) if p.device == "cuda" else ()),

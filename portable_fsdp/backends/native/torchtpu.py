@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from packaging.requirements import Requirement
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.contract import MemoryStats
 
 PACKAGE = "torch_tpu"
+CACHE = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
+"""TorchTPU's variable for the root of its cache; without it each start compiles again (tried with torch_tpu 0.2.0)."""
+
 WARM_UP_STEPS = 3  # operations compile when they first run, and a step is read and logged one step later
 
 log = logging.getLogger("portable_fsdp")
@@ -139,13 +143,16 @@ def load() -> None:
         warnings.filterwarnings("ignore", message)
 
 
-def open_chip(processes: int | None) -> "tuple[torch.device, str, TpuPrograms]":
+def open_chip(processes: int | None, cache: Path | None) -> "tuple[torch.device, str, TpuPrograms]":
     """Return this process's chip, its name and its programs. `processes`: of the run; None: in the caller's group.
 
-    Raises BackendError if chips and processes don't fit, or no chip is found.
+    `cache`: the folder where compiled programs stay for later starts; TorchTPU keeps a copy in /dev/shm. Raises
+    BackendError if chips and processes don't fit, or no chip is found.
     """
     if processes is not None:
         check_launch(os.environ, processes, len(tpu_chips()))
+    if cache is not None:
+        os.environ[CACHE] = str(cache)
     load()
     import torch
 
