@@ -34,21 +34,23 @@ def main() -> None:
     if arguments.trainer:
         return train_with_trainer()
     start_ours()  # fills the caches
-    rounds: list[dict[str, Any]] = []
-    for number in range(arguments.rounds):
-        (ours, parts), trainer = start_ours(), start_trainer()
-        rounds.append({"ours": ours, "trainer": trainer, "parts": parts})
-        print(f"{number + 1}: ours {ours:.2f} s, Trainer {trainer:.2f} s; {parts}", flush=True)
-    ours, trainer = (statistics.median(round_[way] for round_ in rounds) for way in ("ours", "trainer"))
-    ratio = ours / trainer
-    print(f"medians: {ours:.2f} s, {trainer:.2f} s, ratio {ratio:.2f} (goal: <= {GOAL})")
-    result = {"ratio": ratio, "goal": GOAL, "ours": ours, "trainer": trainer, "rounds": rounds}
+    rounds: dict[str, list[dict[str, float]]] = {"ours": [], "trainer": []}
+    for _ in range(arguments.rounds):
+        for way, start in {"ours": start_ours, "trainer": start_trainer}.items():
+            rounds[way].append(start())
+            print(way, rounds[way][-1], flush=True)
+    medians = {
+        way: {part: statistics.median(each[part] for each in of) for part in of[0]} for way, of in rounds.items()
+    }
+    ratio = medians["ours"]["all"] / medians["trainer"]["all"]
+    print(f"medians: {medians}, ratio {ratio:.2f} (goal: <= {GOAL})")
+    result = {"ratio": ratio, "goal": GOAL, "medians": medians, "rounds": rounds}
     result |= {"cpu": cpu_model(), "cores": os.cpu_count()}
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def start_ours() -> tuple[float, dict[str, float]]:
-    """Seconds until metrics.jsonl has step 1, and the seconds of each part."""
+def start_ours() -> dict[str, float]:
+    """Seconds of each part, and until metrics.jsonl has step 1."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "portable_fsdp.launch", "--device=cpu", "--backend=native", "--verbose"]
         command += [f"--config={ROOT}/configs/quickstart.yaml", f"run.dir={folder}/run", "train.stop_at=1"]
@@ -64,31 +66,40 @@ def start_ours() -> tuple[float, dict[str, float]]:
             process.wait(LIMIT_S)
         ends = [(name, float(end)) for end, name in re.findall(r"^ +([\d.]+) s  (.+)$", log.read_text(), re.M)]
         before = [0.0, *(end for _, end in ends)]
-        return seconds, {name: round(end - start, 2) for (name, end), start in zip(ends, before, strict=False)}
+        parts = {name: round(end - start, 2) for (name, end), start in zip(ends, before, strict=False)}
+        return {"all": seconds, **parts}
 
 
-def start_trainer() -> float:
-    """Seconds until the Trainer's first step has ended."""
+def start_trainer() -> dict[str, float]:
+    """Seconds of each part, and until the Trainer's first step has ended."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--trainer"]
         environment = os.environ | {"USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1"}
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         assert run.returncode == 0, run.stderr
-        (ended,) = re.findall(r"^step 1 ended at (\S+)$", run.stdout, re.M)
-    return float(ended) - began
+    ends = [(name, float(end)) for name, end in re.findall(r"^(.+) at (\S+)$", run.stdout, re.M)]
+    before = [began, *(end for _, end in ends)]
+    parts = {name: round(end - start, 2) for (name, end), start in zip(ends, before, strict=False)}
+    return {"all": ends[-1][1] - began, **parts}
 
 
 def train_with_trainer() -> None:
-    """As people write it; prints the time at the end of step 1 (CLOCK_MONOTONIC, as the parent's)."""
+    """As people write it; prints when each part ends (CLOCK_MONOTONIC, as the parent's)."""
+
+    def say(part: str) -> None:
+        print(f"{part} at {time.monotonic()}", flush=True)
+
     from pydoc_data.topics import topics
 
     import yaml
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+    say("torch and transformers imported")
+
     class End(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            print(f"step 1 ended at {time.monotonic()}", flush=True)
+            say("step 1 ended")
             control.should_training_stop = True
 
     config: dict[str, Any] = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
@@ -98,7 +109,9 @@ def train_with_trainer() -> None:
         {"input_ids": (ids := list(tokens[at : at + length])), "labels": ids}
         for at in range(0, len(tokens) - length, length)
     ]
+    say("data ready")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config["model"]["architecture"]))
+    say("model built")
     arguments = TrainingArguments(
         output_dir="run",
         use_cpu=True,
