@@ -4,10 +4,12 @@
 
 The grid: compile.enabled, the modes of recomputation that `auto` tries, micro batches up to 16 rows (or the config's
 own, if it is larger), and sharding.strategy. Only points that leave 5 % of the memory free count. Left out is what
-can't be better: more recomputation at equal rows, what needs more memory than a point that has no room, and eager
-layers but at the best point. A minute or two for each target; plans are cached.
+can't be better: more recomputation at equal rows; what needs more memory than a point without room; a mode whose
+products and attention leave too little time for the rest; eager layers, but at the best point. Each target takes
+minutes, with experts or Gemma's layers more; plans are cached.
 """
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from portable_fsdp.runtime.errors import PortableFSDPError
 RESULT = Path(__file__).parent / "results/gallery_ratio.md"
 STRATEGY = "sharding.strategy"
 MOST_ROWS = 16
+SHARE = 0.9  # of the least elementwise time so far: other points may copy less
 HEAD = """\
 `python benchmarks/gallery_ratio.py`: the expected time of a step with what `auto` takes, over that of the best point of
 a grid (compile.enabled, recomputation, train.micro_batch, sharding.strategy). Goal: 1.03.
@@ -36,29 +39,46 @@ a grid (compile.enabled, recomputation, train.micro_batch, sharding.strategy). G
 """
 
 
-def grid(planner: Planner) -> Iterator[Tried]:
+def grid(planner: Planner, chosen: Tried) -> Iterator[Tried]:
     """Plan the compiled points; smaller micro batches and less recomputation first."""
     config, devices = planner.config, planner.target.devices
     stated = 1 if config.train.micro_batch == "auto" else config.train.micro_batch
     *_, share = all_sizes = micro_batches(config.train.global_batch, devices // devices_per_row(config))
     sizes = [size for size in all_sizes if size <= max(MOST_ROWS, stated)]
+    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] if devices > 1 else [config.sharding.strategy]
+    best_s, elementwise_s = seconds(chosen), SHARE * part(chosen, "elementwise")
+    products_s = {mode: products(chosen) for mode, keys in enumerate(MODES) if keys.items() <= chosen.settings.items()}
+    too_large = list[tuple[str, int, int, bool]]()  # strategy, mode, rows, and whether it is without sums of gradients
+    done = set[tuple[str, int]]()
 
-    def least(size: int) -> list[int]:
-        """Rows that need no more memory; a single micro batch accumulates no gradients, and may need less."""
-        return [n for n in sizes if n <= size and (n == size or size < share)]
+    def is_left_out(strategy: str, mode: int, size: int) -> bool:
+        return (
+            (strategy, size) in done
+            or products_s.get(mode, 0) + elementwise_s >= best_s
+            or any(
+                large in (strategy, "FULL_SHARD") and mode <= m and rows <= size and (size < share or without_sums)
+                for large, m, rows, without_sums in too_large
+            )
+        )
 
-    too_much = list[tuple[str, int, int]]()  # strategy, mode, rows
-    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] if devices > 1 else [config.sharding.strategy, "NO_SHARD"]
-    for strategy in dict.fromkeys(strategies):
-        for size in sizes:
-            for number, mode in enumerate(MODES):
-                if any(s in (strategy, "FULL_SHARD") and number <= m and n in least(size) for s, m, n in too_much):
-                    continue
-                tried = attempt(planner, {STRATEGY: strategy, **mode, ROWS: str(size), COMPILE: "true"})
-                yield tried
-                if has_room(tried):
-                    break
-                too_much.append((strategy, number, size))
+    for strategy, size, mode in itertools.product(strategies, sizes, range(len(MODES))):
+        if is_left_out(strategy, mode, size):
+            continue
+        yield (tried := attempt(planner, {STRATEGY: strategy, **MODES[mode], ROWS: str(size), COMPILE: "true"}))
+        if tried.plan is None:  # refused
+            done |= {(strategy, rows) for rows in sizes}
+            continue
+        elementwise_s = min(elementwise_s, SHARE * part(tried, "elementwise"))
+        products_s[mode] = min(products(tried), products_s.get(mode, float("inf")))
+        if has_room(tried):
+            best_s = min(best_s, seconds(tried))
+            done.add((strategy, size))
+            continue
+        memory, room = tried.plan.memory, (1 - FREE) * (tried.plan.memory.limit_bytes or 0)
+        without_sums = size == share or memory.peak_bytes - memory.parts["gradients"] > room
+        too_large.append((strategy, mode, size, without_sums))
+        if sum(memory.parts[name] for name in ("weights", "gradients", "optimizer")) > room:
+            done |= {(strategy, rows) for rows in sizes}
 
 
 def attempt(planner: Planner, settings: Settings) -> Tried:
@@ -78,6 +98,14 @@ def seconds(tried: Tried) -> float:
     return tried.plan.expected.seconds if tried.plan and tried.plan.expected else float("inf")
 
 
+def part(tried: Tried, name: str) -> float:
+    return tried.plan.expected.parts.get(name, 0.0) if tried.plan and tried.plan.expected else 0.0
+
+
+def products(tried: Tried) -> float:
+    return part(tried, "products") + part(tried, "attention")
+
+
 def row(config: Path, stated: Stated) -> str:
     """Plan one target; return its row of the table."""
     with Worker() as worker:
@@ -85,21 +113,23 @@ def row(config: Path, stated: Stated) -> str:
         chosen = fastest_that_fits(
             planner.config, planner.target, planner.plan_of, planner.count_programs, lambda line: print(f"  {line}")
         )
-        points = list(grid(planner))
+        points = list(grid(planner, chosen))
         best = min((*filter(has_room, points), chosen), key=seconds)
         points.append(attempt(planner, best.settings | {COMPILE: "false"}))
     best = min((point for point in (best, points[-1]) if has_room(point)), key=seconds)
     plan = chosen.plan
     assert plan is not None
-    own = f"{plan.settings[STRATEGY]}, {plan.settings[ROWS]} rows"
-    cells = [config.stem, stated.on, f"{short(chosen.settings)} ({own})", f"{seconds(chosen):.4g}"]
+    given = {STRATEGY: f"{plan.settings[STRATEGY]}", ROWS: f"{plan.settings[ROWS]}"}
+    cells = [config.stem, stated.on, short(given | chosen.settings), f"{seconds(chosen):.4g}"]
     cells += [short(best.settings) if best is not chosen else "the same", f"{seconds(best):.4g}"]
     return f"| {' | '.join(cells)} | {seconds(chosen) / seconds(best):.3f} | {len(points)} |"
 
 
 def short(settings: Settings) -> str:
-    words = " ".join(override_words(settings))
-    return re.sub(r"\w+\.(?=\w+=)|gradient_checkpointing=|sharding\.strategy=", "", words)
+    words = (
+        " ".join(override_words(settings)).replace(f"{COMPILE}=true", "compiled").replace(f"{COMPILE}=false", "eager")
+    )
+    return re.sub(r"memory.gradient_checkpointing=|sharding.strategy=|memory.save_ops=|train\.", "", words)
 
 
 def main(names: list[str]) -> None:
