@@ -40,7 +40,7 @@ a grid (compile.enabled, recomputation, train.micro_batch, sharding.strategy). G
 
 
 def grid(planner: Planner, chosen: Tried) -> Iterator[Tried]:
-    """Plan the compiled points; smaller micro batches and less recomputation first."""
+    """Plan the points, compiled where that isn't refused; smaller micro batches and less recomputation first."""
     config, devices = planner.config, planner.target.devices
     stated = 1 if config.train.micro_batch == "auto" else config.train.micro_batch
     *_, share = all_sizes = micro_batches(config.train.global_batch, devices // devices_per_row(config))
@@ -64,10 +64,14 @@ def grid(planner: Planner, chosen: Tried) -> Iterator[Tried]:
     for strategy, size, mode in itertools.product(strategies, sizes, range(len(MODES))):
         if is_left_out(strategy, mode, size):
             continue
-        yield (tried := attempt(planner, {STRATEGY: strategy, **MODES[mode], ROWS: str(size), COMPILE: "true"}))
-        if tried.plan is None:  # refused
+        settings = {STRATEGY: strategy, **MODES[mode], ROWS: str(size)}
+        tried = attempt(planner, settings | {COMPILE: "true"})
+        if tried.plan is None:  # with dropout, compiled layers keep all or nothing
+            tried = attempt(planner, settings | {COMPILE: "false"})
+        if tried.plan is None:
             done |= {(strategy, rows) for rows in sizes}
             continue
+        yield tried
         elementwise_s = min(elementwise_s, SHARE * part(tried, "elementwise"))
         products_s[mode] = min(products(tried), products_s.get(mode, float("inf")))
         if has_room(tried):

@@ -119,38 +119,46 @@ def fastest_that_fits(
     a plan without a verdict, and what planning the result raises.
     """
     if COMPILE not in autos(config):
-        return _fastest(config, {}, target, plan_of, progress)
+        return _fastest(config, {}, target, plan_of, progress, [])
     unused = [key for key in ("compile.backend", "compile.cache_dir") if value_of(config, key) != default_of(key)]
     eager = {COMPILE: "false", **{key: yaml_value(default_of(key)) for key in unused}}
     programs = count_programs() if target.hardware.kind == "cuda" else "only GPUs need it"
     if isinstance(programs, str):
         progress(f"{COMPILE}=false: {programs}")
-        return _fastest(config, eager, target, plan_of, progress)
-    best = _fastest(config, {COMPILE: "true"}, target, plan_of, progress)
-    steps, slower = config.train.steps, _try(best.settings | eager, plan_of)
-    if not (best.plan and best.plan.expected and slower.plan and slower.plan.expected and steps):
+        return _fastest(config, eager, target, plan_of, progress, [])
+    best = _fastest(config, {COMPILE: "true"}, target, plan_of, progress, tries := [])
+    slower = _try(best.settings | eager, plan_of)
+    if any(tried.plan is None for tried in tries):  # a mode that eager layers may take: with dropout
+        slower = _fastest(config, eager, target, plan_of, progress, [])
+    if not (best.plan and best.plan.expected and slower.plan and slower.plan.expected):
         return best
-    saved, cost = (slower.plan.expected.seconds - best.plan.expected.seconds) * steps, programs * COMPILE_S
-    if saved >= cost:
+    steps, saved = config.train.steps, slower.plan.expected.seconds - best.plan.expected.seconds
+    if not steps:
+        return best if saved >= 0 else slower
+    cost = programs * COMPILE_S
+    if (saved := saved * steps) >= cost:
         progress(f"{COMPILE}=true: {programs} program(s), about {cost:.0f} s; {steps} steps save {saved:.0f} s by plan")
         return best
     progress(
         f"{COMPILE}=false: {programs} program(s) take about {cost:.0f} s, {steps} steps save {saved:.0f} s by plan"
     )
-    return _fastest(config, eager, target, plan_of, progress)
+    return _fastest(config, eager, target, plan_of, progress, [])
 
 
-def _fastest(config: Config, fixed: Settings, target: Target, plan_of: PlanOf, progress: Progress) -> Tried:
-    """Search the modes of recomputation and the micro batches that `auto` leaves open, with `fixed` settings."""
+def _fastest(
+    config: Config, fixed: Settings, target: Target, plan_of: PlanOf, progress: Progress, tries: list[Tried]
+) -> Tried:
+    """Search the modes of recomputation and the micro batches that `auto` leaves open, with `fixed` settings; append
+    each try to `tries`."""
     modes = [dict[str, str]()]
     if CHECKPOINTING in autos(config):  # on TPUs a recomputed layer always keeps the output of the attention kernel
         modes = [
             mode for mode in MODES if target.hardware.kind != "tpu" or mode.get("memory.save_ops") != "[attention]"
         ]
-    results, roomy = list[Tried](), list[Tried]()
+    roomy = list[Tried]()
 
     def has_room(settings: Settings) -> bool:
-        results.append(tried := _try(settings | fixed, plan_of))
+        tries.append(tried := _try(settings | fixed, plan_of))
         progress(tried.line)
         plan = tried.plan
         if plan is not None and plan.memory.verdict == "unknown":
@@ -173,7 +181,7 @@ def _fastest(config: Config, fixed: Settings, target: Target, plan_of: PlanOf, p
             at = bisect_left(smaller, True, key=lambda size: not has_room(mode | {ROWS: str(size)}))
             if at > 0:
                 sizes = smaller[:at]
-            elif results[-1].plan is not None:  # not refused, but too large
+            elif tries[-1].plan is not None:  # not refused, but too large
                 break
     else:
         sizes = [config.train.micro_batch]

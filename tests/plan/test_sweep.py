@@ -192,6 +192,26 @@ def test_layers_are_compiled_where_that_saves_time(programs: int | str, steps: i
     assert any(words in line for line in noted)
 
 
+@pytest.mark.parametrize(("eager_s", "on"), [(1.2, "true"), (0.9, "false")])
+@pytest.mark.parametrize("rows", [2, "auto"])
+def test_a_mode_that_compiled_layers_refuse_may_be_faster(eager_s: float, on: str, rows: int | str) -> None:
+    """As with dropout: compiled layers recompute all or nothing. A run of epochs has no number of steps."""
+
+    def planned(settings: Settings) -> Plan:
+        mode, is_compiled = settings["memory.gradient_checkpointing"], settings["compile.enabled"] == "true"
+        if mode == "selective" and is_compiled:
+            raise BackendError("a compiled layer with dropout is recomputed as a whole")
+        seconds = {"none": 0.8, "selective": eager_s, "full": 1.0 if is_compiled else 1.5}[mode]
+        made = plan(LIMIT if mode == "none" else 1)
+        return made.model_copy(update={"expected": Expected(seconds=seconds, parts={}, synchronous_bytes={})})
+
+    best = search(
+        planned, micro_batch=rows, memory={"gradient_checkpointing": "auto"}, compiles="auto", steps=None, epochs=1
+    )
+    assert best.settings["compile.enabled"] == on
+    assert best.settings["memory.gradient_checkpointing"] == ("full" if on == "true" else "selective")
+
+
 @pytest.mark.parametrize("offload", [True, False])
 def test_none_fits(offload: bool) -> None:
     results = list(nearest_that_fits(config(), lambda settings: plan(LIMIT + 1), offload=offload))
