@@ -117,6 +117,8 @@ def row(config: Path, stated: Stated) -> str:
         chosen = fastest_that_fits(
             planner.config, planner.target, planner.plan_of, planner.count_programs, lambda line: print(f"  {line}")
         )
+        if chosen.plan is None or chosen.plan.expected is None:
+            return f"| {config.stem} | {stated.on} | {short(chosen.settings)} | none expected | - | - | - | - |"
         points = list(grid(planner, chosen))
         best = min((*filter(has_room, points), chosen), key=seconds)
         points.append(attempt(planner, best.settings | {COMPILE: "false"}))

@@ -128,8 +128,10 @@ def fastest_that_fits(
         return _fastest(config, eager, target, plan_of, progress, [])
     best = _fastest(config, {COMPILE: "true"}, target, plan_of, progress, tries := [])
     slower = _try(best.settings | eager, plan_of)
-    if any(tried.plan is None for tried in tries):  # a mode that eager layers may take: with dropout
-        slower = _fastest(config, eager, target, plan_of, progress, [])
+    refused = [mode for mode in MODES if any(t.plan is None and mode.items() <= t.settings.items() for t in tries)]
+    if refused:  # by compiled layers, with dropout
+        other = _fastest(config, eager, target, plan_of, progress, [], refused)
+        slower = min(slower, other, key=lambda tried: _seconds(tried) if _has_room(tried) else float("inf"))
     if not (best.plan and best.plan.expected and slower.plan and slower.plan.expected):
         return best
     steps, saved = config.train.steps, slower.plan.expected.seconds - best.plan.expected.seconds
@@ -146,14 +148,20 @@ def fastest_that_fits(
 
 
 def _fastest(
-    config: Config, fixed: Settings, target: Target, plan_of: PlanOf, progress: Progress, tries: list[Tried]
+    config: Config,
+    fixed: Settings,
+    target: Target,
+    plan_of: PlanOf,
+    progress: Progress,
+    tries: list[Tried],
+    among: Sequence[Settings] = MODES,
 ) -> Tried:
     """Search the modes of recomputation and the micro batches that `auto` leaves open, with `fixed` settings; append
     each try to `tries`."""
     modes = [dict[str, str]()]
     if CHECKPOINTING in autos(config):  # on TPUs a recomputed layer always keeps the output of the attention kernel
         modes = [
-            mode for mode in MODES if target.hardware.kind != "tpu" or mode.get("memory.save_ops") != "[attention]"
+            mode for mode in among if target.hardware.kind != "tpu" or mode.get("memory.save_ops") != "[attention]"
         ]
     roomy = list[Tried]()
 
@@ -164,10 +172,9 @@ def _fastest(
         if plan is not None and plan.memory.verdict == "unknown":
             why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; set --memory"
             raise BackendError(f"plan on {plan.on}: can't tell what fits: memory {why}.")
-        if plan is None or plan.memory.peak_bytes > (1 - FREE) * (plan.memory.limit_bytes or 0):
-            return False
-        roomy.append(tried)
-        return True
+        if _has_room(tried):
+            roomy.append(tried)
+        return _has_room(tried)
 
     if config.train.micro_batch == "auto":
         shards = target.devices // devices_per_row(config)
@@ -190,6 +197,11 @@ def _fastest(
         return min(reversed(roomy), key=_seconds)
     least = modes[-1] | ({ROWS: str(sizes[0])} if config.train.micro_batch == "auto" else {}) | fixed
     return Tried(settings=least, plan=plan_of(least))
+
+
+def _has_room(tried: Tried) -> bool:
+    memory = tried.plan.memory if tried.plan is not None else None
+    return memory is not None and memory.peak_bytes <= (1 - FREE) * (memory.limit_bytes or 0)
 
 
 def _seconds(tried: Tried) -> float:
