@@ -52,6 +52,7 @@ SETTINGS = (
     "optim.weight_decay=0.1",
     "train.max_grad_norm=1.0",
     "precision.compute=bfloat16",
+    "sharding.strategy=FULL_SHARD",
     "memory.gradient_checkpointing=none",
     "compile.enabled=false",
 )

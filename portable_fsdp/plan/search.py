@@ -119,51 +119,53 @@ def fastest_that_fits(
     a plan without a verdict, and what planning the result raises.
     """
     if COMPILE not in autos(config):
-        return _fastest(config, {}, target, plan_of, progress)
-    keys = (
-        "compile.backend",
-        *["compile.cache_dir"] * (target.hardware.kind == "cuda"),
-    )  # TorchTPU caches all programs
+        return _fastest(config, {}, target, plan_of, progress, [])
+    keys = ["compile.backend", "compile.cache_dir"][: 2 if target.hardware.kind == "cuda" else 1]  # TPUs cache all
     unused = [key for key in keys if value_of(config, key) != default_of(key)]
     eager = {COMPILE: "false", **{key: yaml_value(default_of(key)) for key in unused}}
     programs = count_programs() if target.hardware.kind == "cuda" else "only GPUs need it"
     if isinstance(programs, str):
         progress(f"{COMPILE}=false: {programs}")
-        return _fastest(config, eager, target, plan_of, progress)
-    best = _fastest(config, {COMPILE: "true"}, target, plan_of, progress)
-    steps, slower = config.train.steps, _try(best.settings | eager, plan_of)
-    if not (best.plan and best.plan.expected and slower.plan and slower.plan.expected and steps):
+        return _fastest(config, eager, target, plan_of, progress, [])
+    compiled = list[Tried]()
+    best = _fastest(config, {COMPILE: "true"}, target, plan_of, progress, compiled)
+    slower = _try(best.settings | eager, plan_of)
+    if any(tried.refusal for tried in compiled):  # compiled layers with dropout refuse selective
+        slower = _fastest(config, eager, target, plan_of, progress, [])
+    if not (best.plan and best.plan.expected and slower.plan and slower.plan.expected):
         return best
-    saved, cost = (slower.plan.expected.seconds - best.plan.expected.seconds) * steps, programs * COMPILE_S
-    if saved >= cost:
-        progress(f"{COMPILE}=true: {programs} program(s), about {cost:.0f} s; {steps} steps save {saved:.0f} s by plan")
-        return best
-    progress(
-        f"{COMPILE}=false: {programs} program(s) take about {cost:.0f} s, {steps} steps save {saved:.0f} s by plan"
-    )
-    return _fastest(config, eager, target, plan_of, progress)
+    steps, saved, cost = config.train.steps, slower.plan.expected.seconds - best.plan.expected.seconds, 0.0
+    words = f"a step saves {saved:.3g} s by plan"
+    if steps:
+        saved, cost = saved * steps, programs * COMPILE_S
+        words = f"take about {cost:.0f} s, {steps} steps save {saved:.0f} s by plan"
+    is_on = saved >= cost or not _has_room(slower)
+    progress(f"{COMPILE}={yaml_value(is_on)}: {programs} program(s) {words}")
+    return best if is_on else _fastest(config, eager, target, plan_of, progress, [])
 
 
-def _fastest(config: Config, fixed: Settings, target: Target, plan_of: PlanOf, progress: Progress) -> Tried:
-    """Search the modes of recomputation and the micro batches that `auto` leaves open, with `fixed` settings."""
+def _fastest(
+    config: Config, fixed: Settings, target: Target, plan_of: PlanOf, progress: Progress, tries: list[Tried]
+) -> Tried:
+    """Search the modes of recomputation and the micro batches that `auto` leaves open, with `fixed` settings; append
+    each try to `tries`."""
     modes = [dict[str, str]()]
     if CHECKPOINTING in autos(config):  # on TPUs a recomputed layer always keeps the output of the attention kernel
         modes = [
             mode for mode in MODES if target.hardware.kind != "tpu" or mode.get("memory.save_ops") != "[attention]"
         ]
-    results, roomy = list[Tried](), list[Tried]()
+    roomy = list[Tried]()
 
     def has_room(settings: Settings) -> bool:
-        results.append(tried := _try(settings | fixed, plan_of))
+        tries.append(tried := _try(settings | fixed, plan_of))
         progress(tried.line)
         plan = tried.plan
         if plan is not None and plan.memory.verdict == "unknown":
             why = "is a lower bound" if plan.memory.is_least else "of a device isn't known; set --memory"
             raise BackendError(f"plan on {plan.on}: can't tell what fits: memory {why}.")
-        if plan is None or plan.memory.peak_bytes > (1 - FREE) * (plan.memory.limit_bytes or 0):
-            return False
-        roomy.append(tried)
-        return True
+        if _has_room(tried):
+            roomy.append(tried)
+        return _has_room(tried)
 
     if config.train.micro_batch == "auto":
         shards = target.devices // devices_per_row(config)
@@ -177,7 +179,7 @@ def _fastest(config: Config, fixed: Settings, target: Target, plan_of: PlanOf, p
             at = bisect_left(smaller, True, key=lambda size: not has_room(mode | {ROWS: str(size)}))
             if at > 0:
                 sizes = smaller[:at]
-            elif results[-1].plan is not None:  # not refused, but too large
+            elif tries[-1].plan is not None:  # not refused, but too large
                 break
     else:
         sizes = [config.train.micro_batch]
@@ -186,6 +188,11 @@ def _fastest(config: Config, fixed: Settings, target: Target, plan_of: PlanOf, p
         return min(reversed(roomy), key=_seconds)
     least = modes[-1] | ({ROWS: str(sizes[0])} if config.train.micro_batch == "auto" else {}) | fixed
     return Tried(settings=least, plan=plan_of(least))
+
+
+def _has_room(tried: Tried) -> bool:
+    memory = tried.plan.memory if tried.plan is not None else None
+    return memory is not None and memory.peak_bytes <= (1 - FREE) * (memory.limit_bytes or 0)
 
 
 def _seconds(tried: Tried) -> float:

@@ -6,16 +6,18 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cli import ROOT, SMALL_LLAMA
 
+from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import Plan, Settings, Tried
 from portable_fsdp.plan.search import fastest_that_fits
-from portable_fsdp.plan.target import parse_target
+from portable_fsdp.plan.target import Target, parse_target
 from portable_fsdp.runtime.child import Worker
 
 CONFIGS = ROOT / "configs"
@@ -110,23 +112,36 @@ def override_words(settings: Settings) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def plan_again(config: Path, stated: Stated) -> Tried:
-    """Plan the same target and overrides again; a hub model is planned by its shapes."""
+class Planner(NamedTuple):
+    """A config's own planner of one target."""
+
+    config: Config
+    target: Target
+    plan_of: Callable[[Settings], Plan]
+    count_programs: Callable[[], int | str]
+
+
+def planner_of(config: Path, stated: Stated, worker: Worker) -> Planner:
+    """Return the planner of a stated target with its overrides; a hub model is planned by its shapes."""
     overrides = list(stated.overrides)
     if architecture := PUBLISHED.get(str(load_config(config).model.pretrained)):
         overrides += ["model.pretrained=null", f"model.architecture={json.dumps(architecture)}"]
         overrides += ["checkpoint.export=false"]  # adapters alone, which others couldn't open without their base
-    loaded = load_config(config, overrides)  # before the process that plans, which gets the path to its modules
+    loaded, target = load_config(config, overrides), parse_target(stated.on)
+
+    def plan_of(settings: Settings) -> Plan:
+        return make_plan(load_config(config, [*overrides, *override_words(settings)]), target, worker)
+
+    def count_programs() -> int | str:
+        return worker("portable_fsdp.plan.compile_trial:count_programs", loaded)
+
+    return Planner(loaded, target, plan_of, count_programs)
+
+
+def plan_again(config: Path, stated: Stated) -> Tried:
+    """Plan the same target and overrides again."""
     with Worker() as worker:
-
-        def plan_of(settings: Settings) -> Plan:
-            return make_plan(load_config(config, [*overrides, *override_words(settings)]), target, worker)
-
-        def count_programs() -> int | str:
-            return worker("portable_fsdp.plan.compile_trial:count_programs", loaded)
-
-        target = parse_target(stated.on)
-        return fastest_that_fits(loaded, target, plan_of, count_programs, lambda line: None)
+        return fastest_that_fits(*planner_of(config, stated, worker), lambda line: None)
 
 
 def as_stated(tried: Tried, overrides: tuple[str, ...]) -> Stated:

@@ -174,7 +174,7 @@ def test_auto_takes_the_fastest_of_all_that_fit(limit: int, rows: int | str, of_
 @pytest.mark.parametrize(
     ("programs", "steps", "on", "words"),
     [
-        (2, 1000, "true", "2 program(s), about 120 s; 1000 steps save 500 s by plan"),
+        (2, 1000, "true", "2 program(s) take about 120 s, 1000 steps save 500 s by plan"),
         (2, 200, "false", "2 program(s) take about 120 s, 200 steps save 100 s by plan"),
         ("graph break in layer 3", 1000, "false", "compile.enabled=false: graph break in layer 3"),
     ],
@@ -191,6 +191,26 @@ def test_layers_are_compiled_where_that_saves_time(programs: int | str, steps: i
     best = fastest_that_fits(given, H100S, planned, lambda: programs, noted.append)
     assert best.settings["compile.enabled"] == on
     assert any(words in line for line in noted)
+
+
+@pytest.mark.parametrize(("eager_s", "room", "on"), [(1.2, True, "true"), (0.9, False, "true"), (0.9, True, "false")])
+@pytest.mark.parametrize("rows", [2, "auto"])
+def test_a_mode_that_compiled_layers_refuse_may_be_faster(eager_s: float, room: bool, on: str, rows: int | str) -> None:
+    """As with dropout: compiled layers recompute all or nothing. A run of epochs has no number of steps."""
+
+    def planned(settings: Settings) -> Plan:
+        mode, is_compiled = settings["memory.gradient_checkpointing"], settings["compile.enabled"] == "true"
+        if mode == "selective" and is_compiled:
+            raise BackendError("a compiled layer with dropout is recomputed as a whole")
+        seconds = {"none": 0.8, "selective": eager_s, "full": 1.0 if is_compiled else 1.5}[mode]
+        made = plan(LIMIT if mode == "none" or (mode == "selective" and not room) else 1)
+        return made.model_copy(update={"expected": Expected(seconds=seconds, parts={}, synchronous_bytes={})})
+
+    best = search(
+        planned, micro_batch=rows, memory={"gradient_checkpointing": "auto"}, compiles="auto", steps=None, epochs=1
+    )
+    assert best.settings["compile.enabled"] == on
+    assert best.settings["memory.gradient_checkpointing"] == ("full" if on == "true" else "selective")
 
 
 @pytest.mark.parametrize("offload", [True, False])
