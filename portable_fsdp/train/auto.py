@@ -14,10 +14,10 @@ from pathlib import Path
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend, resolve
 from portable_fsdp.backends.refusals import Deployment, refusals, require_supported
-from portable_fsdp.config.describe import autos, with_settings, with_value
+from portable_fsdp.config.describe import autos, changed_values, with_settings, with_value
 from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.tuning import place_words, read_tuning
+from portable_fsdp.config.tuning import SPEED, place_words, read_tuning
 from portable_fsdp.observe.run_files import environment, read_jsonl
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -28,7 +28,6 @@ from portable_fsdp.runtime.host import host_identity
 log = logging.getLogger("portable_fsdp")
 
 LIMIT_S = 1500  # for all plans; the other processes wait in a collective, whose timeout is 30 minutes
-DECIDE_SPEED = ("model", "data", "optim", "sharding", "precision", "memory", "compile", "train")
 # Prefixes of variables that would make the planner a process of the run.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "TPU_WORKER_")
 
@@ -90,17 +89,12 @@ def _kept(config: Config, engine: Backend) -> dict[str, str] | None:
     with suppress(UsageError, LookupError, OSError):  # written by another release, or incomplete: plan again
         saved = read_file(path).config
         start = [event for event in read_jsonl(path.with_name("events.jsonl")) if event["event"] == "start"][-1]
-        is_same = all(_that_decides(saved, name) == _that_decides(config, name) for name in DECIDE_SPEED)
+        is_same = not any(key.startswith(SPEED) for key in changed_values(saved, config))
         if is_same and now.items() <= start.items() and start["chosen"]:
             chosen: dict[str, str] = start["chosen"]
             log.info("auto: as before in this run (%s)", path)
             return chosen
     return None
-
-
-def _that_decides(config: Config, section: str) -> object:
-    train = config.train
-    return (train.micro_batch, train.global_batch) if section == "train" else getattr(config, section)
 
 
 def _planned(config: Config, engine: Backend, limit_bytes: int) -> dict[str, str]:

@@ -35,7 +35,15 @@ from portable_fsdp.runtime.command import (
     to_stderr,
     to_stdout,
 )
-from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, PortableFSDPError, TrainingError, UsageError, table
+from portable_fsdp.runtime.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    PortableFSDPError,
+    TrainingError,
+    UsageError,
+    table,
+)
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.launchers import detect_launch, tpu_workers
 from portable_fsdp.train.preflight import check_config
@@ -82,7 +90,8 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
             return EXIT_FINISHED
         try:
             with Worker() as plans:
-                tuning = Tuner(config, place, runner, plans, 60 * options.minutes, worker).run(str(path))
+                tuner = Tuner(config, place, runner, plans, 60 * options.minutes, worker)
+                tuning = tuner.run(str(path))
         finally:
             runner.end()
         to_stdout(_table(tuning))
@@ -91,7 +100,7 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
         to_stdout(f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}")
         if options.json:
             to_stdout(json.dumps(tuning.model_dump(mode="json")))
-        return EXIT_FINISHED
+        return EXIT_INTERRUPTED if tuner.is_interrupted else EXIT_FINISHED
 
     return run_command(_parser(), argv, tune, say=say_once_per_host)
 
@@ -135,6 +144,7 @@ class Tuner:
         self._reference: PlaceRecord | None = None
         self._bound = bounds(config).loss
         self._plans, self._target = plans, None
+        self.is_interrupted = False
 
     def run(self, path: str) -> Tuning:
         """Measure the reference, the plan's choice, and then candidates while time is left. Raises TrainingError if the
@@ -142,19 +152,23 @@ class Tuner:
         first = reference(self._config)
         self._measure(first)
         if self._reference is None:
-            (failed,) = self._candidates
             if self._left <= 0:
                 raise ConfigError(
                     f"tune: --minutes={self._limit_s / 60:g} is less than one candidate needs: the reference had not "
                     "finished.\n  Give it more."
                 )
+            (failed,) = self._candidates
             raise TrainingError(f"tune: the reference ({failed.words}) failed: {failed.problem}")
         if self._place.device in spec_of(self._place.engine).planned_by:
             self._target = _target(self._reference.device_name, self._place.devices or 1)
-        starts = [first, *self._choice_of_plan(first)]
-        for _ in climb(starts, [*axes(with_settings(self._config, first), self._place)], self._measure):
-            if self._left <= 0:
-                break
+        try:
+            starts = [first, *self._choice_of_plan(first)]
+            for _ in climb(starts, [*axes(with_settings(self._config, first), self._place)], self._measure):
+                if self._left <= 0:
+                    break
+        except KeyboardInterrupt:
+            to_stderr("interrupted: the candidates so far")
+            self.is_interrupted = True
         return Tuning(
             config=path,
             base=self._config.model_dump_json(),

@@ -2,10 +2,13 @@
 
 import math
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from portable_fsdp.config.describe import Settings
@@ -70,10 +73,31 @@ def test_processes_of_torchrun_run_candidates_together(tmp_path: Path) -> None:
     assert run.stdout.count("written: ") == 1
 
 
+@pytest.mark.proof
+@pytest.mark.timeout(200)
+def test_ctrl_c_ends_it_with_what_was_measured(tmp_path: Path) -> None:
+    words = [f"--config={written(tmp_path)}", "--device=cpu", "--backend=native", "--num_devices=2"]
+    tune = subprocess.Popen(
+        [sys.executable, "-m", "portable_fsdp.tune", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert tune.stderr is not None
+    assert next(tune.stderr).startswith("1: ")
+    time.sleep(3)
+    children = psutil.Process(tune.pid).children(recursive=True)
+    assert children
+    tune.send_signal(signal.SIGINT)
+    table, errors = tune.communicate(timeout=60)
+    assert (tune.returncode, errors) == (130, "interrupted: the candidates so far\n")
+    assert "written: " in table
+    assert len(Tuning.model_validate_json((tmp_path / "small.tuning.json").read_text()).candidates) == 1
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--minutes=0.01"], "--minutes=0.01 is less than one candidate needs"),
+        (["--minutes=0"], "--minutes=0 is less than one candidate needs"),
         (["--device=cuda"], "For devices that aren't here: python -m portable_fsdp.plan"),
     ],
 )
