@@ -147,7 +147,8 @@ def open_backend(
     device, backend = resolve(device, backend)
     for key in autos(config):
         raise ConfigError(
-            f"{key}: expected a value, found auto, which only launch and train resolve.\n  plan prints one."
+            f"{key}: expected a value, found auto, which launch resolves.\n"
+            "  plan prints one; an own loop calls portable_fsdp.train.auto.resolve_auto."
         )
     module, _, name = spec_of(backend).engine.partition(":")
     return cast("Backend", getattr(importlib.import_module(module), name)(device, config, num_devices))

@@ -83,6 +83,14 @@ def autos(config: Config) -> tuple[str, ...]:
     return tuple(key for key in keys if value_of(config, key) == "auto")
 
 
+def without_plan(config: Config) -> Config:
+    """Return the config with the values of `auto` where nothing plans: all layers recomputed (those of an own model
+    may not be alike: none), not compiled, a row at a time."""
+    mode = "none" if config.model.factory else "full"
+    values = {"train.micro_batch": "1", "memory.gradient_checkpointing": mode, "compile.enabled": "false"}
+    return with_settings(config, {key: values[key] for key in autos(config)})
+
+
 def changed_values(before: Config, after: Config) -> dict[str, str]:
     """Return the keys whose values differ, with the later value in YAML."""
     pairs = ((key, yaml_value(value_of(before, key)), yaml_value(value_of(after, key))) for key in option_names())

@@ -6,16 +6,30 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from portable_fsdp.config.describe import Settings, changed_values
+from portable_fsdp.config.describe import Settings, option_names, value_of, with_settings, yaml_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.runtime.errors import UsageError
+from portable_fsdp.runtime.errors import UsageError, without_passwords
 from portable_fsdp.runtime.files import read_regular
+
+TUNED = (
+    *("memory.gradient_checkpointing", "memory.save_ops", "memory.every", "memory.budget", "memory.classes"),
+    *("memory.offload", "memory.cpu_offload", "compile.enabled", "compile.backend", "compile.cache_dir"),
+    *("compile.scan_layers", "train.micro_batch", "sharding.strategy", "sharding.forward_prefetch"),
+    *("model.attention", "precision.reduce"),
+)
+"""The keys that a tuning may change: none changes the curve beyond the rounding of the config's dtypes."""
 
 SPEED = (
     *("model.", "data.", "sharding.", "precision.", "memory.", "compile."),
-    *("train.micro_batch", "train.global_batch", "optim.name", "optim.factory"),
+    *("train.task", "train.micro_batch", "train.global_batch", "optim.name", "optim.factory"),
 )
 """Prefixes of the keys that decide how fast a step is, and what fits."""
+
+
+def speed_settings(config: Config) -> Settings:
+    """Return the values of the keys that decide the speed, in YAML, without passwords."""
+    keys = (key for key in option_names() if key.startswith(SPEED))
+    return {key: without_passwords(yaml_value(value_of(config, key))) for key in keys}
 
 
 class Candidate(BaseModel):
@@ -40,13 +54,14 @@ class Tuning(BaseModel):
 
     schema_version: Literal[1] = 1
     config: str  # path
-    base: str  # the config with overrides, as JSON; the candidates change it
+    base: Settings  # `speed_settings` of the config, which the candidates change
     engine: str
     device_name: str
     devices: int
     versions: dict[str, str]
     candidates: list[Candidate]  # the reference first
-    chosen: Settings
+    own: Settings = {}  # the config's own values, where `auto` needs one
+    chosen: Settings  # empty: nothing is faster than the config itself
 
     @property
     def where(self) -> str:
@@ -59,9 +74,16 @@ class Tuning(BaseModel):
         for name in sorted(self.versions.keys() | versions.keys()):
             if self.versions.get(name) != versions.get(name):
                 yield f"{name} was {self.versions.get(name, 'missing')}, is {versions.get(name, 'missing')}"
-        for key, value in changed_values(Config.model_validate_json(self.base), config).items():
-            if key.startswith(SPEED):
+        for key, value in speed_settings(config).items():
+            if value != self.base.get(key):
                 yield f"the config now has {key}={value}"
+
+    def check(self, config: Config, path: Path) -> None:
+        """Raise UsageError, with the record's path, if the chosen settings aren't valid."""
+        try:
+            Config.model_validate(with_settings(config, self.chosen).model_dump(warnings=False))
+        except ValidationError as error:
+            raise UsageError(f"{path}: chosen: {error.errors()[0]['msg']}.\n  Run tune again.") from None
 
     @property
     def over_expected(self) -> list[float]:
@@ -80,9 +102,13 @@ def tuning_file(config: Path) -> Path:
 
 
 def read_tuning(path: Path) -> Tuning:
-    """Read a record. Raises UsageError if it is missing or invalid."""
+    """Read a record. Raises UsageError if it is missing, invalid, or changes other keys than tune does."""
     try:
-        return Tuning.model_validate_json(read_regular(path))
+        tuning = Tuning.model_validate_json(read_regular(path))
+        others = [key for key in tuning.chosen if key not in TUNED]
+        if not others:
+            return tuning
+        reason = f"tune doesn't change {others[0]}"
     except OSError as error:
         reason = error.strerror or f"{error}"
     except ValidationError as error:

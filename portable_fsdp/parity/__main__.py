@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from portable_fsdp.backends.open import count_devices, local_processes, resolve, run_in_processes
 from portable_fsdp.backends.refusals import Deployment
-from portable_fsdp.config.describe import with_value
+from portable_fsdp.config.describe import with_value, without_plan
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.parity.record import (
@@ -94,6 +94,7 @@ def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
     config = read_config(files[0], overrides, options.imports, os.environ).config
     for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
         config = with_value(config, key, value)
+    config = without_plan(config)
     places = _places(options.on, options.device, config)
     if options.steps > bounds(config).steps:
         raise UsageError(f"--steps: expected at most {bounds(config).steps} (docs/parity.md), found {options.steps}.")

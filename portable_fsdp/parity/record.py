@@ -113,9 +113,9 @@ def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviati
     """Compare two places step by step. Raises ValueError for records of different lengths."""
     limit, first_step = bounds(config), None
     skips = "float16" in config.precision.dtypes  # both places skip a step whose gradients overflow
-    losses = [*map(_apart, first.losses, other.losses)]
+    losses = [*map(relative_difference, first.losses, other.losses)]
     norms = [
-        0.0 if skips and not any(map(math.isfinite, pair)) else _apart(*pair)
+        0.0 if skips and not any(map(math.isfinite, pair)) else relative_difference(*pair)
         for pair in zip(first.grad_norms, other.grad_norms, strict=True)
     ]
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
@@ -124,7 +124,7 @@ def deviation(config: Config, first: PlaceRecord, other: PlaceRecord) -> Deviati
     return Deviation(place=other.place, losses=losses, grad_norms=norms, first_step=first_step)
 
 
-def _apart(first: float, other: float) -> float:
+def relative_difference(first: float, other: float) -> float:
     """Return the relative difference; infinite unless both are finite."""
     if not (math.isfinite(first) and math.isfinite(other)):
         return math.inf

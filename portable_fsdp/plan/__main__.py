@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from portable_fsdp.backends.open import engine_made_for
@@ -112,6 +113,8 @@ def _one(
 
         best = search.fastest_that_fits(config, target, plan_of, count_programs, to_stderr)
     plan = best.plan or plan_of({})
+    if tuning is not None and tuning.engine != plan.backend:
+        raise UsageError(f"--compare={options.compare}: measured on {tuning.where}, this plan is for {plan.backend}.")
     if is_run:
         measured = measured or _measured(options.compare, plan.time.tokens_per_step)
     comparison = None if measured is None else compare(plan.time, measured, plan.expected)
@@ -206,8 +209,10 @@ def _picture(name: str) -> Path:
 
 def _tuning(path: Path, target: Target) -> Tuning:
     """Read a record of `tune`. Raises UsageError if it says nothing about the speed of this hardware."""
-    tuning = read_tuning(path)
-    if tuning.device_name != target.hardware.device_name:
+    tuning, measured = read_tuning(path), ""
+    with suppress(ConfigError):
+        measured = parse_target(f"{tuning.device_name}:{tuning.devices}").hardware.name
+    if measured != target.hardware.name:
         where = f"measured on {tuning.where}, this plan is for {target.hardware.device_name}"
         raise UsageError(f"--compare={path}: a record of other hardware: {where}.")
     if not tuning.over_expected:

@@ -14,10 +14,10 @@ from pathlib import Path
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend, resolve
 from portable_fsdp.backends.refusals import Deployment, refusals, require_supported
-from portable_fsdp.config.describe import autos, changed_values, with_settings, with_value
+from portable_fsdp.config.describe import autos, with_settings, with_value, without_plan
 from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.tuning import SPEED, place_words, read_tuning
+from portable_fsdp.config.tuning import place_words, read_tuning, speed_settings
 from portable_fsdp.observe.run_files import environment, read_jsonl
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -28,11 +28,12 @@ from portable_fsdp.runtime.host import host_identity
 log = logging.getLogger("portable_fsdp")
 
 LIMIT_S = 1500  # for all plans; the other processes wait in a collective, whose timeout is 30 minutes
+UNKNOWN_HARDWARE = "expected a TPU slice"  # part of the planner's message for it
 # Prefixes of variables that would make the planner a process of the run.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "TPU_WORKER_")
 
-WITHOUT_PLAN = {"train.micro_batch": "1", "memory.gradient_checkpointing": "full", "compile.enabled": "false"}
-"""The values of `auto` on an engine that has no planner for the device; its rules refuse micro_batch=auto."""
+PLANNED = ("train.micro_batch", "memory.gradient_checkpointing", "memory.save_ops", "compile.")
+"""Prefixes of the keys that a plan sets."""
 
 
 def resolve_auto(
@@ -47,9 +48,8 @@ def resolve_auto(
     device, backend = resolve(device, backend)
     place = Deployment(backend, device)
     require_supported(config, place)
-    keys = autos(config)
-    fallback = with_settings(config, {key: WITHOUT_PLAN[key] for key in keys})
-    is_planned = bool(keys) and not refusals(with_value(config, "train.micro_batch", "auto"), place)
+    fallback = without_plan(config)
+    is_planned = bool(autos(config)) and not refusals(with_value(config, "train.micro_batch", "auto"), place)
     if not is_planned and tuning is None:
         return fallback
     with open_backend(fallback, device=device, backend=backend, num_devices=num_devices) as engine:
@@ -77,6 +77,7 @@ def _tuned(config: Config, engine: Backend, path: Path) -> dict[str, str] | None
         log.warning("--tuned: %s is not used: %s", path, "; ".join(differences))
         return None
     log.info("--tuned: the settings of %s", path)
+    tuning.check(config, path)
     return tuning.chosen
 
 
@@ -89,16 +90,16 @@ def _kept(config: Config, engine: Backend) -> dict[str, str] | None:
     with suppress(UsageError, LookupError, OSError):  # written by another release, or incomplete: plan again
         saved = read_file(path).config
         start = [event for event in read_jsonl(path.with_name("events.jsonl")) if event["event"] == "start"][-1]
-        is_same = not any(key.startswith(SPEED) for key in changed_values(saved, config))
-        if is_same and now.items() <= start.items() and start["chosen"]:
-            chosen: dict[str, str] = start["chosen"]
+        if speed_settings(saved) == speed_settings(config) and now.items() <= start.items() and start["chosen"]:
+            chosen = {key: value for key, value in start["chosen"].items() if key.startswith(PLANNED)}
             log.info("auto: as before in this run (%s)", path)
             return chosen
     return None
 
 
-def _planned(config: Config, engine: Backend, limit_bytes: int) -> dict[str, str]:
-    """Plan the fastest values; `limit_bytes`: memory of a device, 0: unknown. Raises the planner's message."""
+def _planned(config: Config, engine: Backend, limit_bytes: int) -> dict[str, str] | None:
+    """Plan the fastest values; `limit_bytes`: memory of a device, 0: unknown. None for hardware that no plan knows,
+    unless the micro batch depends on it. Raises the planner's message."""
     on = f"{engine.device_name}:{engine.devices}"
     log.info("planning %s on %s", ", ".join(f"{key}=auto" for key in autos(config)), on)
     words = [f"--on={on}", f"--backend={engine.name}", "--json"]
@@ -112,6 +113,9 @@ def _planned(config: Config, engine: Backend, limit_bytes: int) -> dict[str, str
             ended = child.wait(LIMIT_S)
     if ended.how != "finished":
         key = autos(config)[0]
+        if UNKNOWN_HARDWARE in ended.log and config.train.micro_batch != "auto":
+            log.warning("%s: no plan knows %s: all layers are recomputed, none is compiled", key, on)
+            return None
         raise ConfigError(
             f"{key}: auto: planning failed ({ended.how}, exit code {ended.code}):\n"
             f"{ended.last_lines}\n  Fix the cause, or set {key} to a value."

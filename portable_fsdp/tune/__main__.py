@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,19 +14,19 @@ from pathlib import Path
 from statistics import median
 
 from portable_fsdp.backends.open import count_devices, local_processes, resolve, spec_of
-from portable_fsdp.backends.refusals import Deployment
-from portable_fsdp.config.describe import Settings, changed_values, with_settings, with_value, yaml_value
+from portable_fsdp.backends.refusals import Deployment, refusals
+from portable_fsdp.config.describe import Settings, changed_values, with_settings, with_value, without_plan, yaml_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.tuning import Candidate, Tuning, tuning_file
+from portable_fsdp.config.tuning import Candidate, Tuning, speed_settings, tuning_file
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.convert.read import read_config
-from portable_fsdp.parity.record import Place, PlaceRecord, PlaceTask, RunTask, bounds
+from portable_fsdp.parity.record import Place, PlaceRecord, PlaceTask, RunTask, bounds, relative_difference
 from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, ROWS, fastest_that_fits
 from portable_fsdp.plan.target import Target, parse_target
 from portable_fsdp.plan.time import rates_of
-from portable_fsdp.runtime.child import Worker
+from portable_fsdp.runtime.child import Worker, WorkerFailedError
 from portable_fsdp.runtime.command import (
     CommandParser,
     at_least,
@@ -48,7 +49,7 @@ from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.launchers import detect_launch, tpu_workers
 from portable_fsdp.train.preflight import check_config
 from portable_fsdp.tune.processes import Runner
-from portable_fsdp.tune.search import axes, climb, reference
+from portable_fsdp.tune.search import axes, climb, own, references
 
 DESCRIPTION = """Measure which settings are fastest on the devices that are here: a few steps each on the config's data.
 
@@ -61,8 +62,10 @@ FLAGS = {
 }
 
 STEPS, WARM_UP = 7, 2
-SLOWER = 1.25
-"""A candidate this much slower by plan isn't run; plans are within 12 % of runs that they weren't fitted to."""
+SLOWER = 1.5
+"""A candidate this much slower by plan isn't run; plans are off by up to 21 % (docs/planning.md)."""
+NOISE = 1.02
+"""The config's own settings stay if the fastest takes this much less time, or less."""
 _WORKER = "portable_fsdp.parity"  # it trains a place's first steps
 OUT_OF_MEMORY = "out of memory"
 _MARKS = ("out of memory", "OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError", "exit code -9")
@@ -89,17 +92,17 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
             runner.follow()
             return EXIT_FINISHED
         try:
-            with Worker() as plans:
-                tuner = Tuner(config, place, runner, plans, 60 * options.minutes, worker)
-                tuning = tuner.run(str(path))
+            with Worker(60 * options.minutes) as plans:
+                tuner = Tuner(path, config, place, runner, plans, 60 * options.minutes, worker)
+                tuner.run()
         finally:
             runner.end()
-        to_stdout(_table(tuning))
-        write_text_atomically(tuning_file(path), tuning.model_dump_json(indent=1) + "\n")
-        write_text_atomically(path.with_suffix(".tuned.yaml"), tuned_yaml(tuning))
-        to_stdout(f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}")
+        write_text_atomically(path.with_suffix(".tuned.yaml"), tuned_yaml(tuner.tuning))
         if options.json:
-            to_stdout(json.dumps(tuning.model_dump(mode="json")))
+            to_stdout(json.dumps(tuner.tuning.model_dump(mode="json")))
+        else:
+            written = f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}"
+            to_stdout(f"{_table(tuner.tuning, device=place.device)}\n{written}")
         return EXIT_INTERRUPTED if tuner.is_interrupted else EXIT_FINISHED
 
     return run_command(_parser(), argv, tune, say=say_once_per_host)
@@ -125,20 +128,24 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
     else:
         devices = launch.world_size
         hosts = max(1, devices // int({**os.environ, **launch.variables}.get("LOCAL_WORLD_SIZE", devices)))
+    if launch.is_alone and device != "cpu" and devices > count_devices(device):
+        found = f"found {devices}.\n  For devices that aren't here: python -m portable_fsdp.plan --on=..."
+        raise UsageError(f"tune: --num_devices: expected at most the {count_devices(device)} of this host, {found}")
     place = Deployment(engine, device, devices, hosts)
-    check_config(config, place)
+    check_config(without_plan(config), place)
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"tune: {path.parent}: not writable; {tuning_file(path).name} goes there.")
     return path, config, place
 
 
 class Tuner:
-    """Measures candidates one after the other, within `limit_s` seconds."""
+    """Measures candidates one after the other, within `limit_s` seconds, and writes the record after each."""
 
     def __init__(
-        self, config: Config, place: Deployment, runner: Runner, plans: Worker, limit_s: float, worker: str
+        self, path: Path, config: Config, place: Deployment, runner: Runner, plans: Worker, limit_s: float, worker: str
     ) -> None:
-        self._config, self._place, self._runner, self._worker = config, place, runner, worker
+        self._path, self._given, self._config = path, config, without_plan(config)
+        self._place, self._runner, self._worker = place, runner, worker
         self._began, self._limit_s = time.monotonic(), limit_s
         self._candidates: list[Candidate] = []
         self._reference: PlaceRecord | None = None
@@ -146,57 +153,78 @@ class Tuner:
         self._plans, self._target = plans, None
         self.is_interrupted = False
 
-    def run(self, path: str) -> Tuning:
-        """Measure the reference, the plan's choice, and then candidates while time is left. Raises TrainingError if the
-        reference fails or takes all the time."""
-        first = reference(self._config)
-        self._measure(first)
+    def run(self) -> None:
+        """Measure the reference, the config's own settings, the plan's choice, and then candidates while time is left.
+        Raises TrainingError if no reference runs, ConfigError if the time is too short for one."""
+        for first in references(self._config):
+            self._measure(first)
+            if self._reference is not None:
+                break
+        else:
+            first = {}
         if self._reference is None:
-            if self._left <= 0:
+            if not self._has_time:
                 raise ConfigError(
                     f"tune: --minutes={self._limit_s / 60:g} is less than one candidate needs: the reference had not "
                     "finished.\n  Give it more."
                 )
-            (failed,) = self._candidates
-            raise TrainingError(f"tune: the reference ({failed.words}) failed: {failed.problem}")
+            raise TrainingError(f"tune: no reference ran: {self._candidates[-1].problem}")
         if self._place.device in spec_of(self._place.engine).planned_by:
             self._target = _target(self._reference.device_name, self._place.devices or 1)
         try:
-            starts = [first, *self._choice_of_plan(first)]
-            for _ in climb(starts, [*axes(with_settings(self._config, first), self._place)], self._measure):
-                if self._left <= 0:
+            starts = [first, own(self._config), *self._choice_of_plan(first)]
+            for _ in climb(starts, [*axes(self._config, self._place)], self._measure):
+                if not self._has_time:
                     break
         except KeyboardInterrupt:
             to_stderr("interrupted: the candidates so far")
             self.is_interrupted = True
+
+    @property
+    def tuning(self) -> Tuning:
+        """The record so far."""
+        assert self._reference is not None
         return Tuning(
-            config=path,
-            base=self._config.model_dump_json(),
+            config=str(self._path),
+            base=speed_settings(self._given),
             engine=self._place.engine,
             device_name=self._reference.device_name,
             devices=self._place.devices or 1,
             versions={name: value for name, value in self._reference.versions.items() if name != "host"},
             candidates=self._candidates,
-            chosen=_fastest(self._candidates).settings,
+            own=(mine := self._settings(own(self._config))),
+            chosen=_chosen(self._candidates, mine),
         )
 
     @property
     def _left(self) -> float:
         return self._limit_s - (time.monotonic() - self._began)
 
+    @property
+    def _has_time(self) -> bool:
+        """Whether the fastest start so far would fit into the time that is left."""
+        return self._left > min((each.trial_s for each in self._candidates if each.seconds), default=0.0)
+
+    def _settings(self, settings: Settings) -> Settings:
+        """Return what these settings change in the config as it was given."""
+        return changed_values(self._given, with_settings(self._given, settings))
+
     def _choice_of_plan(self, first: Settings) -> Iterator[Settings]:
         """Yield what `auto` takes on these devices; nothing if no plan knows their speed."""
         if self._target is None:
             return
         config = with_settings(self._config, first | dict.fromkeys((CHECKPOINTING, COMPILE, ROWS), "auto"))
+        least_s = 0.6 * self._left  # most of the time is for measurements
         count_programs = partial(self._plans, "portable_fsdp.plan.compile_trial:count_programs", config)
 
         def plan_of(settings: Settings) -> Plan:
+            if self._left < least_s:
+                raise TrainingError("planning takes too much of --minutes")
             return self._plan(with_settings(config, settings))
 
         try:
             best = fastest_that_fits(config, self._target, plan_of, count_programs, lambda line: None)
-        except PortableFSDPError as error:
+        except (PortableFSDPError, WorkerFailedError) as error:
             to_stderr(f"no candidates by plan: {error}")
         else:
             yield first | best.settings
@@ -207,28 +235,31 @@ class Tuner:
 
     def _measure(self, settings: Settings) -> float | None:
         """Run a candidate, unless an equal one ran; return the median seconds of a step, infinity if memory is short,
-        None if it can't be used or no time is left."""
-        settings = changed_values(self._config, with_settings(self._config, settings))
+        None if it is refused, can't be used, or no time is left."""
+        settings = self._settings(settings)
         known = next((c for c in self._candidates if c.settings == settings), None)
         if known is None:
-            if self._left <= 0:
+            config = with_settings(self._given, settings)
+            if not self._has_time or refusals(config, self._place):
                 return None
-            known = self._tried(settings)
+            known = self._tried(settings, config)
             self._candidates.append(known)
             to_stderr(f"{len(self._candidates)}: {known.words}: {known.problem or f'{known.seconds:.3f} s a step'}")
+            if self._reference is not None:
+                write_text_atomically(tuning_file(self._path), self.tuning.model_dump_json(indent=1) + "\n")
         if known.problem:
             return math.inf if known.problem.startswith(OUT_OF_MEMORY) else None
         return known.seconds
 
-    def _tried(self, settings: Settings) -> Candidate:
-        config, began = with_settings(self._config, settings), time.monotonic()
-        limit = self._left
-        if self._reference is not None:  # one that hangs must not take all, but a compiler may take long
-            limit = min(max(3 * self._candidates[0].trial_s, limit / 4), limit / 2)
-        candidate = Candidate(settings=settings)
+    def _tried(self, settings: Settings, config: Config) -> Candidate:
+        began, candidate = time.monotonic(), Candidate(settings=settings)
         try:
             check_config(config, self._place)
             candidate.expected, candidate.problem = self._expected(config)
+            limit = self._left
+            if self._reference is not None:  # one that hangs must not take all, but a compiler may take long
+                shortest = min(each.trial_s for each in self._candidates if each.seconds)
+                limit = min(limit, max(1.5 * shortest, min(3 * shortest, limit / 2), limit / 4))
             if not candidate.problem:
                 place = Place(device=self._place.device, engine=self._place.engine, devices=self._place.devices or 1)
                 task = RunTask(config=config.model_dump_json(), steps=STEPS)
@@ -243,7 +274,7 @@ class Tuner:
         """Return the expected seconds, None if unknown, and why the candidate isn't worth a run, if it isn't."""
         try:
             plan = None if self._target is None else self._plan(config)
-        except PortableFSDPError:  # what can't be planned may still run
+        except (PortableFSDPError, WorkerFailedError):  # what can't be planned may still run
             plan = None
         if plan is None:
             return None, ""
@@ -256,11 +287,14 @@ class Tuner:
         return seconds, ""
 
     def _add_figures(self, candidate: Candidate, record: PlaceRecord) -> None:
-        self._reference = self._reference or record
-        seconds = (record.cpu_seconds if self._place.device == "cpu" else record.seconds)[WARM_UP:]
-        candidate.seconds, candidate.spread = median(seconds), max(seconds) - min(seconds)
+        times = record.cpu_seconds if self._place.device == "cpu" else record.seconds
+        times = times[WARM_UP:] or times[-1:]  # a run may have fewer steps
         candidate.memory_bytes = record.memory_bytes
-        candidate.loss_difference, candidate.problem = _compared(self._reference.losses, record.losses, self._bound)
+        expected = record.losses if self._reference is None else self._reference.losses
+        candidate.loss_difference, candidate.problem = _compared(expected, record.losses, self._bound)
+        if not candidate.problem:
+            self._reference = self._reference or record
+            candidate.seconds, candidate.spread = median(times), max(times) - min(times)
 
 
 def _target(device_name: str, devices: int) -> Target | None:
@@ -277,17 +311,17 @@ def _compared(expected: list[float], losses: list[float], bound: float) -> tuple
     for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
             return None, f"the loss of step {step} is {loss}"
-    difference = max(abs(loss - other) / abs(other) for loss, other in zip(losses, expected, strict=True))
+    difference = max(map(relative_difference, losses, expected))
     return difference, f"losses differ by {difference:.2g}, more than {bound:g}" if difference > bound else ""
 
 
 def _reason(text: str) -> str:
     """Return the problem of a candidate in one line."""
     lines = [re.sub(r"^\[rank\d+\]:", "", line.strip()).strip() for line in text.splitlines() if line.strip()]
-    if any(mark in text for mark in _MARKS):
-        return OUT_OF_MEMORY
     if "not finished after" in lines[0]:
         return lines[0].partition(": ")[2]
+    if any(mark in text for mark in _MARKS):
+        return OUT_OF_MEMORY
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b.*:", line)]
     last = errors[-1] if errors and "exit code" in lines[0] else lines[0]
     return f"doesn't compile: {last}" if any(mark in text for mark in _COMPILERS) else last
@@ -297,9 +331,17 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
     return min((each for each in candidates if not each.problem), key=lambda each: each.seconds or math.inf)
 
 
-def _table(tuning: Tuning) -> str:
+def _chosen(candidates: Sequence[Candidate], mine: Settings) -> Settings:
+    """Return the settings of the fastest, or `mine`, the config's own, if those aren't slower by more than NOISE."""
+    best = _fastest(candidates)
+    own_s = next((each.seconds for each in candidates if each.settings == mine and not each.problem), None)
+    return mine if own_s and best.seconds and own_s <= NOISE * best.seconds else best.settings
+
+
+def _table(tuning: Tuning, device: str) -> str:
     """Format a row per candidate, the fastest first."""
-    rows = [("settings", "expected s", "s a step", "spread", "GiB", "loss differs by", "")]
+    seconds_title = "processor s a step" if device == "cpu" else "s a step"
+    rows = [("settings", "expected s", seconds_title, "spread", "GiB", "loss differs by", "")]
     order = sorted(tuning.candidates, key=lambda c: (bool(c.problem), c.seconds or math.inf))
     for each in order:
         expected, seconds, spread = (
@@ -313,12 +355,12 @@ def _table(tuning: Tuning) -> str:
 
 def tuned_yaml(tuning: Tuning) -> str:
     """Format the keys that changed as YAML, with the figures as comments."""
-    first, best = tuning.candidates[0], _fastest(tuning.candidates)
-    ratio = (first.seconds or 0) / (best.seconds or 1)
-    lines = [
-        f"# {tuning.config}, measured on {tuning.where}:",
-        f"# {best.seconds:.4f} s a step, {ratio:.2f} times as fast as the reference ({first.words}).",
-    ]
+    by_settings = {str(each.settings): each.seconds for each in tuning.candidates if not each.problem}
+    seconds, before = by_settings[str(tuning.chosen)], by_settings.get(str(tuning.own))
+    ratio = f", {before / seconds:.2f} times as fast as the config's own settings" if before and seconds else ""
+    lines = [f"# {tuning.config}, measured on {tuning.where}:", f"# {seconds:.4f} s a step{ratio}."]
+    if not tuning.chosen:
+        lines.append("# Nothing was faster, so nothing changes.")
     sections: dict[str, list[str]] = {}
     for key, value in tuning.chosen.items():
         section, _, name = key.partition(".")
@@ -329,4 +371,6 @@ def tuned_yaml(tuning: Tuning) -> str:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # clean up as for Ctrl-C: leave no child and no file
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

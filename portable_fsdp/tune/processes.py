@@ -104,5 +104,6 @@ def _run_part(order: _Order, environment: dict[str, str], others_failed: Callabl
     assert order.task is not None
     with TemporaryDirectory(prefix="portable_fsdp_tune_") as folder:
         task = order.task.model_copy(update={"out": str(Path(folder, "record"))})
+        environment = {**environment, "TMPDIR": folder}  # a killed launcher leaves its own files
         (record,) = run_place(task, order.limit_s, environment, others_failed)
         return record

@@ -8,21 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from portable_fsdp.backends.open import spec_of
-from portable_fsdp.backends.refusals import Deployment, refusals
-from portable_fsdp.config.describe import Settings, value_of, with_settings, yaml_value
+from portable_fsdp.backends.refusals import Deployment
+from portable_fsdp.config.describe import Settings, default_of, value_of, yaml_value
 from portable_fsdp.config.schema import Config
+from portable_fsdp.config.tuning import TUNED
 from portable_fsdp.layout import devices_per_row, micro_batches
 from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, MODES, ROWS
 
-EAGER: Settings = {
-    COMPILE: "false",
-    "compile.backend": "auto",
-    "compile.scan_layers": "false",
-    CHECKPOINTING: "full",
-    "memory.save_ops": "[]",
-    "memory.every": "null",
-    ROWS: "1",
-}
+COMPILER = (COMPILE, "compile.backend", "compile.cache_dir", "compile.scan_layers")
+RECOMPUTATION = ("memory.save_ops", "memory.every", "memory.classes", "memory.budget")
 STRATEGY, ATTENTION, PREFETCH = "sharding.strategy", "model.attention", "sharding.forward_prefetch"
 OFFLOAD, CPU_OFFLOAD, REDUCE = "memory.offload", "memory.cpu_offload", "precision.reduce"
 
@@ -35,52 +29,52 @@ class Axis(NamedTuple):
     is_by_speed: bool = False
 
 
-def reference(config: Config) -> Settings:
-    """Return all settings of the reference: one row at a time, no layer compiled, all recomputed; else the config's."""
-    others = (STRATEGY, ATTENTION, PREFETCH, OFFLOAD, CPU_OFFLOAD, REDUCE)
-    return {key: yaml_value(value_of(config, key)) for key in others} | EAGER
+def own(config: Config) -> Settings:
+    """Return the config's own values of all keys that are varied."""
+    return {key: yaml_value(value_of(config, key)) for key in TUNED}
+
+
+def references(config: Config) -> Iterator[Settings]:
+    """Yield settings of the reference, which compiles nothing, from those that need the least memory: a device may
+    lack the memory for the next, a model the blocks for the first. At last the config's own."""
+    eager = {key: yaml_value(default_of(key)) for key in (*COMPILER, *RECOMPUTATION, OFFLOAD)}
+    for mode, rows in (("full", own(config)[ROWS]), ("full", "1"), ("none", own(config)[ROWS])):
+        yield own(config) | eager | {CHECKPOINTING: mode, ROWS: rows}
+    yield own(config)
 
 
 def axes(config: Config, place: Deployment) -> Iterator[Axis]:
     """Yield for each key, the most important first, the values to try: those that the engine accepts here."""
-    devices = place.devices or 1
+    devices, own_rows = place.devices or 1, config.train.resolved_micro_batch
     sizes = micro_batches(config.train.global_batch, devices // devices_per_row(config))
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if devices > 1 else ()
     if (place.hosts or 1) > 1:
         strategies = ("HYBRID_SHARD", *strategies, "HYBRID_SHARD_ZERO2")
-    reset: Settings = {"memory.save_ops": "[]", "memory.every": "null"}
+    reset: Settings = {key: yaml_value(default_of(key)) for key in RECOMPUTATION}
     choices = [
         Axis([{COMPILE: value} for value in ("true", "false")]),
         Axis([{"compile.scan_layers": value} for value in ("true", "false")]),
         Axis([{OFFLOAD: value} for value in dict.fromkeys((config.memory.offload, "none"))]),
         Axis([{CPU_OFFLOAD: value} for value in dict.fromkeys((yaml_value(config.memory.cpu_offload), "false"))]),
         Axis([reset | mode for mode in MODES], is_by_speed=True),
-        Axis([{ROWS: str(size)} for size in _doubling(sizes)]),
+        Axis([{ROWS: str(size)} for size in _doubling(sizes, own_rows)]),
         Axis([{STRATEGY: name} for name in strategies]),
         Axis([{ATTENTION: name} for name in (("auto", "static", "flex") if place.device == "cuda" else ())]),
         Axis([{PREFETCH: value} for value in ("0", "1")]),
         # Never less exact than the config states.
         Axis([{REDUCE: value} for value in (("bfloat16", "float32") if config.precision.reduce == "bfloat16" else ())]),
     ]
-    for axis in choices:
-        accepted = [settings for settings in axis.values if not _is_refused(config, settings, place)]
-        if len(accepted) > 1:
-            yield axis._replace(values=accepted)
+    delegated = spec_of(place.engine).delegated  # nothing would change
+    yield from (axis for axis in choices if len(axis.values) > 1 and [*axis.values[0]][-1] not in delegated)
 
 
-def _doubling(sizes: list[int]) -> list[int]:
-    """Leave out sizes below twice the one before; at most 64 rows, which fill a device."""
-    kept: list[int] = []
-    for size in (size for size in sizes if size <= 64):
-        if not kept or size >= 2 * kept[-1]:
-            kept.append(size)
-    return kept
-
-
-def _is_refused(config: Config, settings: Settings, place: Deployment) -> bool:
-    """Whether the engine refuses these settings here, or leaves the key to itself, so that nothing would change."""
-    key = next(iter(settings))
-    return key in spec_of(place.engine).delegated or bool(refusals(with_settings(config, settings), place))
+def _doubling(sizes: list[int], own_rows: int) -> list[int]:
+    """Leave out sizes below twice the one before, but not the config's own; at most 64 rows, or four times its own."""
+    taken: list[int] = []
+    for size in (size for size in sizes if size <= max(64, 4 * own_rows)):
+        if not taken or size >= 2 * taken[-1] or size == own_rows:
+            taken.append(size)
+    return taken
 
 
 def climb(
@@ -89,8 +83,9 @@ def climb(
     """Try each value of each key with the best of the others, again until nothing is faster; yield the best settings
     after each measurement.
 
-    `measure` returns seconds, infinity for a candidate that needs too much memory, None for one that failed otherwise;
-    it remembers what it measured. Beside the best value of a key, a side ends with the first that isn't faster.
+    `measure` returns seconds, infinity for a candidate that needs too much memory, None for one that failed otherwise
+    or is refused; it remembers what it measured. Beside the best value of a key, a side ends with the first that isn't
+    faster.
     """
     best, fastest, before = starts[0], math.inf, None
 

@@ -1,5 +1,6 @@
 """`python -m portable_fsdp.tune`: candidates that fail are rows with their reason, and the fastest is written."""
 
+import json
 import math
 import re
 import signal
@@ -14,9 +15,10 @@ import pytest
 from portable_fsdp.config.describe import Settings
 from portable_fsdp.config.tuning import Candidate, Tuning, tuning_file
 from portable_fsdp.plan.__main__ import main as plan
-from portable_fsdp.tune.__main__ import main
+from portable_fsdp.tune.__main__ import _chosen, main
 from portable_fsdp.tune.search import Axis, climb
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 WORKER = Path(__file__).with_name("failing_worker.py")
 CONFIG = """
 run: {dir: DIR/run}
@@ -131,12 +133,38 @@ def test_the_climb_finds_the_fastest_of_a_grid_in_few_measurements() -> None:
     assert len(measured) <= 12
 
 
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.99, {}), (0.9, {"train.micro_batch": "2"})])
+def test_the_configs_own_settings_stay_unless_others_are_faster(seconds: float, chosen: Settings) -> None:
+    candidates = [
+        Candidate(settings={"train.micro_batch": "1"}, seconds=2.0),
+        Candidate(settings={}, seconds=1.0),
+        Candidate(settings={"train.micro_batch": "2"}, seconds=seconds),
+        Candidate(settings={"train.micro_batch": "4"}, seconds=0.1, problem="the loss of step 2 is nan"),
+    ]
+    assert _chosen(candidates, {}) == chosen
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.slow
+def test_a_run_of_few_steps_of_an_own_model(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model has no blocks that could be recomputed."""
+    code = (EXAMPLES / "image_classifier.py").read_text()
+    (tmp_path / "own_images.py").write_text(code.replace("depth: int = 4", "depth: int = 1"))
+    path = tmp_path / "own.yaml"
+    path.write_text((EXAMPLES / "image_classifier.yaml").read_text().replace("image_classifier:", "own_images:"))
+    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=0.5", f"train.steps={steps}", "--json"]
+    assert main([*words, f"run.dir={tmp_path / 'run'}", "optim.warmup_steps=0"]) == 0
+    tuning = json.loads(capsys.readouterr().out)
+    assert "no repeated blocks" in tuning["candidates"][0]["problem"]
+    assert any(each["seconds"] for each in tuning["candidates"])
+
+
 def test_a_plan_reads_a_record_of_its_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path)
     words = [f"--config={path}", "--on=h100:1", f"--compare={tuning_file(path)}"]
     record = Tuning(
         config="small.yaml",
-        base="{}",
+        base={},
         engine="native",
         device_name="cpu",
         devices=1,
