@@ -135,6 +135,7 @@ OF_PROOF = (
     "full, every second",
     "small units, some inside others",
     "float32 sums, recompute, frozen",
+    "scan, grad_op, four layers",
 )
 
 
