@@ -85,9 +85,10 @@ def climb(
 
     `measure` returns seconds, infinity for a candidate that needs too much memory, None for one that failed otherwise
     or is refused; it remembers what it measured. Beside the best value of a key, a side ends with the first that isn't
-    faster.
+    faster. A value that failed once isn't tried again.
     """
     best, fastest, before = starts[0], math.inf, None
+    failed = set[tuple[int, int]]()
 
     def seconds_of(candidate: Settings) -> float | None:
         nonlocal best, fastest
@@ -101,14 +102,18 @@ def climb(
         yield best
     while best != before:
         before = best
-        for values, is_by_speed in choices:
+        for axis, (values, is_by_speed) in enumerate(choices):
             at = next((n for n, value in enumerate(values) if value.items() <= best.items()), -1)
             sides = (range(at + 1, len(values)), range(at - 1, -1, -1))
             if is_by_speed:
                 sides = (range(at if at >= 0 else len(values)),)
             for side in sides:
                 for number in side:
+                    if (axis, number) in failed:
+                        continue
                     seconds = seconds_of(candidate := best | values[number])
                     yield best
+                    if seconds in (None, math.inf):
+                        failed.add((axis, number))
                     if seconds is not None and (seconds < math.inf if is_by_speed else best != candidate):
                         break
