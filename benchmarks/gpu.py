@@ -141,9 +141,10 @@ class Benchmark:
         words += ["--backend=native", "--num_devices=1", *TUNED_WORK.overrides(self.tiny), *self.overrides]
         began, record = time.monotonic(), path.with_suffix(".tuning.json")
         ended = self._run(["-m", "portable_fsdp.tune", *words], seconds)
-        self.result["tuning"] = ended or json.loads(record.read_text())
+        # It writes the record after each candidate: what was measured counts although it failed, or ran out of time.
+        self.result["tuning"] = (json.loads(record.read_text()) if record.exists() else {}) | ended
         self.result["tuning"]["process_seconds"] = time.monotonic() - began
-        if not ended:  # else the file has no name yet
+        if record.exists():  # else the file has no name yet
             self.result["environment"]["device"] = self.result["tuning"]["device_name"]
             self.write()
         print("\n".join(_tuning_lines(self.result["tuning"])), flush=True)
@@ -376,9 +377,10 @@ def _ratio_lines(row: dict[str, Any]) -> list[str]:
 
 def _tuning_lines(tuning: dict[str, Any]) -> list[str]:
     """The candidates of tune, and its choice; or why there is none."""
+    failed = [f"tune: {tuning['status']}: {tuning['error'].strip()[-300:]}"] if "error" in tuning else []
     if "chosen" not in tuning:
-        return [f"tune: {tuning['status']}: {tuning['error'].strip()[-300:]}"] if tuning else []
-    lines = [f"tune: {len(tuning['candidates'])} candidates in {tuning['process_seconds']:.0f} s; s a step:"]
+        return failed
+    lines = [*failed, f"tune: {len(tuning['candidates'])} candidates in {tuning['process_seconds']:.0f} s; s a step:"]
     for candidate in tuning["candidates"]:
         cell = candidate["problem"][:100] or f"{candidate['seconds']:.4f}"
         lines.append(f"  {cell}: {_words(candidate['settings'])}")
