@@ -120,20 +120,21 @@ clean:  ## removes environments, caches and build products; keeps runs/
 	$(RUN) -m pip install --quiet --editable '.[tpu,dev]' '$(TORCHAO)'
 	touch $@
 
-# torch first: asked for by its exact version, pip doesn't look for another one afterwards.
+# Installs one torch: its interpreter, the Python to make it with, the version. torch first: asked for by its exact
+# version, pip doesn't look for another one afterwards.
+define INSTALL_TORCH
+test -x $(1) || $(2) -m venv $(@D)
+$(1) -m pip install --quiet --upgrade pip
+$(1) -m pip install --quiet 'torch==$(3)'
+$(1) -m pip install --quiet --editable '.[test]' 'torch==$(3)'
+touch $@
+endef
+
 .venv-latest/.installed: pyproject.toml
-	test -x $(LATEST) || $(PYTHON) -m venv .venv-latest
-	$(LATEST) -m pip install --quiet --upgrade pip
-	$(LATEST) -m pip install --quiet 'torch==$(TORCH_LATEST)'
-	$(LATEST) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_LATEST)'
-	touch $@
+	$(call INSTALL_TORCH,$(LATEST),$(PYTHON),$(TORCH_LATEST))
 
 .venv-py312/.installed: pyproject.toml
-	test -x $(PY312) || $(PYTHON312) -m venv .venv-py312
-	$(PY312) -m pip install --quiet --upgrade pip
-	$(PY312) -m pip install --quiet 'torch==$(TORCH_PY312)'
-	$(PY312) -m pip install --quiet --editable '.[test]' 'torch==$(TORCH_PY312)'
-	touch $@
+	$(call INSTALL_TORCH,$(PY312),$(PYTHON312),$(TORCH_PY312))
 
 .venv-torchtpu/.installed: pyproject.toml
 	test -x $(TORCHTPU) || $(PYTHON) -m venv .venv-torchtpu

@@ -2,8 +2,8 @@
 
     python benchmarks/first_step.py --rounds 5
 
-configs/quickstart.yaml on one native CPU process, its tokens in the cache. In turn, each start in a process of its own;
-writes the medians and the parts of ours, from `launch --verbose`, to results/first_step.json.
+configs/quickstart.yaml on one native CPU process, its tokens in the cache. The two start alternately, each in a new
+process. Writes the medians and the time of each part (ours from `launch --verbose`) to results/first_step.json.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def start_trainer() -> dict[str, float]:
 
 
 def train_with_trainer() -> None:
-    """As people write it; prints when each part ends (CLOCK_MONOTONIC, as the parent's)."""
+    """Train as a user's script would; print when each part ends (CLOCK_MONOTONIC, the parent's clock)."""
 
     def say(part: str) -> None:
         print(f"{part} at {time.monotonic()}", flush=True)

@@ -6,7 +6,7 @@
 First `python -m portable_fsdp.tune` on the Llama of configs/llama_1b.yaml. Then `gpu_checks.py`: every option's curve
 against a plain loop on this device, checkpoints bit for bit, what the memory options save. Then `gpu_speed.py` times
 the same Llama: our loop eager, with `auto` and as tuned, a plain PyTorch loop, transformers' Trainer, and that with
-Liger's kernels. Each run has a process of its own, so that peaks of memory are its own; a second pass repeats all.
+Liger's kernels. Each run is a separate process, so its peak memory is its own; a second pass repeats all runs.
 Whatever the time doesn't suffice for is named. It needs no network. Exit code 1 if tune, a check or a run failed.
 """
 
@@ -88,7 +88,7 @@ class Work(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A loop of gpu_speed.py; `options` are `section.key=value` of ours, beside the eager ones."""
+    """A loop of gpu_speed.py; `options`: `section.key=value` of our loop, in addition to the eager one's."""
 
     loop: str
     compile: bool = False

@@ -295,8 +295,13 @@ def _process_start() -> float:
 
 
 def environment() -> dict[str, str]:
-    """Return this host's name, and the versions of Python, of the packages that matter, and of NVIDIA's driver."""
-    versions = {"host": socket.gethostname(), "python": platform.python_version()}
+    """Return this host's name and `versions()`."""
+    return {"host": socket.gethostname(), **versions()}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of the packages that matter, and of NVIDIA's driver."""
+    versions = {"python": platform.python_version()}
     for package in ("portable_fsdp", "torch", "torch_xla", "transformers"):
         with suppress(PackageNotFoundError):
             versions[package] = version(package)

@@ -25,6 +25,7 @@ from portable_fsdp.parity.record import (
     bounds,
     deviation,
     find_culprit,
+    without_side_effects,
 )
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
@@ -92,9 +93,7 @@ def _made(options: argparse.Namespace, worker: str) -> tuple[Certificate, Path]:
     if not detect_launch(os.environ).is_alone:
         raise UsageError("parity: a launcher started this process; start parity directly: it starts all processes.")
     config = read_config(files[0], overrides, options.imports, os.environ).config
-    for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
-        config = with_value(config, key, value)
-    config = without_plan(config)
+    config = without_plan(without_side_effects(config))
     places = _places(options.on, options.device, config)
     if options.steps > bounds(config).steps:
         raise UsageError(f"--steps: expected at most {bounds(config).steps} (docs/parity.md), found {options.steps}.")

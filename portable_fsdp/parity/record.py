@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 
 Stage = Literal["data", "weights", "forward", "backward", "gradient", "update"]
@@ -38,6 +39,13 @@ def bounds(config: Config) -> Bounds:
 
 class _Json(BaseModel):
     model_config = ConfigDict(ser_json_inf_nan="strings")  # JSON has no inf and NaN
+
+
+def without_side_effects(config: Config) -> Config:
+    """Return the config of a run whose first steps are compared: it resumes nothing, and no tracker or profile runs."""
+    for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
+        config = with_value(config, key, value)
+    return config
 
 
 class Place(_Json):

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, UsageError
 from portable_fsdp.runtime.host import pip_install
-from portable_fsdp.runtime.signals import end_with_parent
+from portable_fsdp.runtime.signals import end_with_parent, exit_on_signals
 
 DESCRIPTION = """Plan a run on hardware that you don't have: whether it fits, memory by part, step time."""
 EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, every plan of a sweep refused,
@@ -233,6 +232,5 @@ def _measured(name: str, tokens: int) -> list[MeasuredStep]:
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1].isdecimal():  # child process of a run, see runtime/child.py
         end_with_parent(int(sys.argv.pop(1)))
-    for number in (signal.SIGTERM, signal.SIGHUP):  # clean up as for Ctrl-C: leave no child and no file
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    exit_on_signals()
     sys.exit(main(sys.argv[1:]))

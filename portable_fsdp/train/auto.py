@@ -18,7 +18,7 @@ from portable_fsdp.config.describe import autos, with_settings, with_value, with
 from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.tuning import place_words, read_tuning, speed_settings
-from portable_fsdp.observe.run_files import environment, read_jsonl
+from portable_fsdp.observe.run_files import read_jsonl, versions
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import configure_log
@@ -70,10 +70,8 @@ def resolve_auto(
 
 def _tuned(config: Config, engine: Backend, path: Path) -> dict[str, str] | None:
     """Return what was measured as the fastest; None if the record doesn't hold here."""
-    tuning, versions = read_tuning(path), environment()
-    del versions["host"]
-    here = place_words(engine.name, engine.device_name, engine.devices)
-    if differences := list(tuning.differences(config, here, versions)):
+    tuning, here = read_tuning(path), place_words(engine.name, engine.device_name, engine.devices)
+    if differences := list(tuning.differences(config, here, versions())):
         log.warning("--tuned: %s is not used: %s", path, "; ".join(differences))
         return None
     log.info("--tuned: the settings of %s", path)

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,12 +14,21 @@ from statistics import median
 
 from portable_fsdp.backends.open import count_devices, local_processes, resolve, spec_of
 from portable_fsdp.backends.refusals import Deployment, refusals
-from portable_fsdp.config.describe import Settings, changed_values, with_settings, with_value, without_plan, yaml_value
+from portable_fsdp.config.describe import Settings, changed_values, with_settings, without_plan, yaml_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.tuning import Candidate, Tuning, speed_settings, tuning_file
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.convert.read import read_config
-from portable_fsdp.parity.record import Place, PlaceRecord, PlaceTask, RunTask, bounds, relative_difference
+from portable_fsdp.observe.run_files import versions
+from portable_fsdp.parity.record import (
+    Place,
+    PlaceRecord,
+    PlaceTask,
+    RunTask,
+    bounds,
+    relative_difference,
+    without_side_effects,
+)
 from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import Plan
 from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, ROWS, fastest_that_fits
@@ -47,6 +55,7 @@ from portable_fsdp.runtime.errors import (
 )
 from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.launchers import detect_launch, tpu_workers
+from portable_fsdp.runtime.signals import exit_on_signals
 from portable_fsdp.train.preflight import check_config
 from portable_fsdp.tune.processes import Runner
 from portable_fsdp.tune.search import axes, climb, own, references
@@ -61,6 +70,7 @@ FLAGS = {
     "num_devices": "auto | N, as for launch",
 }
 
+ELSEWHERE = "For devices that aren't here: python -m portable_fsdp.plan --on=..."
 STEPS, WARM_UP = 7, 2
 SLOWER = 1.5
 """A candidate this much slower by plan isn't run; plans are off by up to 21 % (docs/planning.md)."""
@@ -112,13 +122,11 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
     if options.config is None:
         raise UsageError("tune: --config=FILE is required.")
     path = Path(options.config)
-    config = read_config(options.config, options.overrides, options.imports, os.environ).config
-    for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
-        config = with_value(config, key, value)
+    config = without_side_effects(read_config(options.config, options.overrides, options.imports, os.environ).config)
     try:
         device, engine = resolve(options.device, options.backend)
     except PortableFSDPError as error:
-        raise UsageError(f"{error}\n  For devices that aren't here: python -m portable_fsdp.plan --on=...") from None
+        raise UsageError(f"{error}\n  {ELSEWHERE}") from None
     launch, hosts = detect_launch(os.environ), 1
     if launch.is_alone and len(tpu_workers(os.environ)) < 2:
         number = number_of("num_devices", options.num_devices)
@@ -129,8 +137,8 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
         devices = launch.world_size
         hosts = max(1, devices // int({**os.environ, **launch.variables}.get("LOCAL_WORLD_SIZE", devices)))
     if launch.is_alone and device != "cpu" and devices > count_devices(device):
-        found = f"found {devices}.\n  For devices that aren't here: python -m portable_fsdp.plan --on=..."
-        raise UsageError(f"tune: --num_devices: expected at most the {count_devices(device)} of this host, {found}")
+        here = f"expected at most the {count_devices(device)} devices of this host, found {devices}"
+        raise UsageError(f"tune: --num_devices: {here}.\n  {ELSEWHERE}")
     place = Deployment(engine, device, devices, hosts)
     check_config(without_plan(config), place)
     if not os.access(path.parent, os.W_OK):
@@ -156,13 +164,9 @@ class Tuner:
     def run(self) -> None:
         """Measure the reference, the config's own settings, the plan's choice, and then candidates while time is left.
         Raises TrainingError if no reference runs, ConfigError if the time is too short for one."""
-        for first in references(self._config):
-            self._measure(first)
-            if self._reference is not None:
-                break
-        else:
-            first = {}
-        if self._reference is None:
+        usable = (each for each in references(self._config) if self._measure(each) not in (None, math.inf))
+        first = next(usable, None)
+        if first is None or self._reference is None:
             if not self._has_time:
                 raise ConfigError(
                     f"tune: --minutes={self._limit_s / 60:g} is less than one candidate needs: the reference had not "
@@ -190,7 +194,7 @@ class Tuner:
             engine=self._place.engine,
             device_name=self._reference.device_name,
             devices=self._place.devices or 1,
-            versions={name: value for name, value in self._reference.versions.items() if name != "host"},
+            versions=versions(),
             candidates=self._candidates,
             own=(mine := self._settings(own(self._config))),
             chosen=_chosen(self._candidates, mine),
@@ -203,7 +207,11 @@ class Tuner:
     @property
     def _has_time(self) -> bool:
         """Whether the fastest start so far would fit into the time that is left."""
-        return self._left > min((each.trial_s for each in self._candidates if each.seconds), default=0.0)
+        return self._left > self._shortest_s
+
+    @property
+    def _shortest_s(self) -> float:
+        return min((each.trial_s for each in self._candidates if each.seconds), default=0.0)
 
     def _settings(self, settings: Settings) -> Settings:
         """Return what these settings change in the config as it was given."""
@@ -258,7 +266,7 @@ class Tuner:
             candidate.expected, candidate.problem = self._expected(config)
             limit = self._left
             if self._reference is not None:  # one that hangs must not take all, but a compiler may take long
-                shortest = min(each.trial_s for each in self._candidates if each.seconds)
+                shortest = self._shortest_s
                 limit = min(limit, max(1.5 * shortest, min(3 * shortest, limit / 2), limit / 4))
             if not candidate.problem:
                 place = Place(device=self._place.device, engine=self._place.engine, devices=self._place.devices or 1)
@@ -334,8 +342,12 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 def _chosen(candidates: Sequence[Candidate], mine: Settings) -> Settings:
     """Return the settings of the fastest, or `mine`, the config's own, if those aren't slower by more than NOISE."""
     best = _fastest(candidates)
-    own_s = next((each.seconds for each in candidates if each.settings == mine and not each.problem), None)
+    own_s = _seconds_of(candidates, mine)
     return mine if own_s and best.seconds and own_s <= NOISE * best.seconds else best.settings
+
+
+def _seconds_of(candidates: Sequence[Candidate], settings: Settings) -> float | None:
+    return next((each.seconds for each in candidates if each.settings == settings and not each.problem), None)
 
 
 def _table(tuning: Tuning, device: str) -> str:
@@ -355,8 +367,7 @@ def _table(tuning: Tuning, device: str) -> str:
 
 def tuned_yaml(tuning: Tuning) -> str:
     """Format the keys that changed as YAML, with the figures as comments."""
-    by_settings = {str(each.settings): each.seconds for each in tuning.candidates if not each.problem}
-    seconds, before = by_settings[str(tuning.chosen)], by_settings.get(str(tuning.own))
+    seconds, before = (_seconds_of(tuning.candidates, each) for each in (tuning.chosen, tuning.own))
     ratio = f", {before / seconds:.2f} times as fast as the config's own settings" if before and seconds else ""
     lines = [f"# {tuning.config}, measured on {tuning.where}:", f"# {seconds:.4f} s a step{ratio}."]
     if not tuning.chosen:
@@ -371,6 +382,5 @@ def tuned_yaml(tuning: Tuning) -> str:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):  # clean up as for Ctrl-C: leave no child and no file
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    exit_on_signals()
     sys.exit(main(sys.argv[1:]))

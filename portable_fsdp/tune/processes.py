@@ -46,7 +46,7 @@ class Runner:
         with socket.socket() as free:
             free.bind(("", 0))
             order = _Order(task=task, limit_s=limit_s, port=free.getsockname()[1])
-        self._tell(order)
+        self._publish(order)
         record = self._part(order)
         answers = [json.loads(self._store.get(self._key(f"failed/{n}"))) for n in range(self._launch.world_size)]
         failures = [answer for answer in answers if answer]
@@ -67,25 +67,25 @@ class Runner:
     def end(self) -> None:
         """End the other processes; this one may host their store, so it waits a little for their answers."""
         if self._store is not None:
-            self._tell(_Order(task=None))
+            self._publish(_Order(task=None))
             others = [self._key(f"failed/{n}") for n in range(1, self._launch.world_size)]
             with suppress(RuntimeError):
                 self._store.wait(others, timedelta(seconds=20))
 
-    def _tell(self, order: _Order) -> None:
+    def _publish(self, order: _Order) -> None:
         self._number += 1
         self._store.set(self._key("order"), order.model_dump_json())
 
     def _part(self, order: _Order) -> PlaceRecord | None:
         environment = {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        record, failure, asked = None, [], time.monotonic()
+        record, failure, checked_at = None, [], time.monotonic()
 
         def others_failed() -> bool:
-            """Ask the store once a second: the others would wait for the one that failed."""
-            nonlocal asked
-            if time.monotonic() < asked + 1:
+            """Ask the store once a second: without it this part would wait for the one that failed."""
+            nonlocal checked_at
+            if time.monotonic() < checked_at + 1:
                 return False
-            asked = time.monotonic()
+            checked_at = time.monotonic()
             return self._store.check([self._key("failed")])
 
         try:

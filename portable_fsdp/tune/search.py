@@ -35,12 +35,12 @@ def own(config: Config) -> Settings:
 
 
 def references(config: Config) -> Iterator[Settings]:
-    """Yield settings of the reference, which compiles nothing, from those that need the least memory: a device may
-    lack the memory for the next, a model the blocks for the first. At last the config's own."""
-    eager = {key: yaml_value(default_of(key)) for key in (*COMPILER, *RECOMPUTATION, OFFLOAD)}
-    for mode, rows in (("full", own(config)[ROWS]), ("full", "1"), ("none", own(config)[ROWS])):
-        yield own(config) | eager | {CHECKPOINTING: mode, ROWS: rows}
-    yield own(config)
+    """Yield settings of the reference, which compiles nothing; the next are for a device that lacks the memory, or a
+    model without blocks to recompute. The last are the config's own."""
+    mine, eager = own(config), {key: yaml_value(default_of(key)) for key in (*COMPILER, *RECOMPUTATION, OFFLOAD)}
+    for mode, rows in (("full", mine[ROWS]), ("full", "1"), ("none", mine[ROWS])):
+        yield mine | eager | {CHECKPOINTING: mode, ROWS: rows}
+    yield mine
 
 
 def axes(config: Config, place: Deployment) -> Iterator[Axis]:

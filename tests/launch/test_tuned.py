@@ -8,9 +8,9 @@ from cli import events, launch, tiny_config
 
 from portable_fsdp.config.tuning import Tuning, speed_settings, tuning_file
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.observe.run_files import environment
+from portable_fsdp.observe.run_files import versions
 
-VERSIONS = {name: value for name, value in environment().items() if name != "host"}
+VERSIONS = versions()
 CHOSEN = {"train.micro_batch": "2", "memory.gradient_checkpointing": "full"}
 
 

@@ -18,6 +18,7 @@ from portable_fsdp.plan.target import (
 from portable_fsdp.plan.tpu_compiler import ENVIRONMENT, devices_of
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.train.auto import UNKNOWN_HARDWARE
 
 HARDWARE = known_hardware()
 
@@ -195,3 +196,8 @@ def test_libtpu_sees_as_many_devices() -> None:
     names.append("2*v5e:4x4")
     with Worker(250) as worker:
         assert worker(_devices, names) == {name: parse_target(name).devices for name in names}
+
+
+def test_a_run_recognises_the_refusal_of_unknown_hardware() -> None:
+    with pytest.raises(ConfigError, match=UNKNOWN_HARDWARE):
+        parse_target("NVIDIA GeForce RTX 4090:1")
