@@ -25,14 +25,7 @@ from portable_fsdp.runtime.command import (
     to_stderr,
 )
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, PortableFSDPError
-from portable_fsdp.runtime.launchers import (
-    OUR_RUNS,
-    Launch,
-    detect_launch,
-    elastic_hosts,
-    is_by_accelerate,
-    tpu_workers,
-)
+from portable_fsdp.runtime.launchers import OUR_RUNS, Launch, detect_launch, elastic_hosts, hosts_of, is_by_accelerate
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 from portable_fsdp.runtime.supervisor import announce, is_supervised, supervise
 
@@ -216,7 +209,7 @@ def _deployment(launch: Launch, device: str, backend: str, num_devices: int | No
     is_counted = spec_of(backend).launcher_counts_devices
     if not launch.is_alone or (device == "tpu" and not is_counted):
         return None
-    hosts = max(1, len(tpu_workers(os.environ))) if device == "tpu" else 1
+    hosts = hosts_of(device, os.environ)
     devices = _processes(launch, device, backend, num_devices) * hosts if is_counted else num_devices
     return Deployment(backend, device, devices, hosts)
 

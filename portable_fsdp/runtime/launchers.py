@@ -186,6 +186,11 @@ def tpu_workers(environ: Mapping[str, str]) -> list[str]:
     return [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
 
 
+def hosts_of(device: str, environ: Mapping[str, str]) -> int:
+    """Return the number of hosts of a run without a launcher: those of the TPU slice on TPUs, else 1."""
+    return max(1, len(tpu_workers(environ))) if device == "tpu" else 1
+
+
 def problem_of_tpu_worker(environ: Mapping[str, str]) -> str:
     """Return the problem with the worker's number in the environment, or an empty string."""
     number, count = environ.get("TPU_WORKER_ID", ""), len(tpu_workers(environ))

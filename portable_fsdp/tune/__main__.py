@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from portable_fsdp.backends.open import count_devices, local_processes, resolve, spec_of
+from portable_fsdp.backends.open import count_devices, resolve, spec_of
 from portable_fsdp.backends.refusals import Deployment, refusals
 from portable_fsdp.config.describe import Settings, changed_values, with_settings, without_plan, yaml_value
 from portable_fsdp.config.schema import Config
@@ -54,7 +54,7 @@ from portable_fsdp.runtime.errors import (
     table,
 )
 from portable_fsdp.runtime.files import write_text_atomically
-from portable_fsdp.runtime.launchers import detect_launch, tpu_workers
+from portable_fsdp.runtime.launchers import detect_launch, hosts_of
 from portable_fsdp.runtime.signals import exit_on_signals
 from portable_fsdp.train.preflight import check_config
 from portable_fsdp.tune.processes import Runner
@@ -97,8 +97,8 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
 
     def tune(options: argparse.Namespace) -> int:
         path, config, place = _read(options)
-        runner = Runner(launch := detect_launch(os.environ))
-        if launch.rank > 0:
+        runner = Runner(place)
+        if runner.launch.rank > 0:
             runner.follow()
             return EXIT_FINISHED
         try:
@@ -128,17 +128,21 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
     except PortableFSDPError as error:
         raise UsageError(f"{error}\n  {ELSEWHERE}") from None
     launch, hosts = detect_launch(os.environ), 1
-    if launch.is_alone and len(tpu_workers(os.environ)) < 2:
-        number = number_of("num_devices", options.num_devices)
-        devices = number or (count_devices(device) if device != "cpu" else local_processes(device, engine, None))
-    elif launch.is_alone or not spec_of(engine).launcher_counts_devices:
-        raise UsageError(f"tune: backend {engine}: expected one host, started directly, found {launch.description}.")
+    if launch.is_alone:
+        hosts = hosts_of(device, os.environ)
+        here = number_of("num_devices", options.num_devices) or count_devices(device)
+        if device != "cpu" and here > count_devices(device):
+            most = f"expected at most the {count_devices(device)} devices of this host, found {here}"
+            raise UsageError(f"tune: --num_devices: {most}.\n  {ELSEWHERE}")
+        devices = here * hosts
+    elif not spec_of(engine).launcher_counts_devices:
+        raise UsageError(
+            f"tune: backend {engine}: expected a start without a launcher, once on each host, found "
+            f"{launch.description}."
+        )
     else:
         devices = launch.world_size
         hosts = max(1, devices // int({**os.environ, **launch.variables}.get("LOCAL_WORLD_SIZE", devices)))
-    if launch.is_alone and device != "cpu" and devices > count_devices(device):
-        here = f"expected at most the {count_devices(device)} devices of this host, found {devices}"
-        raise UsageError(f"tune: --num_devices: {here}.\n  {ELSEWHERE}")
     place = Deployment(engine, device, devices, hosts)
     check_config(without_plan(config), place)
     if not os.access(path.parent, os.W_OK):

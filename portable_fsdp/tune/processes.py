@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from portable_fsdp.backends.refusals import Deployment
 from portable_fsdp.parity.__main__ import run_place
 from portable_fsdp.parity.record import PlaceRecord, PlaceTask
-from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
-from portable_fsdp.runtime.launchers import Launch
+from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError, UsageError
+from portable_fsdp.runtime.launchers import Launch, detect_launch, tpu_workers
 
+_PORT = 29477  # of a slice's store; candidates use TorchTPU's 29500 and libtpu's
 _LIMIT = timedelta(days=1)  # process 0 plans while the others wait; their launcher ends them if it fails
 
 
@@ -28,16 +31,22 @@ class _Order(BaseModel):
 
 
 class Runner:
-    """Runs candidates in child processes: those of this host, or one for each process that a launcher started."""
+    """Runs candidates in child processes: those of this host, or one for each process that a launcher started, or for
+    each host of a TPU slice."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch, self._number = launch, 0
+    def __init__(self, place: Deployment) -> None:
+        self.launch, self._number = detect_launch(os.environ), 0
         self._store: Any = None
-        if not launch.is_alone:
+        self._is_slice = self.launch.is_alone and (place.hosts or 1) > 1
+        if self._is_slice:
+            self.launch = _of_slice(self.launch)
+        if self._is_slice or not self.launch.is_alone:
             from portable_fsdp.runtime.rendezvous import open_store
 
-            os.environ.update(launch.variables)
-            self._store = open_store(os.environ, _LIMIT, serves=launch.rank == 0)
+            environment = {**os.environ, **self.launch.variables}
+            self._store = open_store(environment, _LIMIT, serves=self.launch.rank == 0)
+            if not self._is_slice:
+                os.environ.update(self.launch.variables)
 
     def run(self, task: PlaceTask, limit_s: float) -> PlaceRecord:
         """Run a task; process 0 calls it. Raises as `run_place`: the error of the process that failed first."""
@@ -48,7 +57,7 @@ class Runner:
             order = _Order(task=task, limit_s=limit_s, port=free.getsockname()[1])
         self._publish(order)
         record = self._part(order)
-        answers = [json.loads(self._store.get(self._key(f"failed/{n}"))) for n in range(self._launch.world_size)]
+        answers = [json.loads(self._store.get(self._key(f"failed/{n}"))) for n in range(self.launch.world_size)]
         failures = [answer for answer in answers if answer]
         if failures or record is None:
             raise TrainingError(min(failures)[1])
@@ -58,9 +67,12 @@ class Runner:
         """Run the parts of this process until process 0 ends."""
         while True:
             self._number += 1
-            order = _Order.model_validate_json(self._store.get(self._key("order")))
+            try:
+                order = _Order.model_validate_json(self._store.get(self._key("order")))
+            except RuntimeError:
+                raise TrainingError("tune: process 0, which decides what to try, has ended.") from None
             if order.task is None:
-                self._store.set(self._key(f"failed/{self._launch.rank}"), "[]")
+                self._store.set(self._key(f"failed/{self.launch.rank}"), "[]")
                 return
             self._part(order)
 
@@ -68,7 +80,7 @@ class Runner:
         """End the other processes; this one may host their store, so it waits a little for their answers."""
         if self._store is not None:
             self._publish(_Order(task=None))
-            others = [self._key(f"failed/{n}") for n in range(1, self._launch.world_size)]
+            others = [self._key(f"failed/{n}") for n in range(1, self.launch.world_size)]
             with suppress(RuntimeError):
                 self._store.wait(others, timedelta(seconds=20))
 
@@ -78,6 +90,8 @@ class Runner:
 
     def _part(self, order: _Order) -> PlaceRecord | None:
         environment = {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        if self._is_slice:  # where each candidate's processes find each other as those of a run
+            environment = {}
         record, failure, checked_at = None, [], time.monotonic()
 
         def others_failed() -> bool:
@@ -93,11 +107,23 @@ class Runner:
         except PortableFSDPError as error:
             failure = [self._store.add(self._key("failures"), 1), str(error)]
             self._store.set(self._key("failed"), "")
-        self._store.set(self._key(f"failed/{self._launch.rank}"), json.dumps(failure))
+        self._store.set(self._key(f"failed/{self.launch.rank}"), json.dumps(failure))
         return record
 
     def _key(self, name: str) -> str:
         return f"portable_fsdp_tune/{self._number}/{name}"
+
+
+def _of_slice(launch: Launch) -> Launch:
+    """Return the launch of a TPU slice's hosts, each a process, with a store on the first one. Raises UsageError for
+    several slices, or if the environment doesn't number the hosts."""
+    hosts, rank = tpu_workers(os.environ), os.environ.get("TPU_WORKER_ID")
+    slices = os.environ.get("MEGASCALE_NUM_SLICES") or "1"
+    if not rank or slices != "1":
+        found = f"found {slices} slice(s) and TPU_WORKER_ID={rank or 'unset'}"
+        raise UsageError(f"tune: expected one TPU slice, with this host's number in TPU_WORKER_ID, {found}.")
+    variables = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(_PORT), "RANK": rank, "WORLD_SIZE": str(len(hosts))}
+    return replace(launch, rank=int(rank), world_size=len(hosts), variables=variables)
 
 
 def _run_part(order: _Order, environment: dict[str, str], others_failed: Callable[[], bool]) -> PlaceRecord:
