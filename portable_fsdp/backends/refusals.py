@@ -370,7 +370,13 @@ RULES = (
         }
         | _WHOLE_MATRICES,
     ),
-    *excluded_by("model.router_bias_rate", {"precision.buffers=bfloat16": SMALL_STEPS}),
+    *excluded_by(
+        "model.router_bias_rate",
+        {
+            "precision.buffers=bfloat16": SMALL_STEPS,
+            "model.lora": "the biases belong to the base, which checkpoints of adapters leave out",
+        },
+    ),
     Rule("model.router_bias_rate for a model whose routers have no bias buffer", "the error names what is missing"),
     Rule("sharding.expert for a model without experts, or whose experts it doesn't divide", "the error says what fits"),
     Rule(

@@ -129,6 +129,7 @@ OF_FACTORIES: list[dict[str, Any]] = [
     {"train.task": "masked_lm"},
     {"sharding.context": 2, "data.seq_len": 30},
     {"sharding.tensor": 2, "model.lora": {"r": 4, "dora": True}},
+    {"model.router_bias_rate": 0.001, "model.lora": {"r": 4}},
     {"precision.frozen": "nf4", "model.lora": {"r": 4, "dora": True}},
     {**_OWN, "train.task": "module:function", "model.attention": "sdpa", "model.experts": "batched_mm"},
     {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
