@@ -22,11 +22,11 @@ OFFLOAD, CPU_OFFLOAD, REDUCE = "memory.offload", "memory.cpu_offload", "precisio
 
 
 class Axis(NamedTuple):
-    """Values of one key, each as settings. `is_by_speed`: the first that runs is the fastest; else neighbours are
+    """Values of one key, each as settings. `fastest_first`: the first that runs is the fastest; else neighbours are
     alike."""
 
     values: Sequence[Settings]
-    is_by_speed: bool = False
+    fastest_first: bool = False
 
 
 def own(config: Config) -> Settings:
@@ -56,7 +56,7 @@ def axes(config: Config, place: Deployment) -> Iterator[Axis]:
         Axis([{"compile.scan_layers": value} for value in ("true", "false")]),
         Axis([{OFFLOAD: value} for value in dict.fromkeys((config.memory.offload, "none"))]),
         Axis([{CPU_OFFLOAD: value} for value in dict.fromkeys((yaml_value(config.memory.cpu_offload), "false"))]),
-        Axis([reset | mode for mode in MODES], is_by_speed=True),
+        Axis([reset | mode for mode in MODES], fastest_first=True),
         Axis([{ROWS: str(size)} for size in _doubling(sizes, own_rows)]),
         Axis([{STRATEGY: name} for name in strategies]),
         Axis([{ATTENTION: name} for name in (("auto", "static", "flex") if place.device == "cuda" else ())]),
@@ -102,10 +102,10 @@ def climb(
         yield best
     while best != before:
         before = best
-        for axis, (values, is_by_speed) in enumerate(choices):
+        for axis, (values, fastest_first) in enumerate(choices):
             at = next((n for n, value in enumerate(values) if value.items() <= best.items()), -1)
             sides = (range(at + 1, len(values)), range(at - 1, -1, -1))
-            if is_by_speed:
+            if fastest_first:
                 sides = (range(at if at >= 0 else len(values)),)
             for side in sides:
                 for number in side:
@@ -115,5 +115,5 @@ def climb(
                     yield best
                     if seconds in (None, math.inf):
                         failed.add((axis, number))
-                    if seconds is not None and (seconds < math.inf if is_by_speed else best != candidate):
+                    if seconds is not None and (seconds < math.inf if fastest_first else best != candidate):
                         break
