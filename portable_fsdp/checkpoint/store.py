@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,41 +65,40 @@ def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, format
     return entries
 
 
-def write_pieces(
-    folder: Path,
-    whole: Mapping[str, format.TensorEntry],
-    pieces: Mapping[str, Sequence[Piece]],
-    process: int,
-    attempt: str,
-    copies: Sequence[ReplicaDigest] = (),
-) -> Index:
-    """Write this process's pieces of the tensors in `whole` below `folder`, durably; returns their index.
+class OwnPart(NamedTuple):
+    """What one process writes of a state."""
 
-    `copies`: digests of replicas so far; those of numbered pieces join them. Copies pieces on CUDA to the host one by
-    one. Raises OSError, TypeError.
-    """
-    tensors = {key: format.TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
-    store = store_of(folder)
-    # The name of each file, or of its folder, includes the attempt: a straggler of an earlier one overwrites nothing.
-    mark = "" if attempt[:8] in folder.name else f"-{attempt[:8]}"
-    shards: dict[str, dict[str, Piece]] = {}
-    for key, entry in tensors.items():
-        for ordinal, piece in enumerate(piece for piece in pieces[key] if piece.data.numel()):
-            name = f"{format.folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
-            shards.setdefault(name, {})[key] = piece
-            entry.files.append(list(shards).index(name))
-            entry.offsets.extend(piece.offset)
-            entry.sizes.extend(piece.data.shape)
-    digested = list(copies)
-    files = tuple(_write_shard(folder, name, shard, tensors, digested) for name, shard in shards.items())
-    for name in FOLDERS:
-        store.sync(folder / name)
-    written = {key: entry for key, entry in tensors.items() if entry.files}
-    return Index(attempt=attempt, process=process, files=files, tensors=written, copies=tuple(digested))
+    tensors: Mapping[str, format.TensorEntry]  # all of the state
+    pieces: Mapping[str, Sequence[Piece]]
+    digests: Sequence[ReplicaDigest] = ()  # those of numbered pieces join them
+
+    def write(self, folder: Path, process: int, attempt: str) -> Index:
+        """Write the pieces below `folder`, durably; returns their index.
+
+        Copies pieces on CUDA to the host one by one. Raises OSError, TypeError.
+        """
+        tensors = {key: format.TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in self.tensors.items()}
+        store = store_of(folder)
+        # A name, or that of its folder, includes the attempt: a straggler of an earlier one overwrites nothing.
+        mark = "" if attempt[:8] in folder.name else f"-{attempt[:8]}"
+        shards: dict[str, dict[str, Piece]] = {}
+        for key, entry in tensors.items():
+            for ordinal, piece in enumerate(piece for piece in self.pieces[key] if piece.data.numel()):
+                name = f"{format.folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
+                shards.setdefault(name, {})[key] = piece
+                entry.files.append(list(shards).index(name))
+                entry.offsets.extend(piece.offset)
+                entry.sizes.extend(piece.data.shape)
+        digested = list(self.digests)
+        files = tuple(_write_shard(folder, name, shard, tensors, digested) for name, shard in shards.items())
+        for name in FOLDERS:
+            store.sync(folder / name)
+        written = {key: entry for key, entry in tensors.items() if entry.files}
+        return Index(attempt=attempt, process=process, files=files, tensors=written, copies=tuple(digested))
 
 
 def remove_files(folder: Path, process: int) -> None:
-    """Delete the files of `write_pieces` of this process, as far as the storage allows."""
+    """Delete the files that `OwnPart.write` of this process wrote, as far as the storage allows."""
     store = store_of(folder)
     for path in (folder / name for name in FOLDERS):
         with suppress(Exception):  # object stores raise many classes
