@@ -90,11 +90,33 @@ class OwnPart(NamedTuple):
                 entry.offsets.extend(piece.offset)
                 entry.sizes.extend(piece.data.shape)
         digested = list(self.digests)
-        files = tuple(_write_shard(folder, name, shard, tensors, digested) for name, shard in shards.items())
+        files = tuple(self._write_shard(folder, name, shard, digested) for name, shard in shards.items())
         for name in FOLDERS:
             store.sync(folder / name)
         written = {key: entry for key, entry in tensors.items() if entry.files}
         return Index(attempt=attempt, process=process, files=files, tensors=written, copies=tuple(digested))
+
+    def _write_shard(
+        self, folder: Path, name: str, pieces: Mapping[str, Piece], digested: list[ReplicaDigest]
+    ) -> format.FileEntry:
+        """Write one file, and add the digest of each numbered piece to `digested`."""
+        metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
+        entries: dict[str, format.TensorEntry] = {}
+        for key, piece in pieces.items():
+            entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=dtype_name(piece.data.dtype))
+            if entries[key].dtype != self.tensors[key].dtype:
+                raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {self.tensors[key].dtype}")
+
+        def chunks(key: str) -> Iterator[memoryview]:
+            piece, digest = pieces[key], xxhash.xxh3_128()
+            for chunk in safetensors.chunks_of(piece.data):
+                if piece.replica is not None:
+                    digest.update(chunk)
+                yield chunk
+            if piece.replica is not None:
+                digested.append(digest_of(key, piece, digest.hexdigest()))
+
+        return safetensors.write(folder / name, name, entries, chunks, metadata)
 
 
 def remove_files(folder: Path, process: int) -> None:
@@ -284,33 +306,6 @@ def touching(tensor: format.TensorEntry, slices: Region) -> list[tuple[int, list
     starts, stops = [s.start for s in slices], [s.stop for s in slices]
     numbers = np.flatnonzero(((offsets < stops) & (offsets + sizes > starts)).all(axis=1))
     return [(tensor.files[k], offsets[k].tolist(), sizes[k].tolist()) for k in numbers]
-
-
-def _write_shard(
-    folder: Path,
-    name: str,
-    pieces: Mapping[str, Piece],
-    tensors: Mapping[str, format.TensorEntry],
-    digested: list[ReplicaDigest],
-) -> format.FileEntry:
-    """Write one file, and add the digest of each numbered piece to `digested`."""
-    metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
-    entries: dict[str, format.TensorEntry] = {}
-    for key, piece in pieces.items():
-        entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=dtype_name(piece.data.dtype))
-        if entries[key].dtype != tensors[key].dtype:
-            raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
-
-    def chunks(key: str) -> Iterator[memoryview]:
-        piece, digest = pieces[key], xxhash.xxh3_128()
-        for chunk in safetensors.chunks_of(piece.data):
-            if piece.replica is not None:
-                digest.update(chunk)
-            yield chunk
-        if piece.replica is not None:
-            digested.append(digest_of(key, piece, digest.hexdigest()))
-
-    return safetensors.write(folder / name, name, entries, chunks, metadata)
 
 
 def value_differences(a: Reader, b: Reader, advance: Advance = no_progress) -> dict[str, float]:
