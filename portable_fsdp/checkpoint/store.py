@@ -107,7 +107,7 @@ class OwnPart(NamedTuple):
             if entries[key].dtype != self.tensors[key].dtype:
                 raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {self.tensors[key].dtype}")
 
-        def chunks(key: str) -> Iterator[memoryview]:
+        def chunks(key: str, _: format.TensorEntry) -> Iterator[memoryview]:
             piece, digest = pieces[key], xxhash.xxh3_128()
             for chunk in safetensors.chunks_of(piece.data):
                 if piece.replica is not None:
@@ -116,7 +116,7 @@ class OwnPart(NamedTuple):
             if piece.replica is not None:
                 digested.append(digest_of(key, piece, digest.hexdigest()))
 
-        return safetensors.write(folder / name, name, entries, chunks, metadata)
+        return safetensors.write_file(folder / name, name, entries, chunks, metadata)
 
 
 def remove_files(folder: Path, process: int) -> None:
