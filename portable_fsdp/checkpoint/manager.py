@@ -381,11 +381,10 @@ def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
     """Fingerprint the base, without tensors; at the start, since the files may change later."""
     from portable_fsdp.models.pretrained import fingerprint
 
-    value = fingerprint(base.file)
     return format.BaseFingerprint(
         pretrained=base.pretrained,
         gguf_file=base.gguf_file,
-        fingerprint=value,
+        fingerprint=fingerprint(base.file),
         scheme=base.scheme,
         quantised=tuple(sorted(base.quantised)),
         tensors={},
