@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.backends.contract import Partition, Piece, TensorState, dtype_name
@@ -241,16 +242,10 @@ class Reader(Closing):
         if list(result.shape) != shape or dtype_name(result.dtype) != tensor.dtype:
             raise TypeError(f"{key}: expected a buffer of {tensor.dtype} {shape}, found {result.dtype} {result.shape}")
         if result.numel():
-            for number, offset, sizes in touching(tensor, slices):
-                inside: list[slice] = []
-                target: list[slice] = []
-                for requested, start, size in zip(slices, offset, sizes, strict=True):
-                    first, last = max(requested.start, start), min(requested.stop, start + size)
-                    inside.append(slice(first - start, last - start))
-                    target.append(slice(first - requested.start, last - requested.start))
+            for number, inside, target in touching(tensor, slices):
                 source = self._file(number)
                 try:
-                    safetensors.read_slice(source, self._headers[number][key], inside, result[tuple(target)])
+                    safetensors.read_slice(source, self._headers[number][key], inside, result[target])
                 except OSError as error:
                     raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
         return result
@@ -298,14 +293,18 @@ def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
-def touching(tensor: format.TensorEntry, slices: Region) -> list[tuple[int, list[int], list[int]]]:
-    """Return file number, offset and shape of each piece that overlaps `slices`."""
-    count, rank = len(tensor.files), len(tensor.shape)
-    offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
-    sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
-    starts, stops = [s.start for s in slices], [s.stop for s in slices]
-    numbers = np.flatnonzero(((offsets < stops) & (offsets + sizes > starts)).all(axis=1))
-    return [(tensor.files[k], offsets[k].tolist(), sizes[k].tolist()) for k in numbers]
+def touching(tensor: format.TensorEntry, slices: Region) -> list[tuple[int, Region, Region]]:
+    """Return for each piece that overlaps `slices` its file number, and the overlap in the piece and in `slices`."""
+    shape = len(tensor.files), len(tensor.shape)
+    offsets, sizes = (np.array(rows, dtype=np.int64).reshape(shape) for rows in (tensor.offsets, tensor.sizes))
+    begin, end = (np.array(bounds, dtype=np.int64) for bounds in ([s.start for s in slices], [s.stop for s in slices]))
+    first, last = np.maximum(offsets, begin), np.minimum(offsets + sizes, end)
+
+    def overlap(k: int, origin: NDArray[np.int64]) -> Region:
+        return tuple(map(slice, (first[k] - origin).tolist(), (last[k] - origin).tolist()))
+
+    numbers = np.flatnonzero((first < last).all(axis=1)).tolist()
+    return [(tensor.files[k], overlap(k, offsets[k]), overlap(k, begin)) for k in numbers]
 
 
 def value_differences(a: Reader, b: Reader, advance: Advance = no_progress) -> dict[str, float]:

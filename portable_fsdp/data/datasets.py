@@ -356,14 +356,13 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
             f"data.eval_split: expected the name of a split, found {data.eval_split}: no share of a stream can be held "
             "out.\n  data.factory is called with that name too."
         )
-    numbers = np.arange(len(trained))
     held_out = np.array([share_of_numbers(number, share) for number in range(len(trained))])
     if not held_out.any() or held_out.all():
         raise DataError(
             f"data.eval_split: a share of {data.eval_split} of {len(trained)} rows leaves no rows to train on, or none "
             "to evaluate."
         )
-    parts = (numbers[~held_out], numbers[held_out])
+    parts = (np.flatnonzero(~held_out), np.flatnonzero(held_out))
     trained, evaluated = (DatasetRows(name, dataset, collate, buckets, part) for part in parts)
     return trained, evaluated
 
