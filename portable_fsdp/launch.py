@@ -69,14 +69,8 @@ def main(argv: list[str]) -> int:
     """Run `launch` with the arguments after the program's name; returns the exit code."""
     try:
         with early_stop(), KeptOutput() as output:
-            return run_command(
-                _parser(),
-                argv,
-                lambda options: _launch(options, argv, output),
-                say=say_once_per_host,
-                starts_a_run=True,
-                exit_interrupted=EXIT_FAILED,
-            )
+            body = partial(_launch, argv=argv, output=output)
+            return run_command(_parser(), argv, body, say=say_once_per_host, starts_a_run=True)
     except Stopped as request:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             to_stderr(f"stopped before the run began ({request}): nothing was saved")

@@ -24,6 +24,7 @@ from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS
 from portable_fsdp.runtime import errors
 from portable_fsdp.runtime.command import CommandParser, at_least, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
+from portable_fsdp.runtime.host import in_units
 
 log = logging.getLogger("portable_fsdp")
 
@@ -163,7 +164,7 @@ def _verify(options: argparse.Namespace) -> None:
         except CheckpointError as error:
             if store_of(path).is_committed(path):  # else the run's retention deleted it meanwhile
                 result["damaged"].append(str(error))
-    lines = [f"{row['path']}: whole: {row['files']} files, {report.size_text(row['bytes'])}" for row in result["whole"]]
+    lines = [f"{row['path']}: whole: {row['files']} files, {in_units(row['bytes'])}" for row in result["whole"]]
     if lines or options.json:
         _print(options, result, "\n".join(lines))
     if result["damaged"] or not result["whole"]:
@@ -262,7 +263,7 @@ def _import(options: argparse.Namespace) -> None:
     except OSError as error:
         raise CheckpointError(f"import {options.source}: can't be read: {error}") from error
     data = report.facts(path, read_manifest(path))
-    _print(options, data, f"{path}: imported {data['model']['tensors']} tensors, {report.size_text(data['bytes'])}")
+    _print(options, data, f"{path}: imported {data['model']['tensors']} tensors, {in_units(data['bytes'])}")
 
 
 def _prune(options: argparse.Namespace) -> None:
@@ -270,9 +271,9 @@ def _prune(options: argparse.Namespace) -> None:
     pruned = prune(folder, options.keep, options.keep_every, dry_run=options.dry_run)
     freed, verb = sum(pruned.deleted.values()), "would delete" if options.dry_run else "deleted"
     total = len(pruned.deleted) + len(pruned.kept)
-    lines = [f"{verb} {path.name}: {report.size_text(size)}" for path, size in pruned.deleted.items()]
+    lines = [f"{verb} {path.name}: {in_units(size)}" for path, size in pruned.deleted.items()]
     lines += [f"skipped {path.name}: {reason}" for path, reason in pruned.left_alone.items()]
-    lines.append(f"{folder}: {verb} {len(pruned.deleted)} of {total} checkpoints, {report.size_text(freed)}")
+    lines.append(f"{folder}: {verb} {len(pruned.deleted)} of {total} checkpoints, {in_units(freed)}")
     data: dict[str, Any] = {"deleted": list(map(str, pruned.deleted)), "kept": list(map(str, pruned.kept))}
     data["left_alone"] = {str(path): reason for path, reason in pruned.left_alone.items()}
     _print(options, data | {"bytes": freed, "dry_run": options.dry_run}, "\n".join(lines))

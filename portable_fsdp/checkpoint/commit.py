@@ -141,13 +141,16 @@ def collect(
     pause_s, longest_s = store_of(folder).pauses_s
     while True:
         for process in set(range(process_count)) - indexes.keys():
+            path = folder / _index_name(process, attempt)
             try:
-                index = _read_index(folder / _index_name(process, attempt))
+                index = Index.model_validate_json(read_file(path))
             except FileNotFoundError:
                 continue
             except (OSError, StoreError) as error:  # the storage may answer again
                 last_error = error
                 continue
+            except ValueError as error:
+                raise CheckpointError(f"{path}: not a valid index of this run: {error}") from None
             if index.error is not None:
                 raise CheckpointError(f"checkpoint {name}: process {process} could not write: {index.error}")
             indexes[process] = index
@@ -260,14 +263,6 @@ def discard(folder: Path) -> None:
 
 def _index_name(process: int, attempt: str) -> str:
     return f"index-{process:05d}-{attempt[:8]}.json"
-
-
-def _read_index(path: Path) -> Index:
-    """Read the index of a process. Raises OSError, StoreError, and CheckpointError for a malformed one."""
-    try:
-        return Index.model_validate_json(read_file(path))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a valid index of this run: {error}") from None
 
 
 _CAUSES = {

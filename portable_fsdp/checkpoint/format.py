@@ -259,11 +259,8 @@ def manifest_text(manifest: Manifest) -> str:
     for key, value in manifest.model_dump(mode="json", by_alias=True, exclude=without).items():
         match key:
             case "tensors":
-                text = (
-                    "{\n"
-                    + ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items())
-                    + "\n}"
-                )
+                lines = (f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items())
+                text = "{\n" + ",\n".join(lines) + "\n}"
             case "files":
                 text = "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n]"
             case _:

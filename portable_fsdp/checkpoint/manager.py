@@ -5,7 +5,7 @@ All processes reach the same result, errors included, so that none waits for one
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Backend, Piece, Read, TensorState
+from portable_fsdp.backends.contract import Backend, Read, TensorState
 from portable_fsdp.checkpoint import commit, format, resume
-from portable_fsdp.checkpoint.commit import Index, ReplicaDigest, way_out
+from portable_fsdp.checkpoint.commit import Index, way_out
 from portable_fsdp.checkpoint.resume import Difference, ResumePoint, together
 from portable_fsdp.checkpoint.snapshot import Background, Digests, Snapshot, require_equal
 from portable_fsdp.checkpoint.storage import MANIFEST, is_link, locate, store_of
-from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, remove_files, write_pieces
+from portable_fsdp.checkpoint.store import OwnPart, Reader, entries_without_pieces, new_manifest, remove_files
 from portable_fsdp.config import schema
 from portable_fsdp.layout import Region
 from portable_fsdp.runtime import collective_errors
@@ -135,13 +135,13 @@ class Checkpoints(Closing):
         attempt = collective_errors.on_process_0(self._backend, lambda: self._begin(final), as_error)
         self._unfinished = self._store.temporary_of(final, attempt)
 
-        def take() -> tuple[format.Manifest, dict[str, list[Piece]], tuple[ReplicaDigest, ...]]:
+        def take() -> tuple[format.Manifest, OwnPart]:
             state, digests = self._backend.state(model, optimizer), Digests()
             manifest = self._manifest(step, position, evaluation, state)
             # One tensor after another: on XLA its pieces are copies on the host.
             mine = ((key, digests.take(key, state[key].pieces())) for key in manifest.tensors)
             pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
-            return manifest, pieces, digests.result()
+            return manifest, OwnPart(manifest.tensors, pieces, digests.result())
 
         taken = self._together(f"checkpoint of step {step}", take)
         self._background.start(partial(self._write, final, attempt, *taken, began, time.perf_counter() - began))
@@ -231,18 +231,11 @@ class Checkpoints(Closing):
         )
 
     def _write(
-        self,
-        final: Path,
-        attempt: str,
-        manifest: format.Manifest,
-        pieces: Mapping[str, list[Piece]],
-        digests: Sequence[ReplicaDigest],
-        began: float,
-        blocked: float,
+        self, final: Path, attempt: str, manifest: format.Manifest, part: OwnPart, began: float, blocked: float
     ) -> None:
         """Write this process's part, in the background; process 0 commits and deletes outdated checkpoints."""
         try:
-            index = self._write_part(final, attempt, manifest.tensors, pieces, digests)
+            index = self._write_part(final, attempt, part)
         except Exception as error:  # other processes learn of it only after their wait: log it now
             failure = self._as_error(final, manifest, error)
             log.error("%s", failure)
@@ -260,22 +253,15 @@ class Checkpoints(Closing):
         blocked = blocked if self._settings.async_save else seconds
         self._finished.append(Saved(manifest.step, final, seconds, blocked, removed))
 
-    def _write_part(
-        self,
-        final: Path,
-        attempt: str,
-        tensors: Mapping[str, format.TensorEntry],
-        pieces: Mapping[str, list[Piece]],
-        digests: Sequence[ReplicaDigest] = (),
-    ) -> Index:
+    def _write_part(self, final: Path, attempt: str, part: OwnPart) -> Index:
         """Write this process's files, and its index, which reports an error to process 0."""
         folder, process = self._store.temporary_of(final, attempt), self._backend.process.index
         try:
-            index = write_pieces(folder, tensors, pieces, process, attempt, digests)
+            index = part.write(folder, process, attempt)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, OSError):
-                message += way_out(error, self.folder, format.bytes_of_tensors(tensors))
+                message += way_out(error, self.folder, format.bytes_of_tensors(part.tensors))
             remove_files(folder, process)  # makes room on a full disk for the index
             index = Index(attempt=attempt, process=process, error=message)
         commit.write_index(folder, index)
@@ -395,11 +381,10 @@ def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
     """Fingerprint the base, without tensors; at the start, since the files may change later."""
     from portable_fsdp.models.pretrained import fingerprint
 
-    value = fingerprint(base.file)
     return format.BaseFingerprint(
         pretrained=base.pretrained,
         gguf_file=base.gguf_file,
-        fingerprint=value,
+        fingerprint=fingerprint(base.file),
         scheme=base.scheme,
         quantised=tuple(sorted(base.quantised)),
         tensors={},

@@ -11,6 +11,7 @@ from portable_fsdp.checkpoint import format
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.config.describe import changed
 from portable_fsdp.runtime.errors import CheckpointError, StoreError, table
+from portable_fsdp.runtime.host import in_units
 
 
 def facts(path: Path, manifest: format.Manifest) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def summary(path: Path, manifest: format.Manifest) -> str:
         content = _content(manifest, folder)
         lines.append(
             f"{folder:<12}{content['tensors']} tensors, {content['elements']:,} elements, "
-            f"{size_text(content['bytes'])} in {content['files']} files"
+            f"{in_units(content['bytes'])} in {content['files']} files"
         )
         lines.extend(f"  {line}" for line in _shapes(_tensors(manifest, folder).items()))
     return "\n".join(lines)
@@ -85,7 +86,7 @@ def listing_text(rows: Sequence[Mapping[str, Any]]) -> str:
         evaluation = row["evaluation"]
         loss = f"{evaluation['loss']:.4f}" if evaluation and evaluation["step"] == row["step"] else ""
         best = "best" if bests.get(path.parent) == row["step"] else ""
-        facts = (time_text(row["saved"]), size_text(row["bytes"]), f"{row['parameters']:,}", f"{loss} {best}".strip())
+        facts = (time_text(row["saved"]), in_units(row["bytes"]), f"{row['parameters']:,}", f"{loss} {best}".strip())
         lines.append((path.name, *facts, _writer_text(row["written_by"])))
     if not evaluated:
         return table([(*line[:4], line[5]) for line in lines], right=(2, 3))
@@ -127,11 +128,6 @@ def differences_text(differences: Mapping[str, Any]) -> str:
     compared = "tensors (names, shapes, dtypes" + (", values)" if "values" in differences else ")")
     verdict = f"equal: {compared} and configs" if differences["is_equal"] else f"different: {compared} or configs"
     return "\n".join(filter(None, [table(rows) if rows else "", verdict]))
-
-
-def size_text(size: int) -> str:
-    """Format a size in MiB."""
-    return f"{size / 2**20:,.1f} MiB"
 
 
 def time_text(saved: str) -> str:

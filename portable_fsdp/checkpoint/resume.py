@@ -168,17 +168,14 @@ class Search:
         return saved not in (None, "auto", "none") and _is_same_place(str(saved), without_passwords(resume))
 
     def _named(self, path: Path, own: list[Path]) -> ResumePoint:
-        self._on_process_0(lambda: format.require_checkpoint(path), f"checkpoint {path.name}")
+        subject = f"checkpoint {path.name}"
+        self._on_process_0(lambda: format.require_checkpoint(path), subject)
         reason = self._damage(path)
         if reason is not None:
             raise CheckpointError(reason)
         weights_only = self._settings.load == "weights_only"
         is_own = any(_is_same_place(str(each), str(path)) for each in own)
-        start = (
-            0
-            if weights_only
-            else self._on_process_0(lambda: format.read_manifest(path).step, f"checkpoint {path.name}")
-        )
+        start = 0 if weights_only else self._on_process_0(lambda: format.read_manifest(path).step, subject)
         newest = next(iter(own), None)
         if newest is not None and (not is_own or (format.step_of(newest) or 0) > start):
             raise CheckpointError(

@@ -32,6 +32,9 @@ _CHUNK = 4 << 20  # bytes
 _CHUNK_ELEMENTS = 1 << 20  # converted at a time
 
 
+ChunksOf = Callable[[str, TensorEntry], Iterable[memoryview]]
+
+
 class Stored(NamedTuple):
     """A tensor of a file, and the offset of its bytes."""
 
@@ -39,18 +42,18 @@ class Stored(NamedTuple):
     start: int
 
 
-def write(
+def write_file(
     path: Path,
     name: str,
     tensors: Mapping[str, TensorEntry],
-    chunks_of: Callable[[str], Iterable[memoryview]],
+    chunks_of: ChunksOf,
     metadata: Mapping[str, str],
     advance: Callable[[int], object] | None = None,
 ) -> FileEntry:
     """Write a new file durably, a tensor at a time; the caller syncs the folder. Returns its entry under `name`.
 
-    `chunks_of(key)` yields a tensor's bytes, in the dtype and shape of `tensors`. `advance(bytes)` reports progress.
-    Raises OSError, ValueError.
+    `chunks_of(key, entry)` yields a tensor's bytes, in the dtype and shape of its entry. `advance(bytes)` reports
+    progress. Raises OSError, ValueError.
     """
     digest, size = xxhash.xxh3_128(), 0
 
@@ -140,22 +143,7 @@ def read_tensor(path: Path, stored: Stored) -> Tensor:
     return tensor
 
 
-def write_tensors(
-    path: Path,
-    entries: Mapping[str, TensorEntry],
-    read: Callable[[str], Tensor],
-    metadata: Mapping[str, str],
-    advance: Callable[[int], object] | None = None,
-    name: str = "",
-) -> FileEntry:
-    """Write and fsync a new safetensors file, one tensor of `read(key)` at a time; the caller fsyncs the folder.
-
-    Converts each to the dtype of its entry. Raises `CheckpointError` where a value doesn't fit the dtype.
-    """
-    return write(path, name, entries, lambda key: byte_chunks(key, read, entries[key]), metadata, advance)
-
-
-def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> Iterator[memoryview]:
+def byte_chunks(read: Callable[[str], Tensor], key: str, entry: TensorEntry) -> Iterator[memoryview]:
     """Yield the bytes of `read(key)` in the dtype of `entry`, a few MiB at a time, like `chunks_of`.
 
     Raises `CheckpointError` for another shape, and like `converted`.
@@ -171,7 +159,7 @@ def byte_chunks(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> 
 def digest_of(key: str, read: Callable[[str], Tensor], entry: TensorEntry) -> bytes:
     """Hash the dtype and the bytes of a tensor of `read`. Raises `CheckpointError` for another shape or dtype."""
     digest = xxhash.xxh3_128(entry.dtype.encode())
-    for chunk in byte_chunks(key, read, entry):
+    for chunk in byte_chunks(read, key, entry):
         digest.update(chunk)
     return digest.digest()
 
@@ -204,7 +192,7 @@ def groups(tensors: Mapping[str, TensorEntry], max_bytes: int) -> Iterator[list[
 
 
 def _content(
-    tensors: Mapping[str, TensorEntry], chunks_of: Callable[[str], Iterable[memoryview]], metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorEntry], chunks_of: ChunksOf, metadata: Mapping[str, str]
 ) -> Iterator[memoryview]:
     # Wide dtypes first, as the library sorts them: this aligns every tensor to its items.
     order = sorted(tensors, key=lambda key: -DTYPE_BYTES[tensors[key].dtype])
@@ -224,7 +212,7 @@ def _content(
     yield memoryview(struct.pack("<Q", len(text)) + text)
     for key in order:
         size = 0
-        for chunk in chunks_of(key):
+        for chunk in chunks_of(key, tensors[key]):
             size += len(chunk)
             yield chunk
         if size != tensors[key].nbytes:

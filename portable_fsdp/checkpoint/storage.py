@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
-from portable_fsdp.runtime.files import sync_folder
+from portable_fsdp.runtime.files import sync_folder, write_whole
 
 MANIFEST = "manifest.json"
 FOLDERS = ("model", "optimizer")
@@ -122,25 +122,7 @@ class FolderStore:
 
         `sync` of the folder then makes its name durable. Raises OSError, or a store's own error.
         """
-        part = part_of(path)
-        try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.parent.stat().st_mode & 0o666)
-            try:
-                for chunk in chunks:
-                    with memoryview(chunk) as content:
-                        done = 0
-                        while done < len(content):
-                            done += os.write(descriptor, content[done:])
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.replace(part, path)
-        except Exception as error:
-            if isinstance(error, OSError) and error.filename is None:  # a write or an fsync names no file
-                error.filename = str(path)
-            with suppress(OSError):  # makes room on a full disk for the error's own file
-                part.unlink(missing_ok=True)
-            raise
+        write_whole(path, part_of(path), chunks, path.parent.stat().st_mode & 0o666)
 
     def move(self, old: Path, new: Path) -> None:
         """Rename a folder."""

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.backends.contract import Partition, Piece, TensorState, dtype_name
@@ -65,41 +66,62 @@ def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, format
     return entries
 
 
-def write_pieces(
-    folder: Path,
-    whole: Mapping[str, format.TensorEntry],
-    pieces: Mapping[str, Sequence[Piece]],
-    process: int,
-    attempt: str,
-    copies: Sequence[ReplicaDigest] = (),
-) -> Index:
-    """Write this process's pieces of the tensors in `whole` below `folder`, durably; returns their index.
+class OwnPart(NamedTuple):
+    """What one process writes of a state."""
 
-    `copies`: digests of replicas so far; those of numbered pieces join them. Copies pieces on CUDA to the host one by
-    one. Raises OSError, TypeError.
-    """
-    tensors = {key: format.TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in whole.items()}
-    store = store_of(folder)
-    # The name of each file, or of its folder, includes the attempt: a straggler of an earlier one overwrites nothing.
-    mark = "" if attempt[:8] in folder.name else f"-{attempt[:8]}"
-    shards: dict[str, dict[str, Piece]] = {}
-    for key, entry in tensors.items():
-        for ordinal, piece in enumerate(piece for piece in pieces[key] if piece.data.numel()):
-            name = f"{format.folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
-            shards.setdefault(name, {})[key] = piece
-            entry.files.append(list(shards).index(name))
-            entry.offsets.extend(piece.offset)
-            entry.sizes.extend(piece.data.shape)
-    digested = list(copies)
-    files = tuple(_write_shard(folder, name, shard, tensors, digested) for name, shard in shards.items())
-    for name in FOLDERS:
-        store.sync(folder / name)
-    written = {key: entry for key, entry in tensors.items() if entry.files}
-    return Index(attempt=attempt, process=process, files=files, tensors=written, copies=tuple(digested))
+    tensors: Mapping[str, format.TensorEntry]  # all of the state
+    pieces: Mapping[str, Sequence[Piece]]
+    digests: Sequence[ReplicaDigest] = ()  # those of numbered pieces join them
+
+    def write(self, folder: Path, process: int, attempt: str) -> Index:
+        """Write the pieces below `folder`, durably; returns their index.
+
+        Copies pieces on CUDA to the host one by one. Raises OSError, TypeError.
+        """
+        tensors = {key: format.TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in self.tensors.items()}
+        store = store_of(folder)
+        # A name, or that of its folder, includes the attempt: a straggler of an earlier one overwrites nothing.
+        mark = "" if attempt[:8] in folder.name else f"-{attempt[:8]}"
+        shards: dict[str, dict[str, Piece]] = {}
+        for key, entry in tensors.items():
+            for ordinal, piece in enumerate(piece for piece in self.pieces[key] if piece.data.numel()):
+                name = f"{format.folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
+                shards.setdefault(name, {})[key] = piece
+                entry.files.append(list(shards).index(name))
+                entry.offsets.extend(piece.offset)
+                entry.sizes.extend(piece.data.shape)
+        digested = list(self.digests)
+        files = tuple(self._write_shard(folder, name, shard, digested) for name, shard in shards.items())
+        for name in FOLDERS:
+            store.sync(folder / name)
+        written = {key: entry for key, entry in tensors.items() if entry.files}
+        return Index(attempt=attempt, process=process, files=files, tensors=written, copies=tuple(digested))
+
+    def _write_shard(
+        self, folder: Path, name: str, pieces: Mapping[str, Piece], digested: list[ReplicaDigest]
+    ) -> format.FileEntry:
+        """Write one file, and add the digest of each numbered piece to `digested`."""
+        metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
+        entries: dict[str, format.TensorEntry] = {}
+        for key, piece in pieces.items():
+            entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=dtype_name(piece.data.dtype))
+            if entries[key].dtype != self.tensors[key].dtype:
+                raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {self.tensors[key].dtype}")
+
+        def chunks(key: str, _: format.TensorEntry) -> Iterator[memoryview]:
+            piece, digest = pieces[key], xxhash.xxh3_128()
+            for chunk in safetensors.chunks_of(piece.data):
+                if piece.replica is not None:
+                    digest.update(chunk)
+                yield chunk
+            if piece.replica is not None:
+                digested.append(digest_of(key, piece, digest.hexdigest()))
+
+        return safetensors.write_file(folder / name, name, entries, chunks, metadata)
 
 
 def remove_files(folder: Path, process: int) -> None:
-    """Delete the files of `write_pieces` of this process, as far as the storage allows."""
+    """Delete the files that `OwnPart.write` of this process wrote, as far as the storage allows."""
     store = store_of(folder)
     for path in (folder / name for name in FOLDERS):
         with suppress(Exception):  # object stores raise many classes
@@ -220,16 +242,10 @@ class Reader(Closing):
         if list(result.shape) != shape or dtype_name(result.dtype) != tensor.dtype:
             raise TypeError(f"{key}: expected a buffer of {tensor.dtype} {shape}, found {result.dtype} {result.shape}")
         if result.numel():
-            for number, offset, sizes in touching(tensor, slices):
-                inside: list[slice] = []
-                target: list[slice] = []
-                for requested, start, size in zip(slices, offset, sizes, strict=True):
-                    first, last = max(requested.start, start), min(requested.stop, start + size)
-                    inside.append(slice(first - start, last - start))
-                    target.append(slice(first - requested.start, last - requested.start))
+            for number, inside, target in touching(tensor, slices):
                 source = self._file(number)
                 try:
-                    safetensors.read_slice(source, self._headers[number][key], inside, result[tuple(target)])
+                    safetensors.read_slice(source, self._headers[number][key], inside, result[target])
                 except OSError as error:
                     raise CheckpointError(f"checkpoint {self.folder.name}: {error}") from None
         return result
@@ -277,41 +293,18 @@ def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
-def touching(tensor: format.TensorEntry, slices: Region) -> list[tuple[int, list[int], list[int]]]:
-    """Return file number, offset and shape of each piece that overlaps `slices`."""
-    count, rank = len(tensor.files), len(tensor.shape)
-    offsets = np.array(tensor.offsets, dtype=np.int64).reshape(count, rank)
-    sizes = np.array(tensor.sizes, dtype=np.int64).reshape(count, rank)
-    starts, stops = [s.start for s in slices], [s.stop for s in slices]
-    numbers = np.flatnonzero(((offsets < stops) & (offsets + sizes > starts)).all(axis=1))
-    return [(tensor.files[k], offsets[k].tolist(), sizes[k].tolist()) for k in numbers]
+def touching(tensor: format.TensorEntry, slices: Region) -> list[tuple[int, Region, Region]]:
+    """Return for each piece that overlaps `slices` its file number, and the overlap in the piece and in `slices`."""
+    shape = len(tensor.files), len(tensor.shape)
+    offsets, sizes = (np.array(rows, dtype=np.int64).reshape(shape) for rows in (tensor.offsets, tensor.sizes))
+    begin, end = (np.array(bounds, dtype=np.int64) for bounds in ([s.start for s in slices], [s.stop for s in slices]))
+    first, last = np.maximum(offsets, begin), np.minimum(offsets + sizes, end)
 
+    def overlap(k: int, origin: NDArray[np.int64]) -> Region:
+        return tuple(map(slice, (first[k] - origin).tolist(), (last[k] - origin).tolist()))
 
-def _write_shard(
-    folder: Path,
-    name: str,
-    pieces: Mapping[str, Piece],
-    tensors: Mapping[str, format.TensorEntry],
-    digested: list[ReplicaDigest],
-) -> format.FileEntry:
-    """Write one file, and add the digest of each numbered piece to `digested`."""
-    metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
-    entries: dict[str, format.TensorEntry] = {}
-    for key, piece in pieces.items():
-        entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=dtype_name(piece.data.dtype))
-        if entries[key].dtype != tensors[key].dtype:
-            raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {tensors[key].dtype}")
-
-    def chunks(key: str) -> Iterator[memoryview]:
-        piece, digest = pieces[key], xxhash.xxh3_128()
-        for chunk in safetensors.chunks_of(piece.data):
-            if piece.replica is not None:
-                digest.update(chunk)
-            yield chunk
-        if piece.replica is not None:
-            digested.append(digest_of(key, piece, digest.hexdigest()))
-
-    return safetensors.write(folder / name, name, entries, chunks, metadata)
+    numbers = np.flatnonzero((first < last).all(axis=1)).tolist()
+    return [(tensor.files[k], overlap(k, offsets[k]), overlap(k, begin)) for k in numbers]
 
 
 def value_differences(a: Reader, b: Reader, advance: Advance = no_progress) -> dict[str, float]:

@@ -29,6 +29,7 @@ from portable_fsdp.config.describe import (
     nearest,
     shortened,
     typing_hint,
+    yaml_value,
 )
 from portable_fsdp.config.schema import Config, Model, Train
 from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, first_comment, line_of, parse, problem_of
@@ -86,9 +87,7 @@ def make_config(**sections: Mapping[str, Any]) -> Config:
             )
         for key, value in values.items():
             name = f"{section}.{key}"
-            named = each_value(value, partial(_named, name))
-            text = yaml.dump(named, Dumper=Dumper, default_flow_style=True, width=10**6)
-            layers.override(f"{name}={text.removesuffix('...' + chr(10)).strip()}")
+            layers.override(f"{name}={yaml_value(each_value(value, partial(_named, name)))}")
     layers.values = _STAND_INS | layers.values
     config = layers.validated()
     absent: dict[str, Any] = {"model": Model.model_construct(), "train": Train.model_construct(global_batch=0)}

@@ -140,7 +140,7 @@ def _by_place() -> dict[str, dict[str, KeyRow]]:
         names = by_place.setdefault(row.place, {})
         for name in (row.name, *row.aliases):
             bare = bare_name(row.place, name)
-            for spelling in (plain_name(name), f"{table.prefixes.get(row.place, '')}{bare}", bare):
+            for spelling in (f"{table.prefixes.get(row.place, '')}{bare}", bare):
                 names.setdefault(spelling, row)
     others = ("Trainer", "other tools")
     for prefix, place in table.families.items():
@@ -152,8 +152,7 @@ def _by_place() -> dict[str, dict[str, KeyRow]]:
 
 def find(place: str, key: str) -> KeyRow | None:
     """Return the row of a key as written in that place (with or without prefix, in any case), or None."""
-    names = _by_place().get(place, {})
-    return names.get(plain_name(key)) or names.get(bare_name(place, key))
+    return _by_place().get(place, {}).get(plain_name(key))
 
 
 def find_anywhere(place: str, key: str) -> KeyRow | None:

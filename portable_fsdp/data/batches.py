@@ -72,8 +72,7 @@ def read_step(
         name, make = keys
         for part in parts:
             part.tensors[name] = make(first, places[part.places])
-    batches = [part.tensors for part in parts]
-    return StepRows(batches, counted)
+    return StepRows([part.tensors for part in parts], counted)
 
 
 class Batches(Closing):

@@ -2,13 +2,12 @@
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,12 +160,12 @@ class _Builder:
     def _part(
         self, part: keys.Documents, source: DocumentSource, takes: Callable[[int], bool], taken: str | None
     ) -> _SourceRows:
-        is_stream, arguments = self._packing == "stream", part.chat_template_kwargs
+        is_stream = self._packing == "stream"
         recipe = Recipe(
             key=self._key(part, source, taken),
             source=source,
             takes=takes,
-            render=renderer(part.format, self._tokenizer, stream=is_stream, arguments=arguments, ignore=part.ignore),
+            render=renderer(part, self._tokenizer, stream=is_stream),
             dtype=token_dtype(self._tokenizer.vocab_size),
             skip_broken=self._data.on_error == "skip",
         )
@@ -298,25 +297,18 @@ def _log_skipped(documents: TokenizedDocuments, source: DocumentSource) -> None:
 # ---------------------------------------------------------------------------------------------------------- rendering
 
 
-def renderer(
-    form: keys.Format,
-    tokenizer: Tokenizer,
-    *,
-    stream: bool,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-    ignore: Collection[str] = (),
-) -> Render:
-    """Return the render function of this format. Raises DataError if the format needs a chat template and the tokenizer
-    has none.
+def renderer(part: keys.Documents, tokenizer: Tokenizer, *, stream: bool) -> Render:
+    """Return the render function of these documents. Raises DataError if their format needs a chat template and the
+    tokenizer has none.
 
     All ids of a text count. The tokenizer's special tokens surround it and the end of text follows; in a `stream`
     (`data.packing`) only the end of text is added.
     """
-    if form == "text":
-        return partial(render_documents, form, _text, partial(_texts, tokenizer, stream=stream))
+    if part.format == "text":
+        return partial(render_documents, part.format, _text, partial(_texts, tokenizer, stream=stream))
     from portable_fsdp.data.render import preparation  # a run on text needs none
 
-    return partial(render_documents, form, *preparation(form, tokenizer, arguments, ignore))
+    return partial(render_documents, part.format, *preparation(part, tokenizer))
 
 
 def render_documents(

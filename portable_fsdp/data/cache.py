@@ -17,13 +17,13 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import xxhash
@@ -201,17 +201,14 @@ def tokenized(folder: Path, recipe: Recipe) -> TokenizedDocuments:
         ) from error
 
 
-def _run_of(environ: Mapping[str, str]) -> bytes:
-    """Identify the run of this process: a launcher's, which its other processes have too, or the process itself."""
-    launched = [environ[name] for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT") if name in environ]
-    return " ".join(launched or [f"{socket.gethostname()} {os.getpid()}"]).encode()
-
-
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
     """Wait until no other process builds the entry. Yields False if the file system has no locks."""
+    # The owner is a launcher's run, which its other processes have too, or this process itself.
+    launched = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    owner = " ".join(filter(None, launched)).encode() or f"{socket.gethostname()} {os.getpid()}".encode()
     with path.open("ab+", buffering=0) as file:  # closing unlocks; the file stays for others; +: a pipe doesn't block
-        lock, owner, other = try_lock(file.fileno()), _run_of(os.environ), b""
+        lock, other = try_lock(file.fileno()), b""
         with suppress(OSError):  # a pipe in its place has no length and no offset
             if lock:
                 file.truncate(0)
@@ -333,32 +330,22 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
                 starts.append(starts[-1] + len(document.ids))
                 numbers.append(document.number)
                 notes.update(note for note in document.notes if note in notes or len(notes) < MAX_NOTES)
-        _sync(tokens)
-        _sync(counted)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
-    for name, values in (("starts.bin", starts), ("numbers.bin", numbers)):
-        _write_file(folder / name, np.array(values, np.int64).data)
+    np.array(starts, np.int64).tofile(folder / "starts.bin")
+    np.array(numbers, np.int64).tofile(folder / "numbers.bin")
     hashes = {path.name: _hashes_of(path) for path in sorted(folder.glob("*.bin"))}
     counts = len(numbers), starts[-1], has_counted, len(broken)
     facts = Facts(recipe.dtype.name, *counts, first, dict(notes), hashes)
     text = json.dumps(asdict(facts)).encode()
-    _write_file(folder / "facts.json", text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode())
+    (folder / "facts.json").write_bytes(text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode())
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _hashes_of(path: Path) -> str:
     with path.open("rb") as file:
         return "".join(map(xxhash.xxh3_64_hexdigest, iter(lambda: file.read(_HASHED_BYTES), b"")))
-
-
-def _write_file(path: Path, content: bytes | memoryview) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def refusal(broken: Broken) -> str:

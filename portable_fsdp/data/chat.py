@@ -267,12 +267,12 @@ class ChatTemplate:
         return prompt, self._begin(conversation, text, first, 0)[0]
 
     def _begin(self, conversation: Conversation, text: str, number: int, after: int) -> tuple[int, bool]:
-        prefix = self._or_none(conversation.messages[:number], conversation, add_prompt=True)
+        prefix = self._or_none(conversation._replace(messages=conversation.messages[:number]), add_prompt=True)
         if prefix is not None and text.startswith(prefix):
             return len(prefix), True
         before, _ = self._around(conversation, number)
         start = _common(text, before)
-        with_prompt = self._or_none(conversation.messages, conversation, add_prompt=True) or text
+        with_prompt = self._or_none(conversation, add_prompt=True) or text
         header = with_prompt[_common(text, with_prompt) :]
         if not header and not conversation.messages[number].get("tool_calls"):
             return start, True
@@ -287,12 +287,13 @@ class ChatTemplate:
     def _end(self, conversation: Conversation, text: str, number: int) -> int:
         # Some templates (Phi-3) append the end of text to every text, also to one that more messages continue.
         end_of_text = self._tokenizer.eos_token or "\0"
-        rendered = self._or_none(conversation.messages[: number + 1], conversation)
+        up_to_it = conversation._replace(messages=conversation.messages[: number + 1])
+        rendered = self._or_none(up_to_it)
         for prefix in () if rendered is None else (rendered, rendered.removesuffix(end_of_text)):
             if text.startswith(prefix):
                 return len(prefix)
         _, behind = self._around(conversation, number)
-        _, ending = self._around(conversation._replace(messages=conversation.messages[: number + 1]), number)
+        _, ending = self._around(up_to_it, number)
         for end in (ending, ending.removesuffix(end_of_text)):
             if text.endswith(behind) and behind.startswith(end):
                 return len(text) - len(behind) + len(end)
@@ -309,17 +310,15 @@ class ChatTemplate:
         has_calls = not message.get("content") and message.get("tool_calls")
         with_mark = {"tool_calls": [_named(first, mark), *others]} if has_calls else {"content": mark}
         messages[number] = {**message, **with_mark}
-        text = self._or_none(messages, conversation)
+        text = self._or_none(conversation._replace(messages=messages))
         if text is None or text.count(mark) != 1:
             raise _ambiguous(number)
         before, _, behind = text.partition(mark)
         return before, behind
 
-    def _or_none(
-        self, messages: Sequence[ChatMessage], conversation: Conversation, *, add_prompt: bool = False
-    ) -> str | None:
+    def _or_none(self, conversation: Conversation, *, add_prompt: bool = False) -> str | None:
         try:
-            return self._render(Conversation(messages, conversation.tools), add_prompt=add_prompt)[0]
+            return self._render(conversation, add_prompt=add_prompt)[0]
         except Exception:  # a template may raise anything
             return None
 

@@ -11,7 +11,7 @@ import random
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from portable_fsdp.config import data as keys
 from portable_fsdp.data.packing import ENDLESS, IGNORED, MicroBatch, Rows, sample_indices, seed_of, share_of_numbers
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.factory import call_factory, described, user_code
+from portable_fsdp.runtime.factory import call_factory, user_errors
 
 log = logging.getLogger("portable_fsdp")
 
@@ -145,15 +145,10 @@ class _OwnRows(Rows):
     def _read(self, indices: NDArray[np.int64]) -> list[Any]:
         """Return the items of these rows."""
 
-    @contextmanager
-    def _errors(self, number: int) -> Generator[None]:
+    def _errors(self, number: int) -> AbstractContextManager[None]:
         """Context of the dataset's code that reads a row: its errors name the row."""
         name = f"data.factory: {self._name}: {self.place(number)}"
-        with user_code(name):
-            try:
-                yield
-            except Exception as error:
-                raise DataError(f"{name} can't be read: {described(error)}") from error
+        return user_errors(name, f"{name} can't be read", DataError)
 
     def _opened(self, indices: NDArray[np.int64]) -> list[Any]:
         """Return the items of these rows; with buckets, the padded keys are tensors."""
@@ -185,14 +180,11 @@ class _OwnRows(Rows):
         return self._batch([self._buckets.padded(row, number) for row in rows])
 
     def _batch(self, items: list[Any]) -> dict[str, Tensor]:
-        with user_code(f"data.factory: {self._name}: the collate function"):
-            try:
-                batch: object = self._collate(items)
-            except Exception as error:
-                raise DataError(
-                    f"data.factory: {self._name}: the rows can't be collated into a batch: {described(error)}\n"
-                    "  Give all rows the same keys and shapes (data.buckets pads them), or return a collate function."
-                ) from error
+        name = f"data.factory: {self._name}"
+        advice = "Give all rows the same keys and shapes (data.buckets pads them), or return a collate function."
+        problem = f"{name}: the rows can't be collated into a batch"
+        with user_errors(f"{name}: the collate function", problem, DataError, f"\n  {advice}"):
+            batch: object = self._collate(items)
         if not isinstance(batch, Mapping) or not batch:
             raise DataError(
                 f"data.factory: {self._name}: expected items that are dicts of tensors, found a batch of type "
@@ -364,14 +356,13 @@ def open_datasets(data: keys.Data) -> tuple[Rows, Rows | None]:
             f"data.eval_split: expected the name of a split, found {data.eval_split}: no share of a stream can be held "
             "out.\n  data.factory is called with that name too."
         )
-    numbers = np.arange(len(trained))
     held_out = np.array([share_of_numbers(number, share) for number in range(len(trained))])
     if not held_out.any() or held_out.all():
         raise DataError(
             f"data.eval_split: a share of {data.eval_split} of {len(trained)} rows leaves no rows to train on, or none "
             "to evaluate."
         )
-    parts = (numbers[~held_out], numbers[held_out])
+    parts = (np.flatnonzero(~held_out), np.flatnonzero(held_out))
     trained, evaluated = (DatasetRows(name, dataset, collate, buckets, part) for part in parts)
     return trained, evaluated
 

@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 
 import xxhash
 
-from portable_fsdp.config.data import FORMAT_COLUMNS, Column
+from portable_fsdp.config.data import FORMAT_COLUMNS, Column, Documents
 from portable_fsdp.data.compressed import (
     BOM,
     MAX_UNPACKED,
@@ -216,12 +216,10 @@ class HuggingFace:
 
     unit = "rows"
 
-    def __init__(
-        self, path: str, split: str | None, columns: Columns, key: str = "data.path", ignore: Collection[str] = ()
-    ) -> None:
+    def __init__(self, documents: Documents, columns: Columns, key: str) -> None:
         """`key`: the config key, for errors."""
-        self.name = f"{path} ({split or 'train'})"
-        self._split = split or "train"
+        path, self._split, ignore = str(documents.path), documents.split or "train", documents.ignore
+        self.name = f"{path} ({self._split})"
         self._data, self._sizes = _load_data_set(path, self._split, key)
         names = self._data.column_names
         self._read = _checked(columns, names, ignore, self.name)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from portable_fsdp.config.data import Column, Format
+from portable_fsdp.config.data import Column, Documents, Format
 from portable_fsdp.data.chat import KEPT_OUT, ChatTemplate, MarkedText
 from portable_fsdp.data.examples import (
     WEIGHTS,
@@ -38,20 +38,18 @@ from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import parse_json
 
 
-def preparation(
-    form: Format, tokenizer: Tokenizer, arguments: Mapping[str, Any], ignore: Collection[str]
-) -> tuple[Callable[[Example], Any], Encode]:
+def preparation(part: Documents, tokenizer: Tokenizer) -> tuple[Callable[[Example], Any], Encode]:
     """Return the functions that prepare one document and encode several, for `build.render_documents`.
 
-    `arguments`: variables of the chat template; `ignore`: `data.ignore`. Raises DataError if the format needs a chat
-    template and the tokenizer has none.
+    Raises DataError if the format needs a chat template and the tokenizer has none.
     """
-    template = _required(tokenizer.chat_template).taking(arguments) if arguments else tokenizer.chat_template
-    if form == "chat":
+    arguments, template = part.chat_template_kwargs, tokenizer.chat_template
+    template = _required(template).taking(arguments) if arguments else template
+    if part.format == "chat":
         template = _required(template)
-        return partial(_chat, template, ignore), partial(_chats, template, tokenizer)
-    prepare = _completion if form == "prompt_completion" else _instruction
-    return partial(prepare, template, tokenizer, ignore), partial(_completions, tokenizer)
+        return partial(_chat, template, part.ignore), partial(_chats, template, tokenizer)
+    prepare = _completion if part.format == "prompt_completion" else _instruction
+    return partial(prepare, template, tokenizer, part.ignore), partial(_completions, tokenizer)
 
 
 def _required(template: ChatTemplate | None) -> ChatTemplate:

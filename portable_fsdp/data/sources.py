@@ -67,7 +67,7 @@ def open_source(documents: Documents, files: Sequence[Path] | None = None, key: 
 
     columns: Columns = {**{column: column for column in FORMAT_COLUMNS[documents.format]}, **documents.columns}
     if documents.source == "huggingface":
-        return HuggingFace(str(documents.path), documents.split, columns, key, documents.ignore)
+        return HuggingFace(documents, columns, key)
     source = JsonLines if documents.source == "jsonl" else Parquet
     return source(files or files_of(documents), columns, documents.ignore)
 

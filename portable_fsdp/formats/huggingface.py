@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors, run_name
-from portable_fsdp.checkpoint.safetensors import Stored, groups, header_of, read_tensor, write_tensors
+from portable_fsdp.checkpoint.safetensors import Stored, byte_chunks, groups, header_of, read_tensor, write_file
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Lora, Model
 from portable_fsdp.config.yaml_text import parse
@@ -143,7 +144,8 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for number, keys in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
-        write_tensors(folder / file, {key: tensors[key] for key in keys}, read, {}, options.advance)
+        entries = {key: tensors[key] for key in keys}
+        write_file(folder / file, file, entries, partial(byte_chunks, read), {}, options.advance)
         weight_map.update(dict.fromkeys(keys, file))
     if len(shards) > 1:
         metadata = {"total_size": bytes_of_tensors(tensors)}
@@ -243,7 +245,8 @@ def export_adapters(reader: Reader, options: ExportOptions) -> Callable[[Path], 
 
     def write(folder: Path) -> None:
         settings.save_pretrained(str(folder))
-        write_tensors(folder / lora.WEIGHTS, tensors, lambda key: reader.read_whole(ours[key]), {}, options.advance)
+        chunks_of = partial(byte_chunks, lambda key: reader.read_whole(ours[key]))
+        write_file(folder / lora.WEIGHTS, lora.WEIGHTS, tensors, chunks_of, {}, options.advance)
         _write_card(folder, reader.manifest, "peft", "AutoPeftModelForCausalLM")
 
     return write

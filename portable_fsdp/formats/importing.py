@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from portable_fsdp.checkpoint import commit, format
-from portable_fsdp.checkpoint.safetensors import digest_of, groups, write_tensors
+from portable_fsdp.checkpoint.safetensors import byte_chunks, digest_of, groups, write_file
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
 from portable_fsdp.formats import FORMATS, base
@@ -119,7 +120,7 @@ def _write(
                 entry.offsets.extend([0] * len(entry.shape))
                 entry.sizes.extend(entry.shape)
             metadata = dcp_metadata({key: entry.offsets for key, entry in written.items()})
-            files.append(write_tensors(folder / name, written, read, metadata, advance, name))
+            files.append(write_file(folder / name, name, written, partial(byte_chunks, read), metadata, advance))
         store_of(folder).sync(folder / part)
     return tuple(files), entries
 

@@ -2,6 +2,7 @@
 
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, cast
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from portable_fsdp.backends.contract import dtype_name
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
-from portable_fsdp.checkpoint.safetensors import byte_chunks, header_of, read_tensor, write_tensors
+from portable_fsdp.checkpoint.safetensors import byte_chunks, header_of, read_tensor, write_file
 from portable_fsdp.checkpoint.storage import require_regular, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats import base
@@ -60,7 +61,7 @@ def _export_torch(reader: Reader, options: ExportOptions) -> Callable[[Path], No
             saved: dict[str, Tensor] = {}
             for number, (key, entry) in enumerate(tensors.items()):
                 file = Path(folder) / str(number)
-                store_of(file).write(file, byte_chunks(key, reader.read_whole, entry))
+                store_of(file).write(file, byte_chunks(reader.read_whole, key, entry))
                 options.advance(entry.nbytes)
                 tensor = torch.empty(0, dtype=torch.uint8)
                 if entry.nbytes:
@@ -157,7 +158,8 @@ def _open_safetensors(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 def _export_safetensors(reader: Reader, options: ExportOptions) -> Callable[[Path], object]:
     """Export one file; a tied weight occurs once."""
     tensors = base.weights_of(reader, options.dtype)
-    return lambda path: write_tensors(path, tensors, reader.read_whole, {}, options.advance)
+    chunks_of = partial(byte_chunks, reader.read_whole)
+    return lambda path: write_file(path, path.name, tensors, chunks_of, {}, options.advance)
 
 
 def _open_gguf(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:

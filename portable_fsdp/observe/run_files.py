@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +29,7 @@ from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd,
 from portable_fsdp.observe.goodput import imbalance
 from portable_fsdp.runtime.errors import UsageError, without_passwords
 from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, open_regular, write_text_atomically
+from portable_fsdp.runtime.host import installed
 
 if TYPE_CHECKING:
     from portable_fsdp.checkpoint.manager import Saved
@@ -302,9 +302,8 @@ def environment() -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Return the versions of Python, of the packages that matter, and of NVIDIA's driver."""
     versions = {"python": platform.python_version()}
-    for package in ("portable_fsdp", "torch", "torch_xla", "transformers"):
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
+    packages = ("portable_fsdp", "torch", "torch_xla", "transformers")
+    versions |= {package: version for package in packages if (version := installed(package))}
     with suppress(OSError):  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  ..."
         if driver := re.search(r"Module\b.*?\s([\d.]+)\s", Path("/proc/driver/nvidia/version").read_text()):
             versions["driver"] = driver[1]

@@ -29,10 +29,6 @@ _POLL_S = 1.0
 _SYSTEM_EVERY_S = 10.0
 
 
-class TrackerError(PortableFSDPError):
-    """Error raised by a tracker's library."""
-
-
 @dataclass(frozen=True)
 class Sent:
     """Progress of a tracker; `id` is the tracker's id of the run, which keeps a resumed run one curve."""
@@ -67,7 +63,7 @@ def arguments(name: str, folder: Path, run: str, sent: Sent) -> dict[str, Any]:
 
 def track(run: Path, name: str, *, follow: bool) -> int:
     """Send new rows; with `follow` until standard input closes. Returns the last step sent. Raises UsageError for a
-    folder that is no run and while another process sends, TrackerError for a library's error."""
+    folder that is no run and while another process sends, PortableFSDPError for a library's error."""
     config, folder = read_config(run), run / FOLDER
     if folder.is_symlink() or (folder / f"{name}.lock").is_symlink():
         raise UsageError(f"--track: {folder}: this folder or {name}.lock in it is a symbolic link.\n  Remove the link.")
@@ -115,7 +111,7 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
                 began = time.monotonic()
         tracker.finish()
     except (Exception, SystemExit) as error:
-        raise TrackerError(f"tracker {name}: {type(error).__name__}: {error}") from error
+        raise PortableFSDPError(f"tracker {name}: {type(error).__name__}: {error}") from error
     finally:
         write_text_atomically(state, json.dumps(asdict(sent)) + "\n")
     return sent.step

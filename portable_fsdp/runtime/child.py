@@ -84,7 +84,9 @@ class Child(Closing):
         how = self.until(limit_s, has_enough)
         self._kill()
         code = -signal.SIGKILL if self.code is None else self.code
-        output, log = (_text(file) for file in self._files)
+        for file in self._files:
+            file.seek(0)
+        output, log = (file.read().decode(errors="replace") for file in self._files)
         self._close_files()
         return Ended("failed" if how == "finished" and code else how, code, self._cpu_s, output, log)
 
@@ -121,11 +123,6 @@ class Child(Closing):
             time.sleep(0.05)
 
 
-def _text(file: Any) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
-
-
 class WorkerFailedError(Exception):
     """A worker crashed, raised an error other than PortableFSDPError, or timed out."""
 
@@ -159,7 +156,7 @@ class Worker(Closing):
         """
         folder = self._folder.name
         if self._child is None:
-            self._child = Child(_THIS_MODULE, folder, environment={"TMPDIR": folder}, stdin=subprocess.PIPE)
+            self._child = Child(__name__, folder, environment={"TMPDIR": folder}, stdin=subprocess.PIPE)
         with suppress(BrokenPipeError):  # the child has ended
             self._child.stdin.write(pickle.dumps((work, arguments)))
             self._child.stdin.flush()
@@ -176,9 +173,6 @@ class Worker(Closing):
         if error is not None:
             raise error
         return result
-
-
-_THIS_MODULE = "portable_fsdp.runtime.child"
 
 
 @contextmanager

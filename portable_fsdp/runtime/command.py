@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
 from portable_fsdp.runtime.errors import (
+    EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
@@ -236,7 +237,6 @@ def run_command(
     *,
     say: Callable[[str], None] = to_stderr,
     starts_a_run: bool = False,
-    exit_interrupted: int = EXIT_INTERRUPTED,
 ) -> int:
     """Run `body` with the parsed arguments after the program's name; returns the exit code.
 
@@ -256,7 +256,7 @@ def run_command(
         return error.exit_code
     except KeyboardInterrupt:
         say("interrupted")
-        return exit_interrupted
+        return EXIT_FAILED if starts_a_run else EXIT_INTERRUPTED
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in _OWN_PACKAGES or importlib.util.find_spec(name) is not None:  # a part of it is missing

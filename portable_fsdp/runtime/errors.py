@@ -45,15 +45,11 @@ def without_passwords(text: str) -> str:
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> str:
     """Format columns as wide as their widest cell; columns in `right` are right-aligned."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligned = (
-        [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    )
-    return "\n".join(indent + "  ".join(cells).rstrip() for cells in aligned)
+    columns: list[list[str]] = []
+    for number, cells in enumerate(zip(*rows, strict=True)):
+        align, width = str.rjust if number in right else str.ljust, max(map(len, cells))
+        columns.append([align(cell, width) for cell in cells])
+    return "\n".join(indent + "  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 class PortableFSDPError(Exception):

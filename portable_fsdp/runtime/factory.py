@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.runtime.errors import ConfigError, TrainingError
+from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError, TrainingError
 from portable_fsdp.runtime.hub import before_transformers
 from portable_fsdp.runtime.signals import is_signal
 
@@ -31,6 +31,16 @@ def user_code(name: str = "user code") -> Generator[None]:
         raise UserExit(f"{name} raised {described(error)}\n  {fix}") from error
 
 
+@contextmanager
+def user_errors(name: str, problem: str, kind: type[PortableFSDPError], advice: str = "") -> Generator[None]:
+    """Like `user_code(name)`; also convert Exceptions to `kind`: problem, line of the user's code, advice."""
+    with user_code(name):
+        try:
+            yield
+        except Exception as error:
+            raise kind(f"{problem}: {described(error)}{advice}") from error
+
+
 def search_folder(folder: Path) -> None:
     """Search modules in `folder` first, as Python does for a script."""
     path = str(folder.absolute())
@@ -46,14 +56,9 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
     """
     before_transformers()  # the module may import transformers
     module_name, _, attribute = name.partition(":")
-    with user_code(f"{key}: the import of {module_name}"):
-        try:
-            function = getattr(importlib.import_module(module_name), attribute)
-        except Exception as error:
-            raise ConfigError(
-                f"{key}: {name} can't be imported: {described(error)}\n"
-                "  Modules are searched in the config's folder and on PYTHONPATH."
-            ) from error
+    advice = "\n  Modules are searched in the config's folder and on PYTHONPATH."
+    with user_errors(f"{key}: the import of {module_name}", f"{key}: {name} can't be imported", ConfigError, advice):
+        function = getattr(importlib.import_module(module_name), attribute)
     if not callable(function):
         raise ConfigError(f"{key}: expected a function, found {name} = {function!r}.")
     return function
@@ -66,11 +71,8 @@ def call_factory(key: str, name: str, *arguments: Any) -> Any:
 
 def call_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a user function. Raises ConfigError, with a message that begins with `name`, if it raises."""
-    with user_code(name):
-        try:
-            return function(*arguments)
-        except Exception as error:
-            raise ConfigError(f"{name} failed: {described(error)}") from error
+    with user_errors(name, f"{name} failed", ConfigError):
+        return function(*arguments)
 
 
 def described(error: BaseException) -> str:

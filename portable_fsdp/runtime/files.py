@@ -9,7 +9,7 @@ import re
 import socket
 import stat
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import islice
@@ -39,20 +39,34 @@ def write_text_atomically(path: Path, text: str) -> None:
     leaves the old file unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # "x" doesn't follow a link
+    temporary.unlink(missing_ok=True)  # perhaps a link
+    write_whole(path, temporary, [text.encode()])
+    sync_folder(path.parent)
+
+
+def write_whole(path: Path, temporary: Path, chunks: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+    """Write `chunks` to `path`, durably: whole under its name, or absent. `sync_folder` then makes its name durable.
+
+    `temporary`: a name in the same folder, which a kill leaves behind. Raises OSError.
+    """
     try:
-        with temporary.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        try:
+            for chunk in chunks:
+                with memoryview(chunk) as content:
+                    done = 0
+                    while done < len(content):
+                        done += os.write(descriptor, content[done:])
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
     except BaseException as error:
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # a write or an fsync names no file
             error.filename = str(path)
-        with suppress(OSError):
+        with suppress(OSError):  # makes room on a full disk for the error's own file
             temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

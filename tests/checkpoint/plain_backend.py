@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from toy.engine import ToyBackend
 
 from portable_fsdp.backends.contract import Backend, Partition, Piece, Read, TensorState
-from portable_fsdp.checkpoint.format import TensorEntry
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
-from portable_fsdp.checkpoint.store import entries_without_pieces
+from portable_fsdp.checkpoint.store import OwnPart, entries_without_pieces
 from portable_fsdp.config.schema import Checkpoint as Settings
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -113,9 +112,9 @@ def small_model(seed: int, hidden: int = 7) -> tuple[nn.Module, torch.optim.Opti
     return model, optimizer
 
 
-def what_is_written(state: dict[str, TensorState]) -> tuple[dict[str, TensorEntry], dict[str, list[Piece]]]:
-    """Return all tensors, and this process's pieces, as a save passes them to `write_pieces`."""
-    return entries_without_pieces(state), {key: tensor.pieces() for key, tensor in state.items()}
+def what_is_written(state: dict[str, TensorState]) -> OwnPart:
+    """Return this process's part, as a save writes it."""
+    return OwnPart(entries_without_pieces(state), {key: tensor.pieces() for key, tensor in state.items()})
 
 
 def bits(tensor: Tensor) -> bytes:

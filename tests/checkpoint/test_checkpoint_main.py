@@ -31,7 +31,7 @@ def test_show_prints_content_and_writer(tmp_path: Path, capsys: Capture) -> None
     assert lines[:2] == [f"checkpoint  {path}", "step        5 (data: epoch 1, position 20)"]
     assert lines[2].endswith("backend plain on cpu, 2 processes")
     assert re.fullmatch(r"saved       \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", lines[3])
-    assert lines[4] == "model       4 tensors, 65 elements, 0.0 MiB in 4 files"
+    assert lines[4] == "model       4 tensors, 65 elements, 1 KiB in 4 files"
     assert "  0.weight  float32 [7, 5]" in lines
     assert main(["show", "--json", str(tmp_path)]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -70,7 +70,7 @@ def test_verify_takes_the_newest_of_a_run_or_all(tmp_path: Path, capsys: Capture
     shard = next((older / "model").iterdir())
     shard.write_bytes(shard.read_bytes() + b"x")
     assert main(["verify", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{newest}: whole: 8 files, 0.0 MiB\n"
+    assert capsys.readouterr().out == f"{newest}: whole: 8 files, 7 KiB\n"
     assert main(["verify", str(older)]) == 2
     assert "expected" in capsys.readouterr().err
     assert main(["verify", "--json", "--all", str(tmp_path)]) == 2

@@ -35,7 +35,7 @@ from portable_fsdp.checkpoint.format import (
     step_folder,
 )
 from portable_fsdp.checkpoint.storage import FileReader, FolderStore, store_of
-from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest, write_pieces
+from portable_fsdp.checkpoint.store import Reader, entries_without_pieces, new_manifest
 from portable_fsdp.runtime.errors import CheckpointError
 
 HASH = "0" * 32
@@ -264,7 +264,7 @@ def store(folder: Path, parts: list[dict[str, TensorState]]) -> Path:
     """Write what each process holds, and commit it by hand."""
     for name in ("model", "optimizer"):
         (folder / name).mkdir(parents=True)
-    indexes = [write_pieces(folder, *what_is_written(part), index, "") for index, part in enumerate(parts)]
+    indexes = [what_is_written(part).write(folder, index, "") for index, part in enumerate(parts)]
     files, tensors = merge(entries_without_pieces(parts[0]), indexes)
     position = DataPosition(epoch=0, position=0)
     fields = {"step": 1, "config": {}, "model_config": None, "data": position, "ties": {}}

@@ -147,7 +147,7 @@ def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> No
 
     def straggle(_: State) -> None:
         with pytest.raises(FileNotFoundError):
-            old._write_part(final, attempt, *part)
+            old._write_part(final, attempt, part)
 
     def work(backend: PlainBackend) -> Path:
         backend.change = straggle  # the next attempt has begun

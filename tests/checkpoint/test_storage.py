@@ -125,12 +125,12 @@ def test_a_straggler_of_an_earlier_attempt_does_no_harm(url: str) -> None:
     def work(backend: PlainBackend) -> None:
         ours = opened(url, backend)
         if backend.process.index == 1:
-            old._write_part(final, attempt, *part)
+            old._write_part(final, attempt, part)
         ours.save(5, *small_model(seed=5), (0, 5))
 
     assert in_processes(2, work) == [None, None]
     expect_loaded(url, 5, 2)
-    old._write_part(final, attempt, *part)
+    old._write_part(final, attempt, part)
     expect_loaded(url, 5, 2)
 
 

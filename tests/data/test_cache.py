@@ -27,7 +27,7 @@ from portable_fsdp.data.packing import PackedRows
 from portable_fsdp.data.tokenize import ByteTokenizer, Tokens
 from portable_fsdp.runtime.errors import DataError
 
-RENDER = renderer("text", ByteTokenizer(), stream=True)
+RENDER = renderer(Data(), ByteTokenizer(), stream=True)
 
 
 class Texts:

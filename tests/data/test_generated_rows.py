@@ -120,7 +120,8 @@ def test_what_counts_is_found_once_and_nothing_is_dropped_silently(make_tokenize
     refused = 0
     for label, form, columns, turns, extra in ROWS:
         fields = {"messages" if key == "conversations" else key: value for key, value in columns.items()}
-        [item] = renderer(cast(Any, form), tokenizer, stream=False)([Example(0, "", 1, fields | extra)])
+        data = Data(source="jsonl", path="a.jsonl", format=cast(Any, form))
+        [item] = renderer(data, tokenizer, stream=False)([Example(0, "", 1, fields | extra)])
         if isinstance(item, Broken):
             refused += 1
             check_refusal(item.problem, label, family, turns, extra)
@@ -176,8 +177,8 @@ def test_every_kind_of_file_gives_the_same_rows(
     results: list[list[object]] = []
     rendered: list[Rendered | Broken] = []
     for source, path in written(tmp_path / "rows", rows):
-        examples = list(open_source(Data(source=cast(Any, source), path=str(path), format=format_name)).read())
-        rendered = renderer(format_name, tokenizer, stream=False)(examples)
+        data = Data(source=cast(Any, source), path=str(path), format=format_name)
+        rendered = renderer(data, tokenizer, stream=False)(list(open_source(data).read()))
         results.append([outcome(item) for item in rendered])
     assert all(result == results[0] for result in results)
     if not kind:

@@ -47,7 +47,11 @@ def render(
     form: Format, tokenizer: Tokenizer, *fields: Mapping[Any, Any], stream: bool = False, **arguments: Any
 ) -> list[Rendered | Broken]:
     examples = [Example(number, f"here:{number}", 1, item) for number, item in enumerate(fields)]
-    return renderer(form, tokenizer, stream=stream, arguments=arguments)(examples)
+    return renderer(documents(form, chat_template_kwargs=arguments), tokenizer, stream=stream)(examples)
+
+
+def documents(form: Format, **keys: Any) -> Data:
+    return Data(source="jsonl", path="a.jsonl", format=form, **keys)
 
 
 def render_one(form: Format, tokenizer: Tokenizer, fields: Mapping[Any, Any], **arguments: Any) -> Rendered:
@@ -333,8 +337,8 @@ def test_a_row_whose_keys_cannot_be_used_is_refused_or_they_are_ignored_by_name(
     assert f"data.ignore=[{ignored}]" in refused
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(fields))
-    source = open_source(Data(source="jsonl", path=str(path), format=form, ignore=(ignored,)))
-    [item] = renderer(form, tokenizer, stream=False, ignore=(ignored,))(list(source.read()))
+    data = Data(source="jsonl", path=str(path), format=form, ignore=(ignored,))
+    [item] = renderer(data, tokenizer, stream=False)(list(open_source(data).read()))
     assert isinstance(item, Rendered)
     assert counted_text(tokenizer, item) == ["3<|im_end|>\n" if form == "chat" else "3<end>"]
 
@@ -353,7 +357,7 @@ def test_answers_outside_of_generation_are_noted(make_tokenizer: MakeTokenizer) 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer: MakeTokenizer) -> None:
     for tokenizer in (ByteTokenizer(), make_tokenizer(None)):
         with pytest.raises(DataError, match=r"data\.tokenizer: the tokenizer has no chat template"):
-            renderer("chat", tokenizer, stream=False)
+            renderer(documents("chat"), tokenizer, stream=False)
     for fields, arguments in (((PROMPT_OF_MESSAGES,), {}), ((), {"enable_thinking": False})):
         with pytest.raises(DataError, match=r"data\.tokenizer: the tokenizer has no chat template"):
             render("prompt_completion", ByteTokenizer(), *fields, **arguments)

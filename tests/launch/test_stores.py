@@ -52,7 +52,7 @@ def test_two_processes_save_and_remove_what_an_unfinished_attempt_left(url: str)
     attempt = commit.begin(unfinished, "ours")
     state = second.state(*small_model(seed=2))
     part = what_is_written(state)
-    opened(url, second)._write_part(unfinished, attempt, *part)
+    opened(url, second)._write_part(unfinished, attempt, part)
     assert len(list(unfinished.rglob("*-*"))) == 3
     for readers in (1, 2):
         expect_loaded(url, 1, readers)
