@@ -26,9 +26,8 @@ from portable_fsdp.backends.native.units import (
     ROOT,
     cast_inputs,
     cast_modules,
-    compile_layer,
     forward_of,
-    recompute,
+    prepare_layer,
     require_unchanged,
 )
 from portable_fsdp.backends.weight_uses import (
@@ -65,14 +64,8 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         uses = [use for use in uses if _needs_copy(use) and (use.module, use.leaf) not in known]
         known |= {(use.module, use.leaf) for use in uses}
         inside = name in policy.recompute and name not in compiled and bool(uses)
-        last = policy.draws_by_keys and name in compiled  # as in `units.shard_units`
-        if name in policy.recompute and not last:
-            forward = casts.in_place(uses)(forward_of(block)) if inside else None
-            recompute(block, policy, whole=False, forward=forward)
-        if name in compiled and policy.compile_backend is not None:
-            compile_layer(block, policy.compile_backend, breaks=False)
-        if name in policy.recompute and last:
-            recompute(block, policy, whole=False, forward=forward_of(block))
+        forward = casts.in_place(uses)(forward_of(block)) if inside else None
+        prepare_layer(model, policy, name, forward=forward)
         if uses and not inside:
             casts.around(block, uses)
         if uses:
