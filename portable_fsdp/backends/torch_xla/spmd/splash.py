@@ -44,26 +44,6 @@ class Kernel:
     interpret: bool = False
     parts: int = 1
 
-    def forward(self, *tensors: Tensor | None) -> list[Tensor]:
-        """Return the output, and the log-sum-exp as float32 `[rows, heads, queries]`.
-
-        Args:
-            tensors: in this order:
-                query: `[rows, heads, queries, width]`, times the scale of the scores; `queries` is seq / parts.
-                key, value: `[rows, heads, seq, width]`; their numbers of heads must divide the query's.
-                documents: int32 `[rows, seq]` or None, the document of each position, which attends only within it.
-                sinks: `[heads]` or None: a further score of each position, without a value.
-                part: int32 `[1]`, this device's number among `parts`; None for one part.
-        """
-        return run_kernel(splash_forward, self, *tensors)
-
-    def backward(self, *tensors: Tensor | None) -> list[Tensor]:
-        """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`.
-
-        `tensors`: those of `forward`, its results, and the gradient of the output.
-        """
-        return run_kernel(splash_backward, self, *tensors)
-
     def visible(self, length: int) -> int:
         """Return the number of visible pairs of positions of one part; the diagonal counts half."""
         window = min(self.window or length, length)
@@ -173,7 +153,15 @@ def _ids(documents: Any, attend: Any) -> Any:
 
 
 def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any, part: Any) -> Any:
-    """Implement `Kernel.forward` on jax arrays."""
+    """Return the output, and the log-sum-exp as float32 `[rows, heads, queries]`.
+
+    Args:
+        query: `[rows, heads, queries, width]`, times the scale of the scores; `queries` is seq / parts.
+        key, value: `[rows, heads, seq, width]`; their numbers of heads must divide the query's.
+        documents: int32 `[rows, seq]` or None, the document of each position, which attends only within it.
+        sinks: `[heads]` or None: a further score of each position, without a value.
+        part: int32 `[1]`, this device's number among `parts`; None for one part.
+    """
     import jax
 
     attend = _splash(kernel, query, key, part)
@@ -189,7 +177,10 @@ def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: 
 def splash_backward(
     kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any, part: Any, *of_output: Any
 ) -> Any:
-    """Implement `Kernel.backward` on jax arrays."""
+    """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`.
+
+    `of_output`: the results of `splash_forward`, and the gradient of the output.
+    """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
