@@ -20,7 +20,7 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches
 from portable_fsdp.models.architecture import last_line, log_unknown_keys, mapping_of, models_of, unknown_keys
 from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
-from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill
+from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill, names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
 
@@ -137,7 +137,8 @@ class PretrainedWeights:
         self._tensors = ConvertedTensors(file, twin)
         stored = stored_tensors(model)
         self._dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-        aliases = _aliases(model, stored)
+        tied = names_of_weights(model)  # a folder may hold any name of a tied weight
+        aliases = {first: tied.get(tensor, [first]) for first, tensor in stored.items()}
         stored_names = {first: [n for n in names if n in self._tensors.shapes] for first, names in aliases.items()}
         missing = [names for first, names in aliases.items() if not stored_names[first]]
         _refuse_missing(file, model, missing, len(aliases), allow)
@@ -280,14 +281,6 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
-
-
-def _aliases(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """First FQN of each stored tensor -> all its FQNs (tied weights have several; a folder may hold any)."""
-    names = {id(tensor): {name: None} for name, tensor in stored.items()}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        names[id(tensor)][name] = None
-    return {next(iter(each)): list(each) for each in names.values()}
 
 
 def vocabulary_tables(model: Any) -> list[str]:

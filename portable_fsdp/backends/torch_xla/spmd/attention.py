@@ -55,17 +55,13 @@ class LayerAttention:
         self._kept: list[Tensor] | None = None
         self._runs_again = False
 
-    def in_layer(self, forward: Forward) -> Forward:
-        """Wrap a layer's `forward` to use the kernel for causal attention, over a whole row or within its documents.
+    def run_layer(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's `forward` with the kernel for causal attention, over a whole row or within its documents.
 
         Other attention (any other mask, dropout, a length that the kernel's blocks don't divide) doesn't change.
         """
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _Caught(self.attend, self._models, context=self._context, tensor=self._tensor):
-                return forward(*args, **kwargs)
-
-        return run
+        with _Caught(self.attend, self._models, context=self._context, tensor=self._tensor):
+            return forward(*args, **kwargs)
 
     @contextmanager
     def keep(self, kept: list[Tensor], *, again: bool) -> Generator[None]:

@@ -150,7 +150,7 @@ class XlaBackend(PjrtBackend):
 
             barrier = self._bridge._xla_optimization_barrier_
             quantised.use_tables(model, policy, Layouts(self.mesh, self.axes), barrier)
-            fill = None if fill is None else quantised.expanding(fill, policy)
+            fill = None if fill is None else partial(quantised.expanded_piece, fill, policy)
         self._wrap_forwards(model, policy)
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
@@ -182,7 +182,7 @@ class XlaBackend(PjrtBackend):
         keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
-            layer.forward = attention.in_layer(layer.forward)
+            layer.forward = partial(attention.run_layer, layer.forward)
         has_kernel = self._tensors.for_tpu and tensor == 1
         if policy.experts and (has_kernel or "expert" in self.axes):
             groups = MeshExperts(layouts, policy.expert_capacity, has_kernel=has_kernel)
@@ -192,7 +192,7 @@ class XlaBackend(PjrtBackend):
         for name in blocks_of_experts:
             if name not in policy.layers:  # else the block has attention, which isn't computed token by token
                 block = model.get_submodule(name)
-                block.forward = layouts.by_device(block.forward)
+                block.forward = partial(layouts.run_by_device, block.forward)
         uses = weight_uses(model, policy)
         if self._sum_in_float32:
             uses = summed_in_float32(uses)
@@ -227,7 +227,7 @@ class XlaBackend(PjrtBackend):
             keep_rows_split(head, lambda logits: layouts.split_rows(logits, tokens, words))
         for name in () if scanned else policy.layers:
             finish_backward(model.get_submodule(name), barrier)
-        model.forward = copies.gathered_for(list(outside.values()), model.forward)
+        model.forward = partial(copies.run_model, list(outside.values()), model.forward)
 
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def zeros(fqn: str, twin: Tensor, _: dict[str, Any]) -> Tensor:
@@ -247,10 +247,8 @@ class XlaBackend(PjrtBackend):
         return optimizer
 
     def _zeros(self, twin: Tensor, spec: Spec) -> Tensor:
-        def zeros_of(region: Region) -> Tensor:
-            return torch.zeros([part.stop - part.start for part in region], dtype=twin.dtype)
-
-        return self._make(twin.shape, twin.dtype, spec, zeros_of)
+        zeros_of = partial(torch.zeros, dtype=twin.dtype)
+        return self._make(twin.shape, twin.dtype, spec, lambda part: zeros_of([cut.stop - cut.start for cut in part]))
 
     # --------------------------------------------------------------------------------------------------- the step
 

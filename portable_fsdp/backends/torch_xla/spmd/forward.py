@@ -87,20 +87,16 @@ class Copies:
         """Return the copy of a weight for a use in a running block that `splits_gradient`."""
         return self._here[use.key]
 
-    def gathered_for(self, uses: list[Use], forward: Forward) -> Forward:
-        """Wrap the model's `forward`: gathered copies live until after backward, or without gradients until its end."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            is_first = not self._gathered  # a second forward before the backward uses the same copies
-            if is_first:
-                self._gather_all(uses)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                if is_first and not torch.is_grad_enabled():
-                    self.release()
-
-        return run
+    def run_model(self, uses: list[Use], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's `forward`: gathered copies live until after backward, or without gradients until its end."""
+        is_first = not self._gathered  # a second forward before the backward uses the same copies
+        if is_first:
+            self._gather_all(uses)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            if is_first and not torch.is_grad_enabled():
+                self.release()
 
 
 class _KeptProducts(TorchDispatchMode):

@@ -17,13 +17,14 @@ from portable_fsdp.backends.torch_xla.spmd.forward import Barrier
 from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
 from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.layout import Region, Spec
-from portable_fsdp.quantised.layers import Dequantise, quantised_modules
+from portable_fsdp.quantised.layers import quantised_modules
 from portable_fsdp.quantised.tables import BLOCK, NF4, ByteTable, expand, expanded, scaled
 
 
 def use_tables(model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier: Barrier) -> None:
     """Gather the bytes of tables, on meta, at use; let experts dequantise them in their forwards."""
-    gathering = cache(partial(_gathering, layouts, barrier))  # one function for equal layers: a loop can run them
+    # One function for equal layers: a loop can run them.
+    gathering = cache(lambda spec: partial(_gather_and_dequantise, layouts, barrier, spec))
     for name, module in quantised_modules(model).items():
         tables = {leaf: expanded(table) for leaf, table in module.quantised.tables.items()}
         for leaf, table in tables.items():
@@ -37,17 +38,22 @@ def use_tables(model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier:
             module.forward = MethodType(_dequantising(type(module).forward, dtype_of(name, policy)), module)
 
 
-def _gathering(layouts: Layouts, barrier: Barrier, spec: Spec) -> Dequantise:
-    def dequantise(stored: Tensor, table: ByteTable, dtype: torch.dtype, gradient: Tensor | None) -> Tensor:
-        if gradient is not None and detect_fake_mode() is None:
-            # Without a barrier XLA would dequantise once, and keep the weight from forward to backward.
-            stored = stored * 1
-            barrier([stored, gradient])
-        rows = layouts.gathered_bytes(stored, spec)
-        codes, scales = rows[..., : table.code_bytes], _as_float32(rows[..., table.code_bytes :])
-        return scaled(codes if table.scheme == "int8" else nf4_values(codes), scales, table, dtype)
-
-    return dequantise
+def _gather_and_dequantise(
+    layouts: Layouts,
+    barrier: Barrier,
+    spec: Spec,
+    stored: Tensor,
+    table: ByteTable,
+    dtype: torch.dtype,
+    gradient: Tensor | None,
+) -> Tensor:
+    if gradient is not None and detect_fake_mode() is None:
+        # Without a barrier XLA would dequantise once, and keep the weight from forward to backward.
+        stored = stored * 1
+        barrier([stored, gradient])
+    rows = layouts.gathered_bytes(stored, spec)
+    codes, scales = rows[..., : table.code_bytes], _as_float32(rows[..., table.code_bytes :])
+    return scaled(codes if table.scheme == "int8" else nf4_values(codes), scales, table, dtype)
 
 
 def _constant(number: float, like: Tensor) -> Tensor:
@@ -97,11 +103,7 @@ def _dequantising(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[.
     return run
 
 
-def expanding(fill: Fill, policy: ShardPolicy) -> Fill:
-    """Return the `fill` of the model with expanded tables."""
-
-    def read(fqn: str, where: Region) -> Tensor:
-        piece = fill(fqn, where)
-        return expand(piece, policy.tables[fqn]) if fqn in policy.tables else piece
-
-    return read
+def expanded_piece(fill: Fill, policy: ShardPolicy, fqn: str, where: Region) -> Tensor:
+    """The `fill` of the model with expanded tables."""
+    piece = fill(fqn, where)
+    return expand(piece, policy.tables[fqn]) if fqn in policy.tables else piece

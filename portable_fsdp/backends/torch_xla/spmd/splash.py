@@ -12,11 +12,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from portable_fsdp.backends.torch_xla.spmd.experts import GroupedProduct
 
 _FORWARD_BLOCK = 1024  # queries and keys; not measured on a chip
 # The fused backward writes a copy of the queries' gradient for each block of keys, and XLA adds them: larger blocks of
@@ -202,18 +205,9 @@ def splash_backward(
 _Kind = tuple[tuple[int, ...], torch.dtype] | None
 
 
-class Lowered(Protocol):
-    """A kernel: equal ones are lowered once."""
-
-    @property
-    def interpret(self) -> bool: ...
-
-    def flops(self, function: Callable[..., Any], kinds: Sequence[_Kind]) -> int:
-        """Return the FLOPs of the products of `function` on tensors of these shapes and dtypes."""
-        ...
-
-
-def run_kernel(function: Callable[..., Any], kernel: Lowered, *tensors: Tensor | None) -> list[Tensor]:
+def run_kernel(
+    function: Callable[..., Any], kernel: "Kernel | GroupedProduct", *tensors: Tensor | None
+) -> list[Tensor]:
     """Run `function(kernel, *tensors)`, written for jax arrays, on a device."""
     import torch_xla
 
@@ -224,7 +218,7 @@ def run_kernel(function: Callable[..., Any], kernel: Lowered, *tensors: Tensor |
 
 
 @cache  # a model has few shapes, and lowering one takes a second
-def computation(function: Callable[..., Any], kernel: Lowered, kinds: tuple[_Kind, ...]) -> Any:
+def computation(function: Callable[..., Any], kernel: "Kernel | GroupedProduct", kinds: tuple[_Kind, ...]) -> Any:
     """Lower `function` for tensors of these shapes and dtypes; None for tensors that aren't given.
 
     jax.export lowers for TPUs on any host, so a plan has a run's kernel, in the format that libtpu 0.0.21 reads. That
