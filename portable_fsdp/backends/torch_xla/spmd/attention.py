@@ -34,24 +34,14 @@ class LayerAttention:
     layer, at the cost of rows x heads x seq x (width in the compute dtype, and one float32).
     """
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        models: Callable[..., Tensor] | None,
-        *,
-        tensor: int = 1,
-        context: int = 1,
-        interpret: bool = False,
-    ) -> None:
+    def __init__(self, layouts: Layouts, models: Callable[..., Tensor] | None, *, interpret: bool = False) -> None:
         """
         Args:
-            layouts: of the mesh; the kernel runs on each device's rows.
-            tensor: devices along the axis `tensor`, which splits the heads.
-            context: devices along the axis `context`, which split the tokens of a row.
+            layouts: of the mesh; the kernel runs on each device's rows, its part of the heads and of the tokens.
             models: the attention function that models call (`models.attention.attend`), in addition to torch's.
         """
-        self._layouts, self._tensor, self._interpret = layouts, tensor, interpret
-        self._models, self._context = models, context
+        self._layouts, self._models, self._interpret = layouts, models, interpret
+        self._tensor, self._context = (layouts.axes.get(axis, 1) for axis in ("tensor", "context"))
         self._kept: list[Tensor] | None = None
         self._runs_again = False
 

@@ -178,8 +178,8 @@ class XlaBackend(PjrtBackend):
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = contract.output_head(model)
         tensor, context = (self.axes.get(axis, 1) for axis in ("tensor", "context"))
-        attention = LayerAttention(layouts, policy.attention, tensor=tensor, context=context)
-        keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
+        attention = LayerAttention(layouts, policy.attention)
+        keep = partial(keep_products, attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
             layer.forward = partial(attention.run_layer, layer.forward)

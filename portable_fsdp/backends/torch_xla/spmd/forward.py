@@ -124,16 +124,12 @@ def is_product(operation: Any) -> bool:
     return str(operation) in (*of_aten, "portable_fsdp.int8_product.default")
 
 
-def keep_products(keep: Keep) -> Keep:
+@contextmanager
+def keep_products(keep: Keep, kept: list[Tensor], *, again: bool) -> Generator[None]:
     """Extend `keep` to the outputs of matrix products."""
-
-    @contextmanager
-    def keep_both(kept: list[Tensor], *, again: bool) -> Generator[None]:
-        # The first run records a graph too, which is dropped: torch forms other products if no gradient is needed.
-        with torch.enable_grad(), keep(kept, again=again), _KeptProducts(kept, again=again):
-            yield
-
-    return keep_both
+    # The first run records a graph too, which is dropped: torch forms other products if no gradient is needed.
+    with torch.enable_grad(), keep(kept, again=again), _KeptProducts(kept, again=again):
+        yield
 
 
 def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:
