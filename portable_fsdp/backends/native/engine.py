@@ -67,8 +67,6 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.prefetch import Prefetch
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
-    from portable_fsdp.backends.peers import Peers
-    from portable_fsdp.runtime.watchdog import Watchdog
     from portable_fsdp.tensor_plan import TensorPlan
 
 log = logging.getLogger("portable_fsdp")
@@ -110,7 +108,6 @@ class NativeBackend(contract.Backend):
             prefer_expandable_segments()
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
-        self._peers: Peers | None = None
         if self._owns_group:
             rank = contract.Partition(launch.rank, launch.world_size)
             if not launch.is_alone:
@@ -488,10 +485,6 @@ class NativeBackend(contract.Backend):
         if not self._first_step_is_over or not self._counts_collectives:
             return None
         return dict(self._counter.traffic)
-
-    def watch(self, watchdog: "Watchdog") -> None:
-        if self._peers:
-            self._peers.watch(watchdog)
 
     def compute_seconds(self) -> float | None:
         return self._compute_time.take() if self._compute_time else None

@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -71,10 +71,6 @@ from portable_fsdp.layout import (
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.launchers import detect_launch
 
-if TYPE_CHECKING:
-    from portable_fsdp.backends.peers import Peers
-    from portable_fsdp.runtime.watchdog import Watchdog
-
 log = logging.getLogger("portable_fsdp")
 
 
@@ -111,7 +107,6 @@ class XlaBackend(PjrtBackend):
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._copies: list[Copies] = []  # of each model
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
-        self._peers: Peers | None = None
         if self._owns_group:
             from portable_fsdp.backends.peers import join
 
@@ -125,10 +120,6 @@ class XlaBackend(PjrtBackend):
                 self._peers.leave(error)
         finally:
             super().__exit__(kind, error, where)
-
-    def watch(self, watchdog: "Watchdog") -> None:
-        if self._peers:
-            self._peers.watch(watchdog)
 
     def close(self) -> None:
         super().close()

@@ -4,7 +4,7 @@ Instances get a new forward, not a wrapper module: no name changes. XLA decides 
 module decides what XLA may keep: `Copies` of one step (SHARD_GRAD_OP), or barriers that force a second gather.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,14 +40,6 @@ class Copies:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}  # the same, as leaves
         self._here: dict[tuple[int, torch.dtype], Tensor] = {}  # copies of the running blocks
         self._runs_again_on: list[Tensor] | None = None
-
-    def _gather_all(self, uses: Iterable[Use]) -> None:
-        """Gather all copies, at the start of a forward, while autograd records."""
-        if self._keep:
-            kept = list(distinct(uses))
-            self._gathered = [self._gather(cast_weight(use), use.spec) for use in kept]
-            leaves = [copy.detach().requires_grad_(copy.requires_grad) for copy in self._gathered]
-            self._kept = {use.key: leaf for use, leaf in zip(kept, leaves, strict=True)}
 
     def release(self) -> None:
         """Pass gradients on and drop the copies, after backward. Tensors alive at a program's end are its outputs."""
@@ -90,8 +82,11 @@ class Copies:
     def run_model(self, uses: list[Use], forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `forward`: gathered copies live until after backward, or without gradients until its end."""
         is_first = not self._gathered  # a second forward before the backward uses the same copies
-        if is_first:
-            self._gather_all(uses)
+        if is_first and self._keep:
+            kept = list(distinct(uses))
+            self._gathered = [self._gather(cast_weight(use), use.spec) for use in kept]
+            leaves = [copy.detach().requires_grad_(copy.requires_grad) for copy in self._gathered]
+            self._kept = {use.key: leaf for use, leaf in zip(kept, leaves, strict=True)}
         try:
             return forward(*args, **kwargs)
         finally:

@@ -4,8 +4,7 @@
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ def use_tables(model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier:
         ways = {leaf: gathering(policy.layouts[f"{name}.{leaf}"]) for leaf in tables}
         module.quantised = module.quantised._replace(tables=tables, ways=ways)
         if not module.quantised.in_forward:
-            module.forward = MethodType(_dequantising(type(module).forward, dtype_of(name, policy)), module)
+            module.forward = partial(_run_dequantised, module, dtype_of(name, policy))
 
 
 def _gather_and_dequantise(
@@ -89,18 +88,14 @@ def _bitcast() -> Callable[[Tensor], Tensor]:
     return xla_op_registry.register("as_float32", lambda four_bytes: four_bytes.bitcast(xla_builder.Type.F32))
 
 
-def _dequantising(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tables = {leaf: self._parameters[leaf] for leaf in self.quantised.tables}
-        try:
-            for leaf, stored in tables.items():
-                self._parameters[leaf] = self.quantised.weight(self, leaf, stored, dtype)
-            return forward(self, *args, **kwargs)
-        finally:
-            self._parameters.update(tables)
-
-    return run
+def _run_dequantised(module: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    tables = {leaf: module._parameters[leaf] for leaf in module.quantised.tables}
+    try:
+        for leaf, stored in tables.items():
+            module._parameters[leaf] = module.quantised.weight(module, leaf, stored, dtype)
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module._parameters.update(tables)
 
 
 def expanded_piece(fill: Fill, policy: ShardPolicy, fqn: str, where: Region) -> Tensor:
