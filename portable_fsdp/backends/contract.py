@@ -387,6 +387,13 @@ def parameter_slots(model: nn.Module) -> dict[str, list[ParameterSlot]]:
     return slots
 
 
+def put_parameter(slots: Sequence[ParameterSlot], data: Tensor, requires_grad: bool) -> None:
+    """Put one new parameter into all slots: tied weights stay tied."""
+    parameter = nn.Parameter(data, requires_grad)
+    for slot in slots:
+        cast(Any, slot.module)._parameters[slot.leaf] = parameter
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """FQN -> buffer, for the buffers in the state dict."""
     kept = set(model.state_dict(keep_vars=True))

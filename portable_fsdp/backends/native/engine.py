@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import contract
 from portable_fsdp.backends.native.units import (
+    COLLECTIVES,
     ComputeTime,
     local_part,
     materialise,
@@ -74,12 +75,6 @@ log = logging.getLogger("portable_fsdp")
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}  # of torch.distributed
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # torch's names
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-COLLECTIVES = {  # torch's name -> the contract's
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-    "c10d::alltoall_base_": "all_to_all",
-}
 
 
 class NativeBackend(contract.Backend):
@@ -504,7 +499,7 @@ class NativeBackend(contract.Backend):
 
         if self.device.type == "tpu":  # requested during a run; observe.profile is refused
             raise BackendError("torch.profiler records no operation that TorchTPU runs on a chip")
-        return start_trace(folder, COLLECTIVES)
+        return start_trace(folder)
 
     def _regions(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> list[tuple[Region, Region]]:
         """The regions of a whole tensor that this process holds, each with its region in the local tensor."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from portable_fsdp.backends.contract import Forward, parameter_slots
+from portable_fsdp.backends.contract import Forward, parameter_slots, put_parameter
 from portable_fsdp.backends.native.groups import Group, enter, gather, leave, split
 from portable_fsdp.backends.native.units import forward_of, local_part
 from portable_fsdp.layout import rows_of_shard
@@ -46,9 +46,7 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
             weight = model.get_parameter(fqn)
             shape = [*weight.shape]
             shape[part.dim] = sum(own.stop - own.start for own in split_ranges(part.sizes, group.index, group.count))
-            own = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
-            for slot in slots:
-                cast(Any, slot.module)._parameters[slot.leaf] = own
+            put_parameter(slots, weight.new_empty(shape), weight.requires_grad)
     for name, values in plan.attributes.items():
         vars(model.get_submodule(name)).update(values)
     for name, word in plan.words.items():

@@ -21,12 +21,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.contract import Forward, ShardPolicy, dropouts, output_head, parameter_slots
+from portable_fsdp.backends.contract import Forward, ShardPolicy, dropouts, output_head, parameter_slots, put_parameter
 from portable_fsdp.backends.nested import Replacement, flatten, floats_in
 from portable_fsdp.backends.weight_uses import dtype_of, in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
+COLLECTIVES: Mapping[str, str] = {  # torch's name -> the contract's
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::alltoall_base_": "all_to_all",
+}
 
 # If SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax. These don't
 # count as "attention", or the experts' products would be kept with it.
@@ -329,11 +335,8 @@ def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> 
     rest_on = torch.device("cpu") if policy.cpu_offload else device
     for slots in parameter_slots(model).values():
         meta = cast(Any, slots[0].module)._parameters[slots[0].leaf]  # modules read scalars through a property
-        if isinstance(meta, DTensor):
-            continue
-        weight = nn.Parameter(torch.empty_like(meta, device=rest_on), requires_grad=meta.requires_grad)
-        for slot in slots:
-            cast(Any, slot.module)._parameters[slot.leaf] = weight
+        if not isinstance(meta, DTensor):
+            put_parameter(slots, torch.empty_like(meta, device=rest_on), meta.requires_grad)
     if not isinstance(model, FSDPModule):
         return
 

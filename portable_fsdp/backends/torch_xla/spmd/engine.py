@@ -146,9 +146,8 @@ class XlaBackend(PjrtBackend):
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
-            laid_out = nn.Parameter(self._make(weight.shape, weight.dtype, spec, fetch), weight.requires_grad)
-            for place in shared:  # one Parameter for all slots: tied weights stay tied
-                place.module._parameters[place.leaf] = laid_out
+            laid_out = self._make(weight.shape, weight.dtype, spec, fetch)
+            contract.put_parameter(shared, laid_out, weight.requires_grad)
         for module in model.modules():
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
