@@ -6,7 +6,7 @@ torch's own functions (`torch.utils._pytree`) treat a dataclass, a subclass of d
 import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain, filterfalse
 from operator import is_
 from types import MemberDescriptorType, ModuleType
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 _FIXED = (tuple, set, frozenset)
 _CONTAINERS = (dict, list, deque, *_FIXED)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _WHOLE = (str, bytes, int, float, complex, type, ModuleType, nn.Module)  # hold no tensors to find
 
 _Contents = tuple[dict[Any, Any], dict[str, Any]]  # items by key or index, and attributes
@@ -98,10 +97,14 @@ def grad_tensors(value: Any) -> list[Tensor]:
 def tensors_of_modules(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the tensors that the user's code keeps in attributes of modules, also inside lists and dicts."""
     values = ((name, value) for module in modules for name, value in vars(module).items())
+    own = _of_every_module()  # fully_shard's attributes begin with __
     kinds = (Tensor, list, tuple, dict)
-    # fully_shard's attributes begin with __
-    own = [v for name, v in values if isinstance(v, kinds) and name not in _OF_EVERY_MODULE and name[:2] != "__"]
-    return tensors_in(own)
+    return tensors_in([v for name, v in values if isinstance(v, kinds) and name not in own and name[:2] != "__"])
+
+
+@cache
+def _of_every_module() -> frozenset[str]:
+    return frozenset(vars(nn.Module()))
 
 
 class _Place(NamedTuple):
