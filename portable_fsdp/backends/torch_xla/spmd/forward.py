@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.contract import Forward
-from portable_fsdp.backends.torch_xla.runtime import Keep, is_float, wants_gradient
+from portable_fsdp.backends.nested import grad_tensors
+from portable_fsdp.backends.torch_xla.runtime import Keep, is_float
 from portable_fsdp.backends.weight_uses import Use, cast_weight, distinct, swapped
 from portable_fsdp.layout import Spec
 
@@ -149,8 +150,7 @@ def finish_backward(layer: nn.Module, barrier: Barrier) -> None:
         barrier([*done, gradient])
 
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if wants_gradient(leaf)]
-        if inputs:
-            inputs[0].register_hook(wait_for_weights)
+        for tensor in grad_tensors((args, kwargs))[:1]:
+            tensor.register_hook(wait_for_weights)
 
     layer.register_forward_pre_hook(hook, with_kwargs=True)
