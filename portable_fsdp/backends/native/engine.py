@@ -135,9 +135,10 @@ class NativeBackend(contract.Backend):
         self._row_parts: RowParts | None = None
         self.split_tokens: Callable[[contract.Batch], contract.Batch] = dict
         if "context" in self.axes:
-            from portable_fsdp.backends.native.context import row_parts, split_tokens
+            from portable_fsdp.backends.native.context import gather_tokens, split_tokens
 
-            self._row_parts = row_parts(self._along("context"))
+            group = self._along("context")
+            self._row_parts = RowParts(group.index, group.count, partial(gather_tokens, group))
             self.split_tokens = partial(split_tokens, parts=self._row_parts)
         self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
