@@ -27,6 +27,7 @@ from portable_fsdp.runtime.host import host_memory_bytes
 from portable_fsdp.runtime.watchdog import LONG_S, Watchdog
 
 if TYPE_CHECKING:
+    from portable_fsdp.backends.peers import Peers
     from portable_fsdp.optim.counting import LossScaler
     from portable_fsdp.quantised.tables import ByteTable
     from portable_fsdp.tensor_plan import TensorPlan
@@ -174,6 +175,7 @@ class Backend(Closing):
     axes: Mapping[str, int]  # mesh axis -> number of devices along it (`layout.mesh_axes`)
     expected_compilations: int  # of the train step, evaluation and samples in a whole run; 0: nothing is compiled
     runs_blocks: bool = False  # it computes attention over blocks (flex) in compiled layers
+    _peers: "Peers | None" = None  # watches the other processes, if the engine forms their group
     loss_scaler: "LossScaler | None" = None  # in float16: `clip_grad_norm` divides gradients by its scale
 
     @abstractmethod
@@ -320,9 +322,11 @@ class Backend(Closing):
         return None
 
     def watch(self, watchdog: Watchdog) -> None:
-        """Tell the other processes what this one does, and `watchdog` for whom it waits. Here they don't watch each
-        other, and each may wait for a callback of process 0."""
-        if self.process.count > 1:
+        """Tell the other processes what this one does, and `watchdog` for whom it waits. Without `_peers` they don't
+        watch each other, and each may wait for a callback of process 0."""
+        if self._peers is not None:
+            self._peers.watch(watchdog)
+        elif self.process.count > 1:
             watchdog.note("", LONG_S)
 
     @abstractmethod
@@ -381,6 +385,13 @@ def parameter_slots(model: nn.Module) -> dict[str, list[ParameterSlot]]:
         name = first.setdefault(id(parameter), fqn)
         slots.setdefault(name, []).append(ParameterSlot(model.get_submodule(owner), leaf))
     return slots
+
+
+def put_parameter(slots: Sequence[ParameterSlot], data: Tensor, requires_grad: bool) -> None:
+    """Put one new parameter into all slots: tied weights stay tied."""
+    parameter = nn.Parameter(data, requires_grad)
+    for slot in slots:
+        cast(Any, slot.module)._parameters[slot.leaf] = parameter
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The table of engines, their specs, and the choice of an engine. Names engines without importing them or torch."""
 
-import importlib
 import importlib.util
 import os
 import pkgutil
@@ -43,7 +42,17 @@ class Package(NamedTuple):
     name: str
     fix: str  # how to install it, a sentence
     is_usual: bool = True  # plans and fixes may assume it; users of a device's other engines know about them
-    check: Callable[[], None] = lambda: None  # raises BackendError if the installation can't work
+    checked_by: str = ""  # "module:function" of the environment, imported when it is needed
+    prepared_by: str = ""  # the same, of the processes of this host and the environment
+
+    def check(self) -> None:
+        """Raise BackendError if the installation can't work."""
+        if self.checked_by:
+            pkgutil.resolve_name(self.checked_by)(os.environ)
+
+    def prepare_start(self, processes: int) -> "Hosts | None":
+        """Return the rendezvous of several hosts, if there are any; runs in the parent process."""
+        return pkgutil.resolve_name(self.prepared_by)(processes, os.environ) if self.prepared_by else None
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,6 @@ class EngineSpec:
     rules: "tuple[Rule, ...]"  # refusals, in addition to those of all engines (`refusals.py`)
     processes: ProcessCount
     launcher_counts_devices: bool  # the launcher starts one process per device; else only the engine knows the number
-    prepare_start: "Callable[[str, int, Mapping[str, str]], Hosts | None]" = lambda device, processes, environ: None
-    """(device, processes of this host, environment) -> rendezvous of several hosts; runs in the parent process."""
     planned_by: Mapping[str, PlanMethod] = field(default_factory=dict[str, PlanMethod])
     """Device -> method; devices for which nothing plans are left out."""
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -150,8 +157,7 @@ def open_backend(
             f"{key}: expected a value, found auto, which launch resolves.\n"
             "  plan prints one; an own loop calls portable_fsdp.train.auto.resolve_auto."
         )
-    module, _, name = spec_of(backend).engine.partition(":")
-    return cast("Backend", getattr(importlib.import_module(module), name)(device, config, num_devices))
+    return cast("Backend", pkgutil.resolve_name(spec_of(backend).engine)(device, config, num_devices))
 
 
 def local_processes(device: str, backend: str, num_devices: int | None) -> int:
@@ -164,7 +170,7 @@ def run_in_processes(
 ) -> int | None:
     """Run `python -m module argv` in `processes` processes of this host, and return their exit code. None if this
     process is the only one, or a launcher started it."""
-    hosts = spec_of(backend).prepare_start(device, processes, os.environ) if launch.is_alone else None
+    hosts = spec_of(backend).packages[device].prepare_start(processes) if launch.is_alone else None
     if processes == 1 and hosts is None:
         return None
     from portable_fsdp.runtime.rendezvous import run_processes

@@ -438,11 +438,10 @@ RULES = (
         "its step counts are on the host, which would wait for the device to report an overflow",
         when=lambda c, p: "float16" in c.precision.dtypes,
     ),
-    Rule(
+    *refused(
         "sharding.tensor with model.lora.dora",
         "a device has no whole weight, whose norms DoRA scales",
-        lambda c, p: c.sharding.tensor > 1 and c.model.lora is not None and c.model.lora.dora,
-        ("sharding.tensor=1",),
+        when=lambda c, p: c.model.lora is not None and c.model.lora.dora,
     ),
     *refused("precision.products with model.lora", "peft has its own layers", when=lambda c, p: bool(c.model.lora)),
     Rule(

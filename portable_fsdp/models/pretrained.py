@@ -20,7 +20,7 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches
 from portable_fsdp.models.architecture import last_line, log_unknown_keys, mapping_of, models_of, unknown_keys
 from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
-from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill
+from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill, names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
 
@@ -137,7 +137,8 @@ class PretrainedWeights:
         self._tensors = ConvertedTensors(file, twin)
         stored = stored_tensors(model)
         self._dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-        aliases = _aliases(model, stored)
+        tied = names_of_weights(model)  # a folder may hold any name of a tied weight
+        aliases = {first: tied.get(tensor, [first]) for first, tensor in stored.items()}
         stored_names = {first: [n for n in names if n in self._tensors.shapes] for first, names in aliases.items()}
         missing = [names for first, names in aliases.items() if not stored_names[first]]
         _refuse_missing(file, model, missing, len(aliases), allow)
@@ -160,7 +161,7 @@ class PretrainedWeights:
     def stored(self, fqn: str) -> Any:
         """Return `TensorFile.stored` of a weight; None also if it is joined from several tensors."""
         name = self._where.get(fqn)
-        return None if name is None or self._tensors.is_joined(name) else self._file.stored(self._tensors.keys[name][0])
+        return None if name is None or name in self._tensors.joined else self._file.stored(self._tensors.keys[name][0])
 
     def is_quantised(self, fqn: str) -> bool:
         """Whether any tensor of a weight is quantised in the file."""
@@ -282,14 +283,6 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _aliases(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """First FQN of each stored tensor -> all its FQNs (tied weights have several; a folder may hold any)."""
-    names = {id(tensor): {name: None} for name, tensor in stored.items()}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        names[id(tensor)][name] = None
-    return {next(iter(each)): list(each) for each in names.values()}
-
-
 def vocabulary_tables(model: Any) -> list[str]:
     """First FQNs of the embedding and the head, with its bias: tensors with one row per id."""
     modules = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
@@ -316,11 +309,12 @@ class ConvertedTensors:
     transformers' private tables (`conversion_mapping`) as `from_pretrained` does (tested with 5.23), but lazily: it
     reads a renamed tensor by the slice, makes a joined one on demand, and keeps that until the next.
 
-    `shapes`: by the model's names; `keys`: the file's keys of each name; `unexpected`: the other keys."""
+    `shapes`: by the model's names; `keys`: the file's keys of each name; `unexpected`: the other keys; `joined`:
+    names of tensors made from several keys, and how."""
 
     def __init__(self, file: TensorFile, model: Any) -> None:
         self._file, self._model = file, model
-        self._groups: dict[str, _Group] = {}
+        self.joined: dict[str, _Group] = {}
         self._last: tuple[_Group, dict[str, Tensor]] | None = None
         self.keys: dict[str, list[str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -328,16 +322,13 @@ class ConvertedTensors:
         self._sort(file.shapes)
 
     def read(self, name: str, slices: TensorSlices) -> Tensor:
-        group = self._groups.get(name)
+        group = self.joined.get(name)
         if group is None:
             return self._file.read(self.keys[name][0], slices)
         if self._last is None or self._last[0] is not group:
             self._last = None  # dropped first, so that two are never in memory
             self._last = (group, self._make(group, lambda key: self._file.read(key, ())))
         return self._last[1][name][slices].clone()
-
-    def is_joined(self, name: str) -> bool:
-        return name in self._groups
 
     def _sort(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -363,7 +354,7 @@ class ConvertedTensors:
             tensors = self._make(group, lambda key: torch.empty(shapes[key], device="meta"))
             for name, tensor in tensors.items():
                 self._add(name, [key for _, key in group.sources], tuple(tensor.shape))
-                self._groups[name] = group
+                self.joined[name] = group
 
     def _add(self, name: str, keys: list[str], shape: tuple[int, ...]) -> None:
         if name in self.keys:

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from portable_fsdp.config.describe import is_inside
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Region, Spec, full_region, weight_spec
 from portable_fsdp.models.experts import expert_modules
-from portable_fsdp.models.weights import TensorSlices, WeightFill, plain_name
+from portable_fsdp.models.weights import TensorSlices, WeightFill, names_of_weights, plain_name
 from portable_fsdp.quantised.layers import is_linear
 from portable_fsdp.quantised.tables import BLOCK, NESTED, NF4, ByteTable, constants, dequantise, nested_levels
 from portable_fsdp.runtime.errors import ConfigError
@@ -53,9 +53,7 @@ def quantised_tables(
     table.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    owners: dict[int, list[str]] = {}
-    for fqn, weight in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(weight), []).append(fqn)
+    names = names_of_weights(model)
     tables, outside, experts = dict[str, ByteTable](), [*outside], expert_modules(model)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     scores = {1, *(getattr(getattr(model, "config", None), key, None) for key in keys)}  # outputs of routers
@@ -63,7 +61,7 @@ def quantised_tables(
         if not is_inside(name, layers) or is_inside(name, outside) or module is head:
             continue
         own = dict(module.named_parameters(recurse=False))
-        is_frozen = own and not any(weight.requires_grad or len(owners[id(weight)]) > 1 for weight in own.values())
+        is_frozen = own and not any(weight.requires_grad or len(names[weight]) > 1 for weight in own.values())
         is_layer = is_linear(module) and len(own.get("weight", ())) not in scores
         if is_frozen and (is_layer or name in experts):
             dims = 3 if name in experts else 2
@@ -152,19 +150,14 @@ def nf4_codes(values: Tensor, scales: Tensor, count: int) -> Tensor:
     `count`: weights without padding. bitsandbytes divides in a block that isn't whole, and multiplies elsewhere.
     """
     blocks, scales = values.unflatten(-1, (-1, BLOCK)), scales.clamp(min=1e-38)
-    normed, partial = blocks * (1.0 / scales)[..., None], count // BLOCK
+    normed, last = blocks * (1.0 / scales)[..., None], count // BLOCK
     if count < values.numel() and count % BLOCK:
-        normed.view(-1, BLOCK)[partial] = blocks.reshape(-1, BLOCK)[partial] / scales.flatten()[partial]
+        normed.view(-1, BLOCK)[last] = blocks.reshape(-1, BLOCK)[last] / scales.flatten()[last]
     normed, codes = normed.clamp_(-1, 1), torch.zeros(normed.shape, dtype=torch.uint8)
     for low, high in itertools.pairwise(torch.tensor(NF4)):
         codes += normed > (low + high) / 2  # 4 times as fast as torch.bucketize
     codes = codes.flatten(-2)
     return (codes[..., 0::2] << 4) | codes[..., 1::2]
-
-
-def int8_codes(values: Tensor, scales: Tensor) -> Tensor:
-    """`[..., n]`, `[..., 1]` -> int8; a row of zeros stays zero."""
-    return (values * (127.0 / scales)).round_().nan_to_num_(0.0).to(torch.int8)
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
@@ -210,7 +203,7 @@ class TableFill:
         if stored is None:  # a scale is that of a weight's whole row
             values = self._values(fqn, table, whole)
             scales = values.abs().amax(dim=(-1, -2), keepdim=True)
-            codes = int8_codes(values, scales)
+            codes = (values * (127.0 / scales)).round_().nan_to_num_(0.0).to(torch.int8)  # a row of zeros stays zero
         else:
             codes = _by_rows(stored.codes, table, whole)
             scales = cast(Tensor, stored.scales).view(*table.shape[:-1], 1, 1)[whole[:-1]]
@@ -283,17 +276,13 @@ def _per_row(numbers: Tensor, table: ByteTable, count: int) -> Tensor:
     return nn.functional.pad(numbers[:total], (0, max(0, total - len(numbers)))).view(*rows, count)
 
 
-def dequantised_fill(fill: WeightFill, tables: Mapping[str, ByteTable]) -> WeightFill:
-    """Return the `fill` of the weights themselves: quantised ones, float32, dequantised from `fill`'s bytes."""
-
-    def read(fqn: str, slices: TensorSlices) -> Tensor:
-        table = tables.get(fqn)
-        if table is None:
-            return fill(fqn, slices)
-        weight = dequantise(fill(fqn, ()), table, torch.float32, constants(table.scheme))
-        return weight[slices] if slices else weight
-
-    return read
+def _dequantised(fill: WeightFill, tables: Mapping[str, ByteTable], fqn: str, slices: TensorSlices) -> Tensor:
+    """The `fill` of the weights themselves: quantised ones, float32, dequantised from `fill`'s bytes."""
+    table = tables.get(fqn)
+    if table is None:
+        return fill(fqn, slices)
+    weight = dequantise(fill(fqn, ()), table, torch.float32, constants(table.scheme))
+    return weight[slices] if slices else weight
 
 
 def as_quantised(
@@ -308,7 +297,7 @@ def as_quantised(
         name: ByteTable(scheme, shape, units.get(scheme, shape[-1]), is_flat=scheme != "int8")
         for name, shape in shapes.items()
     }
-    return dequantised_fill(TableFill(fill, tables, stored), tables)
+    return partial(_dequantised, TableFill(fill, tables, stored), tables)
 
 
 def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Config) -> "BuiltModel":
@@ -336,7 +325,7 @@ def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Co
     frozen = replace(
         base,
         names=base.names if config.model.lora is not None else frozenset(tables),
-        fill=dequantised_fill(fill, tables),
+        fill=partial(_dequantised, fill, tables),
         scheme=scheme,
         quantised={fqn: table.shape for fqn, table in tables.items()},
     )

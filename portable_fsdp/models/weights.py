@@ -63,6 +63,14 @@ def plain_name(fqn: str) -> str:
     return fqn.replace(".base_layer.", ".")
 
 
+def names_of_weights(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Weight -> all its FQNs: a tied one has several."""
+    names: dict[Tensor, list[str]] = {}
+    for fqn, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(weight, []).append(fqn)
+    return names
+
+
 def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:
     """Create the real buffers of `model`; computed ones (rotary frequencies) get their values from `_init_weights`.
 

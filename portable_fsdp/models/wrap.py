@@ -8,6 +8,7 @@ from torch import nn
 
 from portable_fsdp.config.describe import is_inside, matching
 from portable_fsdp.config.schema import Memory, Precision, Sharding
+from portable_fsdp.models.weights import names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -237,7 +238,4 @@ def _tables(model: nn.Module) -> list[str]:
 
 def _shared(model: nn.Module) -> list[list[str]]:
     """Return all FQNs of each tied parameter."""
-    names: dict[int, list[str]] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(fqn)
-    return [places for places in names.values() if len(places) > 1]
+    return [names for names in names_of_weights(model).values() if len(names) > 1]

@@ -17,12 +17,6 @@ from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
 from portable_fsdp.runtime.factory import call_user, described, load_factory
 
 
-def adamw_prepare(group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-    """Return the numbers that `adamw_update` needs for all parameters of one group and count."""
-    first, second = (_bias_correction(beta, count) for beta in group["betas"])
-    return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
-
-
 def _bias_correction(beta: float, count: Number) -> Number:
     """Return 1 - beta^count; on the device by expm1, since float32 would lose digits if beta^count is about 1."""
     if isinstance(count, Tensor):
@@ -30,42 +24,39 @@ def _bias_correction(beta: float, count: Number) -> Number:
     return 1 - beta**count
 
 
-def adamw_update(
-    state: dict[str, Any],
-    parameter: Tensor,
-    gradient: Tensor,
-    group: dict[str, Any],
-    prepared: tuple[Number, ...],
-    decoupled: bool = True,
-) -> None:
-    """Apply AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch does.
+def _decay_and_subtract(parameter: Tensor, step: Tensor, group: dict[str, Any]) -> None:
+    """parameter = parameter * (1 - lr * w) - step, with the weight decay w scaled by lr as in torch's AdamW."""
+    if group["weight_decay"]:
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.sub_(step)
+
+
+class AdamW(CountingOptimizer):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) for a compiled step, as torch computes it.
 
     m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
     parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
     Without `decoupled` it is torch's Adam: w * parameter is added to the gradient.
     """
-    (beta1, beta2), (shrink, size, root) = group["betas"], prepared
-    if not state:
-        state["step"] = torch.zeros(())
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-    state["step"] += 1
-    if group["weight_decay"] and not decoupled:
-        gradient = gradient + group["weight_decay"] * parameter
-    mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-    square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    if group["weight_decay"] and decoupled:
-        parameter.mul_(shrink)
-    parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
-
-
-class AdamW(CountingOptimizer):
-    """AdamW, or Adam (without `decoupled`), for a compiled step."""
 
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return adamw_prepare(group, count)
+        first, second = (_bias_correction(beta, count) for beta in group["betas"])
+        return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        adamw_update(self.state[parameter], parameter, gradient, group, prepared, group.get("decoupled", True))
+        state, decoupled = self.state[parameter], group.get("decoupled", True)
+        (beta1, beta2), (shrink, size, root) = group["betas"], prepared
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["step"] += 1
+        if group["weight_decay"] and not decoupled:
+            gradient = gradient + group["weight_decay"] * parameter
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if group["weight_decay"] and decoupled:
+            parameter.mul_(shrink)
+        parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
 
 
 class SGD(CountingOptimizer):
@@ -81,9 +72,7 @@ class SGD(CountingOptimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             gradient = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(gradient * group["lr"])
+        _decay_and_subtract(parameter, gradient * group["lr"], group)
 
 
 class Lion(CountingOptimizer):
@@ -96,9 +85,7 @@ class Lion(CountingOptimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
         sign = state["exp_avg"].lerp(gradient, 1 - beta1).sign()
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(sign * group["lr"])
+        _decay_and_subtract(parameter, sign * group["lr"], group)
         state["exp_avg"].lerp_(gradient, 1 - beta2)
 
 
@@ -137,9 +124,7 @@ class Adafactor(CountingOptimizer):
             root = state["exp_avg_sq"].add_((square - state["exp_avg_sq"]) * share).rsqrt()
         update = gradient * root
         rms = (update.square().sum() / update.numel()).sqrt()
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(update * (group["lr"] / rms.clamp(min=1.0)))
+        _decay_and_subtract(parameter, update * (group["lr"] / rms.clamp(min=1.0)), group)
 
 
 def _shapes(parameter: Tensor) -> dict[str, list[int]]:
@@ -160,7 +145,7 @@ def _mean_by_sum(tensor: Tensor, dim: int) -> Tensor:
 COEFFICIENTS, ITERATIONS, MUON_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan's, and torch.optim.Muon's
 
 
-class Muon(CountingOptimizer):
+class Muon(AdamW):
     """Muon (Jordan et al., kellerjordan.github.io/posts/muon) for groups with `is_hidden`, AdamW for the others.
 
     It is torch.optim.Muon(adjust_lr_fn="match_rms_adamw") (Liu et al., arXiv 2502.16982), so that one learning rate and
@@ -172,20 +157,18 @@ class Muon(CountingOptimizer):
     """
 
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return () if group.get("is_hidden") else adamw_prepare(group, count)
+        return () if group.get("is_hidden") else super().prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        state = self.state[parameter]
         if not group.get("is_hidden"):
-            adamw_update(state, parameter, gradient, group, prepared)
+            super().update(parameter, gradient, group, *prepared)
             return
+        state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         orthogonal = orthogonalized(gradient.lerp(mean, group["momentum"]), group["compute"])
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(orthogonal * (group["lr"] * (0.2 * max(parameter.shape) ** 0.5)))
+        _decay_and_subtract(parameter, orthogonal * (group["lr"] * (0.2 * max(parameter.shape) ** 0.5)), group)
 
 
 def orthogonalized(matrix: Tensor, compute: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from workers import GetWorkers, Group
 
-from portable_fsdp.backends.torch_xla.spmd import engine, splash
+from portable_fsdp.backends.torch_xla.spmd import attention, engine, splash
 from portable_fsdp.backends.torch_xla.spmd.attention import _like_forward
 from portable_fsdp.backends.torch_xla.spmd.splash import Kernel, splash_backward, splash_forward
 from portable_fsdp.backends.torch_xla.spmd.tensors import as_operation
@@ -181,7 +181,7 @@ def kernel_run(case: Case, interpreted: bool) -> dict[str, Any]:
     run = splash.run_kernel
     with (
         backend,
-        patch.object(splash, "run_kernel", counted),
+        patch.object(attention, "run_kernel", counted),
         patch.object(engine, "LayerAttention", partial(engine.LayerAttention, interpret=True)),
         patch.object(engine, "MeshExperts", partial(engine.MeshExperts, interpret=True)),
     ):

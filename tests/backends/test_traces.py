@@ -15,7 +15,6 @@ from test_contract import ADAMW
 from torch.nn.modules.module import register_module_forward_pre_hook
 from workers import GetWorkers, Group, Run
 
-from portable_fsdp.backends.native.engine import COLLECTIVES
 from portable_fsdp.backends.native.profile import operations
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches
@@ -86,7 +85,7 @@ def test_kernels_of_a_gpu_belong_to_the_unit_that_launched_them() -> None:
         kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 20.0, 2, 31, **gather),
         kernel("nvjet_tst_128x256", 30.0, 1, 7),
     ]
-    collective, product = operations(events, COLLECTIVES)
+    collective, product = operations(events)
     assert (collective.name, collective.kind, collective.bytes) == ("all_gather", "communication", 1600)
     assert (product.kind, product.module, product.stream, product.device) == ("compute", "layers.3", "7", "cuda:0")
     assert product.seconds == pytest.approx(1e-5)

@@ -16,14 +16,10 @@ _OF_TOKENS = ("input_ids", "labels", "positions", "is_last")
 """The tensors of a batch that are split; `segments` stay whole, since queries see the documents of all keys."""
 
 
-def row_parts(group: Group) -> RowParts:
-    """Return the place of this process among those that split a row."""
-
-    def gather(tokens: Tensor) -> Tensor:
-        first, second = enter(tokens, group, 0).unflatten(0, (group.count, 2, -1)).unbind(1)
-        return torch.cat([first, second.flip(0)]).flatten(0, 1)
-
-    return RowParts(group.index, group.count, gather)
+def gather_tokens(group: Group, tokens: Tensor) -> Tensor:
+    """Implement `RowParts.gather` for the processes that split a row."""
+    first, second = enter(tokens, group, 0).unflatten(0, (group.count, 2, -1)).unbind(1)
+    return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
 
 def split_tokens(batch: Batch, parts: RowParts) -> Batch:

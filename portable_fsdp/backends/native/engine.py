@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends import contract
 from portable_fsdp.backends.native.units import (
+    COLLECTIVES,
     ComputeTime,
     local_part,
     materialise,
@@ -67,8 +68,6 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.native.offload import ActivationOffload
     from portable_fsdp.backends.native.prefetch import Prefetch
     from portable_fsdp.backends.native.torchtpu import TpuPrograms
-    from portable_fsdp.backends.peers import Peers
-    from portable_fsdp.runtime.watchdog import Watchdog
     from portable_fsdp.tensor_plan import TensorPlan
 
 log = logging.getLogger("portable_fsdp")
@@ -76,12 +75,6 @@ log = logging.getLogger("portable_fsdp")
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}  # of torch.distributed
 MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # torch's names
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-COLLECTIVES = {  # torch's name -> the contract's
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-    "c10d::alltoall_base_": "all_to_all",
-}
 
 
 class NativeBackend(contract.Backend):
@@ -110,7 +103,6 @@ class NativeBackend(contract.Backend):
             prefer_expandable_segments()
             torch.cuda.set_device(self.device)
             self.device_name = torch.cuda.get_device_name(self.device)
-        self._peers: Peers | None = None
         if self._owns_group:
             rank = contract.Partition(launch.rank, launch.world_size)
             if not launch.is_alone:
@@ -143,9 +135,10 @@ class NativeBackend(contract.Backend):
         self._row_parts: RowParts | None = None
         self.split_tokens: Callable[[contract.Batch], contract.Batch] = dict
         if "context" in self.axes:
-            from portable_fsdp.backends.native.context import row_parts, split_tokens
+            from portable_fsdp.backends.native.context import gather_tokens, split_tokens
 
-            self._row_parts = row_parts(self._along("context"))
+            group = self._along("context")
+            self._row_parts = RowParts(group.index, group.count, partial(gather_tokens, group))
             self.split_tokens = partial(split_tokens, parts=self._row_parts)
         self._counter = _CollectiveCounter()
         # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
@@ -299,14 +292,14 @@ class NativeBackend(contract.Backend):
         return {name: tensor.to(self.device, non_blocking=pins) for name, tensor in rows.items()}
 
     def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
-        is_counted = self._counts_collectives and name not in ("evaluate", "sample")
-        return self._counting_once()(fn) if is_counted else fn
+        if not self._counts_collectives or name in ("evaluate", "sample"):
+            return fn
 
-    @contextmanager
-    def _counting_once(self) -> Generator[None]:
-        """Context of each program: count its collectives until the first step is over."""
-        with nullcontext() if self._first_step_is_over else self._counter:
-            yield
+        def counted(*args: Any) -> contract.Metrics:
+            with nullcontext() if self._first_step_is_over else self._counter:
+                return fn(*args)
+
+        return counted
 
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
@@ -489,10 +482,6 @@ class NativeBackend(contract.Backend):
             return None
         return dict(self._counter.traffic)
 
-    def watch(self, watchdog: "Watchdog") -> None:
-        if self._peers:
-            self._peers.watch(watchdog)
-
     def compute_seconds(self) -> float | None:
         return self._compute_time.take() if self._compute_time else None
 
@@ -511,7 +500,7 @@ class NativeBackend(contract.Backend):
 
         if self.device.type == "tpu":  # requested during a run; observe.profile is refused
             raise BackendError("torch.profiler records no operation that TorchTPU runs on a chip")
-        return start_trace(folder, COLLECTIVES)
+        return start_trace(folder)
 
     def _regions(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> list[tuple[Region, Region]]:
         """The regions of a whole tensor that this process holds, each with its region in the local tensor."""

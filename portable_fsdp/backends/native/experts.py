@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from portable_fsdp.backends.contract import ShardPolicy, parameter_slots
+from portable_fsdp.backends.contract import ShardPolicy, parameter_slots, put_parameter
 from portable_fsdp.backends.native.groups import Group, exchange
 from portable_fsdp.runtime.errors import BackendError
 
@@ -29,8 +29,7 @@ def distribute_experts(model: nn.Module, policy: ShardPolicy, group: Group, shar
                     "another sharding.expert."
                 )
             own = weight.new_empty((len(weight) // group.count, *weight.shape[1:]))
-            for slot in slots:
-                cast(Any, slot.module)._parameters[slot.leaf] = nn.Parameter(own, requires_grad=weight.requires_grad)
+            put_parameter(slots, own, weight.requires_grad)
     assert policy.process_experts is not None
     groups = policy.process_experts(group.count, policy.expert_capacity, partial(exchange, group))
     for name in policy.experts:

@@ -1,9 +1,5 @@
 """The options that native (FSDP2) refuses, and notes on how it honours others. Imports no torch."""
 
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 from portable_fsdp.backends.open import EngineSpec, Package
 from portable_fsdp.backends.refusals import (
     Deployment,
@@ -18,9 +14,6 @@ from portable_fsdp.backends.refusals import (
     without,
 )
 from portable_fsdp.config.schema import Config
-
-if TYPE_CHECKING:
-    from portable_fsdp.runtime.rendezvous import Hosts
 
 
 def _compiler(config: Config, place: Deployment) -> str | None:
@@ -181,26 +174,13 @@ NOTES = {
 }
 
 
-def _prepare_start(device: str, processes: int, environ: Mapping[str, str]) -> "Hosts | None":
-    if device != "tpu":
-        return None
-    from portable_fsdp.backends.native import torchtpu
-
-    return torchtpu.prepare_start(processes, environ)
-
-
-def _check_torch_tpu() -> None:
-    from portable_fsdp.backends.native import torchtpu
-
-    torchtpu.check(os.environ)
-
-
 _TORCH = Package("torch", "In a checkout of portable_fsdp: pip install '.'")
 _TORCH_TPU = Package(
     "torch_tpu",
     "In a checkout of portable_fsdp, in a new environment: pip install '.[torchtpu]'. With torch_xla: --backend=xla.",
     is_usual=False,
-    check=_check_torch_tpu,
+    checked_by="portable_fsdp.backends.native.torchtpu:check",
+    prepared_by="portable_fsdp.backends.native.torchtpu:prepare_start",
 )
 
 SPEC = EngineSpec(
@@ -213,5 +193,4 @@ SPEC = EngineSpec(
     # One process per device; on CPU one by default.
     processes=lambda device, requested, count: requested or (1 if device == "cpu" else count(device)),
     launcher_counts_devices=True,
-    prepare_start=_prepare_start,
 )

@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from portable_fsdp.backends.contract import Operation
+from portable_fsdp.backends.native.units import COLLECTIVES
 
 TraceEvent = Mapping[str, Any]
 """An event of a Chrome trace; `ts` and `dur` are in microseconds."""
@@ -29,11 +30,8 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _MARK = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward|post_backward_accumulate)(?: \((.*)\))?")
 
 
-def start_trace(folder: Path, kinds: Mapping[str, str]) -> Callable[[], Callable[[], list[Operation]]]:
-    """Implement `Backend.start_trace`: record this process for trace.json.gz and memory.csv.
-
-    `kinds`: torch's names of collectives -> the contract's.
-    """
+def start_trace(folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
+    """Implement `Backend.start_trace`: record this process for trace.json.gz and memory.csv."""
     older = torch.empty(1)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     profiler = cast(Any, profile)(activities=activities, record_shapes=True, profile_memory=True)
@@ -53,7 +51,7 @@ def start_trace(folder: Path, kinds: Mapping[str, str]) -> Callable[[], Callable
         path.unlink()
         events: list[TraceEvent] = sorted(json.loads(content)["traceEvents"], key=lambda event: event["ts"])
         _write_memory(folder / "memory.csv", [event for event in events if event["name"] == "[memory]"])
-        return list(operations(events, kinds))
+        return list(operations(events))
 
     return stop
 
@@ -69,35 +67,33 @@ def _write_memory(path: Path, changes: Sequence[TraceEvent]) -> None:
             rows.writerow([(change["ts"] - changes[0]["ts"]) / 1e6, place, change["args"]["Total Allocated"]])
 
 
-def operations(events: Iterable[TraceEvent], kinds: Mapping[str, str]) -> Iterator[Operation]:
+def operations(events: Iterable[TraceEvent]) -> Iterator[Operation]:
     """Yield the operations of the GPU if the trace has any, else those of the CPU. `events`: sorted by time."""
     spans = [event for event in events if event["ph"] == "X"]
     module_at = _modules(spans)
     of_gpu = [event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not of_gpu:
-        yield from _of_cpu(spans, module_at, kinds)
+        yield from _of_cpu(spans, module_at)
     launches = {event["args"].get("correlation"): event for event in spans if event.get("cat") in _LAUNCHES}
     for event in of_gpu:
         name, args, kind, size = event["name"], event["args"], "copy", 0
         if event["cat"] == "kernel":
             kind = "communication" if name.startswith("ncclDevKernel") else "compute"
         if collective := args.get("Collective name"):
-            name = kinds.get(f"c10d::{collective}_", collective)
+            name = COLLECTIVES.get(f"c10d::{collective}_", collective)
             size = max(args["In msg nelems"], args["Out msg nelems"]) * _item_bytes(args["dtype"])
         launch = launches.get(args["correlation"])
         place = str(args["stream"]), f"cuda:{args['device']}"
         yield Operation(name, kind, *_time(event), *place, module_at(launch) if launch else "", size)
 
 
-def _of_cpu(
-    spans: Sequence[TraceEvent], module_at: Callable[[TraceEvent], str], kinds: Mapping[str, str]
-) -> Iterator[Operation]:
+def _of_cpu(spans: Sequence[TraceEvent], module_at: Callable[[TraceEvent], str]) -> Iterator[Operation]:
     threads_of_gloo = {event["tid"] for event in spans if event["name"].startswith("gloo:")}
-    started = [event for event in spans if event["name"] in kinds]
+    started = [event for event in spans if event["name"] in COLLECTIVES]
     for event in spans:
         name, stream = event["name"], str(event["tid"])
         if name.startswith("gloo:"):
-            kind, size = _pop_collective(started, event, kinds)
+            kind, size = _pop_collective(started, event)
             yield Operation(kind, "communication", *_time(event), stream, bytes=size)
         elif event["cat"] == "cpu_op" and _computes(name) and event["tid"] not in threads_of_gloo:
             yield Operation(name, "compute", *_time(event), stream, module=module_at(event))
@@ -108,13 +104,13 @@ def _computes(name: str) -> bool:
     return "::" in name and not name.startswith(("c10d::", "autograd::", "torch::autograd::"))
 
 
-def _pop_collective(started: list[TraceEvent], event: TraceEvent, kinds: Mapping[str, str]) -> tuple[str, int]:
+def _pop_collective(started: list[TraceEvent], event: TraceEvent) -> tuple[str, int]:
     """Return kind and bytes of the collective behind gloo's `event`: the earliest left in `started` with a tensor of
     that size. (gloo's reduce_scatter is called all_reduce.)"""
     numel, item_bytes = max(_sizes(event), default=0), _item_bytes(str(event["args"].get("Input type", [""])[0]))
     for index, call in enumerate(started):
         if numel in (sizes := _sizes(call)):
-            return kinds[started.pop(index)["name"]], max(sizes) * item_bytes
+            return COLLECTIVES[started.pop(index)["name"]], max(sizes) * item_bytes
     return event["name"].removeprefix("gloo:"), numel * item_bytes
 
 

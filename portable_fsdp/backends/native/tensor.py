@@ -7,6 +7,7 @@ slower, and wrongly where weights are tied.
 
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import signature
 from types import MethodType
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from portable_fsdp.backends.contract import parameter_slots
+from portable_fsdp.backends.contract import Forward, parameter_slots, put_parameter
 from portable_fsdp.backends.native.groups import Group, enter, gather, leave, split
 from portable_fsdp.backends.native.units import forward_of, local_part
 from portable_fsdp.layout import rows_of_shard
@@ -45,9 +46,7 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
             weight = model.get_parameter(fqn)
             shape = [*weight.shape]
             shape[part.dim] = sum(own.stop - own.start for own in split_ranges(part.sizes, group.index, group.count))
-            own = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
-            for slot in slots:
-                cast(Any, slot.module)._parameters[slot.leaf] = own
+            put_parameter(slots, weight.new_empty(shape), weight.requires_grad)
     for name, values in plan.attributes.items():
         vars(model.get_submodule(name)).update(values)
     for name, word in plan.words.items():
@@ -97,96 +96,81 @@ def _split_vocabulary(model: Any, plan: TensorPlan, group: Group, replace: Calla
 
 
 def _replacing() -> Callable[..., None]:
-    """Return a function that replaces the forward of a module by `make(forward, ...)`; equal modules get the same, so
-    that torch.compile makes one program for them."""
-    made = cache(lambda make, *settings: make(*settings))
+    """Return a function that replaces the forward of a module by `run(forward, *settings, module, ...)`; equal modules
+    get the same, so that torch.compile makes one program for them."""
 
-    def replace(module: Any, make: Callable[..., Callable[..., Any]], *settings: Any) -> None:
-        module.forward = MethodType(made(make, forward_of(module), *settings), module)
+    @cache
+    def made(run: Forward, *settings: Any) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(*settings, *args, **kwargs)
+
+        cast(Any, forward).__signature__ = signature(partial(run, *settings))  # a head's has `loss_input`
+        return forward
+
+    def replace(module: Any, run: Forward, *settings: Any) -> None:
+        module.forward = MethodType(made(run, forward_of(module), *settings), module)
 
     return replace
 
 
 def _placed(
-    forward: Callable[..., Any], move: Callable[..., None], before: tuple[Any, Any], after: tuple[Any, Any]
-) -> Callable[..., Any]:
+    forward: Forward,
+    move: Callable[..., None],
+    before: tuple[Any, Any],
+    after: tuple[Any, Any],
+    self: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Tell dropout which part of positions and features a module takes, and which it leaves."""
-
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        move(*before)
-        out = forward(self, *args, **kwargs)
-        move(*after)
-        return out
-
-    return run
+    move(*before)
+    out = forward(self, *args, **kwargs)
+    move(*after)
+    return out
 
 
-def _own_head(forward: Callable[..., Tensor], group: Group, heads: int, width: int) -> Callable[..., Tensor]:
+def _own_head(forward: Forward, group: Group, heads: int, width: int, self: nn.Module, hidden: Tensor) -> Tensor:
     start = group.index * heads // group.count * width
-
-    def run(self: nn.Module, hidden: Tensor) -> Tensor:
-        return forward(self, hidden)[..., start : start + width]
-
-    return run
+    return forward(self, hidden)[..., start : start + width]
 
 
-def _gathered(forward: Callable[..., Tensor], group: Group) -> Callable[..., Tensor]:
-    def run(self: nn.Module, hidden: Tensor) -> Tensor:
-        return gather(forward(self, hidden), group, -1)
-
-    return run
+def _gathered(forward: Forward, group: Group, self: nn.Module, hidden: Tensor) -> Tensor:
+    return gather(forward(self, hidden), group, -1)
 
 
-def _without_bias(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(self: Any, hidden: Tensor) -> Tensor:
-        if hasattr(self, "quantised"):
-            return forward(self, hidden, with_bias=False)
-        return hidden @ self.weight if hasattr(self, "nf") else F.linear(hidden, self.weight)
-
-    return run
+def _without_bias(forward: Forward, self: Any, hidden: Tensor) -> Tensor:
+    if hasattr(self, "quantised"):
+        return forward(self, hidden, with_bias=False)
+    return hidden @ self.weight if hasattr(self, "nf") else F.linear(hidden, self.weight)
 
 
-def _summed(
-    forward: Callable[..., Tensor], group: Group, splits_rows: bool, splits_input: bool
-) -> Callable[..., Tensor]:
-    def run(self: Any, hidden: Tensor) -> Tensor:
-        part = forward(self, split(hidden, group, -1) if splits_input else hidden)
-        out = leave(part, group, part.dim() - 2 if splits_rows else None)
-        bias = getattr(self, "base_layer", self)._parameters.get("bias")
-        return out if bias is None else out + bias
-
-    return run
+def _summed(forward: Forward, group: Group, splits_rows: bool, splits_input: bool, self: Any, hidden: Tensor) -> Tensor:
+    part = forward(self, split(hidden, group, -1) if splits_input else hidden)
+    out = leave(part, group, part.dim() - 2 if splits_rows else None)
+    bias = getattr(self, "base_layer", self)._parameters.get("bias")
+    return out if bias is None else out + bias
 
 
-def _block(forward: Callable[..., Any], group: Group, splits_rows: bool) -> Callable[..., Any]:
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_hidden(
-            args, kwargs, lambda hidden: enter(hidden, group, hidden.dim() - 2 if splits_rows else None)
-        )
-        return forward(self, *args, **kwargs)
-
-    return run
+def _block(forward: Forward, group: Group, splits_rows: bool, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = _with_hidden(
+        args, kwargs, lambda hidden: enter(hidden, group, hidden.dim() - 2 if splits_rows else None)
+    )
+    return forward(self, *args, **kwargs)
 
 
-def _experts(forward: Callable[..., Tensor], group: Group, splits_rows: bool) -> Callable[..., Tensor]:
+def _experts(
+    forward: Forward, group: Group, splits_rows: bool, self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
     """`forward(hidden [tokens, width], chosen experts [tokens, k], their weights [tokens, k])`."""
     dim = 0 if splits_rows else None
-
-    def run(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        chosen = group.gather(chosen, 0) if splits_rows else chosen
-        return leave(forward(self, enter(hidden, group, dim), chosen, enter(weights, group, dim)), group, dim)
-
-    return run
+    chosen = group.gather(chosen, 0) if splits_rows else chosen
+    return leave(forward(self, enter(hidden, group, dim), chosen, enter(weights, group, dim)), group, dim)
 
 
-def _whole_block(forward: Callable[..., Any], group: Group) -> Callable[..., Any]:
+def _whole_block(forward: Forward, group: Group, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Attention that the plan leaves whole: each process computes it for whole rows."""
-
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_hidden(args, kwargs, lambda hidden: gather(hidden, group, 1))
-        return _on_hidden(forward(self, *args, **kwargs), lambda hidden: split(hidden, group, 1))
-
-    return run
+    args, kwargs = _with_hidden(args, kwargs, lambda hidden: gather(hidden, group, 1))
+    return _on_hidden(forward(self, *args, **kwargs), lambda hidden: split(hidden, group, 1))
 
 
 def _with_hidden(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
@@ -203,32 +187,26 @@ def _on_hidden(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
 # --------------------------------------------------------------------------------------------------------- vocabulary
 
 
-def _look_up(forward: Callable[..., Tensor], group: Group, first: int) -> Callable[..., Tensor]:
+def _look_up(forward: Forward, group: Group, first: int, self: Any, input: Tensor) -> Tensor:
     """The embedding's own forward (Gemma's scales) on the words of this process; others give 0."""
-
-    def run(self: Any, input: Tensor) -> Tensor:
-        own, count = input - first, self.weight.shape[0]
-        is_own = (own >= 0) & (own < count)
-        embedded = forward(self, own.clamp(0, count - 1))
-        return leave(torch.where(is_own[..., None], embedded, 0.0), group, None)
-
-    return run
+    own, count = input - first, self.weight.shape[0]
+    is_own = (own >= 0) & (own < count)
+    embedded = forward(self, own.clamp(0, count - 1))
+    return leave(torch.where(is_own[..., None], embedded, 0.0), group, None)
 
 
-def _head(forward: Callable[..., Tensor], group: Group, first: int, vocabulary: int) -> Callable[..., Tensor]:
+def _head(
+    forward: Forward, group: Group, first: int, vocabulary: int, self: Any, hidden: Tensor, loss_input: Any = None
+) -> Tensor:
     """The loss of the logits of this process's words, in chunks; without `loss_input` the logits of all words."""
-
-    def run(self: Any, hidden: Tensor, loss_input: Any = None) -> Tensor:
-        hidden, plain = enter(hidden, group, None), MethodType(forward, self)
-        if loss_input is not None:
-            loss = loss_input.by_chunks(self, plain, hidden, partial(vocabulary_loss, group, first))
-            if loss is not None:
-                return loss
-        logits = plain(hidden)
-        padding = -(-vocabulary // group.count) - logits.shape[-1]  # where the processes don't divide the vocabulary
-        return gather(F.pad(logits, (0, padding)) if padding else logits, group, -1)[..., :vocabulary]
-
-    return run
+    hidden, plain = enter(hidden, group, None), MethodType(forward, self)
+    if loss_input is not None:
+        loss = loss_input.by_chunks(self, plain, hidden, partial(vocabulary_loss, group, first))
+        if loss is not None:
+            return loss
+    logits = plain(hidden)
+    padding = -(-vocabulary // group.count) - logits.shape[-1]  # where the processes don't divide the vocabulary
+    return gather(F.pad(logits, (0, padding)) if padding else logits, group, -1)[..., :vocabulary]
 
 
 def vocabulary_loss(group: Group, first: int, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

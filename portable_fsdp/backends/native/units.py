@@ -8,7 +8,7 @@ replaces forwards of instances and adds hooks; no wrapper changes a name.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -21,12 +21,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.contract import ShardPolicy, dropouts, output_head, parameter_slots
+from portable_fsdp.backends.contract import Forward, ShardPolicy, dropouts, output_head, parameter_slots, put_parameter
 from portable_fsdp.backends.nested import Replacement, flatten, floats_in
 from portable_fsdp.backends.weight_uses import dtype_of, in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
 
 ROOT = ""
+COLLECTIVES: Mapping[str, str] = {  # torch's name -> the contract's
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::alltoall_base_": "all_to_all",
+}
 
 # If SDPA has no kernel for its arguments (grouped heads on CPU), it runs as batched products and a softmax. These don't
 # count as "attention", or the experts' products would be kept with it.
@@ -71,7 +77,7 @@ def shard_units(
     for name in (*reversed(units), ROOT):
         for names in (*groups[name], [name]):
             over, dim = (of_experts, 1) if of_experts and names[0] in experts else (mesh, 0)
-            _fully_shard(model, names, shared, policy, over, is_root=name == ROOT, dim=dim)
+            _fully_shard(model, names, shared, policy, over, dim)
         if policy.cast_inputs:
             cast_inputs(model.get_submodule(name), dtype_of(name, policy))
     _require_sharded(model, shared)
@@ -127,7 +133,7 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     )
 
 
-def forward_of(module: nn.Module) -> Callable[..., Any]:
+def forward_of(module: nn.Module) -> Forward:
     """Return the forward of its class, or its replacement, taking the module first: equal for equal layers."""
     forward = module.forward
     return forward.__func__ if isinstance(forward, MethodType) else lambda _, *args, **named: forward(*args, **named)
@@ -142,15 +148,27 @@ _in_own_dtype = cache(in_own_dtype)  # equal layers get the same function
 def prepare_layers(model: nn.Module, policy: ShardPolicy, places: Sequence[str]) -> None:
     """Put layers under gradient checkpointing, and compile them. `places`: modules whose hooks break a graph."""
     for name in dict.fromkeys((*policy.recompute, *policy.layers)):
-        layer = model.get_submodule(name)
-        holds_units = any(_is_in(inner, name) for inner in places)
-        # torch.compile can't trace the counts of dropouts inside a checkpoint, so the checkpoint goes around.
-        if name in policy.recompute and not policy.draws_by_keys:
-            recompute(layer, policy, whole=holds_units)
-        if name in policy.layers and policy.compile_backend is not None:
-            compile_layer(layer, policy.compile_backend, breaks=holds_units)
-        if name in policy.recompute and policy.draws_by_keys:
-            recompute(layer, policy, whole=holds_units, forward=forward_of(layer))
+        prepare_layer(model, policy, name, holds_units=any(_is_in(inner, name) for inner in places))
+
+
+def prepare_layer(
+    model: nn.Module, policy: ShardPolicy, name: str, *, holds_units: bool = False, forward: Forward | None = None
+) -> None:
+    """Put one layer under gradient checkpointing, and compile it with static shapes, without its hooks.
+
+    Hooks of inner units break the graph. `forward`: what is recomputed, in place of the layer's own.
+    """
+    layer, compiler = model.get_submodule(name), policy.compile_backend if name in policy.layers else None
+    # torch.compile can't trace the counts of dropouts inside a checkpoint, so the checkpoint goes around.
+    is_outside = policy.draws_by_keys and compiler is not None
+    if name in policy.recompute and not is_outside:
+        recompute(layer, policy, whole=holds_units, forward=forward)
+    if compiler is not None:
+        # torch's default is inductor; torch_tpu makes its own compiler the default.
+        options: dict[str, Any] = {} if compiler == "auto" else {"backend": compiler}
+        layer.forward = torch.compile(layer.forward, **options, fullgraph=not holds_units, dynamic=False)
+    if name in policy.recompute and is_outside:
+        recompute(layer, policy, whole=holds_units, forward=forward_of(layer))
 
 
 def require_saved_ops(policy: ShardPolicy, *, compiles: bool) -> None:
@@ -162,7 +180,7 @@ def require_saved_ops(policy: ShardPolicy, *, compiles: bool) -> None:
         )
 
 
-def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Callable[..., Any] | None = None) -> None:
+def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Forward | None = None) -> None:
     """Put a layer under gradient checkpointing. `forward(layer, ...)` runs in place of its forward."""
     draws = bool(dropouts(layer, by_keys=policy.draws_by_keys))
     require_saved_ops(policy, compiles=policy.compile_backend is not None)
@@ -170,17 +188,8 @@ def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Ca
     layer.forward = MethodType(make(forward or forward_of(layer), policy.save_ops, whole, draws), layer)
 
 
-def compile_layer(layer: nn.Module, backend: str, *, breaks: bool) -> None:
-    """Compile a layer with static shapes, without its hooks. Hooks of inner units break the graph (`breaks`)."""
-    # torch's default is inductor; torch_tpu makes its own compiler the default.
-    options: dict[str, Any] = {} if backend == "auto" else {"backend": backend}
-    layer.forward = torch.compile(layer.forward, **options, fullgraph=not breaks, dynamic=False)
-
-
 @cache  # equal layers get the same function, so that torch.compile makes one program for all of them
-def _recomputed(
-    forward: Callable[..., Any], save_ops: tuple[str, ...], whole: bool, draws: bool = False
-) -> Callable[..., Any]:
+def _recomputed(forward: Forward, save_ops: tuple[str, ...], whole: bool, draws: bool = False) -> Forward:
     """Put a layer's `forward` under gradient checkpointing; keep the outputs of `save_ops`.
 
     `draws`: the layer has dropout; recomputation restores the random state.
@@ -238,7 +247,6 @@ def _fully_shard(
     shared: Mapping[nn.Parameter, list[str]],
     policy: ShardPolicy,
     mesh: DeviceMesh,
-    is_root: bool,
     dim: int,
 ) -> None:
     """Make `names` one group of parameters, gathered in their compute dtype, with gradients summed in `policy.reduce`,
@@ -251,7 +259,7 @@ def _fully_shard(
     fully_shard(
         modules,
         mesh=mesh,
-        reshard_after_forward=False if is_root else policy.reshard_after_forward,
+        reshard_after_forward=False if names == [ROOT] else policy.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(dtype_of(names[0], policy), policy.reduce, cast_forward_inputs=False),
         offload_policy=offload,
         shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
@@ -326,11 +334,8 @@ def materialise(model: nn.Module, policy: ShardPolicy, device: torch.device) -> 
     rest_on = torch.device("cpu") if policy.cpu_offload else device
     for slots in parameter_slots(model).values():
         meta = cast(Any, slots[0].module)._parameters[slots[0].leaf]  # modules read scalars through a property
-        if isinstance(meta, DTensor):
-            continue
-        weight = nn.Parameter(torch.empty_like(meta, device=rest_on), requires_grad=meta.requires_grad)
-        for slot in slots:
-            cast(Any, slot.module)._parameters[slot.leaf] = weight
+        if not isinstance(meta, DTensor):
+            put_parameter(slots, torch.empty_like(meta, device=rest_on), meta.requires_grad)
     if not isinstance(model, FSDPModule):
         return
 

@@ -8,7 +8,7 @@ buckets during backward.
 # A storage's address has no public name.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
@@ -26,9 +26,8 @@ from portable_fsdp.backends.native.units import (
     ROOT,
     cast_inputs,
     cast_modules,
-    compile_layer,
     forward_of,
-    recompute,
+    prepare_layer,
     require_unchanged,
 )
 from portable_fsdp.backends.weight_uses import (
@@ -65,14 +64,8 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         uses = [use for use in uses if _needs_copy(use) and (use.module, use.leaf) not in known]
         known |= {(use.module, use.leaf) for use in uses}
         inside = name in policy.recompute and name not in compiled and bool(uses)
-        last = policy.draws_by_keys and name in compiled  # as in `units.shard_units`
-        if name in policy.recompute and not last:
-            forward = casts.in_place(uses)(forward_of(block)) if inside else None
-            recompute(block, policy, whole=False, forward=forward)
-        if name in compiled and policy.compile_backend is not None:
-            compile_layer(block, policy.compile_backend, breaks=False)
-        if name in policy.recompute and last:
-            recompute(block, policy, whole=False, forward=forward_of(block))
+        forward = casts.in_place(uses)(forward_of(block)) if inside else None
+        prepare_layer(model, policy, name, forward=forward)
         if uses and not inside:
             casts.around(block, uses)
         if uses:
@@ -205,7 +198,7 @@ class GradientSums:
         self.parameters, self._group, self._dtype = parameters, group, dtype
         self._buckets: list[list[nn.Parameter]] = []
         self._missing: list[set[nn.Parameter]] = []  # parameters of each bucket without a gradient yet
-        self._under_way: list[_Sum] = []
+        self._under_way: list[Callable[[], None]] = []  # each waits for the sum of a bucket
         self._started: int | None = None  # number of buckets; None: outside the last micro batch
         self._hooks: list[RemovableHandle] = []
         size = BUCKET_BYTES
@@ -230,7 +223,8 @@ class GradientSums:
             yield
             while self._started < len(self._buckets):
                 self._start_next()
-            self._wait()
+            for finish in self._under_way:
+                finish()
         finally:
             self._started = None
             self._under_way.clear()
@@ -262,27 +256,19 @@ class GradientSums:
                 # This frees the old gradient's memory; in another dtype the new one is created when the sum is there.
                 parameter.grad = part if part.dtype == parameter.dtype else None
             work = dist.all_reduce(flat, group=self._group, async_op=True)
-        self._under_way.append(_Sum(work, flat, bucket, unused))
+        self._under_way.append(partial(self._finish, work, flat, bucket, unused))
 
-    def _wait(self) -> None:
-        for work, flat, bucket, unused in self._under_way:
-            work.wait()
-            for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
-                parameter.grad = part.to(parameter.dtype)
-            if unused:  # the host waits for the device; in a plan values are unknown, and replicas are alike
-                users = [0.0] * len(bucket) if isinstance(flat, FakeTensor) else flat[-len(bucket) :].tolist()
-                for number in unused:
-                    if not users[number]:
-                        bucket[number].grad = None
-
-
-class _Sum(NamedTuple):
-    """A running all-reduce of a bucket's gradients, followed by the number of replicas that have each."""
-
-    work: Any
-    flat: Tensor
-    bucket: list[nn.Parameter]
-    unused: list[int]  # of this replica
+    def _finish(self, work: Any, flat: Tensor, bucket: list[nn.Parameter], unused: list[int]) -> None:
+        """Wait for `flat`: a bucket's summed gradients, then the number of replicas that have each. `unused`: those
+        that this replica doesn't have."""
+        work.wait()
+        for parameter, part in zip(bucket, _parts(flat, bucket), strict=True):
+            parameter.grad = part.to(parameter.dtype)
+        if unused:  # the host waits for the device; in a plan values are unknown, and replicas are alike
+            users = [0.0] * len(bucket) if isinstance(flat, FakeTensor) else flat[-len(bucket) :].tolist()
+            for number in unused:
+                if not users[number]:
+                    bucket[number].grad = None
 
 
 def _parts(flat: Tensor, bucket: list[nn.Parameter]) -> list[Tensor]:

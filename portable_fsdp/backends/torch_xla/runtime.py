@@ -305,7 +305,7 @@ def recomputed(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         values, unflatten = flatten((args, kwargs))
-        if not torch.is_grad_enabled() or not (trains or any(map(wants_gradient, values))):
+        if not torch.is_grad_enabled() or not (trains or any(value.requires_grad for value in values)):
             return forward(*args, **kwargs)
 
         kept: list[Tensor] = []
@@ -348,7 +348,7 @@ def _beside_the_output(block: nn.Module | None) -> BackendError:
 def _with_gradient(values: list[Tensor]) -> list[Tensor]:
     """Make an input need a gradient: reentrant checkpointing silently drops weight gradients if none does (after a
     frozen embedding)."""
-    if any(map(wants_gradient, values)):
+    if any(value.requires_grad for value in values):
         return values
     first = next(index for index, value in enumerate(values) if is_float(value))
     return [*values[:first], values[first].detach().requires_grad_(), *values[first + 1 :]]
@@ -356,10 +356,6 @@ def _with_gradient(values: list[Tensor]) -> list[Tensor]:
 
 def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def wants_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _operations(path: Path) -> Iterator[Operation]:

@@ -98,9 +98,7 @@ class XlaFsdp1Backend(PjrtBackend):
             given = cast(nn.Parameter, shared[0].module._parameters[shared[0].leaf])
             # A clone: torch.zeros fills in place, and views of its result would never see another value.
             zeros = torch.zeros(given.shape, device=self.device).clone()
-            full = nn.Parameter(zeros, requires_grad=given.requires_grad)
-            for place in shared:
-                place.module._parameters[place.leaf] = full
+            contract.put_parameter(shared, zeros, given.requires_grad)
 
     def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> list[Any]:
         """Put units behind the forwards of modules, so that no name changes: inner ones first, the root last.

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from portable_fsdp.backends.contract import Forward
-from portable_fsdp.backends.torch_xla.spmd.splash import Kernel, block_of
+from portable_fsdp.backends.torch_xla.spmd.splash import Kernel, block_of, run_kernel, splash_backward, splash_forward
 from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
 from portable_fsdp.layout import ROW_AXES, Spec, groups_over
 
@@ -34,38 +34,24 @@ class LayerAttention:
     layer, at the cost of rows x heads x seq x (width in the compute dtype, and one float32).
     """
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        models: Callable[..., Tensor] | None,
-        *,
-        tensor: int = 1,
-        context: int = 1,
-        interpret: bool = False,
-    ) -> None:
+    def __init__(self, layouts: Layouts, models: Callable[..., Tensor] | None, *, interpret: bool = False) -> None:
         """
         Args:
-            layouts: of the mesh; the kernel runs on each device's rows.
-            tensor: devices along the axis `tensor`, which splits the heads.
-            context: devices along the axis `context`, which split the tokens of a row.
+            layouts: of the mesh; the kernel runs on each device's rows, its part of the heads and of the tokens.
             models: the attention function that models call (`models.attention.attend`), in addition to torch's.
         """
-        self._layouts, self._tensor, self._interpret = layouts, tensor, interpret
-        self._models, self._context = models, context
+        self._layouts, self._models, self._interpret = layouts, models, interpret
+        self._tensor, self._context = (layouts.axes.get(axis, 1) for axis in ("tensor", "context"))
         self._kept: list[Tensor] | None = None
         self._runs_again = False
 
-    def in_layer(self, forward: Forward) -> Forward:
-        """Wrap a layer's `forward` to use the kernel for causal attention, over a whole row or within its documents.
+    def run_layer(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's `forward` with the kernel for causal attention, over a whole row or within its documents.
 
         Other attention (any other mask, dropout, a length that the kernel's blocks don't divide) doesn't change.
         """
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _Caught(self.attend, self._models, context=self._context, tensor=self._tensor):
-                return forward(*args, **kwargs)
-
-        return run
+        with _Caught(self.attend, self._models, context=self._context, tensor=self._tensor):
+            return forward(*args, **kwargs)
 
     @contextmanager
     def keep(self, kept: list[Tensor], *, again: bool) -> Generator[None]:
@@ -179,11 +165,11 @@ def _warn(message: str) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Returns (out, log-sum-exp) of the tensors of `Kernel.forward`, or `known`: a layer's first run's."""
+    """Returns (out, log-sum-exp) of the tensors of `splash_forward`, or `known`: a layer's first run's."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], known: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = known or as_operation("attention", partial(run, "forward"), _like_forward, *tensors)
+        out, lse = known or as_operation("attention", partial(run, splash_forward), _like_forward, *tensors)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.run = run
         ctx.mark_non_differentiable(lse)
@@ -191,7 +177,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
-        run, tensors = partial(ctx.run, "backward"), (*ctx.saved_tensors, outputs[0])
+        run, tensors = partial(ctx.run, splash_backward), (*ctx.saved_tensors, outputs[0])
         d_query, d_key, d_value, *d_sinks = as_operation("attention_backward", run, _like_backward, *tensors)
         return None, None, d_query, d_key, d_value, None, d_sinks[0].sum(0) if d_sinks else None, None
 
@@ -225,11 +211,11 @@ def is_kept(node: fx.Node) -> bool:
 
 
 def _on_each_device(
-    layouts: Layouts, kernel: Kernel, heads: tuple[str, ...], method: str, *tensors: Tensor | None
+    layouts: Layouts, kernel: Kernel, heads: tuple[str, ...], function: Callable[..., Any], *tensors: Tensor | None
 ) -> list[Tensor]:
-    """Run a kernel's method on each device's rows, heads and queries; XLA's partitioner can't split kernels.
+    """Run a kernel's function on each device's rows, heads and queries; XLA's partitioner can't split kernels.
 
-    `heads`: the axes that split them. `tensors`: of `Kernel.forward` or `Kernel.backward`, the parts' numbers as one.
+    `heads`: the axes that split them. `tensors`: of `splash_forward` or `splash_backward`, the parts' numbers as one.
     """
     import torch_xla
 
@@ -284,10 +270,10 @@ def _on_each_device(
     assert query is not None
     number = None if part is None else own(part)
     shared = [None if tensor is None else own(tensor) for tensor in (key, value, documents, sinks)]
-    if method == "forward":
-        out, lse = kernel.forward(to_parts(query), *shared, number)
+    if function is splash_forward:
+        out, lse = run_kernel(splash_forward, kernel, to_parts(query), *shared, number)
         return [_without_padding(from_parts(out)), whole(lse, tokens)]
     out, lse, gradient = cast(list[Tensor], rest)
     others = [to_parts(_with_width(out, query)), own(lse, tokens), to_parts(_with_width(gradient, query))]
-    of_query, *gradients = kernel.backward(to_parts(query), *shared, number, *others)
+    of_query, *gradients = run_kernel(splash_backward, kernel, to_parts(query), *shared, number, *others)
     return [from_parts(of_query), *map(summed, gradients)]

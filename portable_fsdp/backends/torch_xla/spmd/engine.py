@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -71,10 +71,6 @@ from portable_fsdp.layout import (
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.launchers import detect_launch
 
-if TYPE_CHECKING:
-    from portable_fsdp.backends.peers import Peers
-    from portable_fsdp.runtime.watchdog import Watchdog
-
 log = logging.getLogger("portable_fsdp")
 
 
@@ -111,7 +107,6 @@ class XlaBackend(PjrtBackend):
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._copies: list[Copies] = []  # of each model
         self._owns_group = self.process.count > 1 and not dist.is_initialized()
-        self._peers: Peers | None = None
         if self._owns_group:
             from portable_fsdp.backends.peers import join
 
@@ -125,10 +120,6 @@ class XlaBackend(PjrtBackend):
                 self._peers.leave(error)
         finally:
             super().__exit__(kind, error, where)
-
-    def watch(self, watchdog: "Watchdog") -> None:
-        if self._peers:
-            self._peers.watch(watchdog)
 
     def close(self) -> None:
         super().close()
@@ -150,14 +141,13 @@ class XlaBackend(PjrtBackend):
 
             barrier = self._bridge._xla_optimization_barrier_
             quantised.use_tables(model, policy, Layouts(self.mesh, self.axes), barrier)
-            fill = None if fill is None else quantised.expanding(fill, policy)
+            fill = None if fill is None else partial(quantised.expanded_piece, fill, policy)
         self._wrap_forwards(model, policy)
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
-            laid_out = nn.Parameter(self._make(weight.shape, weight.dtype, spec, fetch), weight.requires_grad)
-            for place in shared:  # one Parameter for all slots: tied weights stay tied
-                place.module._parameters[place.leaf] = laid_out
+            laid_out = self._make(weight.shape, weight.dtype, spec, fetch)
+            contract.put_parameter(shared, laid_out, weight.requires_grad)
         for module in model.modules():
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
@@ -178,11 +168,11 @@ class XlaBackend(PjrtBackend):
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
         head = contract.output_head(model)
         tensor, context = (self.axes.get(axis, 1) for axis in ("tensor", "context"))
-        attention = LayerAttention(layouts, policy.attention, tensor=tensor, context=context)
-        keep = keep_products(attention.keep) if "matmul" in policy.save_ops else attention.keep
+        attention = LayerAttention(layouts, policy.attention)
+        keep = partial(keep_products, attention.keep) if "matmul" in policy.save_ops else attention.keep
         for name in policy.layers if self._tensors.for_tpu else ():
             layer = model.get_submodule(name)
-            layer.forward = attention.in_layer(layer.forward)
+            layer.forward = partial(attention.run_layer, layer.forward)
         has_kernel = self._tensors.for_tpu and tensor == 1
         if policy.experts and (has_kernel or "expert" in self.axes):
             groups = MeshExperts(layouts, policy.expert_capacity, has_kernel=has_kernel)
@@ -192,7 +182,7 @@ class XlaBackend(PjrtBackend):
         for name in blocks_of_experts:
             if name not in policy.layers:  # else the block has attention, which isn't computed token by token
                 block = model.get_submodule(name)
-                block.forward = layouts.by_device(block.forward)
+                block.forward = partial(layouts.run_by_device, block.forward)
         uses = weight_uses(model, policy)
         if self._sum_in_float32:
             uses = summed_in_float32(uses)
@@ -227,7 +217,7 @@ class XlaBackend(PjrtBackend):
             keep_rows_split(head, lambda logits: layouts.split_rows(logits, tokens, words))
         for name in () if scanned else policy.layers:
             finish_backward(model.get_submodule(name), barrier)
-        model.forward = copies.gathered_for(list(outside.values()), model.forward)
+        model.forward = partial(copies.run_model, list(outside.values()), model.forward)
 
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def zeros(fqn: str, twin: Tensor, _: dict[str, Any]) -> Tensor:
@@ -247,10 +237,8 @@ class XlaBackend(PjrtBackend):
         return optimizer
 
     def _zeros(self, twin: Tensor, spec: Spec) -> Tensor:
-        def zeros_of(region: Region) -> Tensor:
-            return torch.zeros([part.stop - part.start for part in region], dtype=twin.dtype)
-
-        return self._make(twin.shape, twin.dtype, spec, zeros_of)
+        zeros_of = partial(torch.zeros, dtype=twin.dtype)
+        return self._make(twin.shape, twin.dtype, spec, lambda part: zeros_of([cut.stop - cut.start for cut in part]))
 
     # --------------------------------------------------------------------------------------------------- the step
 

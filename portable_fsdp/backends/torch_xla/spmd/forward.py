@@ -4,7 +4,7 @@ Instances get a new forward, not a wrapper module: no name changes. XLA decides 
 module decides what XLA may keep: `Copies` of one step (SHARD_GRAD_OP), or barriers that force a second gather.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable_fsdp.backends.contract import Forward
-from portable_fsdp.backends.torch_xla.runtime import Keep, is_float, wants_gradient
+from portable_fsdp.backends.nested import grad_tensors
+from portable_fsdp.backends.torch_xla.runtime import Keep, is_float
 from portable_fsdp.backends.weight_uses import Use, cast_weight, distinct, swapped
 from portable_fsdp.layout import Spec
 
@@ -40,14 +41,6 @@ class Copies:
         self._kept: dict[tuple[int, torch.dtype], Tensor] = {}  # the same, as leaves
         self._here: dict[tuple[int, torch.dtype], Tensor] = {}  # copies of the running blocks
         self._runs_again_on: list[Tensor] | None = None
-
-    def _gather_all(self, uses: Iterable[Use]) -> None:
-        """Gather all copies, at the start of a forward, while autograd records."""
-        if self._keep:
-            kept = list(distinct(uses))
-            self._gathered = [self._gather(cast_weight(use), use.spec) for use in kept]
-            leaves = [copy.detach().requires_grad_(copy.requires_grad) for copy in self._gathered]
-            self._kept = {use.key: leaf for use, leaf in zip(kept, leaves, strict=True)}
 
     def release(self) -> None:
         """Pass gradients on and drop the copies, after backward. Tensors alive at a program's end are its outputs."""
@@ -87,20 +80,19 @@ class Copies:
         """Return the copy of a weight for a use in a running block that `splits_gradient`."""
         return self._here[use.key]
 
-    def gathered_for(self, uses: list[Use], forward: Forward) -> Forward:
-        """Wrap the model's `forward`: gathered copies live until after backward, or without gradients until its end."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            is_first = not self._gathered  # a second forward before the backward uses the same copies
-            if is_first:
-                self._gather_all(uses)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                if is_first and not torch.is_grad_enabled():
-                    self.release()
-
-        return run
+    def run_model(self, uses: list[Use], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's `forward`: gathered copies live until after backward, or without gradients until its end."""
+        is_first = not self._gathered  # a second forward before the backward uses the same copies
+        if is_first and self._keep:
+            kept = list(distinct(uses))
+            self._gathered = [self._gather(cast_weight(use), use.spec) for use in kept]
+            leaves = [copy.detach().requires_grad_(copy.requires_grad) for copy in self._gathered]
+            self._kept = {use.key: leaf for use, leaf in zip(kept, leaves, strict=True)}
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            if is_first and not torch.is_grad_enabled():
+                self.release()
 
 
 class _KeptProducts(TorchDispatchMode):
@@ -128,16 +120,12 @@ def is_product(operation: Any) -> bool:
     return str(operation) in (*of_aten, "portable_fsdp.int8_product.default")
 
 
-def keep_products(keep: Keep) -> Keep:
+@contextmanager
+def keep_products(keep: Keep, kept: list[Tensor], *, again: bool) -> Generator[None]:
     """Extend `keep` to the outputs of matrix products."""
-
-    @contextmanager
-    def keep_both(kept: list[Tensor], *, again: bool) -> Generator[None]:
-        # The first run records a graph too, which is dropped: torch forms other products if no gradient is needed.
-        with torch.enable_grad(), keep(kept, again=again), _KeptProducts(kept, again=again):
-            yield
-
-    return keep_both
+    # The first run records a graph too, which is dropped: torch forms other products if no gradient is needed.
+    with torch.enable_grad(), keep(kept, again=again), _KeptProducts(kept, again=again):
+        yield
 
 
 def keep_rows_split(unit: nn.Module, mark_rows: Mark) -> None:
@@ -162,8 +150,7 @@ def finish_backward(layer: nn.Module, barrier: Barrier) -> None:
         barrier([*done, gradient])
 
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if wants_gradient(leaf)]
-        if inputs:
-            inputs[0].register_hook(wait_for_weights)
+        for tensor in grad_tensors((args, kwargs))[:1]:
+            tensor.register_hook(wait_for_weights)
 
     layer.register_forward_pre_hook(hook, with_kwargs=True)

@@ -4,8 +4,7 @@
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from portable_fsdp.backends.torch_xla.spmd.forward import Barrier
 from portable_fsdp.backends.torch_xla.spmd.tensors import Layouts, as_operation
 from portable_fsdp.backends.weight_uses import dtype_of
 from portable_fsdp.layout import Region, Spec
-from portable_fsdp.quantised.layers import Dequantise, quantised_modules
+from portable_fsdp.quantised.layers import quantised_modules
 from portable_fsdp.quantised.tables import BLOCK, NF4, ByteTable, expand, expanded, scaled
 
 
 def use_tables(model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier: Barrier) -> None:
     """Gather the bytes of tables, on meta, at use; let experts dequantise them in their forwards."""
-    gathering = cache(partial(_gathering, layouts, barrier))  # one function for equal layers: a loop can run them
+    # One function for equal layers: a loop can run them.
+    gathering = cache(lambda spec: partial(_gather_and_dequantise, layouts, barrier, spec))
     for name, module in quantised_modules(model).items():
         tables = {leaf: expanded(table) for leaf, table in module.quantised.tables.items()}
         for leaf, table in tables.items():
@@ -34,20 +34,25 @@ def use_tables(model: nn.Module, policy: ShardPolicy, layouts: Layouts, barrier:
         ways = {leaf: gathering(policy.layouts[f"{name}.{leaf}"]) for leaf in tables}
         module.quantised = module.quantised._replace(tables=tables, ways=ways)
         if not module.quantised.in_forward:
-            module.forward = MethodType(_dequantising(type(module).forward, dtype_of(name, policy)), module)
+            module.forward = partial(_run_dequantised, module, dtype_of(name, policy))
 
 
-def _gathering(layouts: Layouts, barrier: Barrier, spec: Spec) -> Dequantise:
-    def dequantise(stored: Tensor, table: ByteTable, dtype: torch.dtype, gradient: Tensor | None) -> Tensor:
-        if gradient is not None and detect_fake_mode() is None:
-            # Without a barrier XLA would dequantise once, and keep the weight from forward to backward.
-            stored = stored * 1
-            barrier([stored, gradient])
-        rows = layouts.gathered_bytes(stored, spec)
-        codes, scales = rows[..., : table.code_bytes], _as_float32(rows[..., table.code_bytes :])
-        return scaled(codes if table.scheme == "int8" else nf4_values(codes), scales, table, dtype)
-
-    return dequantise
+def _gather_and_dequantise(
+    layouts: Layouts,
+    barrier: Barrier,
+    spec: Spec,
+    stored: Tensor,
+    table: ByteTable,
+    dtype: torch.dtype,
+    gradient: Tensor | None,
+) -> Tensor:
+    if gradient is not None and detect_fake_mode() is None:
+        # Without a barrier XLA would dequantise once, and keep the weight from forward to backward.
+        stored = stored * 1
+        barrier([stored, gradient])
+    rows = layouts.gathered_bytes(stored, spec)
+    codes, scales = rows[..., : table.code_bytes], _as_float32(rows[..., table.code_bytes :])
+    return scaled(codes if table.scheme == "int8" else nf4_values(codes), scales, table, dtype)
 
 
 def _constant(number: float, like: Tensor) -> Tensor:
@@ -83,25 +88,17 @@ def _bitcast() -> Callable[[Tensor], Tensor]:
     return xla_op_registry.register("as_float32", lambda four_bytes: four_bytes.bitcast(xla_builder.Type.F32))
 
 
-def _dequantising(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tables = {leaf: self._parameters[leaf] for leaf in self.quantised.tables}
-        try:
-            for leaf, stored in tables.items():
-                self._parameters[leaf] = self.quantised.weight(self, leaf, stored, dtype)
-            return forward(self, *args, **kwargs)
-        finally:
-            self._parameters.update(tables)
-
-    return run
+def _run_dequantised(module: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    tables = {leaf: module._parameters[leaf] for leaf in module.quantised.tables}
+    try:
+        for leaf, stored in tables.items():
+            module._parameters[leaf] = module.quantised.weight(module, leaf, stored, dtype)
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module._parameters.update(tables)
 
 
-def expanding(fill: Fill, policy: ShardPolicy) -> Fill:
-    """Return the `fill` of the model with expanded tables."""
-
-    def read(fqn: str, where: Region) -> Tensor:
-        piece = fill(fqn, where)
-        return expand(piece, policy.tables[fqn]) if fqn in policy.tables else piece
-
-    return read
+def expanded_piece(fill: Fill, policy: ShardPolicy, fqn: str, where: Region) -> Tensor:
+    """The `fill` of the model with expanded tables."""
+    piece = fill(fqn, where)
+    return expand(piece, policy.tables[fqn]) if fqn in policy.tables else piece

@@ -42,7 +42,10 @@ class LayerLoop:
         offload: bool,
     ) -> None:
         layers = {name: model.get_submodule(name) for name in policy.layers}
-        by_layer = {name: _uses_in(name, uses) for name in layers}
+        by_layer = {  # name in the layer -> use of that weight
+            name: {fqn.removeprefix(f"{name}."): use for fqn, use in uses.items() if fqn.startswith(f"{name}.")}
+            for name in layers
+        }
         for problem in _problems(model, policy, layers, by_layer):
             raise _refusal(problem)
         self._weights = [list(of_layer.values()) for of_layer in by_layer.values()]  # in one order
@@ -59,7 +62,7 @@ class LayerLoop:
         self._returns_tuple = False
         self._result: Any = None
         for index, layer in enumerate(layers.values()):
-            layer.forward = self._run_all if index == 0 else self._return_input(index)
+            layer.forward = self._run_all if index == 0 else partial(self._return_input, index)
 
     def _run_all(self, *args: Any, **kwargs: Any) -> Any:
         from torch._functorch.partitioners import default_partition
@@ -116,15 +119,12 @@ class LayerLoop:
 
         return body
 
-    def _return_input(self, index: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves = self._flat(args, kwargs)
-            expected = [*tree_flatten(self._result)[0], *self._inputs[1:]]
-            if len(leaves) != len(expected) or any(a is not b for a, b in zip(leaves, expected, strict=True)):
-                raise _refusal(f"the model passes {self._names[index]} other arguments than {self._names[0]}")
-            return self._result
-
-        return forward
+    def _return_input(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        leaves = self._flat(args, kwargs)
+        expected = [*tree_flatten(self._result)[0], *self._inputs[1:]]
+        if len(leaves) != len(expected) or any(a is not b for a, b in zip(leaves, expected, strict=True)):
+            raise _refusal(f"the model passes {self._names[index]} other arguments than {self._names[0]}")
+        return self._result
 
 
 def _recompute(
@@ -190,11 +190,6 @@ def _problems(
         for leaf, use in by_layer[first].items():
             if (dtype := by_layer[name][leaf].dtype) != use.dtype:
                 yield f"{name}.{leaf} computes in {dtype}, but {first}.{leaf} in {use.dtype}"
-
-
-def _uses_in(layer: str, uses: dict[str, Use]) -> dict[str, Use]:
-    """Name in the layer -> use of that weight."""
-    return {fqn.removeprefix(f"{layer}."): use for fqn, use in uses.items() if fqn.startswith(f"{layer}.")}
 
 
 def _refusal(reason: str) -> BackendError:

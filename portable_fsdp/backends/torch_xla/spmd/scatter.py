@@ -54,10 +54,6 @@ class Scatter(NamedTuple):
     def parts(self) -> int:
         return self.slices * math.prod(self.along)
 
-    @property
-    def layouts(self) -> Layouts:
-        return _layouts(self.replicas, self.parts)
-
     def fits(self, rows: int, weight: Tensor) -> bool:
         """Whether the devices divide both the rows that they sum over and the rows of the weight."""
         return rows % (self.replicas * self.parts) == 0 and len(weight) % self.parts == 0
@@ -78,7 +74,7 @@ class Scatter(NamedTuple):
         """Sum what `function` returns for the rows of each device."""
 
         def run(*tensors: Tensor) -> list[Tensor]:
-            return [scattered(function(*(self.layouts.part(tensor, _AXES) for tensor in tensors)), self)]
+            return [scattered(function(*(_layouts(self).part(tensor, _AXES) for tensor in tensors)), self)]
 
         def like(*tensors: Tensor) -> list[Tensor]:
             return [tensors[0].new_empty(shape, dtype=dtype)]
@@ -125,15 +121,16 @@ def scattered(total: Tensor, scatter: Scatter) -> Tensor:
             total = bridge._xla_spmd_reduce_scatter("sum", total, 1.0, 0, size, groups)  # dimension 0: others stay sums
     if scatter.replicas > 1:
         total = bridge._xla_spmd_all_reduce("sum", total, 1.0, devices.reshape(scatter.replicas, -1).T.tolist())
-    return scatter.layouts.whole(total, ("shard",))
+    return _layouts(scatter).whole(total, ("shard",))
 
 
 @cache
-def _layouts(replicas: int, shards: int) -> Layouts:
+def _layouts(scatter: Scatter) -> Layouts:
     import torch_xla.distributed.spmd as spmd
 
-    mesh = cast(Any, spmd).Mesh(np.arange(replicas * shards), (replicas, shards), _AXES)
-    return Layouts(mesh, {"replicate": replicas, "shard": shards})
+    shape = (scatter.replicas, scatter.parts)
+    mesh = cast(Any, spmd).Mesh(np.arange(math.prod(shape)), shape, _AXES)
+    return Layouts(mesh, dict(zip(_AXES, shape, strict=True)))
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,7 +172,7 @@ class ChunkedHead(torch.autograd.Function):
         import torch_xla
 
         barrier = cast(Any, torch_xla)._XLAC._xla_optimization_barrier_
-        devices, layouts = scatter.replicas * scatter.parts, scatter.layouts
+        devices, layouts = scatter.replicas * scatter.parts, _layouts(scatter)
         own, labels = layouts.part(hidden, _AXES), layouts.part(loss_input.labels, _AXES)
         copy = layouts.part(weight_copy)
         loss, of_weight, of_hidden = own.new_zeros(1, dtype=torch.float32), cast(Any, None), list[Tensor]()

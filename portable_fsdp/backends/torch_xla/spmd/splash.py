@@ -12,11 +12,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from portable_fsdp.backends.torch_xla.spmd.experts import GroupedProduct
 
 _FORWARD_BLOCK = 1024  # queries and keys; not measured on a chip
 # The fused backward writes a copy of the queries' gradient for each block of keys, and XLA adds them: larger blocks of
@@ -43,26 +46,6 @@ class Kernel:
     softcap: float | None = None
     interpret: bool = False
     parts: int = 1
-
-    def forward(self, *tensors: Tensor | None) -> list[Tensor]:
-        """Return the output, and the log-sum-exp as float32 `[rows, heads, queries]`.
-
-        Args:
-            tensors: in this order:
-                query: `[rows, heads, queries, width]`, times the scale of the scores; `queries` is seq / parts.
-                key, value: `[rows, heads, seq, width]`; their numbers of heads must divide the query's.
-                documents: int32 `[rows, seq]` or None, the document of each position, which attends only within it.
-                sinks: `[heads]` or None: a further score of each position, without a value.
-                part: int32 `[1]`, this device's number among `parts`; None for one part.
-        """
-        return run_kernel(splash_forward, self, *tensors)
-
-    def backward(self, *tensors: Tensor | None) -> list[Tensor]:
-        """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`.
-
-        `tensors`: those of `forward`, its results, and the gradient of the output.
-        """
-        return run_kernel(splash_backward, self, *tensors)
 
     def visible(self, length: int) -> int:
         """Return the number of visible pairs of positions of one part; the diagonal counts half."""
@@ -173,7 +156,15 @@ def _ids(documents: Any, attend: Any) -> Any:
 
 
 def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any, part: Any) -> Any:
-    """Implement `Kernel.forward` on jax arrays."""
+    """Return the output, and the log-sum-exp as float32 `[rows, heads, queries]`.
+
+    Args:
+        query: `[rows, heads, queries, width]`, times the scale of the scores; `queries` is seq / parts.
+        key, value: `[rows, heads, seq, width]`; their numbers of heads must divide the query's.
+        documents: int32 `[rows, seq]` or None, the document of each position, which attends only within it.
+        sinks: `[heads]` or None: a further score of each position, without a value.
+        part: int32 `[1]`, this device's number among `parts`; None for one part.
+    """
     import jax
 
     attend = _splash(kernel, query, key, part)
@@ -189,7 +180,10 @@ def splash_forward(kernel: Kernel, query: Any, key: Any, value: Any, documents: 
 def splash_backward(
     kernel: Kernel, query: Any, key: Any, value: Any, documents: Any, sinks: Any, part: Any, *of_output: Any
 ) -> Any:
-    """Implement `Kernel.backward` on jax arrays."""
+    """Return the gradients of query, key and value, and of sinks, if given, by row: `[rows, heads]`.
+
+    `of_output`: the results of `splash_forward`, and the gradient of the output.
+    """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -211,18 +205,9 @@ def splash_backward(
 _Kind = tuple[tuple[int, ...], torch.dtype] | None
 
 
-class Lowered(Protocol):
-    """A kernel: equal ones are lowered once."""
-
-    @property
-    def interpret(self) -> bool: ...
-
-    def flops(self, function: Callable[..., Any], kinds: Sequence[_Kind]) -> int:
-        """Return the FLOPs of the products of `function` on tensors of these shapes and dtypes."""
-        ...
-
-
-def run_kernel(function: Callable[..., Any], kernel: Lowered, *tensors: Tensor | None) -> list[Tensor]:
+def run_kernel(
+    function: Callable[..., Any], kernel: "Kernel | GroupedProduct", *tensors: Tensor | None
+) -> list[Tensor]:
     """Run `function(kernel, *tensors)`, written for jax arrays, on a device."""
     import torch_xla
 
@@ -233,7 +218,7 @@ def run_kernel(function: Callable[..., Any], kernel: Lowered, *tensors: Tensor |
 
 
 @cache  # a model has few shapes, and lowering one takes a second
-def computation(function: Callable[..., Any], kernel: Lowered, kinds: tuple[_Kind, ...]) -> Any:
+def computation(function: Callable[..., Any], kernel: "Kernel | GroupedProduct", kinds: tuple[_Kind, ...]) -> Any:
     """Lower `function` for tensors of these shapes and dtypes; None for tensors that aren't given.
 
     jax.export lowers for TPUs on any host, so a plan has a run's kernel, in the format that libtpu 0.0.21 reads. That

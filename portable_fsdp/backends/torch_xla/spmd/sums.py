@@ -23,13 +23,14 @@ from portable_fsdp.backends.torch_xla.spmd.forward import Copies, Mark
 from portable_fsdp.backends.torch_xla.spmd.scatter import ChunkedHead, Scatter, chunk_length, product_in
 from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
 from portable_fsdp.backends.weight_uses import Use
+from portable_fsdp.quantised.layers import holds_inputs_first, is_linear
 from portable_fsdp.runtime.errors import BackendError
 
 
 def summed_in_float32(uses: Mapping[str, Use]) -> dict[str, Use]:
     """Return the uses; trained ones in a lower dtype get `splits_gradient`. Raises BackendError for other modules."""
     lower = {fqn: use for fqn, use in uses.items() if use.dtype != torch.float32 and use.weight.requires_grad}
-    others = [fqn for fqn, use in lower.items() if _maker(use.module) is None]
+    others = [fqn for fqn, use in lower.items() if _forward_of(use.module) is None]
     if others:
         raise _refusal(others, lower[others[0]])
     modules = {id(use.module) for use in lower.values()}
@@ -48,12 +49,12 @@ def replace_forwards(
     for use in uses.values():
         by_module.setdefault(use.module, {})[use.leaf] = use
     for module, own in by_module.items():
-        if make := _maker(module):
+        if run := _forward_of(module):
             weight, is_int8 = own["weight"], module in in_int8
             is_scattered = scatter is not None and weight.weight.requires_grad
             if is_int8 or is_scattered or any(use.splits_gradient for use in own.values()):
                 sums = SummedGradients(partial(shard, spec=weight.spec), scatter, is_int8)
-                module.forward = make(module, own, copies, sums)
+                module.forward = partial(run, module, module.forward, own, copies, sums)
 
 
 class SummedGradients(NamedTuple):
@@ -90,46 +91,41 @@ class SummedGradients(NamedTuple):
         return laid_out(total, self.shard)
 
 
-def _maker(module: nn.Module) -> Callable[..., Forward] | None:
-    """Return the function that makes a module's forward. Exact classes only: a subclass may override forward."""
-    kind = type(module)
-    if isinstance(module, nn.Embedding) and kind is nn.Embedding:
+def _forward_of(module: nn.Module) -> Forward | None:
+    """Return the function that replaces a module's forward. Exact classes only: a subclass may override forward."""
+    if isinstance(module, nn.Embedding) and type(module) is nn.Embedding:
         return None if module.max_norm is not None or module.scale_grad_by_freq else _embedding
-    # transformers' GPT-2 layer: a linear layer with a transposed weight.
-    is_conv1d = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-    return _linear if kind is nn.Linear or is_conv1d else None
+    return _linear if is_linear(module) else None
 
 
-def _linear(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: SummedGradients) -> Forward:
-    inputs_first, plain = type(module) is not nn.Linear, module.forward
+def _linear(
+    module: nn.Module,
+    plain: Forward,
+    uses: dict[str, Use],
+    copies: Copies,
+    sums: SummedGradients,
+    x: Tensor,
+    loss_input: Any = None,  # a head's, in training: models/loss.py
+) -> Tensor:
+    weight, bias, inputs_first = uses["weight"], uses.get("bias"), holds_inputs_first(module)
+    if not (weight.splits_gradient or sums.is_int8) and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
+        return plain(x)
+    get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if split, else the copies
+    low = (copies.of(weight), None if bias is None else copies.of(bias)) if weight.splits_gradient else get_gradients
+    takes_chunks = loss_input is not None and sums.by_chunks(x, weight.weight, loss_input.labels)
+    if takes_chunks and bias is None and not inputs_first:
+        return cast(Tensor, ChunkedHead.apply(x, get_gradients[0], low[0], loss_input, sums.scatter))
+    return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums))
 
-    def forward(x: Tensor, loss_input: Any = None) -> Tensor:  # a head's, in training: models/loss.py
-        weight, bias = uses["weight"], uses.get("bias")
-        if not (weight.splits_gradient or sums.is_int8) and (x.dim() < 2 or not sums.by_hand(x, weight.weight)):
-            return plain(x)
-        get_gradients = (weight.weight, None if bias is None else bias.weight)  # masters if split, else the copies
-        low = (
-            (copies.of(weight), None if bias is None else copies.of(bias)) if weight.splits_gradient else get_gradients
-        )
-        takes_chunks = loss_input is not None and sums.by_chunks(x, weight.weight, loss_input.labels)
-        if takes_chunks and bias is None and not inputs_first:
-            return cast(Tensor, ChunkedHead.apply(x, get_gradients[0], low[0], loss_input, sums.scatter))
-        return cast(Tensor, _Linear.apply(x, *get_gradients, *low, inputs_first, sums))
 
-    return forward
-
-
-def _embedding(module: nn.Module, uses: dict[str, Use], copies: Copies, sums: SummedGradients) -> Forward:
-    padding, plain = cast(nn.Embedding, module).padding_idx, module.forward
-
-    def forward(ids: Tensor) -> Tensor:
-        use = uses["weight"]
-        if not use.splits_gradient and not sums.by_hand(ids, use.weight):
-            return plain(ids)
-        copy = copies.of(use) if use.splits_gradient else use.weight
-        return cast(Tensor, _Embedding.apply(ids, use.weight, copy, -1 if padding is None else padding, sums))
-
-    return forward
+def _embedding(
+    module: nn.Embedding, plain: Forward, uses: dict[str, Use], copies: Copies, sums: SummedGradients, ids: Tensor
+) -> Tensor:
+    use, padding = uses["weight"], module.padding_idx
+    if not use.splits_gradient and not sums.by_hand(ids, use.weight):
+        return plain(ids)
+    copy = copies.of(use) if use.splits_gradient else use.weight
+    return cast(Tensor, _Embedding.apply(ids, use.weight, copy, -1 if padding is None else padding, sums))
 
 
 class _Linear(torch.autograd.Function):

@@ -154,20 +154,16 @@ class Layouts:
     def _partition(self, tensor: Tensor, spec: Spec) -> tuple[Any, ...]:
         return _partition((*spec, *((),) * (tensor.dim() - len(spec))), self.axes)
 
-    def by_device(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a forward that computes each token by itself, and flattens `[rows, tokens, width]`: it gets
+    def run_by_device(self, forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward that computes each token by itself, and flattens `[rows, tokens, width]`: it gets
         `[devices, tokens of a device, width]`. XLA can't split flattened tokens whose rows are split as well."""
         rows, cuts = count_row_shards(self.axes), self.axes.get("context", 1)
-
-        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            pieces = hidden.unflatten(0, (rows, -1)).unflatten(2, (cuts, -1)).transpose(1, 2)
-            own = self.marked(pieces.flatten(2, 3).flatten(0, 1), LOSS_AXES)
-            out = forward(own, *args, **kwargs)
-            first = (out[0] if isinstance(out, tuple) else out).view(pieces.shape).transpose(1, 2).reshape(hidden.shape)
-            first = self.split_rows_in_loop(first, ("context",))
-            return (first, *out[1:]) if isinstance(out, tuple) else first
-
-        return run
+        pieces = hidden.unflatten(0, (rows, -1)).unflatten(2, (cuts, -1)).transpose(1, 2)
+        own = self.marked(pieces.flatten(2, 3).flatten(0, 1), LOSS_AXES)
+        out = forward(own, *args, **kwargs)
+        first = (out[0] if isinstance(out, tuple) else out).view(pieces.shape).transpose(1, 2).reshape(hidden.shape)
+        first = self.split_rows_in_loop(first, ("context",))
+        return (first, *out[1:]) if isinstance(out, tuple) else first
 
     def shard(self, tensor: Tensor, spec: Spec) -> None:
         self._spmd.mark_sharding(tensor, self.mesh, self._partition(tensor, spec))
