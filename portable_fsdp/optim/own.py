@@ -31,32 +31,44 @@ def _decay_and_subtract(parameter: Tensor, step: Tensor, group: dict[str, Any]) 
     parameter.sub_(step)
 
 
-class AdamW(CountingOptimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) for a compiled step, as torch computes it.
+def adamw_prepare(group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+    """Return the numbers that `adamw_update` needs for all parameters of one group and count."""
+    first, second = (_bias_correction(beta, count) for beta in group["betas"])
+    return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
+
+
+def adamw_update(
+    state: dict[str, Any], parameter: Tensor, gradient: Tensor, group: dict[str, Any], prepared: tuple[Number, ...]
+) -> None:
+    """Apply AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch does.
 
     m = b1 * m + (1 - b1) * gradient; v = b2 * v + (1 - b2) * gradient^2; in the t-th step of a parameter
     parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
-    Without `decoupled` it is torch's Adam: w * parameter is added to the gradient.
+    Without the group's `decoupled` it is torch's Adam: w * parameter is added to the gradient.
     """
+    (beta1, beta2), (shrink, size, root) = group["betas"], prepared
+    if not state:
+        state["step"] = torch.zeros(())
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    state["step"] += 1
+    decoupled = group.get("decoupled", True)
+    if group["weight_decay"] and not decoupled:
+        gradient = gradient + group["weight_decay"] * parameter
+    mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+    square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    if group["weight_decay"] and decoupled:
+        parameter.mul_(shrink)
+    parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
+
+
+class AdamW(CountingOptimizer):
+    """AdamW, or Adam (without `decoupled`), for a compiled step."""
 
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        first, second = (_bias_correction(beta, count) for beta in group["betas"])
-        return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
+        return adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        state, decoupled = self.state[parameter], group.get("decoupled", True)
-        (beta1, beta2), (shrink, size, root) = group["betas"], prepared
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        if group["weight_decay"] and not decoupled:
-            gradient = gradient + group["weight_decay"] * parameter
-        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if group["weight_decay"] and decoupled:
-            parameter.mul_(shrink)
-        parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
+        adamw_update(self.state[parameter], parameter, gradient, group, prepared)
 
 
 class SGD(CountingOptimizer):
@@ -145,7 +157,7 @@ def _mean_by_sum(tensor: Tensor, dim: int) -> Tensor:
 COEFFICIENTS, ITERATIONS, MUON_EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan's, and torch.optim.Muon's
 
 
-class Muon(AdamW):
+class Muon(CountingOptimizer):
     """Muon (Jordan et al., kellerjordan.github.io/posts/muon) for groups with `is_hidden`, AdamW for the others.
 
     It is torch.optim.Muon(adjust_lr_fn="match_rms_adamw") (Liu et al., arXiv 2502.16982), so that one learning rate and
@@ -157,13 +169,13 @@ class Muon(AdamW):
     """
 
     def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return () if group.get("is_hidden") else super().prepare(group, count)
+        return () if group.get("is_hidden") else adamw_prepare(group, count)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        if not group.get("is_hidden"):
-            super().update(parameter, gradient, group, *prepared)
-            return
         state = self.state[parameter]
+        if not group.get("is_hidden"):
+            adamw_update(state, parameter, gradient, group, prepared)
+            return
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
