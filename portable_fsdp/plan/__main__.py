@@ -1,9 +1,7 @@
 """Memory and time on absent hardware: `python -m portable_fsdp.plan --config=run.yaml --on=v5p:2x2x4`."""
 
 import argparse
-import importlib.util
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -25,7 +23,6 @@ from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, UsageError
-from portable_fsdp.runtime.host import pip_install
 from portable_fsdp.runtime.signals import end_with_parent, exit_on_signals
 
 DESCRIPTION = """Plan a run on hardware that you don't have: whether it fits, memory by part, step time."""
@@ -53,7 +50,6 @@ def _parser() -> CommandParser:
         metavar="PATH",
         help="a run's folder, or CONFIG.tuning.json: compare what was measured with the plan",
     )
-    add("--save", metavar="FILE", help="draw the plan, or the sweep, to a file (plan.png)")
     parser.switch("--json", "one JSON object")
     return parser
 
@@ -77,7 +73,6 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
     target = parse_target(options.on)
     if options.memory is not None:
         target = with_memory(target, options.memory)
-    picture = None if options.save is None else _picture(options.save)
 
     def config_of(settings: Settings) -> Config:
         swept = [f"{key}={value}" for key, value in settings.items()]
@@ -88,18 +83,16 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
 
     config = config_of({})
     if not is_sweep:
-        return _one(options, config, target, plan_of, worker, picture)
+        return _one(options, config, target, plan_of, worker)
     scans = target.hardware.kind == "tpu" and options.backend in ("auto", engine_made_for("tpu"))
     usual = search.usual_grid(config, target.devices, scan=scans, compiles=target.hardware.kind == "cuda")
     points = search.grid(_axes(options.over)) if options.over else usual
     for settings in points:
         config_of(settings)  # raises for an unknown key before the first plan
-    return _sweep(points, plan_of, as_json=options.json, picture=picture)
+    return _sweep(points, plan_of, as_json=options.json)
 
 
-def _one(
-    options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, worker: Worker, picture: Path | None
-) -> int:
+def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, worker: Worker) -> int:
     tuning = _tuning(Path(options.compare), target) if options.compare and Path(options.compare).is_file() else None
     tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # None: from the plan
     is_run = options.compare and tuning is None
@@ -140,12 +133,10 @@ def _one(
         to_stdout(result.calibrated_text(plan, tuning.over_expected))
     if measures:
         (to_stderr if options.json else to_stdout)(result.measures_text(measures))
-    if picture is not None:
-        result.draw([plan], [plan.on], picture)
     return EXIT_USAGE if is_search and not best.fits else EXIT_FINISHED
 
 
-def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: Path | None) -> int:
+def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool) -> int:
     results: list[Tried] = []
     keys = list(dict.fromkeys(key for settings in points for key in settings))
     is_complete = True
@@ -169,9 +160,6 @@ def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool, picture: P
         for reason in sorted({tried.refusal for tried in results if tried.refusal is not None}):
             group = [f"  {tried.words}" for tried in results if tried.refusal == reason]
             to_stdout("\n".join(["refused:", *group, reason]))
-    if picture is not None and planned:
-        labels = [", ".join(tried.settings.get(key, "-") for key in keys) for tried, _ in planned]
-        result.draw([plan for _, plan in planned], labels, picture)
     if not is_complete:
         return EXIT_INTERRUPTED
     return EXIT_FINISHED if planned else EXIT_USAGE
@@ -191,19 +179,6 @@ def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
         if not equals or "." not in key or not all(axes[key]):
             raise ConfigError(f"--over={word}: expected a key with values, as in --over=train.micro_batch=1,2,4.")
     return axes
-
-
-def _picture(name: str) -> Path:
-    """Return the path. Raises UsageError for one that can't be written, before minutes of planning."""
-    folder = os.path.dirname(os.path.abspath(name))
-    is_writable = os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(name)
-    if Path(name).suffix not in (".png", ".pdf", ".svg") or not is_writable:
-        raise UsageError(
-            f"--save={name}: expected a file that ends in .png, .pdf or .svg, in a folder that exists and is writable."
-        )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"--save: matplotlib is not installed: {pip_install('plan')}")
-    return Path(name)
 
 
 def _tuning(path: Path, target: Target) -> Tuning:

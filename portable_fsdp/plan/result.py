@@ -1,15 +1,14 @@
-"""Result of a plan: plain values, which `--json` prints with a stable schema, as text, and as a picture."""
+"""Result of a plan: plain values, which `--json` prints with a stable schema, and as text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
 
 from portable_fsdp.config.describe import Settings, yaml_value
-from portable_fsdp.runtime.errors import UsageError, table
+from portable_fsdp.runtime.errors import table
 
 _BAR = 40  # characters
 _MOST_BUFFERS = 5
@@ -356,39 +355,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return str(number)
-
-
-def draw(plans: Sequence[Plan], labels: Sequence[str], path: Path) -> None:
-    """Draw each plan's memory by part as stacked bars, with the devices' limit, and its tokens per second.
-
-    Raises UsageError if `path`, whose suffix is the picture's format, can't be written.
-    """
-    import matplotlib as mpl
-    import matplotlib.pyplot as plt
-
-    mpl.use("Agg")  # a file, no screen
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.5 + 0.45 * len(plans)), sharey=True, layout="constrained")
-    parts = list(dict.fromkeys(part for plan in plans for part in plan.memory.parts))
-    ends = [0.0] * len(plans)
-    for part in parts:
-        sizes = [plan.memory.parts.get(part, 0) / _GIB for plan in plans]
-        left.barh(labels, sizes, left=ends, label=part)
-        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    for limit in {plan.memory.limit_bytes for plan in plans} - {None}:
-        left.axvline((limit or 0) / _GIB, color="0.3", linestyle="--", linewidth=1)
-    left.invert_yaxis()
-    left.set(xlabel="GiB of the fullest device (dashed: available to a program)")
-    left.legend(frameon=False, fontsize="small")
-    at_most = [plan.time.tokens_per_second_per_device or 0.0 for plan in plans]
-    right.barh(labels, at_most, color="0.85", label="at most")
-    if any(plan.expected for plan in plans):
-        expected = [plan.expected_tokens_per_second_per_device or 0.0 for plan in plans]
-        right.barh(labels, expected, color="0.5", label="expected")
-    right.legend(frameon=False, fontsize="small")
-    right.set(xlabel="tokens/s per device")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UsageError(f"--save={path}: can't be written: {error}") from None
-    finally:
-        plt.close(figure)

@@ -172,18 +172,17 @@ def test_a_sweep(plan: Planner) -> None:
     assert ["expected at most 8" in tried["refusal"] for tried in result["plans"]] == [True, True]
 
 
-def test_what_does_not_fit_comes_with_what_would_and_a_picture(plan: Planner, tmp_path: Path) -> None:
+def test_what_does_not_fit_comes_with_what_would(plan: Planner) -> None:
     """Two GPUs of 22 GiB."""
     sizes = {"num_hidden_layers": 12, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
     words = [f"model.architecture.{key}={value}" for key, value in sizes.items()]
     words += ["data.seq_len=2048", "train.micro_batch=8", "memory.save_ops=[]", "precision.matmul=high"]
-    code, out, err = plan("--on=l4:2", *words, f"--save={tmp_path / 'plan.png'}")
+    code, out, err = plan("--on=l4:2", *words)
     assert code == 0, err
     header = out.splitlines()[1]
     assert header.endswith("compile.scan_layers=false, precision.compute=bfloat16, precision.matmul=high")
     for text in ("memory of the fullest device", "does not fit", "It fits with memory.gradient_checkpointing=full"):
         assert text in out
-    assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
 @pytest.mark.proof
@@ -200,9 +199,6 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
     assert (result["chosen"], result["settings"]["train.micro_batch"]) == ({"train.micro_batch": "4"}, 4)
 
 
-UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -210,7 +206,6 @@ UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
         (["--on=h100:3", "model.router_bias_rate=0.1"], "train.global_batch: expected a multiple"),
         (["--on=h100:8", "train.micro_batch=3"], "train.micro_batch: expected at most 2"),
         (["--on=h100:8", "train.mikro_batch=3"], "micro_batch"),
-        *((["--on=h100:8", f"--save={name}"], "in a folder that exists") for name in UNWRITABLE),
         (["--on=h100:8", "--compare=absent"], "--compare=absent: no metrics.jsonl"),
         (["--on=h100:8", "--compare=absent", "--sweep"], "needs a single plan"),
         (["--on=h100:8", "--compare=runs", "--sweep"], "needs a single plan"),
@@ -229,9 +224,8 @@ UNWRITABLE = ("plan.txt", "a" * 300, "absent/plan.png", "FOLDER/plan.png")
         (["--on=h100:8", "--over=memory.save_ops=[matmul,attention],[nothing]"], "save_ops=[nothing]"),
     ],
 )
-def test_bad_input(plan: Planner, tmp_path: Path, words: Sequence[str], message: str) -> None:
-    (tmp_path / "plan.png").mkdir()
-    code, out, err = plan(*(word.replace("FOLDER", str(tmp_path)) for word in words))
+def test_bad_input(plan: Planner, words: Sequence[str], message: str) -> None:
+    code, out, err = plan(*words)
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
