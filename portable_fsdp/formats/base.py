@@ -22,6 +22,7 @@ from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
 from portable_fsdp.formats import MODULES
 from portable_fsdp.models.architecture import config_from_json, config_to_json
+from portable_fsdp.models.weights import names_of_weights
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import read_regular
 from portable_fsdp.runtime.hub import import_transformers
@@ -201,10 +202,6 @@ def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames |
     model = None if model_config is None else model_on_meta(model_config, where)
     if model is None:
         return None
-    first_of = {id(parameter): name for name, parameter in model.named_parameters()}
     stored = dict(model.named_parameters()) | persistent_buffers(model)
-    aliases = {name: [name] for name in stored}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name != first_of[id(parameter)]:
-            aliases[first_of[id(parameter)]].append(name)
+    aliases = {name: [name] for name in stored} | {names[0]: names for names in names_of_weights(model).values()}
     return ModelNames(aliases, {name: tuple(t.shape) for name, t in stored.items()}, str(model.base_model_prefix))
