@@ -115,7 +115,7 @@ def row(config: Path, stated: Stated) -> str:
     with Worker() as worker:
         planner = planner_of(config, stated, worker)
         chosen = fastest_that_fits(
-            planner.config, planner.target, planner.plan_of, planner.count_programs, lambda line: print(f"  {line}")
+            planner.config, planner.target, planner.plan_of, planner.worker, lambda line: print(f"  {line}")
         )
         if chosen.plan is None or chosen.plan.expected is None:
             return f"| {config.stem} | {stated.on} | {short(chosen.settings)} | none expected | - | - | - | - |"

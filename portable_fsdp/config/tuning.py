@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
-from portable_fsdp.config.describe import Settings, option_names, value_of, with_settings, yaml_value
+from portable_fsdp.config.describe import Settings, option_names, value_of, yaml_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import UsageError, without_passwords
 from portable_fsdp.runtime.files import read_regular
@@ -77,13 +77,6 @@ class Tuning(BaseModel):
         for key, value in speed_settings(config).items():
             if value != self.base.get(key):
                 yield f"the config now has {key}={value}"
-
-    def check(self, config: Config, path: Path) -> None:
-        """Raise UsageError, with the record's path, if the chosen settings aren't valid."""
-        try:
-            Config.model_validate(with_settings(config, self.chosen).model_dump(warnings=False))
-        except ValidationError as error:
-            raise UsageError(f"{path}: chosen: {error.errors()[0]['msg']}.\n  Run tune again.") from None
 
     @property
     def over_expected(self) -> list[float]:

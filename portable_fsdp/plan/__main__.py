@@ -99,11 +99,7 @@ def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: P
     measured = _measured(options.compare, tokens) if is_run and tokens else None
     best = Tried(settings={})
     if is_search := bool(autos(config)):
-
-        def count_programs() -> int | str:
-            return worker("portable_fsdp.plan.compile_trial:count_programs", config)
-
-        best = search.fastest_that_fits(config, target, plan_of, count_programs, to_stderr)
+        best = search.fastest_that_fits(config, target, plan_of, worker, to_stderr)
     plan = best.plan or plan_of({})
     if tuning is not None and tuning.engine != plan.backend:
         raise UsageError(f"--compare={options.compare}: measured on {tuning.where}, this plan is for {plan.backend}.")

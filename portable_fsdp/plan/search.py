@@ -3,6 +3,7 @@
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from portable_fsdp.config.describe import Settings, autos, default_of, value_of, with_value, yaml_value
 from portable_fsdp.config.schema import Config
@@ -109,21 +110,23 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
 
 
 def fastest_that_fits(
-    config: Config, target: Target, plan_of: PlanOf, count_programs: Callable[[], int | str], progress: Progress
+    config: Config, target: Target, plan_of: PlanOf, worker: Callable[[str, Config], Any], progress: Progress
 ) -> Tried:
     """Plan the values that `auto` may take in this config, and return the fastest that fits and leaves FREE of the
     memory; if none does, the one that needs the least, whether it fits or not.
 
-    `count_programs` returns the number of programs into which the layers compile, or why they can't. Each plan is
-    reported to `progress`. Raises ConfigError for a global batch that needs padding and can't have it, BackendError for
-    a plan without a verdict, and what planning the result raises.
+    `worker` runs the function that tells whether the layers compile, which needs torch. Each plan is reported to
+    `progress`. Raises ConfigError for a global batch that needs padding and can't have it, BackendError for a plan
+    without a verdict, and what planning the result raises.
     """
     if COMPILE not in autos(config):
         return _fastest(config, {}, target, plan_of, progress, [])
     keys = ["compile.backend", "compile.cache_dir"][: 2 if target.hardware.kind == "cuda" else 1]  # TPUs cache all
     unused = [key for key in keys if value_of(config, key) != default_of(key)]
     eager = {COMPILE: "false", **{key: yaml_value(default_of(key)) for key in unused}}
-    programs = count_programs() if target.hardware.kind == "cuda" else "only GPUs need it"
+    programs: int | str = "only GPUs need it"
+    if target.hardware.kind == "cuda":
+        programs = worker("portable_fsdp.plan.compile_trial:count_programs", config)
     if isinstance(programs, str):
         progress(f"{COMPILE}=false: {programs}")
         return _fastest(config, eager, target, plan_of, progress, [])

@@ -11,6 +11,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend, resolve
 from portable_fsdp.backends.refusals import Deployment, refusals, require_supported
@@ -69,13 +71,17 @@ def resolve_auto(
 
 
 def _tuned(config: Config, engine: Backend, path: Path) -> dict[str, str] | None:
-    """Return what was measured as the fastest; None if the record doesn't hold here."""
+    """Return what was measured as the fastest; None if the record doesn't hold here. Raises UsageError for an invalid
+    record."""
     tuning, here = read_tuning(path), place_words(engine.name, engine.device_name, engine.devices)
     if differences := list(tuning.differences(config, here, versions())):
         log.warning("--tuned: %s is not used: %s", path, "; ".join(differences))
         return None
     log.info("--tuned: the settings of %s", path)
-    tuning.check(config, path)
+    try:
+        Config.model_validate(with_settings(config, tuning.chosen).model_dump(warnings=False))
+    except ValidationError as error:
+        raise UsageError(f"{path}: chosen: {error.errors()[0]['msg']}.\n  Run tune again.") from None
     return tuning.chosen
 
 

@@ -1,14 +1,12 @@
 """Measure which settings are fastest on the devices that are here: `python -m portable_fsdp.tune --config=run.yaml`."""
 
 import argparse
-import json
 import math
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -88,7 +86,6 @@ def _parser() -> CommandParser:
     parser.config_flags("YAML file, as for portable_fsdp.launch")
     parser.add_argument("--minutes", type=at_least(0, float), default=5.0, metavar="M", help="time for all (default 5)")
     parser.auto_flags(FLAGS)
-    parser.switch("--json", "print CONFIG.tuning.json too")
     return parser
 
 
@@ -108,11 +105,8 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
         finally:
             runner.end()
         write_text_atomically(path.with_suffix(".tuned.yaml"), tuned_yaml(tuner.tuning))
-        if options.json:
-            to_stdout(json.dumps(tuner.tuning.model_dump(mode="json")))
-        else:
-            written = f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}"
-            to_stdout(f"{_table(tuner.tuning, device=place.device)}\n{written}")
+        written = f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}"
+        to_stdout(f"{_table(tuner.tuning, device=place.device)}\n{written}")
         return EXIT_INTERRUPTED if tuner.is_interrupted else EXIT_FINISHED
 
     return run_command(_parser(), argv, tune, say=say_once_per_host)
@@ -227,7 +221,6 @@ class Tuner:
             return
         config = with_settings(self._config, first | dict.fromkeys((CHECKPOINTING, COMPILE, ROWS), "auto"))
         least_s = 0.6 * self._left  # most of the time is for measurements
-        count_programs = partial(self._plans, "portable_fsdp.plan.compile_trial:count_programs", config)
 
         def plan_of(settings: Settings) -> Plan:
             if self._left < least_s:
@@ -235,7 +228,7 @@ class Tuner:
             return self._plan(with_settings(config, settings))
 
         try:
-            best = fastest_that_fits(config, self._target, plan_of, count_programs, lambda line: None)
+            best = fastest_that_fits(config, self._target, plan_of, self._plans, lambda line: None)
         except (PortableFSDPError, WorkerFailedError) as error:
             to_stderr(f"no candidates by plan: {error}")
         else:

@@ -118,7 +118,7 @@ class Planner(NamedTuple):
     config: Config
     target: Target
     plan_of: Callable[[Settings], Plan]
-    count_programs: Callable[[], int | str]
+    worker: Worker
 
 
 def planner_of(config: Path, stated: Stated, worker: Worker) -> Planner:
@@ -132,10 +132,7 @@ def planner_of(config: Path, stated: Stated, worker: Worker) -> Planner:
     def plan_of(settings: Settings) -> Plan:
         return make_plan(load_config(config, [*overrides, *override_words(settings)]), target, worker)
 
-    def count_programs() -> int | str:
-        return worker("portable_fsdp.plan.compile_trial:count_programs", loaded)
-
-    return Planner(loaded, target, plan_of, count_programs)
+    return Planner(loaded, target, plan_of, worker)
 
 
 def plan_again(config: Path, stated: Stated) -> Tried:

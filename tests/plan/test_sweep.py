@@ -82,7 +82,7 @@ H100S = parse_target("h100:8")
 
 
 def search(plan_of: Callable[[Settings], Plan], progress: Callable[[str], None] = print, **train: Any) -> Tried:
-    return fastest_that_fits(config(**train), H100S, plan_of, lambda: 1, progress)
+    return fastest_that_fits(config(**train), H100S, plan_of, lambda *_: 1, progress)
 
 
 @pytest.mark.parametrize("limit", [None, 4, 5, 7, 12, 20, 45, 70, 400])
@@ -188,7 +188,7 @@ def test_layers_are_compiled_where_that_saves_time(programs: int | str, steps: i
 
     noted: list[str] = []
     given = config(compiles="auto", steps=steps)
-    best = fastest_that_fits(given, H100S, planned, lambda: programs, noted.append)
+    best = fastest_that_fits(given, H100S, planned, lambda *_: programs, noted.append)
     assert best.settings["compile.enabled"] == on
     assert any(words in line for line in noted)
 

@@ -1,6 +1,5 @@
 """`python -m portable_fsdp.tune`: candidates that fail are rows with their reason, and the fastest is written."""
 
-import json
 import math
 import re
 import signal
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from portable_fsdp.config.describe import Settings
-from portable_fsdp.config.tuning import Candidate, Tuning, tuning_file
+from portable_fsdp.config.tuning import Candidate, Tuning, read_tuning, tuning_file
 from portable_fsdp.plan.__main__ import main as plan
 from portable_fsdp.tune.__main__ import _chosen, main
 from portable_fsdp.tune.search import Axis, climb
@@ -146,17 +145,17 @@ def test_the_configs_own_settings_stay_unless_others_are_faster(seconds: float, 
 
 
 @pytest.mark.slow
-def test_a_run_of_few_steps_of_an_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_few_steps_of_an_own_model(tmp_path: Path) -> None:
     """The model has no blocks that could be recomputed."""
     code = (EXAMPLES / "image_classifier.py").read_text()
     (tmp_path / "own_images.py").write_text(code.replace("depth: int = 4", "depth: int = 1"))
     path = tmp_path / "own.yaml"
     path.write_text((EXAMPLES / "image_classifier.yaml").read_text().replace("image_classifier:", "own_images:"))
-    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=0.5", "train.steps=1", "--json"]
+    words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=0.5", "train.steps=1"]
     assert main([*words, f"run.dir={tmp_path / 'run'}", "optim.warmup_steps=0"]) == 0
-    tuning = json.loads(capsys.readouterr().out)
-    assert "no repeated blocks" in tuning["candidates"][0]["problem"]
-    assert any(each["seconds"] for each in tuning["candidates"])
+    tuning = read_tuning(tuning_file(path))
+    assert "no repeated blocks" in tuning.candidates[0].problem
+    assert any(each.seconds for each in tuning.candidates)
 
 
 def test_a_plan_reads_a_record_of_its_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
