@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -156,7 +157,8 @@ class Tuner:
         self._candidates: list[Candidate] = []
         self._reference: PlaceRecord | None = None
         self._bound = bounds(config).loss
-        self._plans, self._target = plans, None
+        self._plans = plans
+        self._target: Target | None = None  # of plans; None: the speed that this hardware reaches isn't known
         self.is_interrupted = False
 
     def run(self) -> None:
@@ -172,7 +174,9 @@ class Tuner:
                 )
             raise TrainingError(f"tune: no reference ran: {self._candidates[-1].problem}")
         if self._place.device in spec_of(self._place.engine).planned_by:
-            self._target = _target(self._reference.device_name, self._place.devices or 1)
+            with suppress(ConfigError):  # hardware that no plan knows
+                target = parse_target(f"{self._reference.device_name}:{self._place.devices}")
+                self._target = target if rates_of(target) else None
         try:
             starts = [first, own(self._config), *self._choice_of_plan(first)]
             for _ in climb(starts, [*axes(self._config, self._place)], self._measure):
@@ -300,15 +304,6 @@ class Tuner:
         if not candidate.problem:
             self._reference = self._reference or record
             candidate.seconds, candidate.spread = median(times), max(times) - min(times)
-
-
-def _target(device_name: str, devices: int) -> Target | None:
-    """Return the target of plans; None if the speed that this hardware reaches isn't known."""
-    try:
-        target = parse_target(f"{device_name}:{devices}")
-    except ConfigError:
-        return None
-    return target if rates_of(target) else None
 
 
 def _compared(expected: list[float], losses: list[float], bound: float) -> tuple[float | None, str]:
