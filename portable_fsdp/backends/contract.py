@@ -322,8 +322,11 @@ class Backend(Closing):
         return None
 
     def watch(self, watchdog: Watchdog) -> None:
-        """Tell the other processes what this one does, and `watchdog` for whom it waits. Without `_peers` they don't
-        watch each other, and each may wait for a callback of process 0."""
+        """Tell the other processes what this one does, and `watchdog` for whom it waits.
+
+        Without `_peers`, as in a process group of the caller, they don't watch each other, and each may wait long for a
+        callback of process 0.
+        """
         if self._peers is not None:
             self._peers.watch(watchdog)
         elif self.process.count > 1:

@@ -42,8 +42,9 @@ class Package(NamedTuple):
     name: str
     fix: str  # how to install it, a sentence
     is_usual: bool = True  # plans and fixes may assume it; users of a device's other engines know about them
-    checked_by: str = ""  # "module:function" of the environment, imported when it is needed
-    prepared_by: str = ""  # the same, of the processes of this host and the environment
+    # Functions, as "module:name", which are imported when they are called.
+    checked_by: str = ""  # (environment) -> None
+    prepared_by: str = ""  # (number of processes on this host, environment) -> Hosts | None
 
     def check(self) -> None:
         """Raise BackendError if the installation can't work."""

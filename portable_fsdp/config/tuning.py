@@ -46,7 +46,7 @@ class Candidate(BaseModel):
 
     @property
     def words(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "the config's own"
+        return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "the config's own settings"
 
 
 class Tuning(BaseModel):
@@ -89,6 +89,12 @@ def place_words(engine: str, device_name: str, devices: int) -> str:
     return f"{devices} x {device_name}, backend {engine}"
 
 
+def first_problem(error: ValidationError) -> str:
+    """Return the first problem, with its key if it has one."""
+    first = error.errors()[0]
+    return f"{first['msg']}{' at ' if first['loc'] else ''}{'.'.join(map(str, first['loc']))}"
+
+
 def tuning_file(config: Path) -> Path:
     """Return the path of a config's record."""
     return config.with_suffix(".tuning.json")
@@ -105,7 +111,7 @@ def read_tuning(path: Path) -> Tuning:
     except OSError as error:
         reason = error.strerror or f"{error}"
     except ValidationError as error:
-        reason = f"{error.errors()[0]['msg']} at {'.'.join(map(str, error.errors()[0]['loc'])) or 'its start'}"
+        reason = first_problem(error)
     raise UsageError(
         f"{path}: not a record of tune: {reason}.\n  python -m portable_fsdp.tune --config=... writes one."
     )

@@ -331,8 +331,8 @@ def _write(folder: Path, recipe: Recipe, batches: Iterable[tuple[int, list[Rende
                 numbers.append(document.number)
                 notes.update(note for note in document.notes if note in notes or len(notes) < MAX_NOTES)
     first = f"{broken[0].place}: {broken[0].problem}" if broken else ""
-    np.array(starts, np.int64).tofile(folder / "starts.bin")
-    np.array(numbers, np.int64).tofile(folder / "numbers.bin")
+    for name, values in (("starts.bin", starts), ("numbers.bin", numbers)):
+        (folder / name).write_bytes(np.array(values, np.int64).data)
     hashes = {path.name: _hashes_of(path) for path in sorted(folder.glob("*.bin"))}
     counts = len(numbers), starts[-1], has_counted, len(broken)
     facts = Facts(recipe.dtype.name, *counts, first, dict(notes), hashes)

@@ -356,7 +356,7 @@ def _set(draw: _Draw | None) -> None:
     _now.slice, _now.part = None if draw is None else draw.slice, None
 
 
-def _run_layer(scope: int, slice: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_layer(scope: int, slice: int | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a layer with its own keys, then restore those of its caller."""
     around = _now.draw
     if around is None or around.of_layers is None:
@@ -374,7 +374,7 @@ def _rows_of(around: _Draw, scope: int) -> Tensor:
     return _mixed(rows ^ _signed(call * _OF_PLACE)) if call else rows
 
 
-def _run_region(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_region(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a recomputed module that isn't a layer: its sites are those of what is around it."""
     draw = _now.draw
     if draw is None:

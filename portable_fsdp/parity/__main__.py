@@ -195,7 +195,7 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
     """
     parent, path = argv
     task, launch = PlaceTask.model_validate_json(Path(path).read_bytes()), detect_launch(os.environ)
-    place, number = task.place, launch.local_rank  # among the processes of one parent
+    place, record_number = task.place, launch.local_rank  # among the processes of one parent
     if launch.is_alone:
         end_with_parent(int(parent))
         of_host = place.devices // hosts_of(place.device, os.environ)
@@ -205,7 +205,7 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
             return code
     elif os.getppid() == int(parent):
         end_with_parent(int(parent))
-        number = launch.rank
+        record_number = launch.rank
     end_with_agent(os.environ)
     from portable_fsdp.parity.recorder import run
 
@@ -215,7 +215,7 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
         write_text_atomically(Path(f"{task.out}.error"), str(error))
         return error.exit_code
     text = "\n".join(record.model_dump_json() for record in records)
-    write_text_atomically(Path(f"{task.out}.{number}"), text)
+    write_text_atomically(Path(f"{task.out}.{record_number}"), text)
     return EXIT_FINISHED
 
 

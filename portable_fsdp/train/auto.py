@@ -11,6 +11,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+import yaml
 from pydantic import ValidationError
 
 from portable_fsdp.backends.contract import Backend
@@ -19,7 +20,7 @@ from portable_fsdp.backends.refusals import Deployment, refusals, require_suppor
 from portable_fsdp.config.describe import autos, with_settings, with_value, without_plan
 from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.tuning import place_words, read_tuning, speed_settings
+from portable_fsdp.config.tuning import first_problem, place_words, read_tuning, speed_settings
 from portable_fsdp.observe.run_files import read_jsonl, versions
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -62,12 +63,12 @@ def resolve_auto(
 
         def choose() -> dict[str, str] | None:
             chosen = None if tuning is None else _tuned(config, engine, tuning)
-            if chosen is None and is_planned:
+            if not chosen and is_planned:
                 chosen = _kept(config, engine) or _planned(config, engine, limit_bytes)
             return chosen
 
         chosen = on_process_0(engine, choose)
-    return fallback if chosen is None else with_settings(config, chosen)
+    return with_settings(fallback, chosen or {})
 
 
 def _tuned(config: Config, engine: Backend, path: Path) -> dict[str, str] | None:
@@ -80,9 +81,13 @@ def _tuned(config: Config, engine: Backend, path: Path) -> dict[str, str] | None
     log.info("--tuned: the settings of %s", path)
     try:
         Config.model_validate(with_settings(config, tuning.chosen).model_dump(warnings=False))
+    except yaml.YAMLError as error:
+        problem = f"{error}".partition("\n")[0]
     except ValidationError as error:
-        raise UsageError(f"{path}: chosen: {error.errors()[0]['msg']}.\n  Run tune again.") from None
-    return tuning.chosen
+        problem = first_problem(error)
+    else:
+        return tuning.chosen
+    raise UsageError(f"{path}: chosen: {problem}.\n  Run tune again.")
 
 
 def _kept(config: Config, engine: Backend) -> dict[str, str] | None:

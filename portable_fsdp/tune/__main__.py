@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
@@ -76,7 +77,7 @@ SLOWER = 1.5
 NOISE = 1.02
 """The config's own settings stay if the fastest takes this much less time, or less."""
 _WORKER = "portable_fsdp.parity"  # it trains a place's first steps
-OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY, TIME_IS_OVER = "out of memory", "not finished when the time was over"
 _MARKS = ("out of memory", "OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError", "exit code -9")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "BackendCompilerFailed", "Mosaic", "INTERNAL: ")
 
@@ -95,7 +96,7 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
 
     def tune(options: argparse.Namespace) -> int:
         path, config, place = _read(options)
-        runner = Runner(place)
+        runner = Runner(place, timedelta(minutes=options.minutes + 10))
         if runner.launch.rank > 0:
             runner.follow()
             return EXIT_FINISHED
@@ -105,7 +106,6 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
                 tuner.run()
         finally:
             runner.end()
-        write_text_atomically(path.with_suffix(".tuned.yaml"), tuned_yaml(tuner.tuning))
         written = f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}"
         to_stdout(f"{_table(tuner.tuning, device=place.device)}\n{written}")
         return EXIT_INTERRUPTED if tuner.is_interrupted else EXIT_FINISHED
@@ -123,14 +123,16 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
     except PortableFSDPError as error:
         raise UsageError(f"{error}\n  {ELSEWHERE}") from None
     launch, hosts = detect_launch(os.environ), 1
+    is_counted = spec_of(engine).launcher_counts_devices  # else --num_devices counts those of all hosts
     if launch.is_alone:
         hosts = hosts_of(device, os.environ)
-        here = number_of("num_devices", options.num_devices) or count_devices(device)
-        if device != "cpu" and here > count_devices(device):
-            most = f"expected at most the {count_devices(device)} devices of this host, found {here}"
-            raise UsageError(f"tune: --num_devices: {most}.\n  {ELSEWHERE}")
-        devices = here * hosts
-    elif not spec_of(engine).launcher_counts_devices:
+        most = count_devices(device) * (1 if is_counted else hosts)
+        number = number_of("num_devices", options.num_devices) or most
+        if device != "cpu" and number > most:
+            found = f"expected at most the {most} devices that are here, found {number}"
+            raise UsageError(f"tune: --num_devices: {found}.\n  {ELSEWHERE}")
+        devices = number * hosts if is_counted else number
+    elif not is_counted:
         raise UsageError(
             f"tune: backend {engine}: expected a start without a launcher, once on each host, found "
             f"{launch.description}."
@@ -251,11 +253,13 @@ class Tuner:
             config = with_settings(self._given, settings)
             if not self._has_time or refusals(config, self._place):
                 return None
+            to_stderr(f"{len(self._candidates) + 1}: {Candidate(settings=settings).words}")
             known = self._tried(settings, config)
             self._candidates.append(known)
-            to_stderr(f"{len(self._candidates)}: {known.words}: {known.problem or f'{known.seconds:.3f} s a step'}")
+            to_stderr(f"   {known.problem or f'{known.seconds:.3f} s a step'}")
             if self._reference is not None:
                 write_text_atomically(tuning_file(self._path), self.tuning.model_dump_json(indent=1) + "\n")
+                write_text_atomically(self._path.with_suffix(".tuned.yaml"), tuned_yaml(self.tuning))
         if known.problem:
             return math.inf if known.problem.startswith(OUT_OF_MEMORY) else None
         return known.seconds
@@ -275,7 +279,7 @@ class Tuner:
                 work = PlaceTask(place=place, runs=[task], module=self._worker, out="")
                 self._add_figures(candidate, self._runner.run(work, limit))
         except PortableFSDPError as error:
-            candidate.problem = _reason(f"{error}") if self._left > 0 else "not finished when the time was over"
+            candidate.problem = _reason(f"{error}") if self._left > 0 else TIME_IS_OVER
         candidate.trial_s = time.monotonic() - began
         return candidate
 
@@ -332,9 +336,11 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _chosen(candidates: Sequence[Candidate], mine: Settings) -> Settings:
-    """Return the settings of the fastest, or `mine`, the config's own, if those aren't slower by more than NOISE."""
-    best = _fastest(candidates)
-    own_s = _seconds_of(candidates, mine)
+    """Return the settings of the fastest, or `mine`, the config's own, if those aren't slower by more than NOISE; none
+    if the time was too short to compare with them."""
+    best, own_s = _fastest(candidates), _seconds_of(candidates, mine)
+    if not any(each.settings == mine and each.problem != TIME_IS_OVER for each in candidates):
+        return {}
     return mine if own_s and best.seconds and own_s <= NOISE * best.seconds else best.settings
 
 
@@ -360,10 +366,15 @@ def _table(tuning: Tuning, device: str) -> str:
 def tuned_yaml(tuning: Tuning) -> str:
     """Format the keys that changed as YAML, with the figures as comments."""
     seconds, before = (_seconds_of(tuning.candidates, each) for each in (tuning.chosen, tuning.own))
-    ratio = f", {before / seconds:.2f} times as fast as the config's own settings" if before and seconds else ""
-    lines = [f"# {tuning.config}, measured on {tuning.where}:", f"# {seconds:.4f} s a step{ratio}."]
-    if not tuning.chosen:
-        lines.append("# Nothing was faster, so nothing changes.")
+    lines = [f"# {tuning.config}, measured on {tuning.where}:"]
+    if seconds is None:
+        lines.append("# the time was too short to measure the config's own settings, so nothing changes.")
+    else:
+        mine = Candidate(settings=tuning.own).words  # with auto: what a run takes without a plan
+        lines.append(
+            f"# {seconds:.4f} s a step{f', {before / seconds:.2f} times as fast as {mine}' if before else ''}."
+        )
+        lines += ["# Nothing was faster, so nothing changes."] * (not tuning.chosen)
     sections: dict[str, list[str]] = {}
     for key, value in tuning.chosen.items():
         section, _, name = key.partition(".")

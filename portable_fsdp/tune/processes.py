@@ -17,11 +17,11 @@ from pydantic import BaseModel
 from portable_fsdp.backends.refusals import Deployment
 from portable_fsdp.parity.__main__ import run_place
 from portable_fsdp.parity.record import PlaceRecord, PlaceTask
-from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError, UsageError
+from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError, TrainingError, UsageError
 from portable_fsdp.runtime.launchers import Launch, detect_launch, tpu_workers
 
 _PORT = 29477  # of a slice's store; candidates use TorchTPU's 29500 and libtpu's
-_LIMIT = timedelta(days=1)  # process 0 plans while the others wait; their launcher ends them if it fails
+_SLACK_S = 60.0  # for the answers of other processes, after a candidate's limit
 
 
 class _Order(BaseModel):
@@ -34,7 +34,8 @@ class Runner:
     """Runs candidates in child processes: those of this host, or one for each process that a launcher started, or for
     each host of a TPU slice."""
 
-    def __init__(self, place: Deployment) -> None:
+    def __init__(self, place: Deployment, limit: timedelta) -> None:
+        """`limit`: the longest that a process waits for another."""
         self.launch, self._number = detect_launch(os.environ), 0
         self._store: Any = None
         self._is_slice = self.launch.is_alone and (place.hosts or 1) > 1
@@ -44,7 +45,12 @@ class Runner:
             from portable_fsdp.runtime.rendezvous import open_store
 
             environment = {**os.environ, **self.launch.variables}
-            self._store = open_store(environment, _LIMIT, serves=self.launch.rank == 0)
+            try:
+                self._store = open_store(environment, limit, serves=self.launch.rank == 0)
+            except ConfigError as error:
+                if not self._is_slice:
+                    raise
+                raise UsageError(f"tune: port {_PORT} of this host is in use, perhaps by another tune.") from error
             if not self._is_slice:
                 os.environ.update(self.launch.variables)
 
@@ -57,24 +63,31 @@ class Runner:
             order = _Order(task=task, limit_s=limit_s, port=free.getsockname()[1])
         self._publish(order)
         record = self._part(order)
-        answers = [json.loads(self._store.get(self._key(f"failed/{n}"))) for n in range(self.launch.world_size)]
+        keys = [self._key(f"failed/{n}") for n in range(self.launch.world_size)]
+        with suppress(RuntimeError):  # torch's error of a timeout
+            self._store.wait(keys, timedelta(seconds=limit_s + _SLACK_S))
+        if missing := [n for n, key in enumerate(keys) if not self._store.check([key])]:
+            raise TrainingError(f"process {missing[0]} doesn't answer")
+        answers = [json.loads(self._store.get(key)) for key in keys]
         failures = [answer for answer in answers if answer]
         if failures or record is None:
             raise TrainingError(min(failures)[1])
         return record
 
     def follow(self) -> None:
-        """Run the parts of this process until process 0 ends."""
-        while True:
-            self._number += 1
-            try:
+        """Run the parts of this process until process 0 ends. Raises TrainingError if it can't be reached."""
+        from torch.distributed import DistError
+
+        try:
+            while True:
+                self._number += 1
                 order = _Order.model_validate_json(self._store.get(self._key("order")))
-            except RuntimeError:
-                raise TrainingError("tune: process 0, which decides what to try, has ended.") from None
-            if order.task is None:
-                self._store.set(self._key(f"failed/{self.launch.rank}"), "[]")
-                return
-            self._part(order)
+                if order.task is None:
+                    self._store.set(self._key(f"failed/{self.launch.rank}"), "[]")
+                    return
+                self._part(order)
+        except DistError:
+            raise TrainingError("tune: process 0, which decides what to try, has ended.") from None
 
     def end(self) -> None:
         """End the other processes; this one may host their store, so it waits a little for their answers."""
@@ -104,9 +117,11 @@ class Runner:
 
         try:
             record = _run_part(order, environment, others_failed)
-        except PortableFSDPError as error:
+        except (PortableFSDPError, KeyboardInterrupt) as error:
             failure = [self._store.add(self._key("failures"), 1), str(error)]
             self._store.set(self._key("failed"), "")
+            if isinstance(error, KeyboardInterrupt):
+                raise
         self._store.set(self._key(f"failed/{self.launch.rank}"), json.dumps(failure))
         return record
 
@@ -118,10 +133,13 @@ def _of_slice(launch: Launch) -> Launch:
     """Return the launch of a TPU slice's hosts, each a process, with a store on the first one. Raises UsageError for
     several slices, or if the environment doesn't number the hosts."""
     hosts, rank = tpu_workers(os.environ), os.environ.get("TPU_WORKER_ID")
-    slices = os.environ.get("MEGASCALE_NUM_SLICES") or "1"
-    if not rank or slices != "1":
-        found = f"found {slices} slice(s) and TPU_WORKER_ID={rank or 'unset'}"
-        raise UsageError(f"tune: expected one TPU slice, with this host's number in TPU_WORKER_ID, {found}.")
+    if (slices := os.environ.get("MEGASCALE_NUM_SLICES") or "1") != "1":
+        raise UsageError(f"tune: expected one TPU slice, found MEGASCALE_NUM_SLICES={slices}.")
+    if not rank:
+        raise UsageError(
+            f"tune: TPU_WORKER_HOSTNAMES names {len(hosts)} hosts, but TPU_WORKER_ID is not set.\n"
+            "  Set it to this host's index in that list, from 0."
+        )
     variables = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(_PORT), "RANK": rank, "WORLD_SIZE": str(len(hosts))}
     return replace(launch, rank=int(rank), world_size=len(hosts), variables=variables)
 

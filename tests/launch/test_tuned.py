@@ -50,7 +50,8 @@ def test_a_run_uses_a_record_of_its_config_devices_and_versions(
     [
         ({"optim.lr": "1.0"}, "not a record of tune: tune doesn't change optim.lr"),
         ({"foo": "2"}, "not a record of tune: tune doesn't change foo"),
-        ({"train.micro_batch": "many"}, "chosen: Input should be"),
+        ({"train.micro_batch": "many"}, "at train.micro_batch"),
+        ({"train.micro_batch": "[: {"}, "chosen: "),
     ],
 )
 @pytest.mark.slow

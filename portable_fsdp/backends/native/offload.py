@@ -70,7 +70,7 @@ class ActivationOffload:
         for layer in layers[:-1]:
             layer.forward = partial(self._run, layer.forward)
 
-    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # Masks and rotary embeddings, which all layers share, need no gradient.
         inputs = {tensor.untyped_storage()._cdata for tensor in grad_tensors((args, kwargs))}
         # Inner hooks replace outer ones: pass tensors that aren't ours to the outer ones.

@@ -104,6 +104,8 @@ def _replacing() -> Callable[..., None]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(*settings, *args, **kwargs)
 
+        # torch.compile counts recompilations by code object, so each has its own.
+        forward.__code__ = forward.__code__.replace(co_name=run.__name__)
         cast(Any, forward).__signature__ = signature(partial(run, *settings))  # a head's has `loss_input`
         return forward
 
@@ -119,6 +121,7 @@ def _placed(
     before: tuple[Any, Any],
     after: tuple[Any, Any],
     self: nn.Module,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -151,7 +154,7 @@ def _summed(forward: Forward, group: Group, splits_rows: bool, splits_input: boo
     return out if bias is None else out + bias
 
 
-def _block(forward: Forward, group: Group, splits_rows: bool, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _block(forward: Forward, group: Group, splits_rows: bool, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _with_hidden(
         args, kwargs, lambda hidden: enter(hidden, group, hidden.dim() - 2 if splits_rows else None)
     )
@@ -167,7 +170,7 @@ def _experts(
     return leave(forward(self, enter(hidden, group, dim), chosen, enter(weights, group, dim)), group, dim)
 
 
-def _whole_block(forward: Forward, group: Group, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _whole_block(forward: Forward, group: Group, self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Attention that the plan leaves whole: each process computes it for whole rows."""
     args, kwargs = _with_hidden(args, kwargs, lambda hidden: gather(hidden, group, 1))
     return _on_hidden(forward(self, *args, **kwargs), lambda hidden: split(hidden, group, 1))

@@ -77,7 +77,7 @@ def shard_units(
     for name in (*reversed(units), ROOT):
         for names in (*groups[name], [name]):
             over, dim = (of_experts, 1) if of_experts and names[0] in experts else (mesh, 0)
-            _fully_shard(model, names, shared, policy, over, dim)
+            _fully_shard(model, names, shared, policy, over, is_root=name == ROOT, dim=dim)
         if policy.cast_inputs:
             cast_inputs(model.get_submodule(name), dtype_of(name, policy))
     _require_sharded(model, shared)
@@ -247,6 +247,7 @@ def _fully_shard(
     shared: Mapping[nn.Parameter, list[str]],
     policy: ShardPolicy,
     mesh: DeviceMesh,
+    is_root: bool,
     dim: int,
 ) -> None:
     """Make `names` one group of parameters, gathered in their compute dtype, with gradients summed in `policy.reduce`,
@@ -259,7 +260,7 @@ def _fully_shard(
     fully_shard(
         modules,
         mesh=mesh,
-        reshard_after_forward=False if names == [ROOT] else policy.reshard_after_forward,
+        reshard_after_forward=False if is_root else policy.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(dtype_of(names[0], policy), policy.reduce, cast_forward_inputs=False),
         offload_policy=offload,
         shard_placement_fn=(lambda _: Shard(dim)) if dim else None,

@@ -45,7 +45,7 @@ class LayerAttention:
         self._kept: list[Tensor] | None = None
         self._runs_again = False
 
-    def run_layer(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run_layer(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run a layer's `forward` with the kernel for causal attention, over a whole row or within its documents.
 
         Other attention (any other mask, dropout, a length that the kernel's blocks don't divide) doesn't change.

@@ -80,7 +80,7 @@ class Copies:
         """Return the copy of a weight for a use in a running block that `splits_gradient`."""
         return self._here[use.key]
 
-    def run_model(self, uses: list[Use], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run_model(self, uses: list[Use], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `forward`: gathered copies live until after backward, or without gradients until its end."""
         is_first = not self._gathered  # a second forward before the backward uses the same copies
         if is_first and self._keep:

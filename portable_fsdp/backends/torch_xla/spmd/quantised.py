@@ -88,7 +88,7 @@ def _bitcast() -> Callable[[Tensor], Tensor]:
     return xla_op_registry.register("as_float32", lambda four_bytes: four_bytes.bitcast(xla_builder.Type.F32))
 
 
-def _run_dequantised(module: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+def _run_dequantised(module: Any, dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> Any:
     tables = {leaf: module._parameters[leaf] for leaf in module.quantised.tables}
     try:
         for leaf, stored in tables.items():

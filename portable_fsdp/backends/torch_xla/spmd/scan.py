@@ -119,7 +119,7 @@ class LayerLoop:
 
         return body
 
-    def _return_input(self, index: int, *args: Any, **kwargs: Any) -> Any:
+    def _return_input(self, index: int, /, *args: Any, **kwargs: Any) -> Any:
         leaves = self._flat(args, kwargs)
         expected = [*tree_flatten(self._result)[0], *self._inputs[1:]]
         if len(leaves) != len(expected) or any(a is not b for a, b in zip(leaves, expected, strict=True)):

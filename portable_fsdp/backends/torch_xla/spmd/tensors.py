@@ -154,7 +154,7 @@ class Layouts:
     def _partition(self, tensor: Tensor, spec: Spec) -> tuple[Any, ...]:
         return _partition((*spec, *((),) * (tensor.dim() - len(spec))), self.axes)
 
-    def run_by_device(self, forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_by_device(self, forward: Callable[..., Any], /, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run a forward that computes each token by itself, and flattens `[rows, tokens, width]`: it gets
         `[devices, tokens of a device, width]`. XLA can't split flattened tokens whose rows are split as well."""
         rows, cuts = count_row_shards(self.axes), self.axes.get("context", 1)
