@@ -259,14 +259,15 @@ from pathlib import Path
 sys.path[:0] = [sys.argv[2]]
 from test_cache import Texts, recipe, tokenized
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a file can grow no further, as on a full disk
-tokenized(Path(sys.argv[1]), recipe(Texts("x" * 100_000)))
+tokenized(Path(sys.argv[1]), recipe(Texts(*(["x" * int(sys.argv[3])] * int(sys.argv[4])))))
 """
 
 
 @pytest.mark.slow
-def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "count"), [(100_000, 1), (1, 1000)], ids=["tokens", "places of documents"])
+def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(size: int, count: int, tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent)],
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent), str(size), str(count)],
         capture_output=True,
         text=True,
         check=False,

@@ -142,6 +142,40 @@ def test_a_loss_of_ones_own_needs_a_batch_without_padding() -> None:
         pf.build_training(config, engine, 256)
 
 
+NAMES = """
+import torch
+from torch import nn
+
+import portable_fsdp as pf
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x, uses=None, forward=None, module=None):
+        return self.inner(x) * uses * forward * module
+
+
+def loss(model, batch):
+    return model(batch["x"], uses=1, forward=1, module=1).sum(), torch.tensor(4)
+
+
+config = pf.make_config()
+with pf.open_backend(config, device="cpu", backend="xla") as engine:
+    model, optimizer = pf.shard(Model, config, engine)
+    step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=1.0, task=loss)
+    print("loss", engine.fetch(step([engine.place({"x": torch.ones(4, 2)})], 1e-2)).result()["loss"].item())
+"""
+
+
+@pytest.mark.xla
+def test_a_models_arguments_may_have_any_names(tmp_path: Path) -> None:
+    """Wrappers of forwards have names of their own."""
+    assert finish([PYTHON, "-c", NAMES], tmp_path).out.startswith("loss ")
+
+
 def test_unshard_starts_to_gather_a_unit() -> None:
     config = pf.make_config(memory={"cpu_offload": True})  # else one device has nothing to gather
     with pf.open_backend(config, device="cpu", backend="native") as engine:

@@ -185,6 +185,12 @@ def test_what_does_not_fit_comes_with_what_would(plan: Planner) -> None:
         assert text in out
 
 
+def test_a_group_of_another_dtype_in_the_root_is_gathered_once_a_micro_batch(plan: Planner) -> None:
+    """Like the root, which backward begins with."""
+    result = planned(plan, "--on=h100:8", "train.micro_batch=1", "precision.modules={model.norm: float32}")
+    assert result["work"]["collectives"]["all_gather float32"]["calls"] == 2
+
+
 @pytest.mark.proof
 def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
     """Each device has 8 rows, which fit into all of its memory."""
