@@ -292,14 +292,14 @@ class NativeBackend(contract.Backend):
         return {name: tensor.to(self.device, non_blocking=pins) for name, tensor in rows.items()}
 
     def compile(self, fn: Callable[..., contract.Metrics], name: str) -> Callable[..., contract.Metrics]:
-        if not self._counts_collectives or name in ("evaluate", "sample"):
-            return fn
+        is_counted = self._counts_collectives and name not in ("evaluate", "sample")
+        return self._counting_once()(fn) if is_counted else fn
 
-        def counted(*args: Any) -> contract.Metrics:
-            with nullcontext() if self._first_step_is_over else self._counter:
-                return fn(*args)
-
-        return counted
+    @contextmanager
+    def _counting_once(self) -> Generator[None]:
+        """Context of each program: count its collectives until the first step is over."""
+        with nullcontext() if self._first_step_is_over else self._counter:
+            yield
 
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
