@@ -1,6 +1,6 @@
 """Draw a run's loss, coloured by the backend that ran each step: `python examples/plot_loss.py runs/demo`.
 
-Reads metrics.jsonl and events.jsonl of the run's folder and writes loss.png beside them.
+Reads metrics.jsonl and events.jsonl of the run's folder and writes loss.png beside them. Needs matplotlib.
 """
 
 import argparse
