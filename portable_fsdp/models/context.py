@@ -54,8 +54,13 @@ def require_rows_that_split(model: Any, build: Callable[[Any], Any], seq_len: in
 def _difference(model: nn.Module, ids: Tensor) -> str:
     """Name the first layer whose outputs for the tokens of one device differ from those for the whole row."""
     rows: list[Tensor] = []  # keys and values of each call of attention
+
+    def keep(tokens: Tensor) -> Tensor:
+        rows.append(tokens)
+        return tokens
+
     try:
-        whole = _outputs(model, ids, RowParts(0, 1, lambda tokens: rows.append(tokens) or tokens))
+        whole = _outputs(model, ids, RowParts(0, 1, keep))
         for index in (0, 1):
             kept = iter(rows)
             part = RowParts(index, 2, lambda _, kept=kept: next(kept))

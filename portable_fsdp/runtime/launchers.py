@@ -191,6 +191,16 @@ def hosts_of(device: str, environ: Mapping[str, str]) -> int:
     return max(1, len(tpu_workers(environ))) if device == "tpu" else 1
 
 
+def problem_of_tpu_hosts(environ: Mapping[str, str]) -> str:
+    """Return the problem of a slice of several hosts that doesn't number this one, with its fix, or an empty string."""
+    if (count := len(tpu_workers(environ))) < 2 or environ.get("TPU_WORKER_ID"):
+        return ""
+    return (
+        f"TPU_WORKER_HOSTNAMES names {count} hosts, but TPU_WORKER_ID is not set.\n"
+        "  Set it to this host's index in that list, from 0 (launch/tpu_vm.sh does)."
+    )
+
+
 def problem_of_tpu_worker(environ: Mapping[str, str]) -> str:
     """Return the problem with the worker's number in the environment, or an empty string."""
     number, count = environ.get("TPU_WORKER_ID", ""), len(tpu_workers(environ))

@@ -129,8 +129,7 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
         most = count_devices(device) * (1 if is_counted else hosts)
         number = number_of("num_devices", options.num_devices) or most
         if device != "cpu" and number > most:
-            found = f"expected at most the {most} devices that are here, found {number}"
-            raise UsageError(f"tune: --num_devices: {found}.\n  {ELSEWHERE}")
+            raise UsageError(f"tune: --num_devices: expected at most {most}, found {number}.\n  {ELSEWHERE}")
         devices = number * hosts if is_counted else number
     elif not is_counted:
         raise UsageError(
@@ -368,13 +367,13 @@ def tuned_yaml(tuning: Tuning) -> str:
     seconds, before = (_seconds_of(tuning.candidates, each) for each in (tuning.chosen, tuning.own))
     lines = [f"# {tuning.config}, measured on {tuning.where}:"]
     if seconds is None:
-        lines.append("# the time was too short to measure the config's own settings, so nothing changes.")
+        lines.append("# The time was too short to measure the config's own settings, so nothing changes.")
     else:
         mine = Candidate(settings=tuning.own).words  # with auto: what a run takes without a plan
-        lines.append(
-            f"# {seconds:.4f} s a step{f', {before / seconds:.2f} times as fast as {mine}' if before else ''}."
-        )
-        lines += ["# Nothing was faster, so nothing changes."] * (not tuning.chosen)
+        ratio = f", {before / seconds:.2f} times as fast as {mine}" if before else ""
+        lines.append(f"# {seconds:.4f} s a step{ratio}.")
+        if not tuning.chosen:
+            lines.append("# Nothing was faster, so nothing changes.")
     sections: dict[str, list[str]] = {}
     for key, value in tuning.chosen.items():
         section, _, name = key.partition(".")

@@ -18,7 +18,7 @@ from portable_fsdp.backends.refusals import Deployment
 from portable_fsdp.parity.__main__ import run_place
 from portable_fsdp.parity.record import PlaceRecord, PlaceTask
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError, TrainingError, UsageError
-from portable_fsdp.runtime.launchers import Launch, detect_launch, tpu_workers
+from portable_fsdp.runtime.launchers import Launch, detect_launch, problem_of_tpu_hosts, tpu_workers
 
 _PORT = 29477  # of a slice's store; candidates use TorchTPU's 29500 and libtpu's
 _SLACK_S = 60.0  # for the answers of other processes, after a candidate's limit
@@ -132,14 +132,11 @@ class Runner:
 def _of_slice(launch: Launch) -> Launch:
     """Return the launch of a TPU slice's hosts, each a process, with a store on the first one. Raises UsageError for
     several slices, or if the environment doesn't number the hosts."""
-    hosts, rank = tpu_workers(os.environ), os.environ.get("TPU_WORKER_ID")
     if (slices := os.environ.get("MEGASCALE_NUM_SLICES") or "1") != "1":
         raise UsageError(f"tune: expected one TPU slice, found MEGASCALE_NUM_SLICES={slices}.")
-    if not rank:
-        raise UsageError(
-            f"tune: TPU_WORKER_HOSTNAMES names {len(hosts)} hosts, but TPU_WORKER_ID is not set.\n"
-            "  Set it to this host's index in that list, from 0."
-        )
+    if problem := problem_of_tpu_hosts(os.environ):
+        raise UsageError(f"tune: {problem}")
+    hosts, rank = tpu_workers(os.environ), os.environ["TPU_WORKER_ID"]
     variables = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(_PORT), "RANK": rank, "WORLD_SIZE": str(len(hosts))}
     return replace(launch, rank=int(rank), world_size=len(hosts), variables=variables)
 

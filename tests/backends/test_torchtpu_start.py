@@ -103,7 +103,7 @@ def test_a_plain_start_drives_all_chips_stops_and_goes_on_elsewhere(folder: Path
 
 
 def test_a_second_start_with_a_cache_compiles_nothing(folder: Path) -> None:
-    """TorchTPU also keeps programs in the host's memory, by name; a name of its own keeps those of other runs out."""
+    """TorchTPU also caches programs in the host's memory. Under its own cache name this test shares none of them."""
     words, counts = ("train.steps=4", f"compile.cache_dir={folder / 'cache'}", "checkpoint.resume=none"), list[int]()
     name_in_memory = f"test_{os.getpid()}_{time.time_ns()}"
     try:

@@ -58,7 +58,7 @@ def test_a_candidate_that_fails_is_a_row_with_its_reason(tmp_path: Path, capsys:
 @pytest.mark.proof
 @pytest.mark.timeout(300)
 def test_processes_of_torchrun_run_candidates_together(tmp_path: Path) -> None:
-    """As on several hosts: each process runs its part of a candidate. One of them runs out of memory."""
+    """Each process runs its part of a candidate, as on several hosts. One of them runs out of memory."""
     path = written(tmp_path)
     words = [f"--config={path}", "--device=cpu", "--backend=native", "--minutes=0.7", "sharding.strategy=NO_SHARD"]
     run = subprocess.run(

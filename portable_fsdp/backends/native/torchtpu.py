@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from portable_fsdp.runtime.errors import BackendError
 from portable_fsdp.runtime.host import installed, tpu_chips
-from portable_fsdp.runtime.launchers import detect_launch, problem_of_tpu_worker, tpu_workers
+from portable_fsdp.runtime.launchers import detect_launch, problem_of_tpu_hosts, problem_of_tpu_worker, tpu_workers
 from portable_fsdp.runtime.rendezvous import Hosts
 
 if TYPE_CHECKING:
@@ -76,12 +76,9 @@ def prepare_start(processes: int, environ: Mapping[str, str]) -> Hosts | None:
         )
     if problem := problem_of_tpu_worker(environ):
         raise BackendError(f"environment: {problem}.\n  Set the TPU_* variables as the TPU VM does, or unset them.")
+    if problem := problem_of_tpu_hosts(environ):
+        raise BackendError(f"environment: {problem}")
     if len(hosts) > 1:
-        if not environ.get("TPU_WORKER_ID"):
-            raise BackendError(
-                f"environment: TPU_WORKER_HOSTNAMES names {len(hosts)} hosts, but TPU_WORKER_ID is not set.\n"
-                "  Set it to this host's index in that list, from 0 (launch/tpu_vm.sh does)."
-            )
         os.environ.setdefault("JOB_COMPLETION_INDEX", environ["TPU_WORKER_ID"])
     if processes > chips:
         raise BackendError(

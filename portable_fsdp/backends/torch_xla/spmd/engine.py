@@ -237,8 +237,10 @@ class XlaBackend(PjrtBackend):
         return optimizer
 
     def _zeros(self, twin: Tensor, spec: Spec) -> Tensor:
-        zeros_of = partial(torch.zeros, dtype=twin.dtype)
-        return self._make(twin.shape, twin.dtype, spec, lambda part: zeros_of([cut.stop - cut.start for cut in part]))
+        def zeros_of(region: Region) -> Tensor:
+            return torch.zeros([part.stop - part.start for part in region], dtype=twin.dtype)
+
+        return self._make(twin.shape, twin.dtype, spec, zeros_of)
 
     # --------------------------------------------------------------------------------------------------- the step
 
