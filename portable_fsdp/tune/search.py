@@ -28,6 +28,13 @@ class Axis(NamedTuple):
     values: Sequence[Settings]
     fastest_first: bool = False
 
+    def sides(self, best: Settings) -> Sequence[range]:
+        """Return the numbers of the values to try: those after the best one, and those before it."""
+        at = next((n for n, value in enumerate(self.values) if value.items() <= best.items()), -1)
+        if self.fastest_first:
+            return [range(at if at >= 0 else len(self.values))]
+        return range(at + 1, len(self.values)), range(at - 1, -1, -1)
+
 
 def own(config: Config) -> Settings:
     """Return the config's own values of all keys that are varied."""
@@ -78,16 +85,20 @@ def _doubling(sizes: list[int], own_rows: int) -> list[int]:
 
 
 def climb(
-    starts: Sequence[Settings], choices: Sequence[Axis], measure: Callable[[Settings], float | None]
+    starts: Sequence[Settings],
+    choices: Sequence[Axis],
+    measure: Callable[[Settings], float | None],
+    measure_again: Callable[[], tuple[Settings, float]],
 ) -> Iterator[Settings]:
     """Try each value of each key with the best of the others, again until nothing is faster; yield the best settings
     after each measurement.
 
     `measure` returns seconds, infinity for a candidate that needs too much memory, None for one that failed otherwise
-    or is refused; it remembers what it measured. Beside the best value of a key, a side ends with the first that isn't
-    faster. A value that failed once isn't tried again.
+    or is refused; it remembers what it measured. `measure_again` measures those near the best again, and returns what
+    is the best then. Beside the best value of a key, a side ends with the first that isn't faster; only when that leads
+    no further, all are tried. A value that failed once isn't tried again.
     """
-    best, fastest, before = starts[0], math.inf, None
+    best, fastest = starts[0], math.inf
     failed = set[tuple[int, int]]()
 
     def seconds_of(candidate: Settings) -> float | None:
@@ -100,20 +111,22 @@ def climb(
     for settings in starts:
         seconds_of(settings)
         yield best
-    while best != before:
+    tries_all = False
+    while True:
         before = best
-        for axis, (values, fastest_first) in enumerate(choices):
-            at = next((n for n, value in enumerate(values) if value.items() <= best.items()), -1)
-            sides = (range(at + 1, len(values)), range(at - 1, -1, -1))
-            if fastest_first:
-                sides = (range(at if at >= 0 else len(values)),)
-            for side in sides:
-                for number in side:
-                    if (axis, number) in failed:
-                        continue
-                    seconds = seconds_of(candidate := best | values[number])
+        for number, axis in enumerate(choices):
+            for side in axis.sides(best):
+                for value in (each for each in side if (number, each) not in failed):
+                    seconds = seconds_of(candidate := best | axis.values[value])
                     yield best
                     if seconds in (None, math.inf):
-                        failed.add((axis, number))
-                    if seconds is not None and (seconds < math.inf if fastest_first else best != candidate):
+                        failed.add((number, value))
+                    ends = seconds != math.inf if axis.fastest_first else best != candidate and not tries_all
+                    if seconds is not None and ends:
                         break
+        if best == before:
+            best, fastest = measure_again()
+        if best == before:
+            if tries_all:
+                return
+            tries_all = True

@@ -130,9 +130,38 @@ def test_the_climb_finds_the_fastest_of_a_grid_in_few_measurements() -> None:
         return measured.setdefault(str(settings), value if bytes_ <= 256 else math.inf)
 
     start = {"compile.enabled": "false", "train.micro_batch": "1", "memory.gradient_checkpointing": "full"}
-    *_, best = climb([start], choices, seconds)
-    assert best == {"compile.enabled": "true", "train.micro_batch": "64", "memory.gradient_checkpointing": "none"}
-    assert len(measured) <= 12
+    fastest = {"compile.enabled": "true", "train.micro_batch": "64", "memory.gradient_checkpointing": "none"}
+    early = list[int]()
+
+    def again() -> tuple[Settings, float]:
+        early.append(len(measured))
+        return fastest, measured[str(fastest)] or math.inf
+
+    *_, best = climb([start], choices, seconds, again)
+    assert best == fastest
+    assert early[0] <= 12
+
+
+def test_the_climb_goes_on_where_a_second_measurement_leads() -> None:
+    """The first measurement of 4 rows is disturbed: 2 rows seem to be the best, and 8 aren't tried."""
+    times = {"1": 1.5, "2": 1.0, "4": 1.1, "8": 0.9, "16": 1.2, "32": 0.8}
+    settings = [{"train.micro_batch": rows} for rows in times]
+    asked = list[str]()
+    asked_before = list[list[str]]()
+
+    def seconds(settings: Settings) -> float:
+        asked.append(settings["train.micro_batch"])
+        return times[asked[-1]]
+
+    def again() -> tuple[Settings, float]:
+        asked_before.append([*dict.fromkeys(asked)])
+        times["4"] = 0.95
+        rows = min(asked, key=times.__getitem__)
+        return {"train.micro_batch": rows}, times[rows]
+
+    *_, best = climb(settings[:2], [Axis(settings)], seconds, again)
+    assert asked_before[:3] == [["1", "2", "4"], ["1", "2", "4", "8", "16"], ["1", "2", "4", "8", "16", "32"]]
+    assert best == {"train.micro_batch": "32"}
 
 
 @pytest.mark.parametrize(
