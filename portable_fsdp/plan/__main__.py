@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from portable_fsdp.backends.open import engine_made_for
 from portable_fsdp.config.describe import Settings, autos, with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.tuning import Tuning, read_tuning
@@ -26,7 +25,7 @@ from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_U
 from portable_fsdp.runtime.signals import end_with_parent, exit_on_signals
 
 DESCRIPTION = """Plan a run on hardware that you don't have: whether it fits, memory by part, step time."""
-EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, every plan of a sweep refused,
+EXIT_CODES = """exit code: 0 for a plan, whether it fits or not; 2 usage or config error, every plan of --over refused,
 or no micro batch fits; 1 any other error; 130 for Ctrl-C"""
 
 
@@ -42,8 +41,7 @@ def _parser() -> CommandParser:
     add("--backend", default="auto", metavar="ENGINE", help=engines)
     memory = "memory of a device; overrides the known figure"
     add("--memory", metavar="GiB", type=at_least(0, float), help=memory)
-    parser.switch("--sweep", "plan a grid of settings: which fit, and how fast each can be")
-    axis = "a key to sweep with its values, as in --over=train.micro_batch=1,2,4; may be repeated"
+    axis = "plan each of a key's values, as in --over=train.micro_batch=1,2,4; several keys: all combinations"
     add("--over", action="append", default=[], metavar="key=value,...", help=axis)
     add(
         "--compare",
@@ -67,9 +65,8 @@ def main(argv: list[str]) -> int:
 def _plan(options: argparse.Namespace, worker: Worker) -> int:
     if options.config is None or options.on is None:
         raise ConfigError("plan: --config=FILE and --on=WHERE are required, as in --on=v5p:2x2x4 or --on=h100:8.")
-    is_sweep = options.sweep or bool(options.over)
-    if is_sweep and options.compare is not None:
-        raise UsageError("--compare: needs a single plan.\n  Leave out --sweep and --over.")
+    if options.over and options.compare is not None:
+        raise UsageError("--compare: needs a single plan.\n  Leave out --over.")
     target = parse_target(options.on)
     if options.memory is not None:
         target = with_memory(target, options.memory)
@@ -82,11 +79,9 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
         return planner.make_plan(config_of(settings), target, worker, to_stderr, backend=options.backend)
 
     config = config_of({})
-    if not is_sweep:
+    if not options.over:
         return _one(options, config, target, plan_of, worker)
-    scans = target.hardware.kind == "tpu" and options.backend in ("auto", engine_made_for("tpu"))
-    usual = search.usual_grid(config, target.devices, scan=scans, compiles=target.hardware.kind == "cuda")
-    points = search.grid(_axes(options.over)) if options.over else usual
+    points = search.grid(_axes(options.over))
     for settings in points:
         config_of(settings)  # raises for an unknown key before the first plan
     return _sweep(points, plan_of, as_json=options.json)

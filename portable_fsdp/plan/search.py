@@ -31,45 +31,9 @@ MODES = (
 """What gradient_checkpointing=auto tries: each recomputes more than the one before, and needs less memory."""
 
 
-def usual_grid(config: Config, devices: int, *, scan: bool, compiles: bool = False) -> list[Settings]:
-    """Return the default grid of a sweep; smaller micro batches first. `compiles`: what compile.enabled=auto is."""
-    rows = max(config.train.global_batch // devices, 1)
-    micro_batches = {size for size in (1, 2, 4, 8) if rows % size == 0} | ({config.train.micro_batch} - {"auto"})
-    unrolled = {"compile.scan_layers": "false"} if scan else {}
-    if scan and config.memory.offload == "activations":  # XLA offloads inputs of scanned layers only
-        unrolled["memory.offload"] = "none"
-    modes = [checkpointing(config, mode) for mode in ("none", "selective", "full")]
-    layers = [unrolled | mode for mode in (MODES if CHECKPOINTING in autos(config) else modes)]
-    if scan:  # all iterations of the loop run one program: all layers are recomputed, or none
-        layers += [{"compile.scan_layers": "true"} | checkpointing(config, mode) for mode in ("none", "full")]
-    sharded = dict.fromkeys(("SHARD_GRAD_OP", "FULL_SHARD", config.sharding.strategy))
-    strategies = sharded if devices > 1 else ["NO_SHARD"]
-    compiled = {COMPILE: yaml_value(compiles)} if COMPILE in autos(config) else {}
-    return [
-        {"sharding.strategy": strategy, **compiled, **layer_settings, "train.micro_batch": str(size)}
-        for strategy, layer_settings, size in itertools.product(strategies, layers, sorted(micro_batches))
-    ]
-
-
 def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
     """Return the Cartesian product of the keys' values."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-def checkpointing(config: Config, mode: str) -> Settings:
-    """Return a mode's settings; reset keys that only another mode takes. Selective defaults to every second layer."""
-    memory = config.memory
-    is_selective = memory.every is not None or bool(memory.save_ops)
-    settings = {"memory.gradient_checkpointing": mode}
-    if memory.gradient_checkpointing == "budget":
-        settings["memory.budget"] = f"{default_of('memory.budget')}"
-    if memory.classes and mode not in ("full", "selective"):
-        settings["memory.classes"] = "[]"
-    if memory.offload == "activations" and mode not in ("full", "selective"):
-        settings["memory.offload"] = "none"
-    if mode == "selective":
-        return settings if is_selective else {**settings, "memory.every": "2"}
-    return settings | ({"memory.every": "null", "memory.save_ops": "[]"} if is_selective else {})
 
 
 def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
@@ -94,7 +58,11 @@ def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iter
     """
     measures: list[Settings] = []
     if config.memory.gradient_checkpointing != "full":
-        measures.append(checkpointing(config, "full"))
+        only_others_take = ("memory.every", "memory.save_ops", "memory.budget")
+        reset = {
+            key: yaml_value(default_of(key)) for key in only_others_take if value_of(config, key) != default_of(key)
+        }
+        measures.append({CHECKPOINTING: "full"} | reset)
     size = config.train.resolved_micro_batch
     while size > 1:
         size = size // 2 if size % 2 == 0 else 1

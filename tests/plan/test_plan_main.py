@@ -213,8 +213,7 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
         (["--on=h100:8", "train.micro_batch=3"], "train.micro_batch: expected at most 2"),
         (["--on=h100:8", "train.mikro_batch=3"], "micro_batch"),
         (["--on=h100:8", "--compare=absent"], "--compare=absent: no metrics.jsonl"),
-        (["--on=h100:8", "--compare=absent", "--sweep"], "needs a single plan"),
-        (["--on=h100:8", "--compare=runs", "--sweep"], "needs a single plan"),
+        (["--on=h100:8", "--compare=runs", "--over=train.micro_batch=1,2"], "needs a single plan"),
         (
             ["--on=h100:3", "train.micro_batch=auto", "model.router_bias_rate=0.1"],
             "train.global_batch: expected a multiple",

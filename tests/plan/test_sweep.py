@@ -14,7 +14,7 @@ from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.plan.result import Expected, Plan, Tried, sweep_text, text
-from portable_fsdp.plan.search import COMPILE_S, FREE, fastest_that_fits, grid, nearest_that_fits, sweep, usual_grid
+from portable_fsdp.plan.search import COMPILE_S, FREE, fastest_that_fits, grid, nearest_that_fits, sweep
 from portable_fsdp.plan.target import parse_target
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -221,23 +221,11 @@ def test_none_fits(offload: bool) -> None:
     assert results[-1].settings["train.micro_batch"] == "1"
 
 
-def test_the_usual_grid_divides_the_batch_and_has_the_configs_own_strategy() -> None:
-    points = usual_grid(config(global_batch=48, micro_batch=3), 8, scan=True)
-    assert len(points) == 2 * (3 + 2) * 3  # scanned layers are recomputed all or none
-    assert [point["train.micro_batch"] for point in points[:4]] == ["1", "2", "3", "1"]
-    assert {point["compile.scan_layers"] for point in points} == {"false", "true"}
-    assert {point["sharding.strategy"] for point in usual_grid(config(), 1, scan=False)} == {"NO_SHARD"}
-    hybrid = config(sharding={"strategy": "HYBRID_SHARD"})
-    strategies = {point["sharding.strategy"] for point in usual_grid(hybrid, 8, scan=False)}
-    assert strategies == {"SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"}
-
-
 @pytest.mark.parametrize(
     ("engine", "device", "memory"),
     [
         ("native", "cuda", {}),
         ("xla", "tpu", {}),
-        ("native", "cuda", {"gradient_checkpointing": "full"}),
         ("xla", "tpu", {"gradient_checkpointing": "selective", "every": 3}),
         ("native", "cuda", {"gradient_checkpointing": "selective", "save_ops": ["attention"]}),
         ("native", "cuda", {"gradient_checkpointing": "budget", "budget": 0.3}),
@@ -245,14 +233,14 @@ def test_the_usual_grid_divides_the_batch_and_has_the_configs_own_strategy() -> 
         ("xla", "tpu", {"gradient_checkpointing": "full", "offload": "activations"}),
     ],
 )
-def test_no_setting_of_the_usual_grid_is_refused(
-    engine: str, device: str, memory: dict[str, Any], tmp_path: Path
-) -> None:
-    before = config(memory)
+def test_no_measure_is_refused(engine: str, device: str, memory: dict[str, Any], tmp_path: Path) -> None:
+    before = config(memory, {"strategy": "SHARD_GRAD_OP"})
     (tmp_path / "run.yaml").write_text(config_text(before))
-    for point in usual_grid(before, 8, scan=engine == "xla"):
-        tried = load_config(tmp_path / "run.yaml", [f"{key}={value}" for key, value in point.items()])
-        require_supported(tried, Deployment(engine, device, 8, 1))
+    results = list(nearest_that_fits(before, lambda settings: plan(LIMIT + 1), offload=False))
+    assert results
+    for tried in results:
+        words = [f"{key}={value}" for key, value in tried.settings.items()]
+        require_supported(load_config(tmp_path / "run.yaml", words), Deployment(engine, device, 8, 1))
 
 
 def test_a_row_for_each_plan() -> None:
