@@ -193,15 +193,16 @@ class Tuner:
     def _measure_again(self) -> tuple[Settings, float]:
         """Measure those near the fastest again; return the settings and seconds of the one that is the fastest then."""
         while self._has_time:
-            limit_s = NEAR * _seconds(_fastest(self._candidates))
-            near = [each for each in self._candidates if not each.problem and _seconds(each) <= limit_s]
+            usable = [each for each in self._candidates if not each.problem]
+            limit_s = NEAR * min(map(_seconds, usable))
+            near = (each for each in usable if _seconds(each) <= limit_s)
             candidate = min(near, key=lambda each: (each.trials, each.seconds))
             if candidate.trials >= TRIALS:
                 break
             again = Candidate(settings=candidate.settings)
             self._try(again)
             candidate.trials += 1
-            if again.problem and again.problem != TIME_IS_OVER and candidate is not self._candidates[0]:
+            if again.problem and again.problem != TIME_IS_OVER and len(usable) > 1:
                 candidate.problem = again.problem
             elif _seconds(again) < _seconds(candidate):
                 candidate.seconds, candidate.spread = again.seconds, again.spread
