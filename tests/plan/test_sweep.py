@@ -230,7 +230,6 @@ def test_none_fits(offload: bool) -> None:
         ("native", "cuda", {"gradient_checkpointing": "selective", "save_ops": ["attention"]}),
         ("native", "cuda", {"gradient_checkpointing": "budget", "budget": 0.3}),
         ("native", "cuda", {"gradient_checkpointing": "full", "offload": "activations"}),
-        ("xla", "tpu", {"gradient_checkpointing": "full", "offload": "activations"}),
     ],
 )
 def test_no_measure_is_refused(engine: str, device: str, memory: dict[str, Any], tmp_path: Path) -> None:
