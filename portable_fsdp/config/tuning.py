@@ -39,11 +39,11 @@ class Candidate(BaseModel):
     expected: float | None = None  # seconds of a step, by plan; None: the hardware's speed isn't known
     seconds: float | None = None  # median of a step; on CPUs process 0's processor time, which others disturb less
     spread: float | None = None  # largest less smallest, seconds
-    trials: int = 1  # `seconds` and `spread` are those of the fastest
+    trials: int = 0  # `seconds` and `spread` are those of the fastest
     memory_bytes: int | None = None  # peak of the fullest device of process 0
     loss_difference: float | None = None  # largest relative one from the reference
     problem: str = ""
-    trial_s: float = 0.0  # of the first trial, with start and compilation
+    trial_s: float = 0.0  # seconds of the first trial, with start and compilation
 
     @property
     def words(self) -> str:

@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +21,14 @@ from portable_fsdp.plan.target import Target, parse_target, with_memory
 from portable_fsdp.plan.time import MeasuredStep, compare, measured_steps
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
-from portable_fsdp.runtime.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, UsageError
+from portable_fsdp.runtime.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    ConfigError,
+    PortableFSDPError,
+    UsageError,
+)
 from portable_fsdp.runtime.signals import end_with_parent, exit_on_signals
 
 DESCRIPTION = """Plan a run on hardware that you don't have: whether it fits, memory by part, step time."""
@@ -84,7 +91,17 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
     points = search.grid(_axes(options.over))
     for settings in points:
         config_of(settings)  # raises for an unknown key before the first plan
-    return _sweep(points, plan_of, as_json=options.json)
+
+    def attempt(settings: Settings) -> Tried:
+        try:
+            if not autos(config := config_of(settings)):
+                return Tried(settings=settings, plan=plan_of(settings))
+            best = search.fastest_that_fits(config, target, lambda more: plan_of(settings | more), worker, to_stderr)
+            return Tried(settings=settings | best.settings, plan=best.plan)
+        except PortableFSDPError as error:
+            return Tried(settings=settings, refusal=str(error))
+
+    return _sweep(points, attempt, as_json=options.json)
 
 
 def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, worker: Worker) -> int:
@@ -127,19 +144,18 @@ def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: P
     return EXIT_USAGE if is_search and not best.fits else EXIT_FINISHED
 
 
-def _sweep(points: list[Settings], plan_of: PlanOf, *, as_json: bool) -> int:
-    results: list[Tried] = []
-    keys = list(dict.fromkeys(key for settings in points for key in settings))
+def _sweep(points: list[Settings], attempt: Callable[[Settings], Tried], *, as_json: bool) -> int:
+    left_out, results = list(points), list[Tried]()
     is_complete = True
     try:
-        for tried in search.sweep(points, plan_of):
+        for settings, tried in search.sweep(points, attempt):
+            left_out.remove(settings)
             results.append(tried)
             to_stderr(f"{len(results)} of at most {len(points)}: {tried.line}")
     except KeyboardInterrupt:
         to_stderr("interrupted: the plans so far")
         is_complete = False
-    done = [tried.settings for tried in results]
-    left_out = [settings for settings in points if settings not in done]
+    keys = list(dict.fromkeys(key for tried in results for key in tried.settings))
     planned = sorted(((tried, tried.plan) for tried in results if tried.plan), key=lambda pair: _rank(pair[1]))
     if as_json:
         plans = [tried.model_dump(mode="json") for tried in results]
@@ -166,8 +182,11 @@ def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
     axes: dict[str, list[str]] = {}
     for word in texts:
         key, equals, values = word.partition("=")
-        axes[key] = re.split(r",(?![^\[{]*[\]}])", values)  # but not at commas inside a list or a mapping
-        if not equals or "." not in key or not all(axes[key]):
+        if key in axes:
+            raise ConfigError(f"--over={word}: {key} has values already; name all in one --over.")
+        split = re.split(r",(?![^\[{]*[\]}])", values)  # but not at commas inside a list or a mapping
+        axes[key] = [*dict.fromkeys(split)]
+        if not equals or "." not in key or not all(split):
             raise ConfigError(f"--over={word}: expected a key with values, as in --over=train.micro_batch=1,2,4.")
     return axes
 

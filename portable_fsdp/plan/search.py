@@ -36,18 +36,18 @@ def grid(axes: Mapping[str, Sequence[str]]) -> list[Settings]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def sweep(points: Iterable[Settings], plan_of: PlanOf) -> Iterator[Tried]:
-    """Plan in order. If a `train.micro_batch` doesn't fit, skip larger ones."""
+def sweep(points: Iterable[Settings], attempt: Callable[[Settings], Tried]) -> Iterator[tuple[Settings, Tried]]:
+    """Plan points in order; yield each with its plan. If a `train.micro_batch` doesn't fit, skip larger ones."""
     too_many: dict[tuple[tuple[str, str], ...], int] = {}  # settings but for the micro batch -> rows that don't fit
     for settings in points:
         rows = settings.get("train.micro_batch", "")
         others = tuple(item for item in settings.items() if item[0] != "train.micro_batch")
         if rows.isdecimal() and int(rows) >= too_many.get(others, int(rows) + 1):
             continue
-        tried = _try(settings, plan_of)
+        tried = attempt(settings)
         if tried.plan is not None and tried.plan.memory.verdict == "does not fit" and rows.isdecimal():
             too_many[others] = int(rows)
-        yield tried
+        yield settings, tried
 
 
 def nearest_that_fits(config: Config, plan_of: PlanOf, *, offload: bool) -> Iterator[Tried]:

@@ -77,10 +77,10 @@ SLOWER = 1.5
 NOISE = 1.02
 """The config's own settings stay if the fastest takes this much less time, or less."""
 NEAR, TRIALS = 1.15, 3
-"""With time left, what takes up to NEAR times the fastest's time is measured TRIALS times: on shared machines, times of
-equal trials differ by as much (benchmarks/README.md)."""
+"""With time left, candidates up to NEAR times as slow as the fastest are measured TRIALS times: equal trials mostly
+differ by less, even on shared machines (benchmarks/README.md)."""
 _WORKER = "portable_fsdp.parity"  # it trains a place's first steps
-OUT_OF_MEMORY, TIME_IS_OVER = "out of memory", "not finished when the time was over"
+OUT_OF_MEMORY, LOSS, TIME_IS_OVER = "out of memory", "loss", "not finished when the time was over"
 _MARKS = ("out of memory", "OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError", "exit code -9")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "BackendCompilerFailed", "Mosaic", "INTERNAL: ")
 
@@ -109,8 +109,10 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
                 tuner.run()
         finally:
             runner.end()
-        written = f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}"
-        to_stdout(f"{_table(tuner.tuning, device=place.device)}\n{written}")
+        to_stdout(_table(tuner.tuning, device=place.device))
+        if tuner.problem_of_files:
+            raise TrainingError(tuner.problem_of_files)
+        to_stdout(f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}")
         return EXIT_INTERRUPTED if tuner.is_interrupted else EXIT_FINISHED
 
     return run_command(_parser(), argv, tune, say=say_once_per_host)
@@ -163,7 +165,8 @@ class Tuner:
         self._bound = bounds(config).loss
         self._plans = plans
         self._target: Target | None = None  # of plans; None: the speed that this hardware reaches isn't known
-        self.is_interrupted = False
+        self._number = 0  # of trials, for the log
+        self.is_interrupted, self.problem_of_files = False, ""
 
     def run(self) -> None:
         """Measure the reference, the config's own settings, the plan's choice, and then candidates while time is left.
@@ -195,15 +198,16 @@ class Tuner:
         while self._has_time:
             usable = [each for each in self._candidates if not each.problem]
             limit_s = NEAR * min(map(_seconds, usable))
-            near = (each for each in usable if _seconds(each) <= limit_s)
-            candidate = min(near, key=lambda each: (each.trials, each.seconds))
-            if candidate.trials >= TRIALS:
+            near = [each for each in usable if _seconds(each) <= limit_s and each.trial_s < self._left]
+            candidate = min(near, key=lambda each: (each.trials, each.seconds), default=None)
+            if candidate is None or candidate.trials >= TRIALS:
                 break
-            again = Candidate(settings=candidate.settings)
+            self._announce(f"{candidate.words} (again)")
+            again = Candidate(settings=candidate.settings, trial_s=candidate.trial_s)
             self._try(again)
-            candidate.trials += 1
-            if again.problem and again.problem != TIME_IS_OVER and len(usable) > 1:
-                candidate.problem = again.problem
+            candidate.trials += again.problem != TIME_IS_OVER
+            if again.problem.startswith((OUT_OF_MEMORY, LOSS)) and len(usable) > 1:
+                candidate.problem = again.problem  # other problems, as of a busy host, say less than what ran before
             elif _seconds(again) < _seconds(candidate):
                 candidate.seconds, candidate.spread = again.seconds, again.spread
             self._write()
@@ -232,12 +236,13 @@ class Tuner:
 
     @property
     def _has_time(self) -> bool:
-        """Whether the fastest start so far would fit into the time that is left."""
-        return self._left > self._shortest_s
+        """Whether a trial like that of the fastest would fit into the time that is left."""
+        return self._left > self._usual_s
 
     @property
-    def _shortest_s(self) -> float:
-        return min((each.trial_s for each in self._candidates if each.seconds), default=0.0)
+    def _usual_s(self) -> float:
+        """Seconds of the trial of the fastest; 0 if nothing ran."""
+        return _fastest(self._candidates).trial_s if self._reference else 0.0
 
     def _settings(self, settings: Settings) -> Settings:
         """Return what these settings change in the config as it was given."""
@@ -276,6 +281,7 @@ class Tuner:
             if not self._has_time or refusals(config, self._place):
                 return None
             known = Candidate(settings=settings)
+            self._announce(known.words)
             known.expected, known.problem = self._expected(config)
             self._try(known)
             self._candidates.append(known)
@@ -284,30 +290,38 @@ class Tuner:
             return math.inf if known.problem.startswith(OUT_OF_MEMORY) else None
         return known.seconds
 
+    def _announce(self, words: str) -> None:
+        self._number += 1
+        to_stderr(f"{self._number}: {words}")
+
     def _try(self, candidate: Candidate) -> None:
         """Run a candidate, unless it has a problem, and fill in what it shows."""
         began, config = time.monotonic(), with_settings(self._given, candidate.settings)
-        to_stderr(f"{1 + sum(each.trials for each in self._candidates)}: {candidate.words}")
         try:
             check_config(config, self._place)
             limit = self._left
             if self._reference is not None:  # one that hangs must not take all, but a compiler may take long
-                shortest = self._shortest_s
-                limit = min(limit, max(1.5 * shortest, min(3 * shortest, limit / 2), limit / 4))
+                limit = min(limit, max(2 * candidate.trial_s, 2 * self._usual_s, limit / 4))
             if not candidate.problem:
                 place = Place(device=self._place.device, engine=self._place.engine, devices=self._place.devices or 1)
                 task = RunTask(config=config.model_dump_json(), steps=STEPS)
-                work = PlaceTask(place=place, runs=[task], module=self._worker, out="")
-                self._add_figures(candidate, self._runner.run(work, limit))
+                candidate.trials = 1
+                record = self._runner.run(PlaceTask(place=place, runs=[task], module=self._worker, out=""), limit)
+                self._add_figures(candidate, record)
         except PortableFSDPError as error:
             candidate.problem = _reason(f"{error}") if self._left > 0 else TIME_IS_OVER
         candidate.trial_s = time.monotonic() - began
         to_stderr(f"   {candidate.problem or f'{candidate.seconds:.3f} s a step'}")
 
     def _write(self) -> None:
+        """Write both files. A full disk doesn't end the tuning: its table is worth having."""
+        self.problem_of_files = ""
         if self._reference is not None:
-            write_text_atomically(tuning_file(self._path), self.tuning.model_dump_json(indent=1) + "\n")
-            write_text_atomically(self._path.with_suffix(".tuned.yaml"), tuned_yaml(self.tuning))
+            try:
+                write_text_atomically(tuning_file(self._path), self.tuning.model_dump_json(indent=1) + "\n")
+                write_text_atomically(self._path.with_suffix(".tuned.yaml"), tuned_yaml(self.tuning))
+            except OSError as error:
+                self.problem_of_files = f"{tuning_file(self._path)}: can't be written: {error.strerror}"
 
     def _expected(self, config: Config) -> tuple[float | None, str]:
         """Return the expected seconds, None if unknown, and why the candidate isn't worth a run, if it isn't."""
@@ -340,9 +354,9 @@ def _compared(expected: list[float], losses: list[float], bound: float) -> tuple
     """Return the largest relative difference of the losses, and the problem if they are not those of the reference."""
     for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
-            return None, f"the loss of step {step} is {loss}"
+            return None, f"{LOSS} is {loss} in step {step}"
     difference = max(map(relative_difference, losses, expected))
-    return difference, f"losses differ by {difference:.2g}, more than {bound:g}" if difference > bound else ""
+    return difference, f"{LOSS}es differ by {difference:.2g}, more than {bound:g}" if difference > bound else ""
 
 
 def _reason(text: str) -> str:

@@ -29,7 +29,7 @@ class Axis(NamedTuple):
     fastest_first: bool = False
 
     def sides(self, best: Settings) -> Sequence[range]:
-        """Return the numbers of the values to try: those after the best one, and those before it."""
+        """Return the positions of the values to try: those after the best one, and those before it."""
         at = next((n for n, value in enumerate(self.values) if value.items() <= best.items()), -1)
         if self.fastest_first:
             return [range(at if at >= 0 else len(self.values))]
@@ -99,7 +99,7 @@ def climb(
     no further, all are tried. A value that failed once isn't tried again.
     """
     best, fastest = starts[0], math.inf
-    failed = set[tuple[int, int]]()
+    failed = set[tuple[int, int]]()  # axis, position of the value
 
     def seconds_of(candidate: Settings) -> float | None:
         nonlocal best, fastest
@@ -108,25 +108,25 @@ def climb(
             best, fastest = candidate, seconds
         return seconds
 
-    for settings in starts:
-        seconds_of(settings)
-        yield best
-    tries_all = False
-    while True:
-        before = best
+    def each_axis(tries_all: bool) -> Iterator[Settings]:
         for number, axis in enumerate(choices):
             for side in axis.sides(best):
-                for value in (each for each in side if (number, each) not in failed):
-                    seconds = seconds_of(candidate := best | axis.values[value])
+                for position in (each for each in side if (number, each) not in failed):
+                    seconds = seconds_of(candidate := best | axis.values[position])
                     yield best
                     if seconds in (None, math.inf):
-                        failed.add((number, value))
+                        failed.add((number, position))
                     ends = seconds != math.inf if axis.fastest_first else best != candidate and not tries_all
                     if seconds is not None and ends:
                         break
+
+    for settings in starts:
+        seconds_of(settings)
+        yield best
+    before, tries_all = None, False
+    while best != before or not tries_all:
+        tries_all = tries_all or best == before
+        before = best
+        yield from each_axis(tries_all)
         if best == before:
             best, fastest = measure_again()
-        if best == before:
-            if tries_all:
-                return
-            tries_all = True

@@ -172,6 +172,16 @@ def test_a_sweep(plan: Planner) -> None:
     assert ["expected at most 8" in tried["refusal"] for tried in result["plans"]] == [True, True]
 
 
+def test_each_point_has_the_values_that_auto_takes_there(plan: Planner) -> None:
+    words = ("memory.gradient_checkpointing=auto", "memory.save_ops=[]", "train.micro_batch=auto")
+    code, out, err = plan("--on=h100:2", "--over=data.seq_len=32,64", *words, "--json")
+    assert code == 0, err
+    for tried in json.loads(out)["plans"]:
+        one = planned(plan, "--on=h100:2", f"data.seq_len={tried['settings']['data.seq_len']}", *words)
+        assert one["chosen"].items() <= tried["settings"].items()
+        assert one["memory"] == tried["plan"]["memory"]
+
+
 def test_what_does_not_fit_comes_with_what_would(plan: Planner) -> None:
     """Two GPUs of 22 GiB."""
     sizes = {"num_hidden_layers": 12, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
@@ -214,6 +224,7 @@ def test_the_largest_micro_batch_is_that_of_plans_of_all(plan: Planner) -> None:
         (["--on=h100:8", "train.mikro_batch=3"], "micro_batch"),
         (["--on=h100:8", "--compare=absent"], "--compare=absent: no metrics.jsonl"),
         (["--on=h100:8", "--compare=runs", "--over=train.micro_batch=1,2"], "needs a single plan"),
+        (["--on=h100:8", "--over=data.seq_len=8", "--over=data.seq_len=16"], "data.seq_len has values already"),
         (
             ["--on=h100:3", "train.micro_batch=auto", "model.router_bias_rate=0.1"],
             "train.global_batch: expected a multiple",
