@@ -297,15 +297,6 @@ def _warmup(facts: ForeignFacts) -> None:
         facts.set("optim.warmup_steps", f"{100 * (facts.value('~warmup_ratio') or 0):g}%", ratio)
 
 
-def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: KeyEntry) -> None:
-    if option in facts.overridden:
-        return
-    if isinstance(facts.steps, int):
-        facts.set(option, math.ceil(share * facts.steps), source, f"of {facts.steps} steps")
-    elif option not in facts.given and facts.can_read("max_steps"):
-        facts.result.add_problem(source, f"a share of the steps needs max_steps.\n  Set it, or {option}.")
-
-
 def _optimizer(facts: ForeignFacts) -> None:
     first, second = facts.keys.get("~beta1"), facts.keys.get("~beta2")
     if source := first or second:
@@ -316,19 +307,20 @@ def _optimizer(facts: ForeignFacts) -> None:
 def _evaluations(facts: ForeignFacts) -> None:
     """Set the evaluations as in Trainer: eval_steps, else logging_steps; below 1 it is a share of the steps."""
     strategy, interval = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
+    option, every = "train.eval_every", facts.value("~eval_steps") or 0
     if strategy is None:
-        return _evaluation_at_the_end(facts)
-    every = facts.value("~eval_steps") or 0
-    if interval is None or every == 0:
-        steps = facts.value("train.log_every") or LOGGING_STEPS
-        return facts.set(
-            "train.eval_every", steps, interval or strategy, "from logging_steps, since eval_steps isn't set"
-        )
-    if every < 1:
-        return _share_of_steps(facts, "train.eval_every", every, interval)
-    if not float(every).is_integer():
-        return facts.result.add_problem(interval, f"expected a whole number above 1, found {interval.text}.")
-    return facts.set("train.eval_every", int(every), interval)
+        _evaluation_at_the_end(facts)
+    elif interval is None or every == 0:
+        steps, remark = facts.value("train.log_every"), "from logging_steps, since eval_steps isn't set"
+        facts.set(option, steps or LOGGING_STEPS, interval or strategy, remark)
+    elif every >= 1 and float(every).is_integer():
+        facts.set(option, int(every), interval)
+    elif every >= 1:
+        facts.result.add_problem(interval, f"expected a whole number above 1, found {interval.text}.")
+    elif isinstance(facts.steps, int) and option not in facts.overridden:
+        facts.set(option, math.ceil(every * facts.steps), interval, f"of {facts.steps} steps")
+    elif option not in facts.given and facts.can_read("max_steps"):
+        facts.result.add_problem(interval, f"a share of the steps needs max_steps.\n  Set it, or {option}.")
 
 
 def _evaluation_at_the_end(facts: ForeignFacts) -> None:
