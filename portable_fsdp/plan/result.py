@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
 
@@ -107,7 +107,7 @@ class Expected(_Result):
     synchronous_bytes: dict[str, float]
 
 
-class EnginePlan(NamedTuple):
+class EnginePlan(_Result):
     """An engine's plan of a step; the bounds of its time follow from `work`."""
 
     model: ModelFacts

@@ -95,7 +95,8 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
     memory = memory_of(compiled, target.limit_bytes)
     step = [Loop(times_run(name, accumulation), [program.operations]) for name, program in compiled.items()]
     expected = expected_time(step, rates) if (rates := rates_of(target)) else None
-    return EnginePlan(traced.model, memory, work, method, tuple(notes), expected)
+    model = traced.model
+    return EnginePlan(model=model, memory=memory, work=work, method=method, notes=tuple(notes), expected=expected)
 
 
 def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = ()) -> Traced:
@@ -136,7 +137,7 @@ def compile_for(
         texts = _run_compiler(program, request, arguments, stopped, generate_code=generate_code)
         save_entry(cache, key, texts)
     seconds = float(texts["seconds"])
-    return read_compiled(program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
+    return read_compiled(program, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
 
 
 def _run_compiler(

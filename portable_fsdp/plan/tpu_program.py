@@ -63,7 +63,6 @@ class Traced(NamedTuple):
 class Compiled:
     """Memory and work of one device of the slice for one run of a program."""
 
-    slice: str
     argument_bytes: int  # weights, optimizer state, batch; their updates are in place
     temporary_bytes: int
     output_bytes: int  # outputs that reuse no argument's memory
@@ -84,9 +83,7 @@ class Compiled:
     operations: Sequence[ScheduleEntry]  # a device's operations in the program's schedule
 
 
-def read_compiled(
-    program: Program, topology: str, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0
-) -> Compiled:
+def read_compiled(program: Program, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0) -> Compiled:
     """Parse the compiler's two texts. Raises ValueError if they aren't such texts."""
     sizes, temporary_bytes, output_bytes, host_bytes = _allocations(assignment)
     named: Counter[str] = Counter()
@@ -103,7 +100,6 @@ def read_compiled(
     origins = [described[instruction] for instruction in before if described.get(instruction, ("", ""))[1]]
     aliased = hlo.aliased_parameters(text)
     return Compiled(
-        topology,
         argument_bytes=sum(sizes.values()),
         temporary_bytes=temporary_bytes,
         output_bytes=output_bytes,
