@@ -12,9 +12,9 @@ from typing import cast
 from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER, ForeignFacts, KeyEntry
 from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON
 
-_FREED = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
+_FREED = ("FULL_SHARD", "HYBRID_SHARD")  # strategies that free the gathered weights after forward
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
-_ONE_COPY = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+_ONE_COPY = {hybrid: plain for plain, hybrid in _HYBRID.items()}
 _SECTIONS = {"FSDP": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
 _NEEDED = {
     "DEEPSPEED": "zero_stage in deepspeed_config",
@@ -105,7 +105,7 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     is_version_2 = version == "2" or (version is None and facts.tool == BY_TRAINER)
     if word is None or (is_version_2 and word.value in _HYBRID):
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
-    if _FREED.get(str(word.value), False) != freed.value:
+    if (word.value in _FREED) != freed.value:
         facts.contradiction("sharding.strategy", word, freed)
     return word
 

@@ -187,7 +187,7 @@ def _record(config: Config, target: Target) -> _Recorded:
         return recorded
     except PortableFSDPError:
         raise
-    except Exception:  # IrregularError, or the error of a forward that needs all layers
+    except Exception:  # the layers aren't regular, or it is the error of a forward that needs all layers
         return record_layers(config, target, whole=True)
 
 

@@ -14,8 +14,6 @@ _BAR = 40  # characters
 _MOST_BUFFERS = 5
 _GIB = 2**30
 
-FitVerdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
-
 Progress = Callable[[str], None]
 """Called with the name of each stage as it begins."""
 
@@ -75,7 +73,7 @@ class DeviceMemory(_Result):
 
     @computed_field
     @property
-    def verdict(self) -> FitVerdict:
+    def verdict(self) -> Literal["fits", "fits by recomputing", "does not fit", "unknown"]:
         """Verdict on the fit; "by recomputing": the compiler made it fit on its own, at the cost of time."""
         if self.limit_bytes is None:
             return "unknown"

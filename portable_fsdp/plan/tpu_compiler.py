@@ -165,9 +165,8 @@ def _run_compiler(
 def _is_written(dump: Path, name: str) -> bool:
     """True if the last file to read is complete: the file after it exists and has stopped growing."""
     last = list(dump.glob(f"*.{name}.*after_optimizations_after_buffer_assignment.txt"))
-    if not last or not last[0].stat().st_size:
+    if not last or not (size := last[0].stat().st_size):
         return False
-    size = last[0].stat().st_size
     time.sleep(0.3)
     return last[0].stat().st_size == size
 
@@ -325,7 +324,6 @@ def _compile(program: bytes, devices: list[Any], dump: Path) -> None:
         device_assignment=np.array([[device.id for device in devices]]),
         env_options_overrides={"xla_dump_to": str(dump)},
     )
-    compile_options.executable_build_options.use_spmd_partitioning = True
     compile_options.executable_build_options.use_shardy_partitioner = False
     devices[0].client.compile(program, xla_client.DeviceList(tuple(devices)), compile_options)
 

@@ -216,23 +216,23 @@ def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
 def _described(text: str, instructions: Collection[str]) -> dict[str, tuple[str, str]]:
     """Return instruction -> its operation (`mm`, `all-gather`), and the module or source line of its origin."""
     described: dict[str, tuple[str, str]] = {}
-    for line in text.splitlines():
-        match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = ", line)
-        if match and match[1] in instructions:
-            name, path = match[1], re.search(r'op_name="([^"]*)"', line)
+    for _, instruction in hlo.all_instructions(text):
+        if (name := instruction.name) in instructions:
+            path = re.search(r'op_name="([^"]*)"', instruction.rest)
             op_name = path[1] if path else ""
             operation = op_name.rpartition("/")[2].partition("__")[2] or name
-            is_collective = name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter"))
-            described[name] = f"collective of {operation}" if is_collective else operation, _origin(op_name, line)
+            if name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter")):
+                operation = f"collective of {operation}"
+            described[name] = operation, _origin(op_name, instruction.rest)
     return described
 
 
-def _origin(op_name: str, line: str) -> str:
+def _origin(op_name: str, metadata: str) -> str:
     """Return the innermost module of the operation, else its source line; in backward neither is known."""
     modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name)
     if modules:
         return modules[-1]
-    source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
+    source = re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata)
     if source is None:
         return ""
     path = Path(source[1])
