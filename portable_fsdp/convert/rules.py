@@ -14,7 +14,7 @@ from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON
 
 _FREED = ("FULL_SHARD", "HYBRID_SHARD")  # strategies that free the gathered weights after forward
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
-_ONE_COPY = {hybrid: plain for plain, hybrid in _HYBRID.items()}
+_ONE_COPY = {_HYBRID[plain]: plain for plain in _HYBRID}
 _SECTIONS = {"FSDP": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
 _NEEDED = {
     "DEEPSPEED": "zero_stage in deepspeed_config",
