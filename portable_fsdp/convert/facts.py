@@ -169,9 +169,7 @@ def check_launcher_facts(
     of hosts comes from torchrun. `device`: that of `--device`; `by_hand`: nothing starts processes on other hosts.
     """
     hosts = environ.get("GROUP_WORLD_SIZE", "")
-    machines = int(hosts) if hosts.isdecimal() else None
-    if machines is None and by_hand:
-        machines = 1
+    machines = int(hosts) if hosts.isdecimal() else 1 if by_hand else None
     if tpu_workers(environ):  # `accelerate config` doesn't ask for the hosts of a TPU: it writes 1 on each of them
         machines = None
     actual = {"num_processes": processes, "num_machines": machines}

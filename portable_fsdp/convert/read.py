@@ -44,16 +44,11 @@ _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # message
 _NUMBERS = {"num_processes": "WORLD_SIZE", "num_machines": "GROUP_WORLD_SIZE"}
 """The launcher's numeric facts, and the variables in which `accelerate launch` passes them."""
 
-_ALTERNATIVES = {
-    "train.steps": "train.epochs",
-    "train.epochs": "train.steps",
-    "model.architecture": "model.pretrained",
-    "model.pretrained": "model.architecture",
-}
-"""Options that exclude each other: an override of one also replaces the imported value of the other."""
-
 _NEEDED = (("model.pretrained", "model.architecture", "FOLDER"), ("train.steps", "train.epochs", 100))
 """Options without a default, the alternative of each, and an example."""
+
+_ALTERNATIVES = {one: other for first, second, _ in _NEEDED for one, other in ((first, second), (second, first))}
+"""Options that exclude each other: an override of one also replaces the imported value of the other."""
 
 _EXPECTED = "expected a mapping of accelerate or Trainer keys (distributed_type, fsdp_config, ...)"
 
@@ -302,10 +297,12 @@ def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
     combine(facts)
     used = {(setting.line, setting.key) for setting in facts.options.values()}
     joined = {fact for fact, option in _JOINED.items() if option in facts.options}
+    reasons = key_table().unused
     for setting in facts.keys.values():
-        if (setting.line, setting.key) not in used and setting.option.partition(".")[0] not in joined:
-            reason = "another key or an override decides, or sets the same value"
-            facts.result.ignore(setting, key_table().unused.get(setting.option, reason))
+        family = setting.option.partition(".")[0]  # `~lora` of `~lora.r`
+        if (setting.line, setting.key) not in used and family not in joined:
+            reason = reasons.get(setting.option) or reasons.get(family)
+            facts.result.ignore(setting, reason or "another key or an override decides, or sets the same value")
 
 
 def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
@@ -330,12 +327,11 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
             facts.result.ignore(entry, str(outcome.ignore))
         case "launcher":
             facts.result.launcher.append(entry._replace(remark=str(outcome.launcher), fact=outcome.fact))
-        case _ if outcome.override not in facts.overridden:
-            problem = f"{entry.text} can't be honoured: {outcome.refuse}.\n  Fix: {outcome.fixes}."
-            facts.result.add_problem(entry, problem)
-            facts.failed.add(row.name)
         case _:
-            pass
+            if outcome.override not in facts.overridden:
+                problem = f"{entry.text} can't be honoured: {outcome.refuse}.\n  Fix: {outcome.fixes}."
+                facts.result.add_problem(entry, problem)
+                facts.failed.add(row.name)
 
 
 def _outcome(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> KeyOutcome | None:

@@ -12,9 +12,9 @@ from typing import cast
 from portable_fsdp.convert.facts import BY_ACCELERATE, BY_TRAINER, ForeignFacts, KeyEntry
 from portable_fsdp.convert.table import DEEPSPEED, ENVIRONMENT, FSDP, MEGATRON
 
-_FREED = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
+_FREED = ("FULL_SHARD", "HYBRID_SHARD")  # strategies that free the gathered weights after forward
 _HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
-_ONE_COPY = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+_ONE_COPY = {_HYBRID[plain]: plain for plain in _HYBRID}
 _SECTIONS = {"FSDP": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
 _NEEDED = {
     "DEEPSPEED": "zero_stage in deepspeed_config",
@@ -105,7 +105,7 @@ def _named_strategy(facts: ForeignFacts) -> KeyEntry | None:
     is_version_2 = version == "2" or (version is None and facts.tool == BY_TRAINER)
     if word is None or (is_version_2 and word.value in _HYBRID):
         return freed._replace(value="FULL_SHARD" if freed.value else "SHARD_GRAD_OP")
-    if _FREED.get(str(word.value), False) != freed.value:
+    if (word.value in _FREED) != freed.value:
         facts.contradiction("sharding.strategy", word, freed)
     return word
 
@@ -297,15 +297,6 @@ def _warmup(facts: ForeignFacts) -> None:
         facts.set("optim.warmup_steps", f"{100 * (facts.value('~warmup_ratio') or 0):g}%", ratio)
 
 
-def _share_of_steps(facts: ForeignFacts, option: str, share: float, source: KeyEntry) -> None:
-    if option in facts.overridden:
-        return
-    if isinstance(facts.steps, int):
-        facts.set(option, math.ceil(share * facts.steps), source, f"of {facts.steps} steps")
-    elif option not in facts.given and facts.can_read("max_steps"):
-        facts.result.add_problem(source, f"a share of the steps needs max_steps.\n  Set it, or {option}.")
-
-
 def _optimizer(facts: ForeignFacts) -> None:
     first, second = facts.keys.get("~beta1"), facts.keys.get("~beta2")
     if source := first or second:
@@ -316,19 +307,20 @@ def _optimizer(facts: ForeignFacts) -> None:
 def _evaluations(facts: ForeignFacts) -> None:
     """Set the evaluations as in Trainer: eval_steps, else logging_steps; below 1 it is a share of the steps."""
     strategy, interval = facts.keys.get("~evaluates"), facts.keys.get("~eval_steps")
+    option, every = "train.eval_every", facts.value("~eval_steps") or 0
     if strategy is None:
-        return _evaluation_at_the_end(facts)
-    every = facts.value("~eval_steps") or 0
-    if interval is None or every == 0:
-        steps = facts.value("train.log_every") or LOGGING_STEPS
-        return facts.set(
-            "train.eval_every", steps, interval or strategy, "from logging_steps, since eval_steps isn't set"
-        )
-    if every < 1:
-        return _share_of_steps(facts, "train.eval_every", every, interval)
-    if not float(every).is_integer():
-        return facts.result.add_problem(interval, f"expected a whole number above 1, found {interval.text}.")
-    return facts.set("train.eval_every", int(every), interval)
+        _evaluation_at_the_end(facts)
+    elif interval is None or every == 0:
+        steps, remark = facts.value("train.log_every"), "from logging_steps, since eval_steps isn't set"
+        facts.set(option, steps or LOGGING_STEPS, interval or strategy, remark)
+    elif every >= 1 and float(every).is_integer():
+        facts.set(option, int(every), interval)
+    elif every >= 1:
+        facts.result.add_problem(interval, f"expected a whole number above 1, found {interval.text}.")
+    elif isinstance(facts.steps, int) and option not in facts.overridden:
+        facts.set(option, math.ceil(every * facts.steps), interval, f"of {facts.steps} steps")
+    elif option not in facts.given and facts.can_read("max_steps"):
+        facts.result.add_problem(interval, f"a share of the steps needs max_steps.\n  Set it, or {option}.")
 
 
 def _evaluation_at_the_end(facts: ForeignFacts) -> None:

@@ -85,14 +85,14 @@ def requirements(package: str, extra: str = "") -> "list[Requirement]":
 
 def unmet(required: "Sequence[Requirement]") -> tuple[list[str], list[str]]:
     """List the missing packages, and those of a wrong version, with the needed one."""
-    versions = {requirement: installed(requirement.name) for requirement in required}
-    wrong = [
-        f"{requirement.name} {version} (needs {requirement.specifier})"
-        for requirement, version in versions.items()
-        if version is not None and not requirement.specifier.contains(version, prereleases=True)
-    ]
-    missing = dict.fromkeys(requirement.name for requirement, version in versions.items() if version is None)
-    return list(missing), list(dict.fromkeys(wrong))
+    missing, wrong = dict[str, None](), dict[str, None]()  # ordered sets
+    for requirement in required:
+        version = installed(requirement.name)
+        if version is None:
+            missing[requirement.name] = None
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wrong[f"{requirement.name} {version} (needs {requirement.specifier})"] = None
+    return list(missing), list(wrong)
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
@@ -192,13 +192,13 @@ def check_tpu(chips: Sequence[Path], environ: Mapping[str, str]) -> Finding:
     if not chips and (environ.get("PJRT_DEVICE") == "TPU" or any(name.startswith("TPU_") for name in environ)):
         mend = "in a container: --privileged --net=host; elsewhere unset PJRT_DEVICE and TPU_*"
         return Finding("warning", "no chip (/dev/accel*, /dev/vfio/*), although PJRT_DEVICE or TPU_* is set", mend)
+    if not chips:
+        return Finding("ok", "none on this host")
     libtpu = installed("libtpu") or environ.get("TPU_LIBRARY_PATH")
-    if chips and not (present and libtpu):
+    if not (present and libtpu):
         absent = "libtpu" if present else "engine"
         return Finding("failed", f"{len(chips)} chip(s), but no {absent}", pip_install("tpu"))
-    return Finding(
-        "ok", f"{len(chips)} chip(s), {', '.join(present)}, libtpu {libtpu}" if chips else "none on this host"
-    )
+    return Finding("ok", f"{len(chips)} chip(s), {', '.join(present)}, libtpu {libtpu}")
 
 
 def check_tpu_is_free(chips: Sequence[Path], lock: Path = LIBTPU_LOCK) -> Finding:

@@ -180,8 +180,8 @@ def run_place(
     if ended.how == "finished" and out.is_file():
         return [PlaceRecord.model_validate_json(line) for line in out.read_text().splitlines()]
     if not refusal.is_file():  # not our error, whatever the exit code: MKL exits with 2
-        how = f"not finished after {limit_s:.0f} s" if ended.how == "late" else f"exit code {ended.code}"
-        how = "another process failed" if ended.how == "enough" else how
+        reasons = {"late": f"not finished after {limit_s:.0f} s", "enough": "another process failed"}
+        how = reasons.get(ended.how, f"exit code {ended.code}")
         raise TrainingError(f"{task.place}: {how}\n{ended.last_lines}")
     raise (UsageError if ended.code == EXIT_USAGE else TrainingError)(f"{task.place}: {refusal.read_text()}")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from portable_fsdp.config.describe import with_value
+from portable_fsdp.config.describe import with_settings
 from portable_fsdp.config.schema import Config
 
 Stage = Literal["data", "weights", "forward", "backward", "gradient", "update"]
@@ -43,9 +43,7 @@ class _Json(BaseModel):
 
 def without_side_effects(config: Config) -> Config:
     """Return the config of a run whose first steps are compared: it resumes nothing, and no tracker or profile runs."""
-    for key, value in {"checkpoint.resume": "none", "observe.trackers": (), "observe.profile": None}.items():
-        config = with_value(config, key, value)
-    return config
+    return with_settings(config, {"checkpoint.resume": "none", "observe.trackers": "[]", "observe.profile": "null"})
 
 
 class Place(_Json):

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from portable_fsdp.backends.contract import Backend, Fill, MakeOptimizer, ShardPolicy
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.quantised import view_tables
 from portable_fsdp.backends.native.units import prepare_layers
-from portable_fsdp.config.describe import with_value
+from portable_fsdp.config.describe import with_settings, with_value
 from portable_fsdp.config.schema import Config, Sharding
 from portable_fsdp.plan.fake_step import empty_batch, ranks, rows_of
 from portable_fsdp.runtime.errors import PortableFSDPError
@@ -31,9 +31,8 @@ MOST_PROGRAMS = 4
 
 def count_programs(config: Config) -> int | str:
     """Return the number of programs into which the layers compile, or in words why they don't."""
-    for key, value in (("memory.gradient_checkpointing", "none"), ("train.micro_batch", 1)):
-        config = with_value(config, key, value)
-    config = with_value(config, "precision.products", "auto")
+    plain = {"memory.gradient_checkpointing": "none", "train.micro_batch": "1", "precision.products": "auto"}
+    config = with_settings(config, plain)
     if config.model.attention == "flex":
         config = with_value(config, "model.attention", "auto")
     settings = config.compile.model_copy(update={"enabled": True, "backend": "eager", "cache_dir": None})
@@ -81,6 +80,3 @@ class _OnMeta:
 
     def build_optimizer(self, make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.empty(0)])  # nothing steps
-
-    def place(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return batch

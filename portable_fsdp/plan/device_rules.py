@@ -80,7 +80,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
     if packet is efficient:
         accumulated = 0 if query.dtype == torch.float32 else query.numel() + key.numel() + value.numel()
         return 4 * (batch * heads * length + accumulated)
-    rounded = -(-length // _FLASH_ROWS) * _FLASH_ROWS
+    rounded = _up(length, _FLASH_ROWS)
     expanded = batch * heads * key.shape[-2] * 2 * width if key.shape[1] != heads else 0
     return 4 * batch * heads * rounded * (width + 1) + expanded * query.element_size()
 
@@ -183,6 +183,7 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 
 def _up(size: int, step: int) -> int:
+    """Round up to a multiple of `step`."""
     return -(-size // step) * step
 
 
@@ -216,7 +217,7 @@ class _Pool:
         return end - begin if end == self.end else 0
 
     def missing(self, size: int) -> int:
-        return -(-(size - self.spare) // self.page) * self.page
+        return _up(size - self.spare, self.page)
 
     def resize(self, change: int) -> None:
         """Map pages after the end, or unmap free pages before it."""
@@ -247,7 +248,7 @@ class CachingAllocator:
 
     def malloc(self, key: Hashable, bytes: int, stream: Hashable) -> None:
         """Allocate a block; `free` with the same key returns it to the stream's pool."""
-        size = max(ROUND_BYTES, -(-bytes // ROUND_BYTES) * ROUND_BYTES)
+        size = max(ROUND_BYTES, _up(bytes, ROUND_BYTES))
         is_small = size <= SMALL_BYTES
         page = SMALL_PAGE_BYTES if is_small else LARGE_PAGE_BYTES
         pool = self._pools.setdefault((stream, is_small), _Pool(page))

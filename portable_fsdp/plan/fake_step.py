@@ -113,11 +113,11 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     if config.precision.products != "auto":
         notes += ("planned with bfloat16 products: float8 products take less time.",)
     return EnginePlan(
-        facts_of(training, config.data.seq_len),
-        memory,
-        _work(programs, sent, traffic),
-        f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
-        (*notes, TPU_NOTE) if recorder.is_tpu else notes,
+        model=facts_of(training, config.data.seq_len),
+        memory=memory,
+        work=_work(programs, sent, traffic),
+        method=f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
+        notes=(*notes, TPU_NOTE) if recorder.is_tpu else notes,
         expected=expected_time(operations, rates) if rates and recorder.is_gpu else None,
     )
 
@@ -187,7 +187,7 @@ def _record(config: Config, target: Target) -> _Recorded:
         return recorded
     except PortableFSDPError:
         raise
-    except Exception:  # IrregularError, or the error of a forward that needs all layers
+    except Exception:  # the layers aren't regular, or it is the error of a forward that needs all layers
         return record_layers(config, target, whole=True)
 
 
@@ -207,7 +207,6 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
         held.enter_context(patch(SHAPES_MODE, lambda: None, create=True))
         training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
         _name(recorder, training)
-        held.enter_context(_noting_groups(recorder))
         if recorder.is_tpu:
             held.enter_context(patch.object(F, "scaled_dot_product_attention", tpu_attention))
         if recorder.is_gpu:
@@ -227,17 +226,6 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
     planned = cast(_Planned, backend)
     host_bytes = _host_bytes(training, planned.pattern) + (backend.offload.host_bytes if backend.offload else 0)
     return _Recorded(recorder, training, host_bytes, planned.frozen, planned.pattern)
-
-
-def _noting_groups(recorder: Recorder) -> Any:
-    """Context that tells the recorder how much of the buffers of experts their products compute: not the padding."""
-    linear = OneDevice.linear
-
-    def noted(self: OneDevice, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
-        recorder.grouped_share = active / rows.shape[1]
-        return linear(self, experts, sizes, active, rows, name)
-
-    return patch.object(OneDevice, "linear", noted)
 
 
 @contextmanager
@@ -373,16 +361,22 @@ def ranks(devices: int, devices_per_host: int) -> Generator[None]:
 
 @contextmanager
 def _seen_by(recorder: Recorder) -> Generator[None]:
-    """Report resizes of storages, which no dispatch mode sees; let `item()` of fake tensors (step counts) return 1."""
-    resize, item = torch.UntypedStorage.resize_, torch.Tensor.item
+    """Report what no dispatch mode sees: resizes of storages, and how much of the buffers of experts their products
+    compute (not the padding). Let `item()` of fake tensors (step counts) return 1."""
+    resize, item, linear = torch.UntypedStorage.resize_, torch.Tensor.item, OneDevice.linear
 
     def resized(storage: Any, size: int) -> Any:
         result = resize(storage, size)
         recorder.resized(storage)
         return result
 
+    def noted(self: OneDevice, experts: Any, sizes: Tensor, active: int, rows: Tensor, name: str) -> Tensor:
+        recorder.grouped_share = active / rows.shape[1]
+        return linear(self, experts, sizes, active, rows, name)
+
     with (
         patch.object(torch.UntypedStorage, "resize_", resized),
+        patch.object(OneDevice, "linear", noted),
         patch.object(torch.Tensor, "item", lambda value: 1.0 if isinstance(value, FakeTensor) else item(value)),
     ):
         yield

@@ -69,7 +69,7 @@ def collectives_by_dtype(hlo_text: str, devices: int) -> dict[str, Moved]:
     """
     seen: set[str] = set()
     totals: defaultdict[str, Moved] = defaultdict(Moved)
-    for runs, instruction in _instructions(hlo_text):
+    for runs, instruction in all_instructions(hlo_text):
         crossing = collective_of(instruction, devices)
         if crossing is not None and crossing.part_of not in seen:
             seen |= {crossing.part_of} - {""}
@@ -94,7 +94,7 @@ def matmul_flops(hlo_text: str) -> dict[str, int]:
 def flash_attention_flops(hlo_text: str) -> dict[str, int]:
     """Return dtype -> FLOPs of the matrix products inside kernels of attention and experts, on one device."""
     flops: Counter[str] = Counter()
-    for runs, instruction in _instructions(hlo_text):
+    for runs, instruction in all_instructions(hlo_text):
         if kernel := kernel_flops_of(instruction):
             flops[kernel[0]] += runs * kernel[1]
     return dict(flops)
@@ -118,7 +118,7 @@ def host_transfers(hlo_text: str) -> list[str]:
     """List instructions that exchange data with the host: infeeds, outfeeds, callbacks; not traffic between slices."""
     return [
         instruction.name
-        for _, instruction in _instructions(hlo_text)
+        for _, instruction in all_instructions(hlo_text)
         if instruction.operation in ("infeed", "outfeed")
         or (instruction.operation in ("send", "recv") and MEGASCALE not in instruction.rest)
         or (instruction.operation == "custom-call" and _HOST_CALL.search(instruction.rest))
@@ -133,7 +133,7 @@ def between_slices(hlo_text: str, slices: int) -> dict[str, Moved]:
     """
     share = {"all_gather": slices - 1, "all_reduce": 2 * (slices - 1) / slices, "one_to_one": 1}
     totals: defaultdict[str, Moved] = defaultdict(Moved)
-    for runs, instruction in _instructions(hlo_text):
+    for runs, instruction in all_instructions(hlo_text):
         if instruction.operation == "send" and MEGASCALE in instruction.rest:
             match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
             kind = match[1].lower() if match else "one_to_one"
@@ -163,7 +163,7 @@ def read_program(hlo_text: str) -> tuple[Computations, Counter[str]]:
     return computations, _times_run(computations)
 
 
-def _instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
+def all_instructions(hlo_text: str) -> Iterator[tuple[int, Instruction]]:
     """Yield every instruction, with the number of times it runs."""
     computations, runs = read_program(hlo_text)
     for name, instructions in computations.items():
@@ -318,7 +318,6 @@ class _Schedule:
         self._computations, self._devices = computations, devices
         products = [product for instructions in computations.values() for product in products_of(instructions)]
         self._flops_of = {(product.computation, product.name): count for product, _, count in products}
-        self._flops_in: dict[str, int] = {}
 
     def of(self, computation: str) -> list[ScheduleEntry]:
         """List the operations of a computation; all links are free when it begins."""
@@ -355,7 +354,7 @@ class _Schedule:
     ) -> Iterator[ScheduleEntry]:
         """Start a collective, or a part of a running one, with the compute that overlaps with it."""
         key = collectives[0].part_of or instruction.name
-        inside = "".join(other.rest for name in instruction.callees for other in self._computations[name])
+        inside = "".join(other.rest for other in self._called(instruction))
         is_beside = key in under_way or kernel.part == "products" or "AsyncCollective" in inside
         is_beside = is_beside or instruction.operation.endswith("-start")
         if key not in under_way:
@@ -368,13 +367,16 @@ class _Schedule:
         if "AsyncCollectiveDone" in inside:
             yield Wait(key)
 
+    def _called(self, instruction: Instruction) -> list[Instruction]:
+        """List the instructions of the computations that an instruction calls."""
+        return [other for name in instruction.callees for other in self._computations[name]]
+
     def _collectives(self, instruction: Instruction) -> list[CollectiveCall]:
         """List the collectives of an instruction and of the computations that it calls."""
         own = collective_of(instruction, self._devices)
         calls = [own] if own else []
-        for name in instruction.callees if instruction.operation in ("fusion", "async-start", "call") else ():
-            for other in self._computations[name]:
-                calls += self._collectives(other)
+        for other in self._called(instruction) if instruction.operation in ("fusion", "async-start", "call") else ():
+            calls += self._collectives(other)
         return calls
 
     def _kernel(self, instruction: Instruction, types: Mapping[str, str], carries: bool) -> Compute:
@@ -390,17 +392,13 @@ class _Schedule:
         moved = 0 if carries else self._moved(instruction, types)
         if flops:
             return Compute("products", flops, moved)
-        called = {other.operation for name in instruction.callees for other in self._computations[name]}
-        inside = called or {instruction.operation}
+        inside = {other.operation for other in self._called(instruction)} or {instruction.operation}
         return Compute("copies" if inside <= _MOVES | _FREE else "elementwise", 0, moved)
 
     def _flops(self, instruction: Instruction) -> int:
         """Count the FLOPs of an instruction's product, and of all products in the computations that it calls."""
-        for name in instruction.callees:
-            if name not in self._flops_in:
-                self._flops_in[name] = sum(map(self._flops, self._computations[name]))
         own = self._flops_of.get((instruction.computation, instruction.name), 0)
-        return own + sum(self._flops_in[name] for name in instruction.callees)
+        return own + sum(map(self._flops, self._called(instruction)))
 
     def _moved(self, instruction: Instruction, types: Mapping[str, str]) -> int:
         """Count the bytes of main memory that an instruction reads and writes; of a slice or update only that part."""

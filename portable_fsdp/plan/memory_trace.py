@@ -356,18 +356,16 @@ class Recorder(TorchDispatchMode):
         return self._live.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
     def _take_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
-        def take(size: int, kernel: str) -> Block:
-            where = _words(*self.moments.now())
-            self._note("made", block := Block(size, self._stream(), "temporaries", f"{kernel} workspace", where))
-            return block
-
+        where = _words(*self.moments.now())
         # cuBLAS has a workspace for forward's thread and one for backward's, kept from the first product on.
         is_backward = _running_node() is not None
         if is_backward not in self._has_workspace:
             self._has_workspace.add(is_backward)
-            take(CUBLAS_WORKSPACE_BYTES, "cuBLAS")
+            self._note("made", Block(CUBLAS_WORKSPACE_BYTES, self._stream(), "temporaries", "cuBLAS workspace", where))
         if size := workspace_bytes(func, args):
-            self._note("freed", take(size, func.name()))
+            block = Block(size, self._stream(), "temporaries", f"{func.name()} workspace", where)
+            self._note("made", block)
+            self._note("freed", block)
 
     def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         if (running := collective_of(func, args)) is not None:

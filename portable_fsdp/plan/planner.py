@@ -9,8 +9,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
@@ -32,8 +30,6 @@ SETTINGS = (
 
 SECTIONS = ("sharding.", "memory.", "precision.", "compile.")
 """A plan also shows each key of these sections that isn't at its default."""
-
-_ENGINE_PLAN = TypeAdapter(EnginePlan)
 
 
 def make_plan(
@@ -108,7 +104,7 @@ def _fake_step(config: Config, target: Target, worker: Worker, progress: Progres
         )
     folder, key = cache_folder(os.environ) / "plans", _key(config, target)
     if key and (entry := load_entry(folder, key)):
-        return _ENGINE_PLAN.validate_json(entry["plan"])
+        return EnginePlan.model_validate_json(entry["plan"])
     progress("running a step on fake tensors")
     try:
         plan: EnginePlan = worker("portable_fsdp.plan.fake_step:plan_memory", config, target)
@@ -116,7 +112,7 @@ def _fake_step(config: Config, target: Target, worker: Worker, progress: Progres
         problem = "the step could not be planned (planning needs up to 3 GiB of memory)"
         raise BackendError(failure_message(problem, failed.ended)) from None
     if key:
-        save_entry(folder, key, {"plan": _ENGINE_PLAN.dump_json(plan, exclude_computed_fields=True).decode()})
+        save_entry(folder, key, {"plan": plan.model_dump_json(exclude_computed_fields=True)})
     return plan
 
 

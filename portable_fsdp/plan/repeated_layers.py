@@ -2,7 +2,7 @@
 
 `find_pattern` compares the layers of a model, `keep` removes most of those that repeat, and `extend` inserts their
 entries into the log of the step. The trace has two periods of the pattern. Unless the second does in each pass over
-the layers what the first does, for its own blocks, `extend` raises IrregularError: the caller traces all layers.
+the layers what the first does, for its own blocks, `extend` raises an error: the caller traces all layers.
 """
 
 import re
@@ -190,11 +190,9 @@ def keep(model: nn.Module, policy: ShardPolicy, pattern: Pattern) -> ShardPolicy
 
 
 def extend(log: Sequence[Entry], pattern: Pattern) -> list[Entry]:
-    """Return the log of a step of the whole model. Raises IrregularError unless the pattern holds."""
-    try:
-        return _Extension(log, pattern).entries
-    except (KeyError, IndexError) as error:
-        raise IrregularError(f"no counterpart: {error!r}") from error
+    """Return the log of a step of the whole model. Raises IrregularError, KeyError or IndexError unless the pattern
+    holds."""
+    return _Extension(log, pattern).entries
 
 
 class _Extension:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
 
@@ -13,8 +13,6 @@ from portable_fsdp.runtime.errors import table
 _BAR = 40  # characters
 _MOST_BUFFERS = 5
 _GIB = 2**30
-
-FitVerdict = Literal["fits", "fits by recomputing", "does not fit", "unknown"]
 
 Progress = Callable[[str], None]
 """Called with the name of each stage as it begins."""
@@ -75,7 +73,7 @@ class DeviceMemory(_Result):
 
     @computed_field
     @property
-    def verdict(self) -> FitVerdict:
+    def verdict(self) -> Literal["fits", "fits by recomputing", "does not fit", "unknown"]:
         """Verdict on the fit; "by recomputing": the compiler made it fit on its own, at the cost of time."""
         if self.limit_bytes is None:
             return "unknown"
@@ -107,7 +105,7 @@ class Expected(_Result):
     synchronous_bytes: dict[str, float]
 
 
-class EnginePlan(NamedTuple):
+class EnginePlan(_Result):
     """An engine's plan of a step; the bounds of its time follow from `work`."""
 
     model: ModelFacts

@@ -95,7 +95,8 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
     memory = memory_of(compiled, target.limit_bytes)
     step = [Loop(times_run(name, accumulation), [program.operations]) for name, program in compiled.items()]
     expected = expected_time(step, rates) if (rates := rates_of(target)) else None
-    return EnginePlan(traced.model, memory, work, method, tuple(notes), expected)
+    model = traced.model
+    return EnginePlan(model=model, memory=memory, work=work, method=method, notes=tuple(notes), expected=expected)
 
 
 def trace_apart(config: Config, devices: int, *, hosts: int = 1, torus: Shape = ()) -> Traced:
@@ -136,7 +137,7 @@ def compile_for(
         texts = _run_compiler(program, request, arguments, stopped, generate_code=generate_code)
         save_entry(cache, key, texts)
     seconds = float(texts["seconds"])
-    return read_compiled(program, topology, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
+    return read_compiled(program, texts["program"], texts["buffers"], slices=slices, compile_s=seconds)
 
 
 def _run_compiler(
@@ -164,9 +165,8 @@ def _run_compiler(
 def _is_written(dump: Path, name: str) -> bool:
     """True if the last file to read is complete: the file after it exists and has stopped growing."""
     last = list(dump.glob(f"*.{name}.*after_optimizations_after_buffer_assignment.txt"))
-    if not last or not last[0].stat().st_size:
+    if not last or not (size := last[0].stat().st_size):
         return False
-    size = last[0].stat().st_size
     time.sleep(0.3)
     return last[0].stat().st_size == size
 
@@ -324,7 +324,6 @@ def _compile(program: bytes, devices: list[Any], dump: Path) -> None:
         device_assignment=np.array([[device.id for device in devices]]),
         env_options_overrides={"xla_dump_to": str(dump)},
     )
-    compile_options.executable_build_options.use_spmd_partitioning = True
     compile_options.executable_build_options.use_shardy_partitioner = False
     devices[0].client.compile(program, xla_client.DeviceList(tuple(devices)), compile_options)
 

@@ -63,7 +63,6 @@ class Traced(NamedTuple):
 class Compiled:
     """Memory and work of one device of the slice for one run of a program."""
 
-    slice: str
     argument_bytes: int  # weights, optimizer state, batch; their updates are in place
     temporary_bytes: int
     output_bytes: int  # outputs that reuse no argument's memory
@@ -84,9 +83,7 @@ class Compiled:
     operations: Sequence[ScheduleEntry]  # a device's operations in the program's schedule
 
 
-def read_compiled(
-    program: Program, topology: str, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0
-) -> Compiled:
+def read_compiled(program: Program, text: str, assignment: str, *, slices: int = 1, compile_s: float = 0.0) -> Compiled:
     """Parse the compiler's two texts. Raises ValueError if they aren't such texts."""
     sizes, temporary_bytes, output_bytes, host_bytes = _allocations(assignment)
     named: Counter[str] = Counter()
@@ -103,7 +100,6 @@ def read_compiled(
     origins = [described[instruction] for instruction in before if described.get(instruction, ("", ""))[1]]
     aliased = hlo.aliased_parameters(text)
     return Compiled(
-        topology,
         argument_bytes=sum(sizes.values()),
         temporary_bytes=temporary_bytes,
         output_bytes=output_bytes,
@@ -220,23 +216,23 @@ def largest(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
 def _described(text: str, instructions: Collection[str]) -> dict[str, tuple[str, str]]:
     """Return instruction -> its operation (`mm`, `all-gather`), and the module or source line of its origin."""
     described: dict[str, tuple[str, str]] = {}
-    for line in text.splitlines():
-        match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = ", line)
-        if match and match[1] in instructions:
-            name, path = match[1], re.search(r'op_name="([^"]*)"', line)
+    for _, instruction in hlo.all_instructions(text):
+        if (name := instruction.name) in instructions:
+            path = re.search(r'op_name="([^"]*)"', instruction.rest)
             op_name = path[1] if path else ""
             operation = op_name.rpartition("/")[2].partition("__")[2] or name
-            is_collective = name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter"))
-            described[name] = f"collective of {operation}" if is_collective else operation, _origin(op_name, line)
+            if name.startswith(("async-collective", "all-gather", "all-reduce", "reduce-scatter")):
+                operation = f"collective of {operation}"
+            described[name] = operation, _origin(op_name, instruction.rest)
     return described
 
 
-def _origin(op_name: str, line: str) -> str:
+def _origin(op_name: str, metadata: str) -> str:
     """Return the innermost module of the operation, else its source line; in backward neither is known."""
     modules = re.findall(r"\bmodule\.([^/]*)\.\d+/", op_name)
     if modules:
         return modules[-1]
-    source = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
+    source = re.search(r'source_file="([^"]*)" source_line=(\d+)', metadata)
     if source is None:
         return ""
     path = Path(source[1])

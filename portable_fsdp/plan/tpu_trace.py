@@ -39,7 +39,6 @@ def trace(config: Config, devices: int, torus: tuple[int, ...] = ()) -> Traced:
         training = build_training(config, backend, vocabulary=1, fill=False, rows=rows_of(config))
         tracer.begin(training, backend.axes)
         model = facts_of(training, config.data.seq_len)
-        name_operations(training.model, tracer.scope)
         rows = training.rows * backend.row_shards
         batches = [backend.place(empty_batch(config, training, rows, "meta")) for _ in range(training.accumulation)]
         training.step(batches, config.optim.lr, control_numbers(backend.process.count))
@@ -76,8 +75,9 @@ class Tracer:
         self._spec_of: dict[str, Spec] = {}  # partition of each argument so far
 
     def begin(self, training: Training, axes: Mapping[str, int]) -> None:
-        """Set the training and the mesh axes; call it before the first step."""
+        """Set the training and the mesh axes, and tag forward operations; call it before the first step."""
         self._training, self._axes, self._devices = training, axes, math.prod(axes.values())
+        self._name_operations(training.model)
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec, fetch: Initializer | None) -> Tensor:
         from torch_xla.core.xla_builder import create_placeholder_tensor
@@ -111,9 +111,20 @@ class Tracer:
     def watch(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         """Do nothing: no program is compiled twice."""
 
-    def scope(self, name: str) -> object:
-        """Open a scope: operations traced while the result lives have `name` in their op_name."""
-        return self._bridge.profiler.scope_pusher(name)
+    def _name_operations(self, model: nn.Module) -> None:
+        """Tag the forward operations of each module with its FQN; backward operations run elsewhere and get none."""
+        names = {module: f"module.{fqn}" for fqn, module in model.named_modules()}
+        open_scopes: list[object] = []  # operations traced while one lives have its name in their op_name
+
+        def enter(module: nn.Module, _: object) -> None:
+            open_scopes.append(self._bridge.profiler.scope_pusher(names[module]))
+
+        def leave(*_: object) -> None:
+            del open_scopes[-1]
+
+        for module in names:
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_hook(leave, always_call=True)
 
     def _state(self) -> dict[str, Tensor]:
         """Return the tensors that a step may change in place, by checkpoint name; gradients as `grad/<FQN>`."""
@@ -166,19 +177,3 @@ def _named(args: Sequence[Any]) -> dict[str, Tensor]:
         elif isinstance(argument, Tensor):
             named[f"argument {number}"] = argument
     return named
-
-
-def name_operations(model: nn.Module, scope: Callable[[str], object]) -> None:
-    """Tag the forward operations of each module with its FQN; backward operations run elsewhere and get none."""
-    names = {module: f"module.{fqn}" for fqn, module in model.named_modules()}
-    open_scopes: list[object] = []
-
-    def enter(module: nn.Module, _: object) -> None:
-        open_scopes.append(scope(names[module]))
-
-    def leave(*_: object) -> None:
-        del open_scopes[-1]
-
-    for module in names:
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave, always_call=True)

@@ -114,10 +114,18 @@ def name_of(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a run's config by dotted key. Raises UsageError for a folder that is no run's."""
+    """Read a run's config by dotted key; empty if config.yaml is missing or no run wrote it. Aliases and depth are
+    bounded. Raises UsageError for a folder that is no run's."""
     if not (folder / "events.jsonl").is_file():
         raise UsageError(f"{folder}: this is no run's folder: it has no events.jsonl.")
-    return _config(folder / "config.yaml")
+    path = folder / "config.yaml"
+    try:
+        with _readable():
+            text = read_regular(path, folder, _SMALL_BYTES) if os.path.lexists(path) else b""
+        _, value = yaml_text.parse(text.decode())
+        return dict(_flat(value, ""))
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return {}
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -209,17 +217,6 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool]], ...] = (
     (("time", "began", "until"), _is_time),
     (("lost", "environment"), lambda value: isinstance(value, dict) and _is_whole(value, ())),
 )
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """Read the config by dotted key; empty if the file is missing or no run wrote it. Aliases and depth are bounded."""
-    try:
-        with _readable():
-            text = read_regular(path, path.parent, _SMALL_BYTES) if os.path.lexists(path) else b""
-        _, value = yaml_text.parse(text.decode())
-        return dict(_flat(value, ""))
-    except (ValueError, yaml.YAMLError, RecursionError):
-        return {}
 
 
 def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:

@@ -200,7 +200,7 @@ FIGURES = ("argument_bytes", "temporary_bytes", "output_bytes", "collectives", "
 
 
 def figures(step: Compiled) -> dict[str, Any]:
-    return {key: value for key, value in asdict(step).items() if key in (*FIGURES, "slice", "compile_s")}
+    return {key: value for key, value in asdict(step).items() if key in (*FIGURES, "compile_s")}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

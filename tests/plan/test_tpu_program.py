@@ -106,7 +106,7 @@ PROGRAM = Program(
 
 @pytest.fixture
 def compiled() -> Compiled:
-    return read_compiled(PROGRAM, "v6e:2x4", TEXT, BUFFERS, slices=2, compile_s=1.5)
+    return read_compiled(PROGRAM, TEXT, BUFFERS, slices=2, compile_s=1.5)
 
 
 def test_arguments_are_told_apart_by_their_names(compiled: Compiled) -> None:
@@ -128,13 +128,13 @@ def test_the_peak_of_main_memory_and_its_biggest_buffers_have_names_and_origins(
     ]
     # Outside of modules an operation has its line.
     later = BUFFERS.replace("early{}:0-0", "early{}:0-4").replace("big{}:1-4", "big{}:0-0")
-    compiled = read_compiled(PROGRAM, "v6e:2x4", TEXT, later)
+    compiled = read_compiled(PROGRAM, TEXT, later)
     assert ("add bf16[2048]", "portable_fsdp/models/loss.py:29") in [(b.name, b.where) for b in compiled.biggest]
 
 
 def test_state_that_is_not_donated_is_noted(compiled: Compiled) -> None:
     assert (compiled.undonated, compiled.host_transfers, notes_of({"train_step": compiled})) == ((), (), [])
-    kept = read_compiled(PROGRAM, "v6e:2x4", TEXT.replace(", {2}: (1, {}, may-alias)", ""), BUFFERS)
+    kept = read_compiled(PROGRAM, TEXT.replace(", {2}: (1, {}, may-alias)", ""), BUFFERS)
     assert kept.undonated == ("exp_avg/model.norm.weight",)
     assert "not updated in place" in notes_of({"train_step": kept})[0]
 
@@ -149,7 +149,7 @@ def test_state_that_is_not_donated_is_noted(compiled: Compiled) -> None:
     ],
 )
 def test_waits_for_the_host_are_noted(line: str) -> None:
-    waits = read_compiled(PROGRAM, "v6e:2x4", TEXT.replace("  %big", f"{line}\n  %big"), BUFFERS)
+    waits = read_compiled(PROGRAM, TEXT.replace("  %big", f"{line}\n  %big"), BUFFERS)
     assert len(waits.host_transfers) == 1
     assert "wait for the host" in notes_of({"train_step": waits})[0]
 
