@@ -103,11 +103,6 @@ def default_of(option: str) -> Any:
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 
-def section_model(section: str) -> type[BaseModel]:
-    """Return the schema of a section of the config."""
-    return cast(type[BaseModel], Config.model_fields[section].annotation)
-
-
 def yaml_value(value: object) -> str:
     """Format a value as one line of YAML, as after `key=`: `[LlamaDecoderLayer]`, `null`."""
     text = yaml.dump(
