@@ -90,7 +90,7 @@ def sample(
 
 
 def _require_files(folder: Path, gguf_file: str | None) -> None:
-    """Check the files first, also of the adapters' base: transformers would treat a missing folder as a hub id."""
+    """Check the files first, also of adapters' local base: transformers would take a missing folder for a hub id."""
     from portable_fsdp.models.tensor_files import require_as_exported
 
     if gguf_file is not None and not (folder / gguf_file).is_file():

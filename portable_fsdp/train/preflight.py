@@ -62,14 +62,14 @@ def check_hosts(config: Config, engine: str, device: str, hosts: tuple[int, int]
     Raises ConfigError, with numbers that can, if none of them can.
     """
 
-    def problems_with(count: int) -> list[PortableFSDPError]:
+    def errors_with(count: int) -> list[PortableFSDPError]:
         place = Deployment(engine, device, count * host_devices, count)
         return _errors([lambda: require_supported(config, place)])
 
-    problems = {count: f"{found[0]}" for count in range(hosts[0], hosts[1] + 1) if (found := problems_with(count))}
+    problems = {count: f"{errors[0]}" for count in range(hosts[0], hosts[1] + 1) if (errors := errors_with(count))}
     words = f"torchrun --nnodes={hosts[0]}:{hosts[1]}, {host_devices} device(s) per host"
     if len(problems) > hosts[1] - hosts[0]:
-        able = [str(count) for count in range(1, 2 * hosts[1] + 1) if not problems_with(count)]
+        able = [str(count) for count in range(1, 2 * hosts[1] + 1) if not errors_with(count)]
         fix = f"numbers of hosts that can: {', '.join(able)}" if able else f"no number up to {2 * hosts[1]} can"
         raise ConfigError(f"{words}: no number of hosts in it can train.\n  {problems[hosts[0]]}\n  With it, {fix}.")
     lines = [f"\n  {count}: {text.splitlines()[0]}" for count, text in problems.items()]
