@@ -12,6 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from portable_fsdp.backends.open import ENGINES, engines_on, require_names, spec_of, usual_engine
@@ -301,16 +302,12 @@ def translation(loaded: Loaded) -> str:
     A comment above each key gives its origin; comments at the end list the imported keys that set no option.
     """
     lines: list[str] = []
-    section = ""
-    for option in option_names():
-        if option not in loaded.origins:
-            continue
-        name, _, key = option.partition(".")
-        if name != section:
-            section = name
-            lines += ["", f"{name}:"]
-        lines += [f"  # {line}" for line in origin(loaded, option).splitlines()]
-        lines.append(f"  {key}: {yaml_value(value_of(loaded.config, option))}")
+    set_options = (option for option in option_names() if option in loaded.origins)
+    for section, options in groupby(set_options, lambda option: option.partition(".")[0]):
+        lines += ["", f"{section}:"]
+        for option in options:
+            lines += [f"  # {line}" for line in origin(loaded, option).splitlines()]
+            lines.append(f"  {option.partition('.')[2]}: {yaml_value(value_of(loaded.config, option))}")
     for imported in loaded.imports:
         lines += ["", *(f"# {line}" for line in unsaid(imported))]
     return "\n".join(lines).lstrip("\n") + "\n"
