@@ -37,7 +37,6 @@ FLAGS = {
     "num_devices": "auto | N: devices of this host, as for launch",
 }
 
-
 _READ = ("data.", "model.", "precision.", "sharding.", "memory.", "compile.", "train.task", "train.micro_batch")
 _NAME_DATA = {"data.source", "data.path", "data.split", "data.mixture", "data.factory", "data.eval_split"}
 

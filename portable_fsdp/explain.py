@@ -12,6 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from portable_fsdp.backends.open import ENGINES, engines_on, require_names, spec_of, usual_engine
@@ -49,12 +50,7 @@ FLAGS = {
     "num_devices": "auto | N: devices per host (default auto: unknown)",
     "num_hosts": "auto | N (default auto: 1 with --num_devices, else unknown)",
 }
-SWITCHES = {
-    "all": "print all options; default: those of the config that are set or refused",
-    "strict": "fail if launch would refuse the config before reading data, model and folders; needs --device, --config",
-    "json": "print one JSON object",
-    "schema": "print only the JSON schema of a config, for editors",
-}
+STRICT = "fail if launch would refuse the config before reading data, model and folders; needs --device, --config"
 WIDTH = 120
 
 Answers = dict[str, dict[Verdict, list[str]]]
@@ -71,8 +67,10 @@ def _parser() -> CommandParser:
     add("--write", metavar="FILE", help="save the result as our YAML, with the source of each key")
     add("--rows", type=at_least(1, int), metavar="N", help="print the first N rows as they are trained; reads the data")
     parser.auto_flags(FLAGS)
-    for name, description in SWITCHES.items():
-        parser.switch(f"--{name}", description)
+    parser.switch("--all", "print all options; default: those of the config that are set or refused")
+    parser.switch("--strict", STRICT)
+    parser.switch("--json", "print one JSON object")
+    parser.switch("--schema", "print only the JSON schema of a config, for editors")
     return parser
 
 
@@ -155,17 +153,15 @@ def _options_of(word: str) -> tuple[str, ...]:
     return options
 
 
-def _documentation(option: str) -> str:
-    """Format meaning, values and default of a key, and of the keys of mappings inside it."""
-    lines: list[str] = []
+def _documentation(option: str) -> Iterator[str]:
+    """Yield meaning, values and default of a key, and of the keys of mappings inside it."""
     for key, field in fields():
         if len(key) > 1 and key_name(key[:2]) == option:
             values = expected(field)
             if not field.is_required():
                 values += f"; default {yaml_value(field.get_default(call_default_factory=True))}"
             text = f"{key_name(key[2:])}: " * (len(key) > 2) + f"{field.description} ({values})"
-            lines.append(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
-    return "\n".join(lines)
+            yield textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _write(path: Path, text: str) -> None:
@@ -227,7 +223,7 @@ def _text(answers: Answers, deployments: list[Deployment], documented: bool, loa
     for option, lines in answers.items():
         yield from [option] if loaded is None else _value_and_origin(option, loaded)
         if documented:
-            yield _documentation(option)
+            yield from _documentation(option)
         for line, engines in sorted(lines.items(), key=lambda item: item[0].kind == "refused"):
             who = "all engines" if len(engines) == len(deployments) > 1 else ", ".join(engines)
             text = "" if documented and line.text == description_of(option) else line.text
@@ -306,16 +302,12 @@ def translation(loaded: Loaded) -> str:
     A comment above each key gives its origin; comments at the end list the imported keys that set no option.
     """
     lines: list[str] = []
-    section = ""
-    for option in option_names():
-        if option not in loaded.origins:
-            continue
-        name, _, key = option.partition(".")
-        if name != section:
-            section = name
-            lines += ["", f"{name}:"]
-        lines += [f"  # {line}" for line in origin(loaded, option).splitlines()]
-        lines.append(f"  {key}: {yaml_value(value_of(loaded.config, option))}")
+    set_options = (option for option in option_names() if option in loaded.origins)
+    for section, options in groupby(set_options, lambda option: option.partition(".")[0]):
+        lines += ["", f"{section}:"]
+        for option in options:
+            lines += [f"  # {line}" for line in origin(loaded, option).splitlines()]
+            lines.append(f"  {option.partition('.')[2]}: {yaml_value(value_of(loaded.config, option))}")
     for imported in loaded.imports:
         lines += ["", *(f"# {line}" for line in unsaid(imported))]
     return "\n".join(lines).lstrip("\n") + "\n"

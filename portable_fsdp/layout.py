@@ -40,13 +40,9 @@ def mesh_axes(config: Config, devices: int, hosts: int) -> dict[str, int]:
     """
     inner = {axis: size for axis in INNER_AXES if (size := getattr(config.sharding, axis)) > 1}
     devices //= math.prod(inner.values())
-    match config.sharding.strategy:
-        case "FULL_SHARD" | "SHARD_GRAD_OP":
-            replicas = 1
-        case "NO_SHARD":
-            replicas = devices
-        case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
-            replicas = config.sharding.replicas or hosts
+    replicas = devices if config.sharding.strategy == "NO_SHARD" else 1
+    if config.sharding.is_hybrid:
+        replicas = config.sharding.replicas or hosts
     return {"replicate": replicas, "shard": devices // replicas} | inner
 
 

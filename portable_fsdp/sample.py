@@ -90,7 +90,7 @@ def sample(
 
 
 def _require_files(folder: Path, gguf_file: str | None) -> None:
-    """Check the files first: transformers would treat a missing folder as a hub id."""
+    """Check the files first, also of adapters' local base: transformers would take a missing folder for a hub id."""
     from portable_fsdp.models.tensor_files import require_as_exported
 
     if gguf_file is not None and not (folder / gguf_file).is_file():
@@ -103,14 +103,8 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
         )
     require_plain_files("sample", folder, (*MODEL_FILES, "adapter_*", "*.gguf", "*.bin"))
     require_as_exported(folder)
-    if (folder / _ADAPTERS).is_file():
-        _require_base(folder)
-
-
-def _require_base(folder: Path) -> None:
-    """Check the base model of adapters, unless it is on the hub."""
-    from portable_fsdp.models.tensor_files import require_as_exported
-
+    if not (folder / _ADAPTERS).is_file():
+        return
     try:
         name = parse_json(read_regular(folder / _ADAPTERS, folder)).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:

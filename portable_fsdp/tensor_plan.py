@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,8 @@ def split_ranges(sizes: Sequence[int], index: int, count: int) -> list[slice]:
 
 def packed_regions(
     shape: Sequence[int], spec: Spec, axes: Mapping[str, int], place: Mapping[str, int], sizes: Sequence[int]
-) -> list[tuple[Region, Region]]:
-    """Return the regions of a tensor that the device at `place` holds, each with its region in the device's part.
+) -> Iterator[tuple[Region, Region]]:
+    """Yield the regions of a tensor that the device at `place` holds, each with its region in the device's part.
 
     `tensor` splits each of the matrices that are packed along its dimension, `sizes` long; see `region`.
     """
@@ -80,7 +80,6 @@ def packed_regions(
     own = split_ranges(sizes, place["tensor"], axes["tensor"])
     packed = tuple(sum(part.stop - part.start for part in own) if at == dim else size for at, size in enumerate(shape))
     inside = region(packed, tuple(tuple(a for a in cuts if a != "tensor") for cuts in spec), axes, place)
-    found: list[tuple[Region, Region]] = []
     start = 0
     for part in own:
         rows = slice(max(inside[dim].start, start), min(inside[dim].stop, start + part.stop - part.start))
@@ -88,6 +87,5 @@ def packed_regions(
             of_all = slice(part.start + rows.start - start, part.start + rows.stop - start)
             of_part = slice(rows.start - inside[dim].start, rows.stop - inside[dim].start)
             local = full_region([cut.stop - cut.start for cut in inside])
-            found.append(((*inside[:dim], of_all, *inside[dim + 1 :]), (*local[:dim], of_part, *local[dim + 1 :])))
+            yield (*inside[:dim], of_all, *inside[dim + 1 :]), (*local[:dim], of_part, *local[dim + 1 :])
         start += part.stop - part.start
-    return found

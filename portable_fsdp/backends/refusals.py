@@ -17,7 +17,6 @@ from portable_fsdp.config.describe import (
     default_of,
     description_of,
     option_names,
-    section_model,
     shortened,
     value_of,
     with_value,
@@ -578,7 +577,7 @@ def rules_of(engine: str) -> tuple[Rule, ...]:
     rules = [*RULES, *spec_of(engine).rules]
     for owner in ENGINES:
         if owner != engine and owner in Config.model_fields:
-            options = " ".join(f"{owner}.{key}" for key in section_model(owner).model_fields)
+            options = " ".join(option for option in option_names() if option.startswith(f"{owner}."))
             head = f"{options} on an engine other than {owner}"
             rules += refused(head, "no other engine has this setting", f"--backend={owner}")
     return tuple(rules)

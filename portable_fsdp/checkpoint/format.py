@@ -50,6 +50,16 @@ class NamedSave(NamedTuple):
     events: Path  # the file
 
 
+class Saved(NamedTuple):
+    """A checkpoint that this run committed."""
+
+    step: int
+    path: Path
+    seconds: float  # from the call until the commit
+    blocked_seconds: float  # during which the training waited for it
+    removed: tuple[int, ...]  # older steps that retention deleted after it
+
+
 class StrictModel(BaseModel):
     """Accept the declared fields only, of exactly their types."""
 

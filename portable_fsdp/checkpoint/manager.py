@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from portable_fsdp.backends.contract import Backend, Read, TensorState
 from portable_fsdp.checkpoint import commit, format, resume
 from portable_fsdp.checkpoint.commit import Index, way_out
+from portable_fsdp.checkpoint.format import Saved
 from portable_fsdp.checkpoint.resume import Difference, ResumePoint, together
 from portable_fsdp.checkpoint.snapshot import Background, Digests, Snapshot, require_equal
 from portable_fsdp.checkpoint.storage import MANIFEST, is_link, locate, store_of
@@ -42,16 +43,6 @@ class Fingerprint(NamedTuple):
 
     rows: str | None = None
     tokenizer: str | None = None
-
-
-class Saved(NamedTuple):
-    """A committed checkpoint."""
-
-    step: int
-    path: Path
-    seconds: float  # from the call until the commit
-    blocked_seconds: float  # during which the training waited for it
-    removed: tuple[int, ...]  # older steps that retention deleted after it
 
 
 @dataclass(frozen=True)

@@ -103,11 +103,6 @@ def default_of(option: str) -> Any:
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 
-def section_model(section: str) -> type[BaseModel]:
-    """Return the schema of a section of the config."""
-    return cast(type[BaseModel], Config.model_fields[section].annotation)
-
-
 def yaml_value(value: object) -> str:
     """Format a value as one line of YAML, as after `key=`: `[LlamaDecoderLayer]`, `null`."""
     text = yaml.dump(
@@ -129,8 +124,8 @@ def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
             field = section.model_fields[str(part)]
         elif (listed := _listed_section(field.annotation)) and isinstance(part, int):
             field = FieldInfo(annotation=listed)
-        elif (values := _values_of_mapping(field.annotation)) and location[-1] != "[key]":
-            field = FieldInfo(annotation=cast(type, values))
+        elif get_origin(field.annotation) is dict and location[-1] != "[key]":
+            field = FieldInfo(annotation=get_args(field.annotation)[1])
         else:
             break
         key = (*key, str(part))
@@ -171,17 +166,16 @@ _OTHER_WORDS = _DTYPES | _STRATEGIES
 
 def typing_hint(schema: FieldInfo, value: object) -> str:
     """Return a hint if YAML reads a word as a boolean or number, if a list is needed, or if a word is near; else ""."""
-    if _item(schema.annotation) and not _listed_section(schema.annotation) and isinstance(value, str):
+    annotation, origin = schema.annotation, get_origin(schema.annotation)
+    if _item(annotation) and not _listed_section(annotation) and isinstance(value, str):
         return f"; a list of one is [{value}]"
-    is_union = get_origin(schema.annotation) in (Union, UnionType)
-    takes_text = schema.annotation is str or (is_union and str in get_args(schema.annotation))
+    takes_text = annotation is str or (origin in (Union, UnionType) and str in get_args(annotation))
     if (word := _OTHER_WORDS.get(str(value).lower(), "-")) in expected(schema):
         return f"; write {word}"
-    takes_words = takes_text or get_origin(schema.annotation) is Literal
-    if takes_words and isinstance(value, bool):
+    if (takes_text or origin is Literal) and isinstance(value, bool):
         return f", which YAML reads as the boolean {str(value).lower()}; in quotes it is text"
-    if get_origin(schema.annotation) is Literal and isinstance(value, str):
-        words = {str(word).lower(): word for word in get_args(schema.annotation)}
+    if origin is Literal and isinstance(value, str):
+        words = {str(word).lower(): word for word in get_args(annotation)}
         near = difflib.get_close_matches(value.lower(), words, n=1)
         return f"; write {words[near[0]]}" if near else ""
     return ", a number; in quotes it is text" if takes_text and isinstance(value, int | float) else ""
@@ -230,10 +224,6 @@ def _listed_section(annotation: object) -> type[BaseModel] | None:
     return _section(_item(annotation))
 
 
-def _values_of_mapping(annotation: object) -> object:
-    return get_args(annotation)[1] if get_origin(annotation) is dict else None
-
-
 def _close(key: Key, known: Sequence[Key]) -> list[Key]:
     matches = difflib.get_close_matches(key[-1], [candidate[-1] for candidate in known], n=1)
     return [candidate for candidate in known if candidate[-1] in matches]
@@ -255,7 +245,7 @@ def _type_words(annotation: object) -> str:
         return f"a list of {_type_words(item)}"
     if origin is tuple:
         return f"a list [{', '.join(map(_type_words, arguments))}]"
-    if get_origin(_values_of_mapping(annotation)) is Literal:
+    if origin is dict and get_origin(arguments[1]) is Literal:
         return f"a mapping of text to {_type_words(arguments[1])}"
     words = {bool: "true | false", int: "an integer", float: "a number", str: "text", dict: "a mapping"}
     return words[origin or cast(type, annotation)]

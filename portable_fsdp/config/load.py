@@ -32,7 +32,7 @@ from portable_fsdp.config.describe import (
     yaml_value,
 )
 from portable_fsdp.config.schema import Config, Model, Train
-from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, first_comment, line_of, parse, problem_of
+from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, first_comment, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import search_folder
 from portable_fsdp.runtime.files import read_regular
@@ -135,7 +135,9 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason}.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{line_of(error)}: invalid YAML: {problem_of(error)}.") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: invalid YAML: {problem_of(error)}.") from None
     if not isinstance(node, MappingNode) or not isinstance(values, dict):
         actual = "nothing" if node is None else LayeredValues(path).value_text((), values)
         holds = holds or f"expected a mapping of sections ({', '.join(Config.model_fields)})"
@@ -220,7 +222,6 @@ class LayeredValues:
             inside = inside[part]
         inside[key[-1]] = value
         self.origins = {k: o for k, o in self.origins.items() if k[: len(key)] != key} | {key: origin}
-        return None
 
     def add_default(self, option: str, value: object, origin: Origin | None) -> None:
         """Set `section.key`, which has no value yet; origin None: a placeholder that avoids a second error."""

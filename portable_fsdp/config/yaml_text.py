@@ -115,11 +115,6 @@ def first_comment(text: str) -> str | None:
     return None
 
 
-def line_of(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f":{mark.line + 1}" if mark else ""
-
-
 def problem_of(error: yaml.YAMLError) -> str:
     text = cast(str | None, getattr(error, "problem", None)) or str(error).splitlines()[0]
     return next((ours for theirs, ours in _IN_OUR_WORDS.items() if theirs in text), text)

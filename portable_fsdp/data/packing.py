@@ -90,6 +90,12 @@ class Rows(Protocol):
         ...
 
 
+def tokens_of(batch: Mapping[str, Tensor]) -> int:
+    """Return the tokens of each row: the length of `input_ids`, or 1 without them."""
+    ids = batch.get("input_ids")
+    return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
+
+
 def count_labels(batch: Mapping[str, Tensor]) -> int:
     """Count the labels of a batch that enter the loss."""
     return int((batch["labels"] != IGNORED).sum())

@@ -43,7 +43,6 @@ log = logging.getLogger("portable_fsdp")
 
 METADATA = ".metadata"
 _OPTIMIZER = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(?P<fqn>.+)\.(?P<state>[A-Za-z_]\w*)")
-_STEP_PATH = ("train_state", "step")
 _STEPS = ("step", "train_state.step")
 
 FilePart = tuple[str, int, int]
@@ -106,7 +105,7 @@ def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
         entry, step = TensorEntry(shape=(), dtype="int64"), torch.tensor(reader.manifest.step)
         last = folder / f"__0_{len(files)}.distcp"
         places = _write_file(last, {"step": entry}, lambda _: step, options.advance)
-        written.append((_STEP_PATH, entry, places["step"]))
+        written.append((("train_state", "step"), entry, places["step"]))
         store_of(folder).write(folder / METADATA, [pickle.dumps(_metadata(written))])
 
     return write

@@ -69,6 +69,13 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None if tera is None else tera * TERA
 
 
+class RowCost(NamedTuple):
+    """Tokens of a row (1 if rows have no tokens), and model FLOPs of forward and backward if torch counts them."""
+
+    tokens: int
+    flops: float | None
+
+
 def model_flops_per_token(
     parameters: int, embedding_parameters: int, layers: int, hidden: int, seq_len: int, frozen_parameters: int = 0
 ) -> float:

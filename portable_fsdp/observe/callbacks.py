@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from portable_fsdp.checkpoint.commit import cause_of
+from portable_fsdp.checkpoint.format import Saved
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.goodput import Straggler
 from portable_fsdp.runtime.errors import TrainingError
 
 if TYPE_CHECKING:  # torch isn't needed to read a run's files
     from portable_fsdp.backends.contract import Backend, Traffic
-    from portable_fsdp.checkpoint.manager import Resumed, Saved
+    from portable_fsdp.checkpoint.manager import Resumed
     from portable_fsdp.observe.profiles import ProfileSummary
 
 log = logging.getLogger("portable_fsdp")
@@ -159,7 +160,7 @@ class Callback:
     def on_samples(self, samples: SamplesEnd) -> None:
         """Called after the samples of every `train.sample_every` steps; `on_step` of the same step follows."""
 
-    def on_save(self, save: "Saved") -> None:
+    def on_save(self, save: Saved) -> None:
         """Called after each commit; for a background save at the end of a later step."""
 
     def on_profile(self, profile: ProfileEnd) -> None:

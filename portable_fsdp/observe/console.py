@@ -2,16 +2,13 @@
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from portable_fsdp.checkpoint.format import Saved
 from portable_fsdp.config.describe import changed_values, default_of, option_names, shortened, value_of, yaml_value
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.observe.goodput import duration, goodput
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import printable
-
-if TYPE_CHECKING:
-    from portable_fsdp.checkpoint.manager import Saved
 
 log = logging.getLogger("portable_fsdp")
 
@@ -61,7 +58,7 @@ class Console(Callback):
         for text in samples.texts:
             log.info("step: %d  sample: %s", samples.step, printable(text).replace("\n", r"\n"))
 
-    def on_save(self, save: "Saved") -> None:
+    def on_save(self, save: Saved) -> None:
         log.info("saved %s in %.1f s (training waited %.1f s)", save.path, save.seconds, save.blocked_seconds)
 
     def on_profile(self, profile: ProfileEnd) -> None:

@@ -65,8 +65,7 @@ class Attempt:
     @property
     def end(self) -> Mapping[str, Any] | None:
         """The event of its end; None while it runs, and after a kill."""
-        ends = [event for event in self.events if event["event"] in ("finish", "stop", "fail")]
-        return ends[-1] if ends else None
+        return next((event for event in reversed(self.events) if event["event"] in ("finish", "stop", "fail")), None)
 
 
 def attempts(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[Attempt]:
@@ -139,8 +138,7 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    first = next(index for index, (size, _) in enumerate(units) if seconds >= size)
-    (size, unit), (small, small_unit) = units[first], units[first + 1]
+    (size, unit), (small, small_unit) = next(pair for pair in pairwise(units) if seconds >= pair[0][0])
     return f"{int(seconds // size)} {unit} {int(seconds % size // small)} {small_unit}"
 
 

@@ -5,13 +5,10 @@ import statistics
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from portable_fsdp.checkpoint.format import Saved
 from portable_fsdp.observe.callbacks import Callback, RunStart, StepEnd
 from portable_fsdp.observe.run_files import measured_seconds
-
-if TYPE_CHECKING:
-    from portable_fsdp.checkpoint.manager import Saved
 
 log = logging.getLogger("portable_fsdp")
 
@@ -36,7 +33,7 @@ class Grace(Callback):
         if step.step > self._first:  # the first one compiles
             self._steps.append(step.seconds)
 
-    def on_save(self, save: "Saved") -> None:
+    def on_save(self, save: Saved) -> None:
         self._save_s = save.seconds
         self._check()
 

@@ -18,11 +18,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import psutil
 
-from portable_fsdp.checkpoint.format import NamedSave
+from portable_fsdp.checkpoint.format import NamedSave, Saved
 from portable_fsdp.config.describe import changed_values, each_value
 from portable_fsdp.config.load import config_text
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
@@ -30,9 +30,6 @@ from portable_fsdp.observe.goodput import imbalance
 from portable_fsdp.runtime.errors import UsageError, without_passwords
 from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, open_regular, write_text_atomically
 from portable_fsdp.runtime.host import installed
-
-if TYPE_CHECKING:
-    from portable_fsdp.checkpoint.manager import Saved
 
 _TAIL_BYTES = 64 << 20
 
@@ -243,7 +240,7 @@ class RunFiles(Callback):
             self._samples.write({"step": samples.step, "prompt": prompt, "text": text})
         self._events.write("samples", step=samples.step, seconds=samples.seconds)
 
-    def on_save(self, save: "Saved") -> None:
+    def on_save(self, save: Saved) -> None:
         self._events.write("save", **save._asdict() | {"path": save.path.absolute()})
 
     def on_profile(self, profile: ProfileEnd) -> None:

@@ -113,7 +113,7 @@ def _planned(config: Config, engine: Backend, limit_bytes: int) -> dict[str, str
     log.info("planning %s on %s", ", ".join(f"{key}=auto" for key in autos(config)), on)
     words = [f"--on={on}", f"--backend={engine.name}", "--json"]
     words += [f"--memory={limit_bytes / 2**30}"] if limit_bytes else []
-    words += [f"sharding.replicas={engine.axes['replicate']}"] * config.sharding.strategy.startswith("HYBRID")
+    words += [f"sharding.replicas={engine.axes['replicate']}"] * config.sharding.is_hybrid
     environment = {name: "" for name in os.environ if name.startswith(LAUNCHERS)}
     with tempfile.TemporaryDirectory(prefix="portable_fsdp_plan") as folder:
         path = Path(folder, "config.yaml")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy, dropouts
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
@@ -22,7 +22,7 @@ from portable_fsdp.config.describe import each_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.batches import Batches, MakeKeys
 from portable_fsdp.data.build import Corpus
-from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values
+from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values, tokens_of
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
 from portable_fsdp.layout import no_padding, padding_note, split_batch, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
@@ -31,6 +31,7 @@ from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
 from portable_fsdp.models.experts import OneDevice, expert_layouts, expert_modules
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
+from portable_fsdp.models.weights import names_of_weights
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
@@ -95,8 +96,6 @@ def build_training(
         require_intact(config, backend)
     task, seq_len, firsts = find_task(config.train.task, eager=eager), config.data.seq_len, None
     if rows is not None and (config.data.factory is not None or not task.counts_labels):
-        from portable_fsdp.train.row_trial import tokens_of
-
         firsts = rows.of_each_shape(np.arange(config.train.resolved_micro_batch) % len(rows))
         seq_len = tokens_of(firsts[-1])
     built = build_model(
@@ -253,12 +252,10 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
 
 
 def _cast_buffers(config: Config, model: nn.Module) -> None:
-    cast_once: dict[Tensor, Tensor] = {}  # a buffer with several names stays one tensor
     dtype = DTYPES.get(config.precision.buffers)  # None: "auto"
-    for fqn, buffer in list(model.named_buffers(remove_duplicate=False)):
+    for buffer in model.buffers():
         if dtype is not None and buffer.is_floating_point():
-            owner, _, leaf = fqn.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, cast_once.setdefault(buffer, buffer.to(dtype)))
+            buffer.data = buffer.data.to(dtype)  # in place: a buffer with several names stays one tensor
 
 
 def _laid_out(
@@ -294,9 +291,7 @@ def _batch_norms(model: nn.Module) -> list[str]:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    names = [(fqn, first.setdefault(id(p), fqn)) for fqn, p in model.named_parameters(remove_duplicate=False)]
-    return {fqn: name for fqn, name in names if fqn != name}
+    return {fqn: first for first, *others in names_of_weights(model).values() for fqn in others}
 
 
 def shard_policy(config: Config, model: nn.Module, base: "Base | None" = None) -> ShardPolicy:

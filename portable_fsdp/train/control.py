@@ -56,8 +56,7 @@ class Decision:
 def decide(limits: Limits, step: int, votes: Votes, history: Evaluated | None) -> Decision:
     """Decide what follows `step`; call again after reading its votes, and after its evaluation. A stop request has
     priority: it skips evaluation and samples, and saves. The last and the best step are saved."""
-    is_last = step >= limits.last
-    end: Outcome | None = "finished" if is_last else None
+    end: Outcome | None = "finished" if step >= limits.last else None
     if votes.stop:
         end = "stopped"
     elif is_patience_over(limits, history):

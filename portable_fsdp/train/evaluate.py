@@ -57,8 +57,7 @@ class Evaluator:
     ) -> None:
         """Choose all `rows` in order, or train.eval_batches * train.global_batch of them, evenly spread. Raises
         ConfigError if they don't fill one batch of a task that can't count its labels."""
-        limit = len(rows) if train.eval_batches is None else train.eval_batches * train.global_batch
-        count = min(len(rows), limit)
+        count = len(rows) if train.eval_batches is None else min(len(rows), train.eval_batches * train.global_batch)
         self._backend, self._model, self._task, self._rows = backend, model, task, rows
         self._batch = batch = train.resolved_micro_batch * backend.row_shards
         if not task.counts_labels and count < batch:

@@ -66,8 +66,7 @@ def train(
     errors of runtime/errors.py.
     """
     if config.checkpoint.export and exporter is None:
-        text = "checkpoint.export=true: call train(config, exporter=portable_fsdp.formats.exporting)."
-        raise ConfigError(text)
+        raise ConfigError("checkpoint.export=true: call train(config, exporter=portable_fsdp.formats.exporting).")
     with StopRequest() as stop, user_code():
         try:
             given = config

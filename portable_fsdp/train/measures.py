@@ -7,20 +7,17 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from portable_fsdp.backends.contract import Backend, Pending
 from portable_fsdp.checkpoint.manager import Resumed
 from portable_fsdp.config.schema import Config
-from portable_fsdp.models.flops import model_flops_per_token, peak_flops
+from portable_fsdp.models.flops import RowCost, model_flops_per_token, peak_flops
 from portable_fsdp.models.weights import ModelSize
 from portable_fsdp.observe.callbacks import RunStart, StepEnd
 from portable_fsdp.observe.goodput import Pace, StragglerWatch, imbalance
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.control import Votes
-
-if TYPE_CHECKING:  # text doesn't load it
-    from portable_fsdp.train.row_trial import RowCost
 
 VOTES = 5  # numbers of each process in the control vector
 
@@ -107,23 +104,20 @@ class Measures:
         """Wait for a step's metrics, the same on all processes: the only place where the loop waits for the device. The
         step ended when the next one began (`until`), or now."""
         with self.timed("wait"):
-            metrics = late.metrics.result()
-        stop, by_process = metrics.pop("votes").tensor_split([1])
+            tensors = late.metrics.result()
+        stop, by_process = tensors.pop("votes").tensor_split([1])
         seconds, own, data, memory_bytes, saves = by_process.view(-1, VOTES).unbind(dim=1)
         now = time.perf_counter()
         until = until or now
         self._seconds, self._waited = until - late.began, late.waited
         memory, step, start = self._backend.memory(), late.step, self._start
-
-        def number(name: str) -> float | None:
-            return metrics[name].item() if name in metrics else None
-
+        metrics: dict[str, Any] = {name: tensor.tolist() for name, tensor in tensors.items()}
         tokens_per_second = start.tokens / self._seconds
         flops = None if start.flops_per_token is None else start.flops_per_token * tokens_per_second / start.devices
         end = StepEnd(
             step=step,
-            loss=metrics["loss"].item(),
-            grad_norm=metrics["grad_norm"].item(),
+            loss=metrics["loss"],
+            grad_norm=metrics["grad_norm"],
             lr=late.lr,
             tokens=start.tokens,
             tokens_per_second=tokens_per_second,
@@ -145,13 +139,13 @@ class Measures:
             imbalance=imbalance(own.tolist()) if len(own) > 1 else None,
             stragglers=self._watch.add(own.tolist(), self._seconds),
             collectives=self._backend.collectives if step == start.step + 1 else None,
-            loss_scale=number("loss_scale"),
-            skipped_steps=int(metrics["skipped_steps"].item()) if "skipped_steps" in metrics else None,
-            is_empty=metrics["is_empty"].item() > 0,
-            router_loss=number("router_loss"),
-            expert_load=tuple(metrics["expert_load"].tolist()) if "expert_load" in metrics else None,
-            expert_load_max=number("expert_load_max"),
-            experts_dropped=number("experts_dropped"),
+            loss_scale=metrics.get("loss_scale"),
+            skipped_steps=int(metrics["skipped_steps"]) if "skipped_steps" in metrics else None,
+            is_empty=metrics["is_empty"] > 0,
+            router_loss=metrics.get("router_loss"),
+            expert_load=tuple(metrics["expert_load"]) if "expert_load" in metrics else None,
+            expert_load_max=metrics.get("expert_load_max"),
+            experts_dropped=metrics.get("experts_dropped"),
         )
         return end, Votes(bool(stop > 0), bool((saves > 0).any()))
 
@@ -163,7 +157,7 @@ def run_start(
     size: ModelSize,
     steps: int,
     resumed: Resumed | None,
-    cost: "RowCost | None" = None,
+    cost: RowCost | None = None,
 ) -> RunStart:
     """Return the facts about the run. `cost`: of a row that isn't text of `data.seq_len` tokens. *collective*"""
     tokens, flops = tokens_and_flops(size, config.data.seq_len, cost)
@@ -187,7 +181,7 @@ def run_start(
     )
 
 
-def tokens_and_flops(size: ModelSize, seq_len: int, cost: "RowCost | None") -> tuple[int, float | None]:
+def tokens_and_flops(size: ModelSize, seq_len: int, cost: RowCost | None) -> tuple[int, float | None]:
     """Return (tokens per row, model FLOPs per token for MFU). FLOPs are None if unknown, or if not every weight
     processes every token (experts). `cost`: of a row that isn't text of `seq_len` tokens."""
     if cost is not None:

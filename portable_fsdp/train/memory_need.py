@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -59,8 +58,8 @@ def memory_need(
     groups: list[dict[str, Any]],
     *,
     eager: bool,
-    own: bool = False,
-    tables: Mapping[str, "ByteTable"] = MappingProxyType({}),
+    own: bool,
+    tables: Mapping[str, "ByteTable"],
 ) -> MemoryNeed:
     """Return the memory that a model on meta will need.
 

@@ -17,7 +17,7 @@ from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of
 from portable_fsdp.data.tokenize import require_tokenizer_folder
-from portable_fsdp.models.architecture import architecture_mapping
+from portable_fsdp.models.architecture import architecture_mapping, read_architecture
 from portable_fsdp.optim.optimizer import check_schedule
 from portable_fsdp.runtime.collective_errors import on_each_process, on_process_0
 from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError
@@ -62,17 +62,14 @@ def check_hosts(config: Config, engine: str, device: str, hosts: tuple[int, int]
     Raises ConfigError, with numbers that can, if none of them can.
     """
 
-    def problem(count: int) -> str:
-        try:
-            require_supported(config, Deployment(engine, device, count * host_devices, count))
-        except PortableFSDPError as error:
-            return str(error)
-        return ""
+    def errors_with(count: int) -> list[PortableFSDPError]:
+        place = Deployment(engine, device, count * host_devices, count)
+        return _errors([lambda: require_supported(config, place)])
 
-    problems = {count: text for count in range(hosts[0], hosts[1] + 1) if (text := problem(count))}
+    problems = {count: f"{errors[0]}" for count in range(hosts[0], hosts[1] + 1) if (errors := errors_with(count))}
     words = f"torchrun --nnodes={hosts[0]}:{hosts[1]}, {host_devices} device(s) per host"
     if len(problems) > hosts[1] - hosts[0]:
-        able = [str(count) for count in range(1, 2 * hosts[1] + 1) if not problem(count)]
+        able = [str(count) for count in range(1, 2 * hosts[1] + 1) if not errors_with(count)]
         fix = f"numbers of hosts that can: {', '.join(able)}" if able else f"no number up to {2 * hosts[1]} can"
         raise ConfigError(f"{words}: no number of hosts in it can train.\n  {problems[hosts[0]]}\n  With it, {fix}.")
     lines = [f"\n  {count}: {text.splitlines()[0]}" for count, text in problems.items()]
@@ -167,8 +164,6 @@ def checkpoint_folder(config: Config) -> Path:
 def check_with_engine(config: Config, backend: "Backend", *, writes: bool = True) -> None:
     """Raise on all processes for folders that aren't writable and for a wrong architecture, before minutes of
     tokenizing. *collective*"""
-    from portable_fsdp.models.architecture import read_architecture
-
     if writes:
         on_process_0(backend, lambda: _together(_folders(config)))
     if (architecture := config.model.architecture) is not None:

@@ -15,17 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from portable_fsdp.backends.contract import ShardPolicy, dtype_name, output_head
 from portable_fsdp.backends.weight_uses import cast_weight, dtype_of, in_own_dtype, weight_uses
 from portable_fsdp.data.batches import Check
-from portable_fsdp.data.packing import IGNORED
+from portable_fsdp.data.packing import IGNORED, tokens_of
+from portable_fsdp.models.flops import RowCost
 from portable_fsdp.models.tasks import CAUSAL_LM, MULTI_LABEL, SINGLE_LABEL, Task, check_scores, count_classes
 from portable_fsdp.runtime.errors import ConfigError, DataError
 from portable_fsdp.runtime.factory import described
-
-
-class RowCost(NamedTuple):
-    """Tokens of a row (1 if rows have no tokens), and model FLOPs of forward and backward if torch counts them."""
-
-    tokens: int
-    flops: float | None
 
 
 class RowTrial(NamedTuple):
@@ -33,12 +27,6 @@ class RowTrial(NamedTuple):
     check: Check
     row: dict[str, tuple[tuple[int, ...], torch.dtype]]
     """Shape (without the batch dimension) and dtype of each tensor of the first rows, in the largest data.buckets."""
-
-
-def tokens_of(batch: Mapping[str, Tensor]) -> int:
-    """Return the tokens of each row: the length of `input_ids`, or 1 without them."""
-    ids = batch.get("input_ids")
-    return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -27,7 +27,6 @@ from portable_fsdp.config.describe import (
     default_of,
     option_names,
     plain_values,
-    section_model,
     shortened,
     value_of,
     yaml_value,
@@ -151,7 +150,8 @@ OF_FACTORIES: list[dict[str, Any]] = [
 
 def _values(option: str) -> list[Any]:
     section, key = option.split(".")
-    field = section_model(section).model_json_schema()["properties"][key]
+    model: Any = Config.model_fields[section].annotation
+    field = model.model_json_schema()["properties"][key]
     return VALUES.get(option) or field.get("enum") or [False, True]
 
 

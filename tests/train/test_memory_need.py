@@ -107,7 +107,7 @@ def test_the_bytes_are_those_that_rest(sections: dict[str, Any], caplog: pytest.
         model = build_model(settings.model, settings.precision, seed=0, seq_len=SEQ_LEN, vocabulary=VOCABULARY).model
         groups = [{"params": [fqn for fqn, weight in model.named_parameters() if weight.requires_grad]}]
         own = settings.optim.factory is not None
-        need = memory_need(model, make_optimizer(settings.optim), groups, eager=True, own=own)
+        need = memory_need(model, make_optimizer(settings.optim), groups, eager=True, own=own, tables={})
         weights = list(training.model.parameters())
         trained = [weight for weight in weights if weight.requires_grad]
         states = [value for state in training.optimizer.state.values() for value in state.values()]

@@ -13,9 +13,10 @@ from portable_fsdp.backends.contract import ShardPolicy
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.schema import Config
 from portable_fsdp.models.build import build_model
+from portable_fsdp.models.flops import RowCost
 from portable_fsdp.models.tasks import MULTI_LABEL, Task, find_task, with_problem
 from portable_fsdp.runtime.errors import BackendError, ConfigError, DataError
-from portable_fsdp.train.row_trial import RowCost, require_rows_first, try_rows
+from portable_fsdp.train.row_trial import require_rows_first, try_rows
 
 TASK = find_task("token_classification")
 

@@ -502,7 +502,7 @@ class NativeBackend(contract.Backend):
             raise BackendError("torch.profiler records no operation that TorchTPU runs on a chip")
         return start_trace(folder)
 
-    def _regions(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> list[tuple[Region, Region]]:
+    def _regions(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> Iterable[tuple[Region, Region]]:
         """The regions of a whole tensor that this process holds, each with its region in the local tensor."""
         shape = self._whole_shape(model, fqn, tensor, spec)
         if "tensor" in cutting_axes(spec):
