@@ -58,7 +58,7 @@ from portable_fsdp.runtime.launchers import detect_launch, hosts_of
 from portable_fsdp.runtime.signals import exit_on_signals
 from portable_fsdp.train.preflight import check_config
 from portable_fsdp.tune.processes import Runner
-from portable_fsdp.tune.search import axes, climb, own, references
+from portable_fsdp.tune.search import NEAR, axes, climb, own, references
 
 DESCRIPTION = """Measure which settings are fastest on the devices that are here: a few steps each on the config's data.
 
@@ -76,9 +76,8 @@ SLOWER = 1.5
 """A candidate this much slower by plan isn't run; plans are off by up to 21 % (docs/planning.md)."""
 NOISE = 1.02
 """The config's own settings stay if the fastest takes this much less time, or less."""
-NEAR, TRIALS = 1.15, 3
-"""With time left, candidates up to NEAR times as slow as the fastest are measured TRIALS times: equal trials mostly
-differ by less, even on shared machines (benchmarks/README.md)."""
+TRIALS = 3
+"""With time left, candidates up to NEAR times as slow as the fastest are measured so often."""
 _WORKER = "portable_fsdp.parity"  # it trains a place's first steps
 OUT_OF_MEMORY, LOSS, TIME_IS_OVER = "out of memory", "loss", "not finished when the time was over"
 _MARKS = ("out of memory", "OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError", "exit code -9")

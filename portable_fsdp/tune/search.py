@@ -18,6 +18,8 @@ from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, MODES, ROWS
 COMPILER = (COMPILE, "compile.backend", "compile.cache_dir", "compile.scan_layers")
 RECOMPUTATION = ("memory.save_ops", "memory.every", "memory.classes", "memory.budget")
 STRATEGY, ATTENTION, PREFETCH = "sharding.strategy", "model.attention", "sharding.forward_prefetch"
+NEAR = 1.15
+"""Equal trials mostly differ by less, even on shared machines (benchmarks/README.md)."""
 OFFLOAD, CPU_OFFLOAD, REDUCE = "memory.offload", "memory.cpu_offload", "precision.reduce"
 
 
@@ -95,8 +97,8 @@ def climb(
 
     `measure` returns seconds, infinity for a candidate that needs too much memory, None for one that failed otherwise
     or is refused; it remembers what it measured. `measure_again` measures those near the best again, and returns what
-    is the best then. Beside the best value of a key, a side ends with the first that isn't faster; only when that leads
-    no further, all are tried. A value that failed once isn't tried again.
+    is the best then. Beside the best value of a key, a side ends with the first that is slower by more than NEAR. A
+    value that failed once isn't tried again.
     """
     best, fastest = starts[0], math.inf
     failed = set[tuple[int, int]]()  # axis, position of the value
@@ -108,25 +110,24 @@ def climb(
             best, fastest = candidate, seconds
         return seconds
 
-    def each_axis(tries_all: bool) -> Iterator[Settings]:
+    def each_axis() -> Iterator[Settings]:
         for number, axis in enumerate(choices):
             for side in axis.sides(best):
                 for position in (each for each in side if (number, each) not in failed):
-                    seconds = seconds_of(candidate := best | axis.values[position])
+                    seconds = seconds_of(best | axis.values[position])
                     yield best
                     if seconds in (None, math.inf):
                         failed.add((number, position))
-                    ends = seconds != math.inf if axis.fastest_first else best != candidate and not tries_all
+                    ends = seconds != math.inf if axis.fastest_first else (seconds or 0) > NEAR * fastest
                     if seconds is not None and ends:
                         break
 
     for settings in starts:
         seconds_of(settings)
         yield best
-    before, tries_all = None, False
-    while best != before or not tries_all:
-        tries_all = tries_all or best == before
+    before = None
+    while best != before:
         before = best
-        yield from each_axis(tries_all)
+        yield from each_axis()
         if best == before:
             best, fastest = measure_again()
