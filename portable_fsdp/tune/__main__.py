@@ -77,9 +77,10 @@ SLOWER = 1.5
 NOISE = 1.02
 """The config's own settings stay if the fastest takes this much less time, or less."""
 TRIALS = 3
-"""With time left, candidates up to NEAR times as slow as the fastest are measured so often."""
+"""While time is left, each candidate within NEAR times the fastest's seconds is measured this many times."""
 _WORKER = "portable_fsdp.parity"  # it trains a place's first steps
-OUT_OF_MEMORY, LOSS, TIME_IS_OVER = "out of memory", "loss", "not finished when the time was over"
+OUT_OF_MEMORY, TIME_IS_OVER = "out of memory", "not finished when the time was over"
+LOSS = "loss"  # both problems of `_compared` begin so
 _MARKS = ("out of memory", "OutOfMemoryError", "RESOURCE_EXHAUSTED", "MemoryError", "exit code -9")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "BackendCompilerFailed", "Mosaic", "INTERNAL: ")
 
@@ -353,9 +354,9 @@ def _compared(expected: list[float], losses: list[float], bound: float) -> tuple
     """Return the largest relative difference of the losses, and the problem if they are not those of the reference."""
     for step, loss in enumerate(losses, start=1):
         if not math.isfinite(loss):
-            return None, f"{LOSS} is {loss} in step {step}"
+            return None, f"loss is {loss} in step {step}"
     difference = max(map(relative_difference, losses, expected))
-    return difference, f"{LOSS}es differ by {difference:.2g}, more than {bound:g}" if difference > bound else ""
+    return difference, f"losses differ by {difference:.2g}, more than {bound:g}" if difference > bound else ""
 
 
 def _reason(text: str) -> str:

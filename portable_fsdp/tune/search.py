@@ -18,9 +18,9 @@ from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, MODES, ROWS
 COMPILER = (COMPILE, "compile.backend", "compile.cache_dir", "compile.scan_layers")
 RECOMPUTATION = ("memory.save_ops", "memory.every", "memory.classes", "memory.budget")
 STRATEGY, ATTENTION, PREFETCH = "sharding.strategy", "model.attention", "sharding.forward_prefetch"
+OFFLOAD, CPU_OFFLOAD, REDUCE = "memory.offload", "memory.cpu_offload", "precision.reduce"
 NEAR = 1.15
 """Equal trials mostly differ by less, even on shared machines (benchmarks/README.md)."""
-OFFLOAD, CPU_OFFLOAD, REDUCE = "memory.offload", "memory.cpu_offload", "precision.reduce"
 
 
 class Axis(NamedTuple):

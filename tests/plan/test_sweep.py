@@ -197,7 +197,7 @@ def test_layers_are_compiled_where_that_saves_time(programs: int | str, steps: i
 @pytest.mark.parametrize(("eager_s", "room", "on"), [(1.2, True, "true"), (0.9, False, "true"), (0.9, True, "false")])
 @pytest.mark.parametrize("rows", [2, "auto"])
 def test_a_mode_that_compiled_layers_refuse_may_be_faster(eager_s: float, room: bool, on: str, rows: int | str) -> None:
-    """As with dropout, compiled layers refuse all modes but none and full. With train.epochs the steps are unknown."""
+    """Compiled layers may refuse selective recomputation, as with dropout. The number of steps isn't known here."""
 
     def planned(settings: Settings) -> Plan:
         mode, is_compiled = settings["memory.gradient_checkpointing"], settings["compile.enabled"] == "true"
