@@ -133,6 +133,97 @@ def test_what_units_cannot_follow_is_refused_with_the_block(name: str, message: 
     assert_equal(train(workers(TWO), name, {"sharding": {"wrap": "NO_WRAP"}})["metrics"], plain_run(name, 3, LR)[1])
 
 
+# ------------------------------------------------------------------------------------- a forward without a backward
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4))
+        with torch.no_grad():
+            for number, weight in enumerate(self.parameters()):
+                values = torch.arange(float(weight.numel())) * (0.7 + 0.1 * number)
+                weight.copy_(values.sin().view(weight.shape) * 0.3)
+
+
+def loss_of_critic(makes: nn.Module, critic: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (critic(makes(x).detach()) - 1).square().sum() + critic(x).square().sum()
+
+
+def loss_of_maker(makes: nn.Module, critic: nn.Module, x: torch.Tensor, no_backward: Any) -> torch.Tensor:
+    out = makes(x)
+    with no_backward():
+        target = makes(x * 0.5)
+    return critic(out).square().sum() + (out - target).square().sum() + (out - makes(x / 3).detach()).square().sum()
+
+
+def train_two(settings: Settings) -> tuple[list[float], dict[str, Any]]:
+    config = make_config(optim={"lr": LR, "weight_decay": 0.0, "betas": (0.9, 0.95)}, **settings)
+    with open_group(config) as backend:
+        (makes, of_makes), (critic, of_critic) = shard(Net, config, backend), shard(Net, config, backend)
+
+        def task_of_critic(_: nn.Module, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return loss_of_critic(makes, critic, rows["x"]), torch.tensor(float(len(rows["x"])))
+
+        def task_of_maker(_: nn.Module, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return loss_of_maker(makes, critic, rows["x"], backend.evaluate), torch.tensor(float(len(rows["x"])))
+
+        steps = [
+            train_step(backend, model, optimizer, accumulation=1, max_grad_norm=1.0, task=task)
+            for model, optimizer, task in (
+                (critic, of_critic, task_of_critic),
+                (makes, of_makes, task_of_maker),
+            )
+        ]
+        losses, part = list[float](), backend.data_shard
+        for number in range(6):
+            batch = backend.place({"x": rows_of_two(number).chunk(part.count)[part.index].clone()})
+            losses += [backend.fetch(step([batch], LR)).result()["loss"].item() for step in steps]
+            makes(batch["x"])  # a sample between steps, with and without gradients
+            with torch.no_grad():
+                critic(batch["x"])
+        return losses, pieces(backend.state(makes, of_makes))
+
+
+def rows_of_two(number: int) -> torch.Tensor:
+    return torch.arange(32.0).mul(number + 1.3).cos().view(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("group", "sharding"),
+    [
+        (TWO, {}),
+        (TWO, {"wrap_modules": ["1"], "forward_prefetch": 1}),
+        (TWO, {"strategy": "SHARD_GRAD_OP", "wrap_modules": ["1"]}),
+        (TWO, {"strategy": "NO_SHARD"}),
+        pytest.param(FOUR, {"strategy": "HYBRID_SHARD", "replicas": 2}, marks=pytest.mark.proof),
+        pytest.param(Group("native", 1), {}, marks=pytest.mark.proof),
+    ],
+    ids=str,
+)
+def test_models_that_run_forward_without_a_backward_train_as_in_a_plain_loop(
+    group: Group, sharding: dict[str, Any], workers: GetWorkers
+) -> None:
+    """What stays gathered after such a forward was taken for replicated weights: its gradients were summed twice."""
+    makes, critic, expected = Net(), Net(), list[float]()
+    of_critic, of_makes = (torch.optim.AdamW(m.parameters(), LR, (0.9, 0.95), 1e-8, 0.0) for m in (critic, makes))
+    for number in range(6):
+        x = rows_of_two(number)
+        for model, optimizer in ((critic, of_critic), (makes, of_makes)):
+            is_critic = model is critic
+            loss = loss_of_critic(makes, critic, x) if is_critic else loss_of_maker(makes, critic, x, torch.no_grad)
+            optimizer.zero_grad()
+            (loss / len(x)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            expected.append(loss.item() / len(x))
+    answers = workers(group).run(train_two, settings={"sharding": sharding})
+    for losses, _ in answers:
+        assert losses == pytest.approx(expected, rel=2e-5)
+    final = assemble([state for _, state in answers])
+    for fqn, weight in makes.named_parameters():
+        torch.testing.assert_close(final[fqn], weight.detach(), rtol=1e-4, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------- weights of no dimension
 
 

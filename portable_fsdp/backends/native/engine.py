@@ -31,6 +31,7 @@ from portable_fsdp.backends import contract
 from portable_fsdp.backends.native.units import (
     COLLECTIVES,
     ComputeTime,
+    fsdp_units,
     local_part,
     materialise,
     move_buffers,
@@ -146,6 +147,8 @@ class NativeBackend(contract.Backend):
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
         self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
+        self._units: dict[nn.Module, list[FSDPModule]] = {}
+        self._reshards_later = False  # in `accumulate` and `evaluate`, which reshard all models when they end
         self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
         self._tensor_plans: dict[nn.Module, TensorPlan] = {}
         self._shapes: dict[nn.Module, dict[str, torch.Size]] = {}  # of whole weights
@@ -229,6 +232,8 @@ class NativeBackend(contract.Backend):
             if "expert" in self.axes:
                 meshes = meshes[0], self._fsdp_mesh([axis for axis in self._fsdp_axes if axis != "expert"])
             self._models[model] = Prefetch(shard_units(model, policy, *meshes, self.device), policy), policy.reduce
+            self._units[model] = fsdp_units(model)
+            model.register_forward_hook(self._reshard_if_alone)
             if policy.tables:
                 from portable_fsdp.backends.native.quantised import dequantise_experts
 
@@ -316,7 +321,7 @@ class NativeBackend(contract.Backend):
                     root.set_requires_gradient_sync(last)
         self._gather_first(models)
         sums = self._gradient_sums(models) if last and self._group(LOSS_AXES) else None
-        with sums.summing() if sums else nullcontext(), _explained_errors(models):
+        with self._resharding_later(), sums.summing() if sums else nullcontext(), _explained_errors(models):
             yield
         for model in models if last else ():
             if model in self._tensor_plans:
@@ -354,12 +359,25 @@ class NativeBackend(contract.Backend):
         self._gather_first(self._models)
         if self._programs:
             self._programs.expect_others()
+        with self._resharding_later(), torch.no_grad(), _explained_errors(self._models):
+            yield
+
+    @contextmanager
+    def _resharding_later(self) -> Generator[None]:
+        """Context whose end reshards what a forward without backward left gathered: `parameters()` would be whole
+        tensors, whose gradients and pieces the engine would take for those of replicated weights."""
+        before, self._reshards_later = self._reshards_later, True
         try:
-            with torch.no_grad(), _explained_errors(self._models):
-                yield
+            yield
         finally:
-            for model in self._models:
-                reshard_all(model)
+            self._reshards_later = before
+            for units in self._units.values():
+                reshard_all(units)
+
+    def _reshard_if_alone(self, model: nn.Module, *_: Any) -> None:
+        """Reshard after the root's forward where no context does: a backward may never come."""
+        if not self._reshards_later:
+            reshard_all(self._units[model])
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
         if not keep and not self._keeps_gradients:

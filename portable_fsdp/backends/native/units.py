@@ -8,7 +8,7 @@ replaces forwards of instances and adds hooks; no wrapper changes a name.
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -295,16 +295,21 @@ def _require_sharded(model: nn.Module, shared: Mapping[nn.Parameter, list[str]])
             )
 
 
-def reshard_all(root: nn.Module) -> None:
+def fsdp_units(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard_all(units: Iterable[FSDPModule]) -> None:
     """Reshard all units after a forward without backward, as backward would."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-            group = cast(Any, module)._get_fsdp_state()._fsdp_param_group
-            if group is not None and hasattr(group.comm_ctx, "post_forward_order"):  # else it has never run
-                # FSDP2 (2.9) records forwards without gradients too: the next backward would prefetch in that order.
-                group._post_forward_indices.clear()
-                group.comm_ctx.post_forward_order.clear()
+    for unit in units:
+        group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+        if group is not None and group._all_gather_result is not None:  # gathered ahead, but not used
+            group.wait_for_unshard()
+        unit.reshard()
+        if group is not None and hasattr(group.comm_ctx, "post_forward_order"):  # else it has never run
+            # FSDP2 (2.9) records forwards without gradients too: the next backward would prefetch in that order.
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
 
 
 def _gather_order(
