@@ -224,6 +224,43 @@ def test_models_that_run_forward_without_a_backward_train_as_in_a_plain_loop(
         torch.testing.assert_close(final[fqn], weight.detach(), rtol=1e-4, atol=1e-5)
 
 
+# --------------------------------------------------------------------------------------------- a gradient in the loss
+
+
+def loss_with_forces(model: nn.Module, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = rows["x"].detach().requires_grad_()
+    energy = model(x).sum(-1)
+    (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return energy.square().sum() + (force - x).square().sum(), torch.ones_like(energy).sum()
+
+
+def train_forces(strategy: str) -> list[float]:
+    config = make_config(optim={"lr": LR, "weight_decay": 0.0}, sharding={"strategy": strategy})
+    with open_group(config) as backend:
+        model, optimizer = shard(Net, config, backend)
+        step = train_step(backend, model, optimizer, accumulation=1, max_grad_norm=1.0, task=loss_with_forces)
+        part = backend.data_shard
+        batch = backend.place({"x": rows_of_two(0).chunk(part.count)[part.index].clone()})
+        return [backend.fetch(step([batch], LR)).result()["loss"].item() for _ in range(3)]
+
+
+def test_a_gradient_in_the_loss_trains_without_shards_and_is_refused_with_them(workers: GetWorkers) -> None:
+    model, expected = Net(), list[float]()
+    optimizer = torch.optim.AdamW(model.parameters(), LR, (0.9, 0.95), 1e-8, 0.0)
+    for _ in range(3):
+        total, count = loss_with_forces(model, {"x": rows_of_two(0)})
+        optimizer.zero_grad()
+        (total / count).backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+        optimizer.step()
+        expected.append((total / count).item())
+    assert workers(TWO).run(train_forces, strategy="NO_SHARD")[0] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(
+        JobFailed, match=r"A loss that holds a gradient \(create_.*\) needs sharding\.strategy=NO_SHARD"
+    ):
+        workers(TWO).run(train_forces, strategy="FULL_SHARD")
+
+
 # ------------------------------------------------------------------------------------------- weights of no dimension
 
 

@@ -32,30 +32,6 @@ class Positions(nn.Module):
         return x[..., None] * self.table[: x.shape[1]]
 
 
-class Blurs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kernel", torch.full((3, 1, 3), 0.5))
-        self.classes = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classes(nn.functional.conv1d(x[:, None], self.get_buffer("kernel"), padding=1).mT)
-
-
-@pytest.mark.parametrize(
-    ("compute", "words"),
-    [("bfloat16", "Set precision.buffers=bfloat16, or cast them in"), ("float16", r"\n  Cast them in its forward")],
-)
-def test_a_buffer_of_another_dtype_than_compute_is_refused_with_the_key(compute: str, words: str) -> None:
-    """On meta nothing refuses a product of two dtypes; on a device torch does, in the first step."""
-    policy = ShardPolicy((), compute=getattr(torch, compute))
-    with pytest.raises(ConfigError, match=rf"(?s)precision\.buffers: Blurs .*: kernel \(float32, computes in.*{words}"):
-        try_rows([batch(4)], Blurs(), TASK, has_fixed_shapes=False, policy=policy)
-    try_rows([batch(4)], Blurs().to(getattr(torch, compute)), TASK, has_fixed_shapes=False, policy=policy)
-    try_rows([batch(4)], Blurs(), TASK, has_fixed_shapes=True, policy=policy)  # XLA multiplies tensors of two dtypes
-    try_rows([batch(4)], Blurs(), TASK, has_fixed_shapes=False)
-
-
 PLACES = ["row 7", "row 8"].__getitem__
 
 
@@ -206,6 +182,36 @@ def test_processes_that_would_choose_other_programs_are_refused(engine: str, dev
     with pytest.raises(BackendError, match=r"would choose a different program") as error:
         require_supported(config_of({"x": [4, 8]}), place)
     assert "Set data.buckets={x: [8]}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (
+            lambda energy: energy.sum(),
+            r"the count that mine returns depends on the weights.*\n  Return count\.detach\(\)",
+        ),
+        (len, r"two 0-dim tensors.*, found tensor \[\], int\.\n  Sum the losses"),
+        (lambda energy: torch.ones_like(energy).sum(), None),
+    ],
+)
+def test_a_gradient_may_be_in_the_loss_but_not_in_the_count(count: Any, message: str | None) -> None:
+    """In the trial, and in a step of a loop without one, or of a task whose count changes later."""
+
+    def forces(model: Any, rows: Any) -> Any:
+        x = rows["x"].requires_grad_()
+        energy = model(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return force.square().sum(), count(energy)
+
+    task, model, rows = Task("mine", forces, counts_labels=False), nn.Linear(4, 1), {"x": torch.zeros(2, 4)}
+    if message is None:
+        assert try_rows([rows], model, task, has_fixed_shapes=False).cost.flops
+        return
+    with pytest.raises(ConfigError, match=message):
+        try_rows([rows], model, task, has_fixed_shapes=False)
+    with pytest.raises(ConfigError, match=message):
+        task.scores(model, rows)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

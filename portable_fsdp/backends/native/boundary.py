@@ -28,7 +28,8 @@ _CAUSES = {
         "Call the unit itself",
     ),
     "out of bounds for storage of size 0": (
-        "is a unit whose weights backward needs before the gradient of any of its outputs arrives",
+        "is a unit whose weights backward needs before the gradient of any of its outputs arrives. A loss that holds a "
+        "gradient (create_graph=True: forces, gradient penalties) needs sharding.strategy=NO_SHARD",
         "Return all that the loss needs from its forward (gradient checkpointing reruns blocks in backward:\n"
         "  clear a list that they append to at the beginning of the model's forward, not at its end)",
     ),
