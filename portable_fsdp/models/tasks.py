@@ -42,10 +42,10 @@ class Task:
     """Result of `problem_of`. Except for SINGLE_LABEL labels are numbers, and NaN isn't counted."""
 
     def scores(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        """Return (loss_sum, count, sums of metrics) of a placed batch. Raises ConfigError for any other result."""
+        """Return (loss_sum, count, sums of metrics) of a placed batch. Raises ConfigError for any other result, and for
+        a count with a gradient."""
         scores = self.function(model, dict(batch))
-        if type(scores) is not tuple or len(scores) not in (2, 3):  # the user's own function
-            raise _no_scores(self.name, scores)
+        _require_scores(self.name, scores)  # the user's own function
         return (*scores, {}) if len(scores) == 2 else scores
 
 
@@ -181,17 +181,25 @@ def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> N
         raise ConfigError(
             f"train.task: {task.name} failed on {type(model).__name__} and a batch of {shapes}:\n  {described(error)}"
         ) from error
+    _require_scores(task.name, scores)
+
+
+def _require_scores(name: str, scores: object) -> None:
     match scores:
-        case (Tensor(ndim=0), Tensor(ndim=0)) | (Tensor(ndim=0), Tensor(ndim=0), Mapping()) if type(scores) is tuple:
-            return
+        case (Tensor(ndim=0), Tensor(ndim=0) as count) | (Tensor(ndim=0), Tensor(ndim=0) as count, Mapping()):
+            if count.requires_grad:  # gradients are divided by the count, after the backward
+                raise ConfigError(
+                    f"train.task: the count that {name} returns depends on the weights, and the step would leave out "
+                    "its gradient.\n  Return count.detach(). For a mean of each micro batch return "
+                    "loss_sum / count * rows, and the number of rows as a tensor."
+                )
+            if type(scores) is tuple:
+                return
         case _:
-            raise _no_scores(task.name, scores)
-
-
-def _no_scores(name: str, scores: object) -> ConfigError:
+            pass
     parts = cast("tuple[object, ...]", scores) if isinstance(scores, tuple) else (scores,)
     actual = ", ".join(f"tensor {list(p.shape)}" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
-    return ConfigError(
+    raise ConfigError(
         f"train.task: expected {name} to return (loss_sum, count), two 0-dim tensors, and perhaps a dict of sums of "
         f"metrics, found {actual}.\n  Sum the losses of all rows, and count them: return losses.sum(), "
         "torch.ones_like(losses).sum()."
