@@ -240,7 +240,10 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
 
     name, master = f"shard: {getattr(make, '__name__', 'make')}", DTYPES[config.precision.master]
     if isinstance(make, nn.Module):
-        raise ConfigError(f"shard: expected a function that returns the module, found a {type(make).__name__}.")
+        raise ConfigError(
+            f"shard: expected a function that returns the module, found a {type(make).__name__}.\n  Pass the class, or "
+            f"a function that makes it: shard(lambda: {type(make).__name__}(...), config, engine)."
+        )
     for axis in ("context", "expert"):
         if getattr(config.sharding, axis) > 1:
             raise ConfigError(

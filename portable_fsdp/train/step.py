@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from portable_fsdp.backends.contract import Backend, Batch, Metrics
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction, run_layers
 from portable_fsdp.optim.counting import nothing_changed_if, set_step_numbers, step_numbers
+from portable_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:  # models without dropout and experts don't load these
     from portable_fsdp.models.dropout import Draws
@@ -168,6 +169,8 @@ def train_step(
         run_count_choices = backend.compile(count_choices, "count_choices")
 
     def step(batches: Sequence[Batch], lr: float | Tensor, control: Sequence[float] = ()) -> Metrics:
+        if isinstance(batches, dict):
+            raise ConfigError("step: expected a list of micro batches, found one batch: write step([batch], lr)")
         if len(batches) != accumulation:
             raise ValueError(f"step: expected {accumulation} micro batches (accumulation), found {len(batches)}")
         if task.counts_labels and not control:

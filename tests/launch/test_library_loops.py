@@ -1,5 +1,6 @@
 """Training loops of users: the examples, as people start them, against plain PyTorch."""
 
+import copy
 import functools
 import re
 import runpy
@@ -17,7 +18,7 @@ import portable_fsdp as pf
 from portable_fsdp.config.load import config_text
 from portable_fsdp.models.factory import open_factory
 from portable_fsdp.models.loss import cross_entropy_sum
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import BackendError, ConfigError
 
 PYTHON = Path(sys.executable)
 STARTS = {"native": [PYTHON.parent / "torchrun", "--standalone", "--nproc_per_node=2"], "xla": [PYTHON]}
@@ -186,6 +187,17 @@ def test_unshard_starts_to_gather_a_unit() -> None:
         assert group._all_gather_result is not None
         engine.unshard(nn.Linear(1, 1))  # no unit
         engine.sum(torch.ones(()))
+
+
+def test_a_copy_of_a_sharded_model_and_a_batch_without_a_list_are_refused() -> None:
+    config = pf.make_config(memory={"cpu_offload": True})  # else one device has no shards
+    with pf.open_backend(config, device="cpu", backend="native") as engine:
+        model, optimizer = pf.shard(Module, config, engine)
+        with pytest.raises(BackendError, match=r"can't be copied \(copy\.deepcopy, .*\n  Copy it before shard"):
+            copy.deepcopy(nn.Sequential(model))
+        step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=None)
+        with pytest.raises(ConfigError, match=r"found one batch: write step\(\[batch\], lr\)"):
+            step({"x": torch.ones(4, 2)}, 1e-2)
 
 
 def normed() -> nn.Module:

@@ -38,7 +38,7 @@ from portable_fsdp.backends.native.units import (
     reshard_all,
     shard_units,
 )
-from portable_fsdp.backends.native.unsharded import GradientSums, use_in_place
+from portable_fsdp.backends.native.unsharded import GradientSums, refuse_copy, use_in_place
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
@@ -234,6 +234,8 @@ class NativeBackend(contract.Backend):
             self._models[model] = Prefetch(shard_units(model, policy, *meshes, self.device), policy), policy.reduce
             self._units[model] = fsdp_units(model)
             model.register_forward_hook(self._reshard_if_alone)
+            for unit in self._units[model]:
+                cast(Any, unit).__deepcopy__ = refuse_copy
             if policy.tables:
                 from portable_fsdp.backends.native.quantised import dequantise_experts
 

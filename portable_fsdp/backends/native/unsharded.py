@@ -69,18 +69,18 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         if uses and not inside:
             casts.around(block, uses)
         if uses:
-            cast(Any, block).__deepcopy__ = _refuse_copy
+            cast(Any, block).__deepcopy__ = refuse_copy
     if known:
         keep = not policy.reshard_after_forward
         model.forward = casts.around_all(model.forward, keep, has_tables=bool(policy.tables))
-        cast(Any, model).__deepcopy__ = _refuse_copy
+        cast(Any, model).__deepcopy__ = refuse_copy
 
 
-def _refuse_copy(_: Any) -> NoReturn:
-    """Raise BackendError: a copied block would compute with the original's weights. FSDP2 refuses copies too."""
+def refuse_copy(_: Any) -> NoReturn:
+    """Raise BackendError: a copied block would compute with the original's weights; torch copies no units either."""
     raise BackendError(
-        "backend native: a sharded model can't be copied with copy.deepcopy: the copy would compute with the "
-        "original's weights.\n  Copy it before shard, or shard two models and copy the weights: "
+        "backend native: a sharded model can't be copied (copy.deepcopy, torch's AveragedModel): the copy would "
+        "compute with the original's weights.\n  Copy it before shard, or shard two models and copy the weights: "
         "other.load_state_dict(model.state_dict())."
     )
 
