@@ -191,7 +191,7 @@ def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Fo
 def _recomputed(forward: Forward, save_ops: tuple[str, ...], whole: bool) -> Forward:
     """Put a layer's `forward` under gradient checkpointing; keep the outputs of `save_ops`.
 
-    Recomputation restores torch's generators: any layer may draw. That takes 5 microseconds a layer and device.
+    Recomputation restores torch's generators: any layer may draw.
     `whole`: recompute all of it. By default torch stops recomputation at the last tensor that backward needs, by an
     exception, which would leave a unit inside the layer in the middle of its forward.
     """
