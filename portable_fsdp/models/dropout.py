@@ -311,9 +311,12 @@ class Draws:
                 if is_rate and isinstance(value, float):
                     setattr(module, name, 0.0)
 
-    def move(self, slice: int | None, part: tuple[int, int] | None) -> None:
-        """Tell which part of positions, and of heads or features (which part, its first feature), what follows has."""
+    def move(self, slice: int | None, part: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]:
+        """Tell which part of positions, and of heads or features (which part, its first feature), what follows has;
+        return what was before."""
+        before = _now.slice, _now.part
         _now.slice, _now.part = slice, part
+        return before
 
     def rows_of(self, layers: Sequence[str]) -> Tensor:
         """Return int32 `[layers, rows, 2]` of equal layers, for a loop over them that the first one runs."""

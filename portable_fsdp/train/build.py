@@ -140,18 +140,19 @@ def build_training(
             log.warning(padding_note(config, backend.row_shards))
     if built.dropout and fill and backend.process.index == 0:
         log.info(built.dropout)
-    if drawing := dropouts(built.model):
-        if policy.tensor is not None and config.memory.classes:
-            raise ConfigError(
-                f"memory.classes: with sharding.tensor={config.sharding.tensor} only whole layers can be recomputed, "
-                f"since {drawing[0]} has dropout.\n  Set memory.classes=[], or model.dropout=0."
-            )
-        if config.model.factory is not None:
-            from portable_fsdp.train.row_trial import require_rows_first
+    drawing, drops = dropouts(built.model), False
+    if config.model.factory is not None:
+        from portable_fsdp.train.row_trial import require_rows_first
 
-            tokens: tuple[tuple[int, ...], torch.dtype] = (seq_len,), torch.int64
-            row = trial.row if trial else {"input_ids": tokens, "labels": tokens}
-            require_rows_first(built.model, task, row, policy)
+        tokens: tuple[tuple[int, ...], torch.dtype] = (seq_len,), torch.int64
+        row = trial.row if trial else {"input_ids": tokens, "labels": tokens}
+        drops = require_rows_first(built.model, task, row, policy)
+    if drawing and policy.tensor is not None and config.memory.classes:
+        raise ConfigError(
+            f"memory.classes: with sharding.tensor={config.sharding.tensor} only whole layers can be recomputed, "
+            f"since {drawing[0]} has dropout.\n  Set memory.classes=[], or model.dropout=0."
+        )
+    if drawing or drops:
         from portable_fsdp.models.dropout import Draws
 
         draws = Draws(built.model, config.run.seed, sorted({*policy.layers, *policy.recompute}))

@@ -119,9 +119,13 @@ class _NoRowsError(Exception):
 class _RowsFirst(TorchFunctionMode):
     """Refuses dropout of tensors whose dimension 0 is neither rows, nor rows and positions flattened, nor 1."""
 
+    drops = False  # whether torch's dropout ran, whatever its module calls the rate
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout and kwargs.get("training", True) and 0 < kwargs.get("p", 0.5) < 1 and args[0].dim():
+        is_on = func is F.dropout and kwargs.get("training", True) and 0 < kwargs.get("p", 0.5) < 1
+        self.drops |= is_on or (func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0.0) > 0)
+        if is_on and args[0].dim():
             shape = ["rows" if size == _ROWS else size for size in args[0].shape]
             if args[0].shape[0] % _ROWS and args[0].shape[0] != 1:
                 raise _NoRowsError(f"dropout of a tensor [{', '.join(map(str, shape))}]")
@@ -130,23 +134,25 @@ class _RowsFirst(TorchFunctionMode):
 
 def require_rows_first(
     model: nn.Module, task: Task, row: Mapping[str, tuple[Sequence[int], torch.dtype]], policy: ShardPolicy
-) -> None:
-    """Raise ConfigError for dropout of a tensor whose dimension 0 isn't rows: masks are drawn by row.
+) -> bool:
+    """Return whether the model calls dropout, True if it can't run on meta. Raise ConfigError for dropout of a tensor
+    whose dimension 0 isn't rows: masks are drawn by row.
 
     `row`: shape and dtype of each tensor of a row. Other errors of the model are found elsewhere.
     """
     batch = {name: torch.empty(_ROWS, *shape, dtype=dtype, device="meta") for name, (shape, dtype) in row.items()}
     twin = _twin(model, policy)
     try:
-        with _RowsFirst():
+        with _RowsFirst() as trial:
             task.function(twin, batch)
+        return trial.drops
     except _NoRowsError as error:
         raise ConfigError(
             f"model.factory: expected rows in dimension 0, found {described(error).partition(': ')[2]}\n"
             "  Put rows first there (torch's layers: batch_first=True), or set the rate of this dropout to 0."
         ) from None
     except Exception:
-        return
+        return True
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> Shapes:

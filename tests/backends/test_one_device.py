@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from cases import CaseRows
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 
 import portable_fsdp as pf
 from portable_fsdp.backends.contract import Backend, ShardPolicy, dropouts
@@ -166,11 +168,22 @@ class Block(nn.Module):
         return x + self.dropout(self.linear(x))
 
 
-class Net(nn.Module):
+class Noise(nn.Module):
+    """Draws by itself."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.linear, self.rate = nn.Linear(8, 8), 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(torch.rand(()) * self.linear(x * (1 + 0.5 * torch.randn(8))), self.rate)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: type[nn.Module] = Block) -> None:
+        super().__init__()
         self.norm = nn.BatchNorm1d(8)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -188,17 +201,31 @@ def x_of(seed: int) -> Tensor:
     return torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_recomputed_layers_draw_the_same_numbers_again(checkpointing: str) -> None:
+RECOMPUTED: dict[str, Any] = {"memory": {"gradient_checkpointing": "full"}}
+
+
+@pytest.mark.parametrize("kind", [Block, Noise])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        RECOMPUTED,
+        {"memory": RECOMPUTED["memory"] | {"offload": "activations"}},
+        {"memory": {"gradient_checkpointing": "selective", "save_ops": ["matmul"]}},
+        RECOMPUTED | {"compile": {"enabled": True, "backend": "aot_eager"}},
+    ],
+    ids=str,
+)
+def test_recomputed_layers_draw_the_same_numbers_again(sections: Any, kind: type[nn.Module]) -> None:
     """Against the gradient by hand, with the same masks."""
+    make = partial(Net, kind)
     with pf.open_backend(pf.make_config(), device="cpu", backend="native") as engine:
-        config = pf.make_config(memory={"gradient_checkpointing": checkpointing})
-        model, optimizer = pf.shard(Net, config, engine)
+        model, optimizer = pf.shard(make, pf.make_config(**sections), engine)
         step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=None, task=squares)
         torch.manual_seed(3)
         actual = engine.fetch(step([{"x": x_of(0)}], 1e-3)).result()
-    plain = Net()
-    _, fill = open_factory("test", Net, 0, torch.float32)
+    plain = make()
+    _, fill = open_factory("test", make, 0, torch.float32)
     with torch.no_grad():
         for name, weight in plain.named_parameters():
             weight.copy_(fill(name, tuple(slice(0, size) for size in weight.shape)))

@@ -3,6 +3,7 @@
 The copies are bitsandbytes' own.
 """
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from bitsandbytes import functional as bitsandbytes
 from cases import ARCHITECTURES, Case, assemble, assert_equal_states
+from reference import reference
 from safetensors.torch import load_file
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,6 +24,7 @@ from portable_fsdp.checkpoint.__main__ import main
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": ARCHITECTURES["llama"] | SIZES,
+    "one key": ARCHITECTURES["llama"] | SIZES | {"num_key_value_heads": 1},  # sharding.tensor leaves it whole
     "uneven": ARCHITECTURES["llama"],  # 64 divides no size
     "mixtral": ARCHITECTURES["mixtral"] | SIZES,
     "phi3": ARCHITECTURES["phi3"] | SIZES,
@@ -31,6 +34,8 @@ OPTIM = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 
 
 def dequantised(weight: torch.Tensor, scheme: str) -> torch.Tensor:
+    if scheme == "float32":
+        return weight
     if scheme == "int8":
         codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(weight.flatten(0, -2))
         return torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales).view_as(weight)
@@ -184,3 +189,41 @@ def test_in_bfloat16_as_the_dequantised_base_in_bfloat16(group: Group, workers: 
     runs = [replace(case, compute="bfloat16") for case in cases_of(folders, "llama", "nf4")]
     losses = [[row["loss"] for row in workers(group).run(jobs.train, case=case)[0]["metrics"]] for case in runs]
     assert losses[0] == pytest.approx(losses[1], rel=BF16_20_STEPS)
+
+
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"dora": True}, "one adapter": {"targets": ["o_proj"]}}
+AXES = {
+    "tensor": {"sharding.tensor": 2},
+    "whole rows": {"sharding.tensor": 2, "sharding.sequence_parallel": False},
+    "context": {"sharding.context": 2, "model.attention": "static"},
+}
+PAIRS_IN_SUITE = [("native", "llama", "nf4", "lora", "tensor"), ("native", "one key", "float32", "lora", "whole rows")]
+
+
+@pytest.mark.parametrize(
+    ("group", "model", "scheme", "kind", "axis"),
+    [
+        marked(Group(pair[0], 2), *pair[1:], in_suite=pair in PAIRS_IN_SUITE)
+        for pair in itertools.product(
+            ("native", "xla"),
+            ("llama", "one key", "phi3", "gpt2"),
+            ("float32", "nf4", "nf4_double", "int8"),
+            KINDS,
+            AXES,
+        )
+    ],
+)
+def test_no_axis_changes_an_adapters_dropout(
+    group: Group, model: str, scheme: str, kind: str, axis: str, workers: GetWorkers, folders: Any
+) -> None:
+    lora = (
+        {"r": 4, "dropout": 0.2}
+        | KINDS[kind]
+        | ({"targets": ["c_proj"]} if (model, kind[:3]) == ("gpt2", "one") else {})
+    )
+    case, copy = cases_of(folders, model, scheme, **{"model.lora": lora})
+    case = replace(case, steps=3, settings=case.settings | AXES[axis])
+    if any(workers(group).run(jobs.is_refused, case=case)):
+        return
+    losses = [row["loss"] for row in workers(group).run(jobs.train, case=case)[0]["metrics"]]
+    assert losses == pytest.approx(reference(replace(copy, steps=3)).losses, rel=1e-5)

@@ -237,3 +237,21 @@ def test_dropout_of_tensors_without_rows_in_front_is_refused(batch_first: bool) 
         return
     with pytest.raises(ConfigError, match=r"found dropout of a tensor \[5, rows, 16\]\n  in .*test_row_trial.py:\d+: "):
         require_rows_first(model, task, row, ShardPolicy(()))
+
+
+@pytest.mark.parametrize(("rate", "drops"), [(0.5, True), (0.0, False)])
+def test_dropout_is_found_whatever_its_rate_is_called(rate: float, drops: bool) -> None:
+    class Zoneout(nn.Linear):
+        zoneout = rate
+
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(input), self.zoneout, self.training)
+
+    def loss(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        losses = model(batch["x"]).square().mean(dim=-1)
+        return losses.sum(), torch.ones_like(losses).sum()
+
+    with torch.device("meta"):
+        model = Zoneout(16, 4)
+    row = {"x": ((16,), torch.float32)}
+    assert require_rows_first(model, Task("mine:loss", loss, counts_labels=False), row, ShardPolicy(())) == drops

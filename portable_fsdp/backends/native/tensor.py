@@ -62,10 +62,15 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
             replace(module, _summed, group, plan.splits_rows, word == SPLIT_INPUT)
         part = plan.parts.get(f"{name}.base_layer.weight") or plan.parts.get(f"{name}.weight")
         if draws is not None and part is not None:
-            own = group.index, split_ranges(part.sizes, group.index, group.count)[0].start
+            table = layer.quantised.tables["weight"] if hasattr(layer, "quantised") else None
+            # A part along the last dimension counts a table's rows, dropout counts features.
+            unit = 1 if table is None or part.dim < len(table.shape) - 1 else table.unit
+            own = group.index, split_ranges(part.sizes, group.index, group.count)[0].start * unit
             takes_part = word in (ROWWISE, SPLIT_INPUT)
             after = (outside if takes_part else None), (own if word in (COLWISE, PACKED) else None)
             replace(module, _placed, draws.move, (None, own if takes_part else None), after)
+        elif draws is not None and layer is not module:
+            replace(module, _whole, draws.move)
         if isinstance(getattr(layer, "nf", None), int):  # transformers' Conv1D: its outputs
             layer.nf = layer.weight.shape[1]
     for name in plan.blocks:
@@ -117,7 +122,7 @@ def _replacing() -> Callable[..., None]:
 
 def _placed(
     forward: Forward,
-    move: Callable[..., None],
+    move: Callable[..., Any],
     before: tuple[Any, Any],
     after: tuple[Any, Any],
     self: nn.Module,
@@ -129,6 +134,15 @@ def _placed(
     move(*before)
     out = forward(self, *args, **kwargs)
     move(*after)
+    return out
+
+
+def _whole(forward: Forward, move: Callable[..., Any], self: nn.Module, hidden: Tensor) -> Tensor:
+    """Let an adapter of a whole weight drop whole inputs, between modules that leave parts."""
+    slice, part = move(None, None)
+    move(slice, None)
+    out = forward(self, hidden)
+    move(slice, part)
     return out
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.contract import Forward, ShardPolicy, dropouts, output_head, parameter_slots, put_parameter
+from portable_fsdp.backends.contract import Forward, ShardPolicy, output_head, parameter_slots, put_parameter
 from portable_fsdp.backends.nested import Replacement, flatten, floats_in
 from portable_fsdp.backends.weight_uses import dtype_of, in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
@@ -182,21 +182,20 @@ def require_saved_ops(policy: ShardPolicy, *, compiles: bool) -> None:
 
 def recompute(layer: nn.Module, policy: ShardPolicy, *, whole: bool, forward: Forward | None = None) -> None:
     """Put a layer under gradient checkpointing. `forward(layer, ...)` runs in place of its forward."""
-    draws = bool(dropouts(layer, by_keys=policy.draws_by_keys))
     require_saved_ops(policy, compiles=policy.compile_backend is not None)
     make = _recomputed.__wrapped__ if forward else _recomputed  # the cache would keep the layer alive
-    layer.forward = MethodType(make(forward or forward_of(layer), policy.save_ops, whole, draws), layer)
+    layer.forward = MethodType(make(forward or forward_of(layer), policy.save_ops, whole), layer)
 
 
 @cache  # equal layers get the same function, so that torch.compile makes one program for all of them
-def _recomputed(forward: Forward, save_ops: tuple[str, ...], whole: bool, draws: bool = False) -> Forward:
+def _recomputed(forward: Forward, save_ops: tuple[str, ...], whole: bool) -> Forward:
     """Put a layer's `forward` under gradient checkpointing; keep the outputs of `save_ops`.
 
-    `draws`: the layer has dropout; recomputation restores the random state.
+    Recomputation restores torch's generators: any layer may draw.
     `whole`: recompute all of it. By default torch stops recomputation at the last tensor that backward needs, by an
     exception, which would leave a unit inside the layer in the middle of its forward.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws, "early_stop": not whole}
+    options: dict[str, Any] = {"use_reentrant": False, "early_stop": not whole}
     if save_ops:
         kept = [getattr(torch.ops.aten, name).default for kind in save_ops for name in _OPS[kind]]
         if "attention" in save_ops and (flex := getattr(torch.ops.higher_order, "flex_attention", None)) is not None:

@@ -225,7 +225,7 @@ class Programs:
         def step(*args: Any) -> Metrics:
             nonlocal compiled, last
             before, self._at_update = _compile_count(), {}
-            out = run_program(partial(fn, *args), f"backend {self._engine}: program {name!r}", name)
+            out = run_program(partial(_from_one_seed, fn, *args), f"backend {self._engine}: program {name!r}", name)
             new = _compile_count() - before
             inputs = _described(args)
             facts, previous = inputs | self._at_update, last
@@ -250,6 +250,16 @@ class Programs:
             return out
 
         return step
+
+
+def _from_one_seed(fn: Callable[..., Metrics], *args: Any) -> Metrics:
+    """Recomputation sets XLA's seed, from which the next program's follows: set it as it was, whatever ran."""
+    from torch_xla.core import xla_model
+
+    seed = cast(Any, xla_model).get_rng_state()
+    out = fn(*args)
+    cast(Any, xla_model).set_rng_state(seed)
+    return out
 
 
 def _compile_count() -> int:
@@ -330,7 +340,7 @@ def recomputed(
                 raise _beside_the_output(block)
             return tuple(output)
 
-        output = checkpoint(of_tensors, *_with_gradient(values), use_reentrant=True, preserve_rng_state=False)
+        output = checkpoint(of_tensors, *_with_gradient(values), use_reentrant=True)
         return output_of[0](cast("tuple[Tensor, ...]", output))
 
     return run
