@@ -148,8 +148,9 @@ def set_dropout(config: Any, rate: float | str) -> dict[str, float]:
     """
     rates: dict[str, float] = {}
     for key, value in config.to_dict().items():
-        part = getattr(config, key, None)
-        if key in config.sub_configs and hasattr(part, "sub_configs"):
+        # Other values may differ by layer (Gemma 4): transformers refuses to read them here.
+        part = getattr(config, key, None) if key in config.sub_configs else None
+        if hasattr(part, "sub_configs"):
             rates |= {f"{key}.{name}": each for name, each in set_dropout(part, rate).items()}
         elif is_dropout(key, value):
             new = 0.0 if any(word in key for word in _UNDRAWN) else float(value if rate == "published" else rate)

@@ -123,10 +123,29 @@ def build_model(
         attention = "flex"
     make = partial(_model_of, attention=attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
+    size = size_of(bare)
     steps = None
     if is_causal_lm := task.name == CAUSAL_LM.name:
         _check_causal(bare)
         steps = _check_forward(twin, seq_len, seq_len_key)
+    if is_causal_lm and bare.config._attn_implementation in (STATIC, FLEX):
+        from portable_fsdp.models.own_attention import find_difference
+
+        if problem := find_difference(bare, lambda config, attention: _model_of(config, attention, task)):
+            name = type(bare).__name__
+            if model.attention != "auto":
+                raise ConfigError(
+                    f"model.attention={attention}: it isn't that of {name}: {problem}.\n  Set model.attention=auto."
+                )
+            log.warning("model: %s takes its own attention (eager), not the static one: %s", name, problem)
+            attention = "eager"
+            make = partial(_model_of, attention=attention, task=task)
+            bare, twin = _on_meta(config, make), _on_meta(config, make)
+            if not eager and _reads_host(twin, seq_len):
+                raise ConfigError(
+                    f"model.attention: {name} needs its own attention ({problem}), which reads values on the host "
+                    "in each step.\n  Train it on native."
+                )
     master, compute = DTYPES[precision.master], DTYPES[precision.compute]
     documents = None
     if context > 1:
@@ -143,7 +162,7 @@ def build_model(
         kinds = {"eager": eager, "packs": packs_documents, "splits_rows": context > 1}
         documents = document_arguments(name, compute, **kinds, windows=windows)
 
-    built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size_of(bare))
+    built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size)
     if rates or model.dropout:
         from portable_fsdp.models.dropout_rates import choose_dropouts
 
@@ -349,6 +368,16 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
                     "transformers (mixtral, qwen3_moe, deepseek_v3, gpt_oss, ...)."
                 ) from error
         return None
+
+
+def _reads_host(model: Any, seq_len: int) -> bool:
+    """Whether a forward of this model on meta reads a value, which only the host could know."""
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model(input_ids=torch.zeros(1, seq_len, dtype=torch.int64), use_cache=False)
+    except Exception as error:  # torch raises several; other problems are those of `_check_forward`
+        return "meta tensors" in str(error) or isinstance(error, NotImplementedError)
+    return False
 
 
 def _check_causal(model: nn.Module) -> None:

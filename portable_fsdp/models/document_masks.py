@@ -139,7 +139,8 @@ def try_small_copies(
 def _small_configs(config: Any) -> Iterator[Any]:
     """Yield configs to try, the smallest first: fewer heads of the same width, then the model's own width."""
     for narrow in (True, False):
-        small = copy.deepcopy(config)
+        whole = copy.deepcopy(config)
+        small = whole.get_text_config(decoder=True)
         _cut_layers(small, _LAYERS)
         small.vocab_size = _VOCABULARY
         for key in _SIZES_INSIDE:
@@ -147,11 +148,12 @@ def _small_configs(config: Any) -> Iterator[Any]:
                 setattr(small, key, min(size, _WIDTH))
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # outside the small vocabulary
             setattr(small, key, None)
-        if isinstance(getattr(small, "sliding_window", None), int):
-            small.sliding_window = _WINDOW
+        for key in ("sliding_window", "attention_chunk_size"):
+            if isinstance(getattr(small, key, None), int):
+                setattr(small, key, _WINDOW)
         if narrow:
             _cut_heads(small)
-        yield small
+        yield whole
 
 
 def _cut_layers(config: Any, most: int) -> None:

@@ -76,24 +76,35 @@ def fill_buffers(model: nn.Module, twin: nn.Module) -> set[str]:
 
     Returns the FQNs of those that `_init_weights` leaves unset: they keep the number that filled them before.
     """
-    before, after = _computed_buffers(twin, 0), _computed_buffers(twin, 1)
+    unset, after = set[str](), dict[str, Tensor]()
+    for recurse in (False, True):  # Falcon-H1's model sets the buffers of its layers
+        before, after = _computed_buffers(twin, 0, recurse), _computed_buffers(twin, 1, recurse)
+        if not (unset := {fqn for fqn, value in after.items() if not torch.equal(value, before[fqn])}):
+            break
     for fqn, value in after.items():
         owner, _, leaf = fqn.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = value
-    return {fqn for fqn, value in after.items() if not torch.equal(value, before[fqn])}
+    return unset
 
 
-def _computed_buffers(twin: nn.Module, filling: int) -> dict[str, Tensor]:
-    """FQN -> buffer, filled with one number and then set by `_init_weights`."""
+def _computed_buffers(twin: nn.Module, filling: int, recurse: bool) -> dict[str, Tensor]:
+    """FQN -> buffer, filled with one number and then set by `_init_weights` of the modules that have it."""
     for fqn, buffer in list(twin.named_buffers()):
         owner, _, leaf = fqn.rpartition(".")
         module = twin.get_submodule(owner)
         module._buffers[leaf] = torch.full(buffer.shape, filling, dtype=buffer.dtype, device="cpu")
-    for module in twin.modules():
-        if any(True for _ in module.buffers(recurse=False)):
+    for name, module in reversed([*twin.named_modules()]):
+        if any(True for _ in module.buffers(recurse=recurse)):
             with torch.no_grad():
-                cast(Any, twin)._init_weights(module)
+                _init_weights(twin, name)
     return dict(twin.named_buffers())
+
+
+def _init_weights(twin: nn.Module, name: str) -> None:
+    """Initialise a module by the innermost model around it, as transformers does: Gemma 3n's parts differ in theirs."""
+    parts = name.split(".") if name else []
+    around = [twin.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
+    cast(Any, next(module for module in around if hasattr(module, "_init_weights")))._init_weights(around[0])
 
 
 @contextmanager
@@ -134,7 +145,7 @@ class RandomWeights:
             parts = owner.split(".") if owner else []
             with seeded(self._seed, fqn), torch.no_grad():
                 for length in range(len(parts), -1, -1):
-                    cast(Any, self._twin)._init_weights(self._twin.get_submodule(".".join(parts[:length])))
+                    _init_weights(self._twin, ".".join(parts[:length]))
         except NotImplementedError as error:  # torch's, for a copy from a weight that is on meta here
             raise _no_value(fqn, module, "has an initial value computed from other weights") from error
         finally:

@@ -2,15 +2,20 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from small_models import ARCHITECTURES, VOCABULARY, build, families, logits, materialise, shake, stock_model, token_ids
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from portable_fsdp.config.schema import Model
 from portable_fsdp.models.attention import STATIC
+from portable_fsdp.models.build import _model_of, build_model  # pyright: ignore[reportPrivateUsage]
+from portable_fsdp.models.own_attention import KNOWN, find_difference
+from portable_fsdp.models.tasks import CAUSAL_LM
 from portable_fsdp.runtime.errors import ConfigError
 
 STEPS = 4
@@ -59,6 +64,85 @@ def test_it_trains_as_transformers_own(name: str) -> None:
     assert curve(ours, our_loss) == pytest.approx(expected, rel=2e-6)
 
 
+_SMALL: dict[str, Any] = (
+    {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+)
+_PER_LAYER: dict[str, Any] = {"head_dim": 8, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0} | {
+    "vocab_size_per_layer_input": VOCABULARY,
+    "sliding_window": 8,
+}
+FROM_FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Masks that only the model describes: a bias for each key, and chunks.
+    "doge": ("eager", {}),
+    "llama4_text": (
+        "eager",
+        {"intermediate_size_mlp": 64, "head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 8},
+    ),
+    # Buffers that are set by a part of the model, heads that differ by layer.
+    "gemma3n_text": (STATIC, _PER_LAYER | {"activation_sparsity_pattern": [0.0, 0.0]}),
+    "falcon_h1": (
+        STATIC,
+        {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+        | {"mamba_chunk_size": 8, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]},
+    ),
+    "gemma4_text": (STATIC, _PER_LAYER | {"num_hidden_layers": 6, "global_head_dim": 16}),
+}
+
+
+def folder_of(model_type: str, folder: Path) -> Any:
+    """Save a small model, and return it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_SMALL | FROM_FOLDERS[model_type][1]))
+    shake(model)
+    model.save_pretrained(folder)
+    return model.train()
+
+
+@pytest.mark.parametrize("model_type", FROM_FOLDERS)
+def test_a_model_from_a_folder_computes_what_transformers_own_does(model_type: str, tmp_path: Path) -> None:
+    folder_of(model_type, tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").train()
+    built = build_model(Model(pretrained=str(tmp_path)), seed=0, seq_len=24, vocabulary=0)
+    assert cast(Any, built.model).config._attn_implementation == FROM_FOLDERS[model_type][0]
+    ours = materialise(built)
+    expected = curve(stock, lambda ids: F.cross_entropy(logits(stock, ids).flatten(0, 1), ids.flatten()))
+    assert curve(ours, lambda ids: torch.div(*ours(ids, ids))) == pytest.approx(expected, rel=2e-6)
+
+
+_STATIC = r"model\.attention=static: it isn't that of .*\n.*attention=auto"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "options", "message"),
+    [
+        ("doge", {"attention": "static"}, {}, _STATIC),
+        ("doge", {}, {"context": 2}, "its own attention"),
+        ("llama4_text", {"attention": "static"}, {}, _STATIC),
+        ("llama4_text", {}, {"packs_documents": True}, "doesn't keep the documents of a row apart"),
+        ("llama4_text", {}, {"context": 2}, "its own attention"),
+        ("llama4_text", {}, {"eager": False}, r"reads values on the host in each step\.\n.*native"),
+    ],
+)
+def test_a_mask_of_its_own_is_never_left_out(
+    model_type: str, keys: Any, options: Any, message: str, tmp_path: Path
+) -> None:
+    folder_of(model_type, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        build_model(Model(pretrained=str(tmp_path), **keys), seed=0, seq_len=24, vocabulary=0, **options)
+
+
+@pytest.mark.parametrize("model_type", sorted(KNOWN))
+def test_static_attention_is_that_of_these_types(model_type: str) -> None:
+    name = next(name for name, sizes in ARCHITECTURES.items() if sizes["model_type"] == model_type)
+
+    def make(config: Any, attention: str) -> Any:
+        return _model_of(config, attention, CAUSAL_LM)
+
+    assert find_difference(build(name).model, make, frozenset()) == ""
+
+
 PAGE = (Path(__file__).parents[2] / "docs/features.md").read_text()
 REASONS = {
     model_type: reason
@@ -76,7 +160,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "openai-gpt": {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 4},
     "rwkv": {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "context_length": 64},
     "apertus": _SIZES | {"num_key_value_heads": 2, "intermediate_size": 80},
-    "falcon_h1": _SIZES | {"num_key_value_heads": 2, "intermediate_size": 80},
     "blt": {"vocab_size": VOCABULARY},
 }
 

@@ -1,0 +1,47 @@
+"""A trial that static attention computes what a model's own does: its mask may say more than attention's arguments.
+
+A small copy of the model runs with both (Doge adds a mask of its own, Llama 4 sees chunks of a row).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from portable_fsdp.models.document_masks import try_small_copies
+
+_TOKENS, _VOCABULARY = 16, 64  # more tokens than any window and chunk of a small copy
+_BOUND = 1e-4  # relative to the largest logit: a hundred times float32's rounding
+
+KNOWN = frozenset(
+    {"deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral"}
+    | {"olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
+)
+"""Types of models for which both are equal. A test runs the trial for each."""
+
+
+def find_difference(model: Any, build: Callable[[Any, str], Any], known: frozenset[str] = KNOWN) -> str:
+    """Describe how a small copy's logits under static attention differ from those under its own; empty: they don't.
+
+    `build(config, attention)` returns a model of that transformers config on the host, in float32.
+    """
+    if model.config.model_type in known:
+        return ""
+    ids = torch.randint(1, _VOCABULARY, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    changed = ids.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % _VOCABULARY
+
+    def run(copied: Any) -> Tensor:
+        return torch.cat([copied(input_ids=rows, use_cache=False).logits for rows in (ids, changed)])
+
+    def compare(copied: Any, ours: Tensor) -> str:
+        own = build(copied.config, "eager").eval()
+        own.load_state_dict(copied.state_dict())
+        bound = _BOUND * float(ours.abs().max())
+        if not (run(own) - ours).abs().max() < bound:
+            before = (ours[0, :-1] - ours[1, :-1]).abs().max()
+            return "its mask says more than causality and windows" if before < bound else "tokens would see later ones"
+        return ""
+
+    return try_small_copies(model, lambda config: build(config, "static"), run, compare)
