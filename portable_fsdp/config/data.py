@@ -128,7 +128,7 @@ class Data(Documents):
     """data.factory: pad these keys of a row along dimension 0 to the smallest bucket that fits all of them, as in
     `{input_ids: [64, 128], labels: [64, 128]}`; XLA compiles one program per bucket; {}: no padding"""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
-    """data.factory: worker processes that prefetch rows; 0: a thread"""
+    """data.factory: worker processes that prefetch rows; 0: the run itself reads between steps"""
     mixture: tuple[MixtureSource, ...] = Field(default=(), strict=False)
     """several sources instead of one; their weights are shares of the rows"""
     tokenizer: str = "auto"
