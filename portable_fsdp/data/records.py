@@ -32,6 +32,7 @@ from portable_fsdp.data.examples import (
     meaningful_columns,
     name_of,
     not_utf8,
+    without_nulls,
 )
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import parse_json
@@ -194,7 +195,7 @@ class Parquet:
                 read = _all_read(self._columns, names, self._ignore)
                 notes = _notes(read, names, self._ignore)
                 for row, values in enumerate(self._rows(file, path, list({*read.values()}))):
-                    yield Example(number, f"{path}: row {row}", 1, _fields(read, values), notes)
+                    yield Example(number, f"{path}: row {row}", 1, _arrow_fields(read, values), notes)
                     number += 1
 
     def _rows(self, file: Any, path: Path, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -248,8 +249,9 @@ class HuggingFace:
         return extra("datasets").ReadInstruction.from_spec(self._split).to_absolute(self._sizes)
 
     def read(self) -> Iterator[Example | Broken]:
+        features = self._data.features
         for row, values in enumerate(self._data):
-            yield Example(row, f"{self.name}: row {row}", 1, _fields(self._read, values), self._notes)
+            yield Example(row, f"{self.name}: row {row}", 1, _arrow_fields(self._read, values, features), self._notes)
 
 
 _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
@@ -302,6 +304,13 @@ def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str])
 
 def _fields(read: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
     return {field: values[name] for field, name in read.items()}
+
+
+def _arrow_fields(
+    read: Mapping[str, str], values: Mapping[str, Any], features: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """As `_fields`, without Arrow's padding. `features`: types of the columns, in `datasets`."""
+    return {field: without_nulls(values[name], (features or {}).get(name)) for field, name in read.items()}
 
 
 def _notes(read: Mapping[str, str], names: Iterable[str], ignore: Collection[str]) -> tuple[str, ...]:
