@@ -90,7 +90,9 @@ def _json_object(line: bytes, expected: str) -> dict[str, Any]:
         # Python writes NaN, perhaps in a column that the format doesn't read.
         value = parse_json(line.rstrip(), constant=float)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{expected}; column {error.colno}: {error.msg}") from error
+        is_cut = error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip())
+        cut = "; the text ends too early, so it may be cut" if is_cut and error.doc.strip() else ""
+        raise ValueError(f"{expected}; column {error.colno}: {error.msg}{cut}") from error
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from error
     except ValueError as error:
@@ -309,7 +311,7 @@ def _fields(read: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any
 def _arrow_fields(
     read: Mapping[str, str], values: Mapping[str, Any], features: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """As `_fields`, without Arrow's padding. `features`: types of the columns, in `datasets`."""
+    """Return the fields without Arrow's padding. `features`: types of the columns, in `datasets`."""
     return {field: without_nulls(values[name], (features or {}).get(name)) for field, name in read.items()}
 
 

@@ -231,7 +231,10 @@ def _chats(
     chats = template.tokenized([marked for _, (marked, _, _) in items])
     for (example, (_, is_silent, notes)), chat in zip(items, chats, strict=True):
         if not any(chat.counted) and not is_silent:
-            rendered.append(broken(example, "no assistant message: nothing in the conversation counts"))
+            turns: list[ChatMessage] = example.fields["messages"]
+            roles = ", ".join(dict.fromkeys(str(turn.get("role", turn.get("from"))) for turn in turns))
+            problem = f"no assistant message: nothing in the conversation counts; roles: {roles}"
+            rendered.append(broken(example, f"{problem}.\n  The role that trains is assistant"))
             continue
         notes = notes if chat.is_ended else (*notes, _NO_END)
         rendered.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted), notes=notes))
@@ -350,7 +353,10 @@ def messages_of(value: Any, ignore: Collection[str] = ()) -> list[ChatMessage]:
     as mappings. Raises ValueError with the reason.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(f"expected a list of messages, found {kind(value) if value != [] else 'an empty one'}")
+        is_json = isinstance(value, str) and value.lstrip().startswith(("[", "{"))
+        advice = ".\n  It is JSON text: write the list itself (jq -c '.messages |= fromjson')" if is_json else ""
+        actual = kind(value) if value != [] else "an empty one"
+        raise ValueError(f"expected a list of messages, found {actual}{advice}")
     turns = cast("list[Any]", value)
     is_sharegpt = all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns)
     return [_message(turn, number, is_sharegpt, ignore) for number, turn in enumerate(turns, 1)]

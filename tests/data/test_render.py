@@ -191,6 +191,7 @@ OF_TEXT = "expected messages whose content is text, found"
 OF_TOOLS = "expected tools as a list of JSON schemas, found"
 BROKEN_MESSAGES: list[tuple[Any, str]] = [
     ("hello", "expected a list of messages, found text"),
+    (json.dumps(SAID), "expected a list of messages, found text.\n  It is JSON text: write the list itself"),
     ([], "expected a list of messages, found an empty one"),
     (["hello"], "expected messages with role and content, found text as message 1"),
     ([{"from": "human", "value": "x"}, {"role": "assistant", "content": "y"}], f"{OF_KEYS} from, value in mess"),
@@ -200,7 +201,7 @@ BROKEN_MESSAGES: list[tuple[Any, str]] = [
         [SAID[0], {"role": "assistant", "tool_calls": [{"name": "f", "args": {"a": 1}}]}],
         "expected only name and arguments in",
     ),
-    (CONVERSATION[:2], "no assistant message"),
+    (CONVERSATION[:2], "no assistant message: nothing in the conversation counts; roles: system, user."),
     ([{"role": "user"}, CONVERSATION[2]], f"{OF_KEYS} role in mess"),
     ([CONVERSATION[1], {"role": "assistant", "value": "b"}], f"{OF_KEYS} role, value in message 2"),
     *(

@@ -113,6 +113,7 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: 
     ("line", "problem"),
     [
         (b'{"text": "x"', "expected a JSON object on one line; column 13: Expecting ',' delimiter"),
+        (b'{"text": "x', "Unterminated string starting at; the text ends too early, so it may be cut"),
         (b"[1, 2]", r"expected a JSON object on one line, found \[1, 2\]"),
         (b'{"text": "\xff"}', "expected UTF-8, found 0xff at byte 10"),
         (b'{"text": "\\ud800"}', "expected text, found half of a surrogate pair"),
