@@ -87,11 +87,27 @@ class Documents(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """extra arguments for the chat template, such as `{enable_thinking: false}`"""
 
+    @field_validator("format", mode="before")
+    @classmethod
+    def _known_elsewhere(cls, value: object) -> object:
+        near = {"sharegpt": "chat", "chatml": "chat", "messages": "chat", "alpaca": "instruction"}.get(
+            str(value).lower()
+        )
+        if near is not None:
+            raise ValueError(f"expected {', '.join(FORMAT_COLUMNS)}, found {value}; nearest: {near}")
+        return value
+
     @model_validator(mode="after")
     def _keys_go_with_the_source(self) -> Self:
         needs_path = self.source not in ("python_docs", "python_source")
         if needs_path != (self.path is not None):
-            raise ValueError("source: text, jsonl, parquet and huggingface need path; no other source takes path")
+            name = (self.path or "").removesuffix(".gz").removesuffix(".zst")
+            kinds = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "text"}
+            likely = next((kind for suffix, kind in kinds.items() if name.endswith(suffix)), None)
+            raise ValueError(
+                "source: text, jsonl, parquet and huggingface need path; no other source takes path"
+                + (f".\n  For {self.path} set source to {likely} (data.source={likely})" if likely else "")
+            )
         if self.split is not None and self.source != "huggingface" and not getattr(self, "factory", None):
             raise ValueError("split works only with source: huggingface")
         has_columns = self.source in ("jsonl", "parquet", "huggingface")
@@ -128,7 +144,7 @@ class Data(Documents):
     """data.factory: pad these keys of a row along dimension 0 to the smallest bucket that fits all of them, as in
     `{input_ids: [64, 128], labels: [64, 128]}`; XLA compiles one program per bucket; {}: no padding"""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
-    """data.factory: worker processes that prefetch rows; 0: a thread"""
+    """data.factory: worker processes that prefetch rows; 0: the run itself reads between steps"""
     mixture: tuple[MixtureSource, ...] = Field(default=(), strict=False)
     """several sources instead of one; their weights are shares of the rows"""
     tokenizer: str = "auto"

@@ -1,4 +1,7 @@
-"""The micro batches of each step that one data shard feeds, prefetched by a thread or by `data.workers` processes.
+"""The micro batches of each step that one data shard feeds.
+
+A thread prefetches rows of text, `data.workers` processes those of a user's dataset. Without workers the caller's
+thread reads these between its steps: a dataset may draw from the process's generators, and so may the task.
 
 With global batch G, step k of a run that begins at `start` samples reads the positions [start + k * G, start + (k + 1)
 * G). Shard i of n reads the i-th of n equal slices and cuts it into equal micro batches. Both cuts are contiguous; with
@@ -102,7 +105,7 @@ class Batches(Closing):
         check: called on each micro batch by the thread or worker that read it. With workers it must pickle.
         count_losses: `count_labels`, or `count_values` for labels that are numbers; None if only the task can count.
         keys: makes a further tensor of each micro batch. With workers it must pickle.
-        data: its `data.workers` replace the thread, and each opens the rows itself.
+        data: its `data.workers` read instead, and each opens the rows itself.
 
         Raises ConfigError if the global batch can't be cut into equal micro batches, and the task counts by itself.
         """
@@ -132,22 +135,26 @@ class Batches(Closing):
         firsts = count_from(start, global_batch)
         self._loader = StepLoader(data, read, firsts, process=index) if data is not None and data.workers else None
         self._read = self._loader.read if self._loader else lambda: read(rows, next(firsts))
+        self._read_at = partial(read, rows) if rows.may_draw and self._loader is None else None
         self._is_closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="portable_fsdp batches")
         self._ahead: deque[Future[StepRows]] = deque()
-        for _ in range(STEPS_AHEAD):
+        for _ in range(0 if self._read_at else STEPS_AHEAD):
             self._begin_step()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> StepRows:
-        """Return the next step; raises the error of the thread or worker that read it."""
+        """Return the next step; raises the error of the thread or worker that reads it."""
         if self._is_closed:
             raise ValueError("next() of closed batches")
-        step = self._ahead[0].result()
-        self._ahead.popleft()
-        self._begin_step()
+        if self._read_at:
+            step = self._read_at(self.consumed)
+        else:
+            step = self._ahead[0].result()
+            self._ahead.popleft()
+            self._begin_step()
         self.consumed += self._global_batch
         return step
 
@@ -277,5 +284,5 @@ def _lost(ended: list[BaseProcess]) -> TrainingError:
     return TrainingError(
         f"data.workers: a worker that reads data.factory died: {how}.\n  SIGKILL usually means that the host ran out "
         "of memory (each worker opens the dataset), SIGBUS that /dev/shm is full. Lower data.workers, or set "
-        "data.workers=0 to read in a thread."
+        "data.workers=0 to read between steps."
     )

@@ -38,7 +38,7 @@ from portable_fsdp.runtime.limits import Limit, begin, memory_limit
 
 log = logging.getLogger("portable_fsdp")
 
-FORMAT = 4
+FORMAT = 5
 """The version of an entry and of the code that makes it; raise it when either changes."""
 
 BATCH_CHARACTERS = 200_000

@@ -2,8 +2,9 @@
 
 The factory is called with a split and returns the dataset, or the dataset and a collate function. An item is a dict of
 tensors (or of numbers and arrays, which torch's default_collate converts). A map-style dataset is shuffled like every
-corpus. Before an item is read, the generators of torch, NumPy and Python are seeded by its row and epoch. So random
-augmentation is the same on any number of devices and after a resume.
+corpus. Before an item is read, the generators of torch, NumPy and Python are seeded by its row and epoch, and before a
+batch is collated by its first row. So random augmentation is the same on any number of devices and after a resume. A
+task that draws meanwhile would draw other numbers: one thread does both, or `data.workers` read.
 """
 
 import logging
@@ -120,7 +121,7 @@ def _resized(value: Tensor, size: int, key: str) -> Tensor:
 def _seeded(seed: int) -> Generator[None]:
     """Seed the generators of torch (on the host), NumPy and Python while a row is read; then restore them.
 
-    A lock lets one row be read at a time: one thread reads training rows, another one evaluation rows.
+    A lock lets one row be read at a time, whichever threads of a script read.
     """
     with _READING:
         before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
@@ -138,12 +139,18 @@ def _seeded(seed: int) -> Generator[None]:
 class _OwnRows(Rows):
     """Base of rows from a user's dataset."""
 
+    may_draw = True
+
     def __init__(self, name: str, dataset: Any, collate: Collate, buckets: Buckets) -> None:
         self._name, self._dataset, self._collate, self._buckets = name, dataset, collate, buckets
 
     @abstractmethod
     def _read(self, indices: NDArray[np.int64]) -> list[Any]:
         """Return the items of these rows."""
+
+    @abstractmethod
+    def _seed(self, number: int) -> int:
+        """Return the seed of a row."""
 
     def _errors(self, number: int) -> AbstractContextManager[None]:
         """Context of the dataset's code that reads a row: its errors name the row."""
@@ -158,7 +165,7 @@ class _OwnRows(Rows):
     def rows(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the tensors of these rows, dimension 0 = rows, in the first bucket that holds all of them."""
         rows = self._opened(indices)
-        return self._in_bucket(rows, max(self._buckets.number(row) or 0 for row in rows))
+        return self._in_bucket(rows, max(self._buckets.number(row) or 0 for row in rows), int(indices[0]))
 
     def micro_batches(self, indices: NDArray[np.int64], count: int) -> list[MicroBatch]:
         """Sort rows by bucket before the cut: that saves padding, and no sum over all rows changes."""
@@ -168,22 +175,26 @@ class _OwnRows(Rows):
         numbers = [self._buckets.number(row) or 0 for row in rows]
         order, size = sorted(range(len(rows)), key=numbers.__getitem__), len(rows) // count
         chosen = [order[begin : begin + size] for begin in range(0, len(rows), size)]
-        batches = [self._in_bucket([rows[n] for n in part], numbers[part[-1]]) for part in chosen]
+        batches = [
+            self._in_bucket([rows[n] for n in part], numbers[part[-1]], int(indices[part[0]])) for part in chosen
+        ]
         return [MicroBatch(np.array(part), batch) for part, batch in zip(chosen, batches, strict=True)]
 
     def of_each_shape(self, indices: NDArray[np.int64]) -> list[dict[str, Tensor]]:
         """Return the rows padded or cut to each bucket; unchanged without buckets."""
         rows = self._opened(indices)
-        return [self._in_bucket(rows, number) for number in range(len(self._buckets))]
+        return [self._in_bucket(rows, bucket, int(indices[0])) for bucket in range(len(self._buckets))]
 
-    def _in_bucket(self, rows: list[Row], number: int) -> dict[str, Tensor]:
-        return self._batch([self._buckets.padded(row, number) for row in rows])
+    def _in_bucket(self, rows: list[Row], bucket: int, first: int) -> dict[str, Tensor]:
+        return self._batch([self._buckets.padded(row, bucket) for row in rows], first)
 
-    def _batch(self, items: list[Any]) -> dict[str, Tensor]:
+    def _batch(self, items: list[Any], first: int) -> dict[str, Tensor]:
+        """Collate; `first`: number of the first row."""
         name = f"data.factory: {self._name}"
         advice = "Give all rows the same keys and shapes (data.buckets pads them), or return a collate function."
         problem = f"{name}: the rows can't be collated into a batch"
-        with user_errors(f"{name}: the collate function", problem, DataError, f"\n  {advice}"):
+        errors = user_errors(f"{name}: the collate function", problem, DataError, f"\n  {advice}")
+        with errors, _seeded(seed_of(self._seed(first), 1)):  # other draws than the row's own
             batch: object = self._collate(items)
         if not isinstance(batch, Mapping) or not batch:
             raise DataError(
@@ -205,7 +216,7 @@ class _OwnRows(Rows):
         """Hash these rows one by one without padding: bucket sizes don't change the data."""
         digest = xxhash.xxh3_128(kind.encode())
         for number in numbers:
-            for key, value in sorted(self._batch(self._opened(np.array([number]))).items()):
+            for key, value in sorted(self._batch(self._opened(np.array([number])), number).items()):
                 digest.update(f"{key} {value.dtype} {list(value.shape)}".encode())
                 digest.update(value.contiguous().view(torch.uint8).numpy().data if value.numel() else b"")
         return digest.hexdigest()
@@ -239,10 +250,12 @@ class DatasetRows(_OwnRows):
         """Return the index in the dataset."""
         return int(self._chosen[number % len(self)])
 
+    def _seed(self, number: int) -> int:
+        return seed_of(number // len(self), self._index(number))
+
     def _item(self, number: int) -> Any:
-        index = self._index(number)
-        with self._errors(number), _seeded(seed_of(number // len(self), index)):
-            return self._dataset[index]
+        with self._errors(number), _seeded(self._seed(number)):
+            return self._dataset[self._index(number)]
 
     def order(self, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return sample_indices(seed, positions, len(self)) + positions // len(self) * len(self)
@@ -273,6 +286,9 @@ class StreamRows(_OwnRows):
     def place(self, number: int) -> str:
         return f"item {number}"
 
+    def _seed(self, number: int) -> int:
+        return seed_of(0, number)
+
     def _read(self, indices: NDArray[np.int64]) -> list[Any]:
         if self._next is None or int(indices[0]) < self._next:
             self._seek(int(indices[0]))
@@ -286,7 +302,7 @@ class StreamRows(_OwnRows):
     def _seek(self, first: int) -> None:
         began = time.monotonic()
         can_skip = first > 0 and hasattr(self._dataset, "skip")
-        with self._errors(first):
+        with self._errors(first), _seeded(self._seed(0)):
             self._iterator = iter(self._dataset.skip(first) if can_skip else self._dataset)
         self._next = first if can_skip else 0
         while self._next < first:
@@ -297,7 +313,7 @@ class StreamRows(_OwnRows):
 
     def _take(self) -> tuple[int, Any]:
         assert self._next is not None
-        with self._errors(self._next), _seeded(seed_of(0, self._next)):
+        with self._errors(self._next), _seeded(self._seed(self._next)):
             item = next(self._iterator, _END)
             if item is _END:  # begin again
                 self._iterator = iter(self._dataset)

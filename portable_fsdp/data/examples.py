@@ -137,8 +137,9 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 # -------------------------------------------------------------------------------------------- keys that mean something
 
 
-WEIGHTS = ("weight", "train", "training", "trainable")
-"""Keys of a row or a message: 0 or false keeps it out of the loss."""
+MASKED = "masked"
+WEIGHTS = ("weight", "train", "training", "trainable", "loss_mask", "loss_weight", MASKED)
+"""Keys of a row or a message: 0 or false keeps it out of the loss; 1 or true does for `masked`."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of reasoning: transformers fills the first from the rest, and `thinking` from any, as templates read one."""
 _ANSWER = (*REASONING, "refusal", "tool_plan", "tool_calls", "function_call")
@@ -202,11 +203,12 @@ def trains(values: Mapping[str, Any], what: str) -> bool:
     for key in WEIGHTS if what == "row" else (*WEIGHTS, "loss"):
         weight = values.get(key)
         if weight is not None and (isinstance(weight, str) or weight not in (0, 1)):
+            does, does_not = ("0 or false", "1 or true") if key == MASKED else ("1 or true", "0 or false")
             raise ValueError(
-                f"the {what}'s {key} is {'the text ' * isinstance(weight, str)}{weight!r:.40}: 1 or true trains it, "
-                f"0 or false doesn't; no other value is supported.\n  Correct it, or set data.ignore=[{key}]"
+                f"the {what}'s {key} is {'the text ' * isinstance(weight, str)}{weight!r:.40}: {does} trains it, "
+                f"{does_not} doesn't; no other value is supported.\n  Correct it, or set data.ignore=[{key}]"
             )
-        result &= weight is None or bool(weight)
+        result &= weight is None or bool(weight) != (key == MASKED)
     return result
 
 
@@ -217,9 +219,13 @@ def kind(value: object) -> str:
     return {**kinds, "list": "a list", "dict": "a mapping"}.get(name, name)
 
 
-def without_nulls(value: Any) -> Any:
-    """Drop the null entries of mappings: Arrow gives each row the keys of all rows."""
+def without_nulls(value: Any, feature: Any = None) -> Any:
+    """Drop the null entries of mappings: Arrow gives each row the keys of all rows. `feature`: its type in `datasets`,
+    whose `Json` values stay as they are."""
+    if type(feature).__name__ == "Json":
+        return value
     if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
-        return {key: without_nulls(item) for key, item in items if item is not None}
-    return [without_nulls(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
+        items, types = cast("dict[str, Any]", value).items(), feature if isinstance(feature, dict) else {}
+        return {key: without_nulls(item, types.get(key)) for key, item in items if item is not None}
+    inner = getattr(feature, "feature", None)
+    return [without_nulls(item, inner) for item in cast("list[Any]", value)] if isinstance(value, list) else value

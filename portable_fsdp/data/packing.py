@@ -58,6 +58,9 @@ class StepRows:
 class Rows(Protocol):
     """A corpus cut into rows, and the order in which they come."""
 
+    may_draw: bool = False
+    """True if reading runs the user's code, which may draw from the generators of the process."""
+
     def __len__(self) -> int: ...
 
     def rows(self, indices: Int64s) -> dict[str, Tensor]:

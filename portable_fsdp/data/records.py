@@ -32,6 +32,7 @@ from portable_fsdp.data.examples import (
     meaningful_columns,
     name_of,
     not_utf8,
+    without_nulls,
 )
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import parse_json
@@ -89,7 +90,9 @@ def _json_object(line: bytes, expected: str) -> dict[str, Any]:
         # Python writes NaN, perhaps in a column that the format doesn't read.
         value = parse_json(line.rstrip(), constant=float)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{expected}; column {error.colno}: {error.msg}") from error
+        is_cut = error.msg.startswith("Unterminated") or error.pos >= len(error.doc.rstrip())
+        cut = "; the text ends too early, so it may be cut" if is_cut and error.doc.strip() else ""
+        raise ValueError(f"{expected}; column {error.colno}: {error.msg}{cut}") from error
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from error
     except ValueError as error:
@@ -194,7 +197,7 @@ class Parquet:
                 read = _all_read(self._columns, names, self._ignore)
                 notes = _notes(read, names, self._ignore)
                 for row, values in enumerate(self._rows(file, path, list({*read.values()}))):
-                    yield Example(number, f"{path}: row {row}", 1, _fields(read, values), notes)
+                    yield Example(number, f"{path}: row {row}", 1, _arrow_fields(read, values), notes)
                     number += 1
 
     def _rows(self, file: Any, path: Path, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -248,8 +251,9 @@ class HuggingFace:
         return extra("datasets").ReadInstruction.from_spec(self._split).to_absolute(self._sizes)
 
     def read(self) -> Iterator[Example | Broken]:
+        features = self._data.features
         for row, values in enumerate(self._data):
-            yield Example(row, f"{self.name}: row {row}", 1, _fields(self._read, values), self._notes)
+            yield Example(row, f"{self.name}: row {row}", 1, _arrow_fields(self._read, values, features), self._notes)
 
 
 _HUB_NAME = re.compile(r"(?P<path>[^:@]+)(:(?P<subset>[^@]+))?(@(?P<revision>.+))?")
@@ -302,6 +306,13 @@ def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str])
 
 def _fields(read: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
     return {field: values[name] for field, name in read.items()}
+
+
+def _arrow_fields(
+    read: Mapping[str, str], values: Mapping[str, Any], features: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the fields without Arrow's padding. `features`: types of the columns, in `datasets`."""
+    return {field: without_nulls(values[name], (features or {}).get(name)) for field, name in read.items()}
 
 
 def _notes(read: Mapping[str, str], names: Iterable[str], ignore: Collection[str]) -> tuple[str, ...]:

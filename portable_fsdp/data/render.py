@@ -8,6 +8,7 @@
 Matches TRL's SFTTrainer (1.16, `SFTTrainer._prepare_dataset`).
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -17,6 +18,7 @@ import numpy as np
 from portable_fsdp.config.data import Column, Documents, Format
 from portable_fsdp.data.chat import KEPT_OUT, ChatTemplate, MarkedText
 from portable_fsdp.data.examples import (
+    MEANINGFUL,
     WEIGHTS,
     Broken,
     ChatMessage,
@@ -229,7 +231,10 @@ def _chats(
     chats = template.tokenized([marked for _, (marked, _, _) in items])
     for (example, (_, is_silent, notes)), chat in zip(items, chats, strict=True):
         if not any(chat.counted) and not is_silent:
-            rendered.append(broken(example, "no assistant message: nothing in the conversation counts"))
+            turns: list[ChatMessage] = example.fields["messages"]
+            roles = ", ".join(dict.fromkeys(str(turn.get("role", turn.get("from"))) for turn in turns))
+            problem = f"no assistant message: nothing in the conversation counts; roles: {roles}"
+            rendered.append(broken(example, f"{problem}.\n  The role that trains is assistant"))
             continue
         notes = notes if chat.is_ended else (*notes, _NO_END)
         rendered.append(Rendered(example.number, np.array(chat.ids, dtype=dtype), np.array(chat.counted), notes=notes))
@@ -289,9 +294,19 @@ def conversation_of(fields: Mapping[Any, Any], *columns: Column, ignore: Collect
     return Conversation(clean, tools, list(map(_message_trains, messages)))
 
 
+_OF_WEIGHTS = re.compile("loss|mask|train|weight", re.IGNORECASE)
+
+
 def _message_trains(message: ChatMessage) -> bool:
     counts = trains(message, "message")
-    weight = next((key for key in (*WEIGHTS, "loss") if message.get(key)), None)
+    stated = [key for key in (*WEIGHTS, "loss") if message.get(key) is not None]
+    weight = next((key for key in stated if trains({key: message[key]}, "message")), None)
+    for key, value in message.items():
+        if _OF_WEIGHTS.search(key) and key not in MEANINGFUL and isinstance(value, (int, float)):
+            raise ValueError(
+                f"the message's {key} is {value}, which may keep it out of the loss: unknown key.\n"
+                f"  Name it weight (0: it doesn't train), or set data.ignore=[{key}]"
+            )
     if weight is not None and not is_answer(message):
         raise ValueError(
             f"a message of the role {message['role']} has {weight}={message[weight]}: only assistant messages train.\n"
@@ -304,7 +319,7 @@ def _tools(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     """Return the row's functions. Many datasets hold JSON text: a parquet column has one schema, functions differ."""
     name = next((key for key in ("tools", "functions") if not is_empty(fields.get(key))), "tools")
     expected = f"expected {name} as a list of JSON schemas, found"
-    schemas = without_nulls(_listed(fields.get(name), expected))
+    schemas = _listed(fields.get(name), expected)
     if wrong := next((tool for tool in schemas if not isinstance(tool, dict)), None):
         raise ValueError(f"{expected} {kind(wrong)} in it")
     if name == "functions":  # OpenAI's older form is bare
@@ -332,13 +347,16 @@ def _listed(value: Any, expected: str) -> list[Any]:
 
 
 def messages_of(value: Any, ignore: Collection[str] = ()) -> list[ChatMessage]:
-    """Return a column's messages with role, content and `tool_calls`, without null values and keys in `ignore`.
+    """Return a column's messages with role, content and `tool_calls`, without keys that are null or in `ignore`.
 
     ShareGPT's turns (`from`, `value`) become `role` and `content`; `function_call` becomes `tool_calls`, with arguments
     as mappings. Raises ValueError with the reason.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(f"expected a list of messages, found {kind(value) if value != [] else 'an empty one'}")
+        is_json = isinstance(value, str) and value.lstrip().startswith(("[", "{"))
+        advice = ".\n  It is JSON text: write the list itself (jq -c '.messages |= fromjson')" if is_json else ""
+        actual = kind(value) if value != [] else "an empty one"
+        raise ValueError(f"expected a list of messages, found {actual}{advice}")
     turns = cast("list[Any]", value)
     is_sharegpt = all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns)
     return [_message(turn, number, is_sharegpt, ignore) for number, turn in enumerate(turns, 1)]
@@ -351,7 +369,7 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
     message: ChatMessage = {key: item for key, item in turn.items() if key not in ignore}
     if is_sharegpt:
         message = _from_sharegpt(message)
-    message = {key: without_nulls(item) for key, item in message.items() if item is not None}
+    message = _present(message)
     call = message.pop("function_call", None)
     calls = [*_calls(message.pop("tool_calls", None)), *([] if is_empty(call) else _calls([call]))]
     has_content = is_sharegpt or "content" in turn
@@ -371,6 +389,10 @@ def _message(turn: Any, number: int, is_sharegpt: bool, ignore: Collection[str])
             + (".\n  Write the refusal as content" if message.get("refusal") else "")
         )
     return {**message, **({"tool_calls": calls} if calls else {})}
+
+
+def _present(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in mapping.items() if item is not None}
 
 
 def _is_text(part: Any) -> bool:  # in OpenAI's form
@@ -395,16 +417,18 @@ def _calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, expected: str) -> dict[str, Any]:
-    function = cast("dict[str, Any]", call).get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    call = _present(call) if isinstance(call, dict) else {"function": call}
+    function: Any = call.get("function", call)
+    function = _present(function) if isinstance(function, dict) else {}
+    if not isinstance(function.get("name"), str):
         raise ValueError(f"{expected} {str(call)[:60]}")
     of_arguments = f"expected the arguments of {function['name']} as a JSON object, found"
     raw_arguments = function.get("arguments", function.get("parameters"))  # Llama 3 writes calls with parameters
     arguments = _from_json(raw_arguments, of_arguments)
-    arguments = {} if is_empty(arguments) else without_nulls(arguments)
+    arguments = {} if is_empty(arguments) else arguments  # a null in them is a value
     if not isinstance(arguments, dict):
         raise ValueError(f"{of_arguments} {kind(arguments)}")
-    outer = {} if function is call else cast("dict[str, Any]", call)
+    outer = call if "function" in call else {}
     for key, value in (*function.items(), *outer.items()):
         if key not in ("name", "arguments", "parameters", "function", "id", "type", "index") and not is_empty(value):
             raise ValueError(f"expected only name and arguments in a call, found the key {key}")

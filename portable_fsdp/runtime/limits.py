@@ -34,6 +34,7 @@ class Limit:
 
     documents: int
     characters: int = 0
+    has_bytes: bool = True
 
     @property
     def seconds(self) -> float:
@@ -55,7 +56,7 @@ class Limit:
                     return future.result()
                 problem = f"failed: {error}"
                 break
-            if _own_bytes() > limit_bytes:
+            if self.has_bytes and _own_bytes() > limit_bytes:
                 problem = f"took more than {self.bytes >> 20} MiB of memory"
                 break
         raise DataError(
@@ -64,8 +65,8 @@ class Limit:
         )
 
 
-OPENING = Limit(0, characters=1_000_000)
-"""Limit for opening a tokenizer, which may convert it: a minute, and 0.6 GiB."""
+OPENING = Limit(0, characters=1_000_000, has_bytes=False)
+"""Limit for opening a tokenizer, which may convert it: a minute. Its memory may be that of importing torch."""
 
 
 def begin(call: Callable[[], T]) -> "Future[T]":
@@ -96,7 +97,7 @@ def memory_limit() -> Generator[Callable[[Limit], None]]:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
 
     def allow(limit: Limit) -> None:
-        if soft == resource.RLIM_INFINITY:
+        if limit.has_bytes and soft == resource.RLIM_INFINITY:
             limit_bytes = _own_bytes(5) + 3 * limit.bytes // 2 + _BYTES_PER_CPU * (os.cpu_count() or 1)
             resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
 

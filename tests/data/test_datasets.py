@@ -2,7 +2,9 @@
 
 import logging
 import os
+import random
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children
@@ -64,6 +66,7 @@ class Noisy(IterableDataset):
 
 def slow(split): return Slow()
 def noisy(split): return Noisy()
+def mixes(split): return Slow(), lambda items: {"x": torch.stack([i["x"] for i in items]) * random.random()}
 def numbers(split): return Numbers({"train": 20, "test": 6}[split])
 def doubled(split): return Numbers(20), lambda items: {"x": torch.stack([2 * item["x"] for item in items])}
 def broken(split): return Numbers(1001)
@@ -136,7 +139,7 @@ def test_augmentation_depends_on_row_and_epoch_alone(corpus: Callable[..., Corpu
 def test_threads_that_read_at_once_draw_as_one_alone_and_leave_the_generators_as_they_were(
     corpus: Callable[..., Corpus],
 ) -> None:
-    """An evaluation reads beside the thread of the next steps."""
+    """A script may evaluate in a thread of its own."""
     trained, held_out = corpus("slow"), corpus("slow")
     alone = column(trained, 0, 0, 20), column(held_out, 1, 20, 20)
     torch.manual_seed(5)
@@ -147,6 +150,34 @@ def test_threads_that_read_at_once_draw_as_one_alone_and_leave_the_generators_as
         read = [part.result() for part in both]
     assert all(map(torch.equal, alone, read))
     assert torch.equal(torch.rand(()), expected)
+
+
+@pytest.mark.parametrize("name", ["slow", "mixes", "noisy"])
+def test_no_reader_draws_beside_a_task_that_draws(corpus: Callable[..., Corpus], name: str) -> None:
+    """Protects mixup and diffusion: their draws are those of a loop without us, and batches those of a run before."""
+
+    def draw() -> tuple[float, float, float]:
+        time.sleep(0.001)  # in which a reader may draw
+        return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+    def seed() -> None:
+        random.seed(7)
+        np.random.seed(7)
+        torch.manual_seed(7)
+
+    seed()
+    expected, drawn, read = [draw() for _ in range(60)], list[tuple[float, float, float]](), list[torch.Tensor]()
+    evaluated = corpus(name).rows
+    for _ in range(2):
+        seed()
+        with open_steps(corpus, name) as batches:
+            for _ in range(6):
+                read += [micro["x"] for micro in next(batches).micro_batches]
+                evaluated.rows(np.arange(4))
+                drawn += [draw() for _ in range(10)]
+        evaluated.fingerprint()
+    assert drawn == 2 * expected
+    assert torch.equal(*(torch.cat(half) for half in (read[:18], read[18:])))
 
 
 def test_noise_in_a_stream_depends_on_the_item_alone(corpus: Callable[..., Corpus]) -> None:
@@ -293,7 +324,7 @@ def take(batches: Batches, count: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("name", "workers"), [pytest.param("words", 1, marks=pytest.mark.proof), ("words", 3), ("seeks", 1)]
 )
-def test_workers_read_the_steps_of_the_thread(corpus: Callable[..., Corpus], name: str, workers: int) -> None:
+def test_workers_read_the_steps_of_the_run_itself(corpus: Callable[..., Corpus], name: str, workers: int) -> None:
     keys: dict[str, Any] = {"buckets": SIZES, "eval_split": "20%"} if name == "words" else {}
     with open_steps(corpus, name, **keys) as thread:
         expected = take(thread, 6)
@@ -309,7 +340,7 @@ def test_workers_read_the_steps_of_the_thread(corpus: Callable[..., Corpus], nam
 
 
 @pytest.mark.slow
-def test_errors_of_a_worker_are_the_sentences_of_the_thread(corpus: Callable[..., Corpus]) -> None:
+def test_errors_of_a_worker_are_the_sentences_of_the_run_itself(corpus: Callable[..., Corpus]) -> None:
     messages: list[str] = []
     for workers in (0, 1):
         keys: dict[str, Any] = {"workers": workers, "buckets": {"input_ids": [11], "labels": [11]}}

@@ -73,7 +73,7 @@ def prompt_length(turns: list[Row]) -> int:
 def variants() -> Iterator[tuple[str, list[Row], Row]]:
     """(name, messages, further columns)."""
     yield "plain", messages(), {}
-    for key, value in (("weight", 0), ("train", False), ("trainable", False), ("weight", 0.5)):
+    for key, value in (("weight", 0), ("loss_mask", 0), ("trainable", False), ("weight", 0.5)):
         turns = messages()
         turns[2][key] = value
         yield f"{key} {value}", turns, {}
@@ -142,7 +142,7 @@ def check_rendered(tokenizer: Any, item: Rendered, where: str, form: str, turns:
     text = tokenizer._tokenizer.decode(item.ids)
     counted = tokenizer._tokenizer.decode(item.ids[item.counted])
     notes = " ".join(item.notes)
-    silent = ("weight", "train", "trainable")
+    silent = ("weight", "loss_mask", "trainable")
     for number, turn in enumerate(turns):
         is_silent = turn["role"] == "assistant" and any(turn.get(key, 1) == 0 for key in silent)
         counts = (turn["role"] == "assistant" or form != "chat") and not is_silent  # a completion counts as a whole

@@ -191,6 +191,7 @@ OF_TEXT = "expected messages whose content is text, found"
 OF_TOOLS = "expected tools as a list of JSON schemas, found"
 BROKEN_MESSAGES: list[tuple[Any, str]] = [
     ("hello", "expected a list of messages, found text"),
+    (json.dumps(SAID), "expected a list of messages, found text.\n  It is JSON text: write the list itself"),
     ([], "expected a list of messages, found an empty one"),
     (["hello"], "expected messages with role and content, found text as message 1"),
     ([{"from": "human", "value": "x"}, {"role": "assistant", "content": "y"}], f"{OF_KEYS} from, value in mess"),
@@ -200,7 +201,7 @@ BROKEN_MESSAGES: list[tuple[Any, str]] = [
         [SAID[0], {"role": "assistant", "tool_calls": [{"name": "f", "args": {"a": 1}}]}],
         "expected only name and arguments in",
     ),
-    (CONVERSATION[:2], "no assistant message"),
+    (CONVERSATION[:2], "no assistant message: nothing in the conversation counts; roles: system, user."),
     ([{"role": "user"}, CONVERSATION[2]], f"{OF_KEYS} role in mess"),
     ([CONVERSATION[1], {"role": "assistant", "value": "b"}], f"{OF_KEYS} role, value in message 2"),
     *(
@@ -255,6 +256,7 @@ LLAMA_CALL = {"role": "assistant", "tool_calls": [{"name": "add", "parameters": 
 RESULT, TOLD = {"role": "function", "content": "3"}, {"role": "system", "content": json.dumps(SCHEMAS)}
 SILENT, THINKING = {"role": "assistant", "content": ""}, "<think>\n\n</think>\n\n3<|im_end|>\n"
 ADDED = '<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>\n'
+ADDED_NULL = ADDED.replace("1}", '1, "b": null}')
 ENDLESS = CHATML.replace(" + '<|im_end|>\n'", "")
 OUTSIDE = GENERATION.replace(" + '<|im_end|>\n' }}{% endgen", " }}{% endgen").replace(
     "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
@@ -267,14 +269,18 @@ THOUGHT = [SAID[0], {"role": "assistant", "content": "<think>\nadd\n</think>\n\n
     [
         (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"training": False}, *SAID]}, ["3<|im_end|>\n"]),
         (GENERATION, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}, *SAID]}, ["3<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"loss_mask": 0}, *SAID]}, ["3<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": [SAID[0] | {"masked": True}, SAID[1] | {"masked": True}]}, []),
+        (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"masked": False}]}, ["3<|im_end|>\n"]),
+        (TOOLS, "chat", {"messages": SAID, "masked": True}, []),
         (TOOLS, "chat", {"messages": SAID, "weight": 0}, []),
         (TOOLS, "chat", {"messages": [SAID[0], SAID[1] | {"weight": 0}]}, []),
         (TOOLS, "prompt_completion", {"prompt": SAID[:1], "completion": [SAID[1] | {"weight": 0}]}, []),
         (TOOLS, "chat", {"messages": SAID, "tools": " "}, ["3<|im_end|>\n"]),
         (TOOLS, "chat", {"messages": SAID, "tools": "null"}, ["3<|im_end|>\n"]),
-        (TOOLS, "chat", {"messages": [SAID[0], USED], "tools": ['{"name": "add"}']}, [ADDED]),
-        (TOOLS, "chat", {"messages": [SAID[0], USED], "functions": [{"name": "add"}]}, [ADDED]),
-        (FAMILIES["r1"], "chat", {"messages": [SAID[0], USED]}, ['add"arguments": {"a": 1}<end>']),
+        (TOOLS, "chat", {"messages": [SAID[0], USED], "tools": ['{"name": "add"}']}, [ADDED_NULL]),
+        (TOOLS, "chat", {"messages": [SAID[0], USED], "functions": [{"name": "add"}]}, [ADDED_NULL]),
+        (FAMILIES["r1"], "chat", {"messages": [SAID[0], USED]}, ['add"arguments": {"a": 1, "b": null}<end>']),
         (FAMILIES["r1"], "chat", {"messages": THOUGHT}, ["\n\n3<end>"]),
         (FAMILIES["qwen3"], "chat", {"messages": [*SAID, *SAID]}, ["3<|im_end|>\n", THINKING]),
         (TOOLS, "chat", {"messages": [SAID[1], *SAID]}, ["3<|im_end|>\n"] * 2),
@@ -315,6 +321,10 @@ UNUSABLE: list[tuple[Format, dict[str, Any], str, str]] = [
     ("chat", answered(weight=0.5), "the message's weight is 0.5: 1 or true trains it", "weight"),
     ("chat", answered(weight="0"), "the message's weight is the text '0': 1 or true trains it", "weight"),
     ("chat", {"messages": [SAID[0] | {"train": True}, SAID[1]]}, "a message of the role user has train=T", "train"),
+    ("chat", answered(masked="yes"), "the message's masked is the text 'yes': 0 or false trains it", "masked"),
+    ("chat", answered(ignore_loss=True), "the message's ignore_loss is True, which may keep it out", "ignore_loss"),
+    ("chat", answered(mask=0), "the message's mask is 0, which may keep it out", "mask"),
+    ("chat", {"messages": [SAID[0] | {"masked": False}, SAID[1]]}, "a message of the role user has mas", "masked"),
     ("chat", answered(refusal="I can't"), "the chat template leaves out refusal", "refusal"),
     ("chat", {"messages": SAID, "images": ["a.png"]}, f"{UNUSED} images", "images"),
     ("chat", {"messages": [{"role": "critic", "content": "?"}, *SAID]}, "the chat template leaves out mes", "critic"),

@@ -17,7 +17,7 @@ import pytest
 
 from portable_fsdp.config.schema import Data
 from portable_fsdp.data.examples import Broken, Example
-from portable_fsdp.data.render import messages_of
+from portable_fsdp.data.render import conversation_of, messages_of
 from portable_fsdp.data.sources import open_source
 from portable_fsdp.runtime.errors import DataError
 
@@ -113,6 +113,7 @@ def test_json_lines_of_several_files_come_in_the_order_of_their_names(tmp_path: 
     ("line", "problem"),
     [
         (b'{"text": "x"', "expected a JSON object on one line; column 13: Expecting ',' delimiter"),
+        (b'{"text": "x', "Unterminated string starting at; the text ends too early, so it may be cut"),
         (b"[1, 2]", r"expected a JSON object on one line, found \[1, 2\]"),
         (b'{"text": "\xff"}', "expected UTF-8, found 0xff at byte 10"),
         (b'{"text": "\\ud800"}', "expected text, found half of a surrogate pair"),
@@ -270,6 +271,34 @@ def test_sharegpts_conversations_are_messages(tmp_path: Path, kind: str) -> None
         messages_of([{"from": "bing", "value": "x"}])
 
 
+def test_only_nulls_that_arrow_added_are_dropped(tmp_path: Path) -> None:
+    """Protects arguments and schemas that hold a null: without it the model learns other calls."""
+
+    def row(arguments: object) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [TOOL]}
+
+    rows, texts = [row({"a": None}), row({"a": 1, "b": {"c": None}})], [row('{"a": null}'), row('{"a": 1}')]
+    lines(tmp_path / "a.jsonl", *rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(texts), tmp_path / "b.parquet")
+    typed = cast(Any, datasets)
+    tools = typed.List({"function": {"name": typed.Value("string"), "default": typed.Value("string")}})
+    features = typed.Features({"messages": typed.List(typed.Json()), "tools": tools})
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "a")
+
+    expected = {"a.jsonl": {"a": None}, "a.parquet": {}, "b.parquet": {"a": None}, "a": {"a": None}}
+    for name, arguments in expected.items():
+        kind = {"jsonl": "jsonl", "parquet": "parquet"}.get(name[2:], "huggingface")
+        example = read(source=kind, path=tmp_path / name, format="chat")[0]
+        assert isinstance(example, Example)
+        conversation = conversation_of(example.fields, "messages")
+        assert conversation.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+        assert conversation.tools is not None
+        assert conversation.tools[0] == (TOOL if name == "a.jsonl" else {"function": {"name": "f"}})
+
+
+TOOL = {"function": {"name": "f", "default": None}}
 LINES = "".join(json.dumps({"text": f"{number} Grüße"}) + "\n" for number in range(5000)).encode()
 
 

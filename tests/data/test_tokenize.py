@@ -244,6 +244,17 @@ def test_a_hostile_template_ends_in_a_sentence(
     join_what_was_left_behind()
 
 
+def test_opening_a_tokenizer_may_take_memory() -> None:
+    """transformers imports torch then, which takes hundreds of MiB in some builds."""
+
+    def opened() -> int:
+        memory = b"x" * (1 << 30)
+        time.sleep(0.2)  # the limit polls
+        return len(memory)
+
+    assert limits.limited(opened, "a tokenizer", limits.OPENING) == 1 << 30
+
+
 def test_markdown_between_expressions_is_no_power(tmp_path: Path) -> None:
     """Protects templates that write **bold** text: the lexer gives the asterisks between two expressions as a token."""
     load_tokenizer("bytes").save(tmp_path)
