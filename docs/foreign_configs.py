@@ -26,7 +26,10 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 
 - Overrides win over everything, and lift the refusal that names them. If our file and an import set one key to
   different values, the run doesn't start, and the message names both lines.
-- A key that no file sets has our default ([configuration.md](configuration.md)), not the other tool's.
+- TrainingArguments that a Trainer's file leaves out have Trainer's own defaults (rate 5e-5, linear to 0, decay 0, beta2
+  0.999, seed 42, 3 epochs, 8 rows per device), beneath all that you set; `explain` shows each as `default of Trainer`.
+  Without num_processes the batch is that of one device. Other keys that no file sets have our default
+  ([configuration.md](configuration.md)).
 - An unknown key or an unreadable value (`num_processes: two`) is an error with the line and the nearest key.
 - You may omit prefixes (`fsdp_`, `dynamo_` ...). Case doesn't matter; `true`, `yes`, `on` and `1` are one value;
   numbers select strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin with `_`,

@@ -22,6 +22,7 @@ from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.launchers import tpu_workers
 
 BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
+_DEFAULT = "default of Trainer"
 _AXOLOTL = ("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lr_scheduler")
 
 
@@ -46,6 +47,11 @@ class KeyEntry(NamedTuple):
     def origin(self) -> str:
         """`accelerate.yaml:12`, or `accelerate launch: FSDP_SHARDING_STRATEGY`."""
         return self.where if self.line else f"{self.where}: {self.key}"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the file leaves the key out, and Trainer has this default for it."""
+        return self.where == _DEFAULT
 
     @property
     def quote(self) -> str:
@@ -101,6 +107,14 @@ class ForeignFacts:
         words = {row.name: entry.text.strip().lower() for row, entry in reversed(keys)}  # the first of two counts
         set_words = {key: word for key, word in words.items() if word not in ("", "none", "null")}
         self.words = {**key_table().defaults.get(self.tool, {}), **set_words}
+
+    def absent_defaults(self) -> list[KeyEntry]:
+        """Return the keys of TrainingArguments that the file leaves out, with their defaults."""
+        if self.tool != BY_TRAINER or all(row.place != TRAINER for row, _ in self.rows):
+            return []
+        read = {row.name for row, entry in self.rows if entry.raw is not None}
+        absent = ((key, text) for key, text in key_table().training_defaults.items() if key not in read | self.failed)
+        return [KeyEntry(TRAINER, key, text, 0, _DEFAULT) for key, text in absent]
 
     def unread(self, row: KeyRow, outcome: KeyOutcome) -> str:
         """Return why the tool doesn't read a key; empty if it does."""

@@ -99,6 +99,8 @@ def read_config(
         numbers |= _numbers({str(key.value): str(v.value) for key, v in _pairs(root) if isinstance(v, ScalarNode)})
     results = [_lay_file(layers, file, root, numbers) for file, root in files]
     results += _lay_environment(layers, environ, results, launched)
+    for result in results:
+        _lay_defaults(layers, result)
     if is_config:
         _require_the_rest(layers, results[0])
     return loaded(layers, tuple(results), _hint, problems_of)
@@ -217,6 +219,8 @@ def _add(layers: LayeredValues, imported: Import, given: Mapping[str, object], o
     for line, text in imported.problems:
         layers.problems.setdefault(text, Origin(False, line, "", None))
     for option, setting in imported.settings.items():
+        if setting.is_default:
+            continue
         alternative = _ALTERNATIVES.get(option, option)
         rival = alternative if given.get(alternative) is not None else option
         if option in overridden:
@@ -228,6 +232,18 @@ def _add(layers: LayeredValues, imported: Import, given: Mapping[str, object], o
             own_text = f"{layers.where(rival)} sets {rival}={yaml_value(given[rival])}"
             text = f"{imported_text}, but {own_text}.\n  Keep one, or override it: {rival}=..."
             layers.problems.setdefault(text, Origin(False, setting.line, "", None))
+
+
+def _lay_defaults(layers: LayeredValues, imported: Import) -> None:
+    """Set the tool's own defaults beneath everything that a file, an override or the environment sets."""
+    for option in [option for option, setting in imported.settings.items() if setting.is_default]:
+        setting, given = imported.settings[option], layers.given()
+        is_given = option in given or given.get(_ALTERNATIVES.get(option, option)) is not None
+        # A schedule of one's own has our floor.
+        if is_given or (option == "optim.min_lr_ratio" and layers.where("optim.schedule") != setting.origin):
+            del imported.settings[option]
+        else:
+            layers.add_default(option, setting.value, Origin(False, 0, setting.origin, setting.text))
 
 
 def _require_the_rest(layers: LayeredValues, imported: Import) -> None:
@@ -292,13 +308,18 @@ def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
             _read_unknown(entry, facts.result)
         else:
             _read(facts, row, entry)
+    for entry in facts.absent_defaults():
+        row = cast(KeyRow, find(TRAINER, entry.key))
+        options = outcome_of(row, entry.raw).options
+        if not facts.unread(row, row) and facts.keys.keys().isdisjoint(options):
+            facts.keys |= {option: entry._replace(option=option, value=value) for option, value in options.items()}
     facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := facts.result.number(fact))}}
     facts.options.update({name: setting for name, setting in facts.keys.items() if not name.startswith("~")})
     combine(facts)
     used = {(setting.line, setting.key) for setting in facts.options.values()}
     joined = {fact for fact, option in _JOINED.items() if option in facts.options}
     reasons = key_table().unused
-    for setting in facts.keys.values():
+    for setting in (setting for setting in facts.keys.values() if not setting.is_default):
         family = setting.option.partition(".")[0]  # `~lora` of `~lora.r`
         if (setting.line, setting.key) not in used and family not in joined:
             reason = reasons.get(setting.option) or reasons.get(family)

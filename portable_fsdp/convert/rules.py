@@ -242,7 +242,7 @@ def _batch(facts: ForeignFacts) -> None:
     """Set global_batch = rows of a device * accumulation * devices, if the file sets all three."""
     rows, times = facts.keys.get("train.micro_batch"), facts.keys.get("~accumulate")
     accumulated = facts.value("~accumulate") or 1
-    source = times or rows
+    source = rows if rows is not None and (rows.is_default or times is None or times.is_default) else times
     if source is None or "train.global_batch" in facts.overridden or (rows is None and accumulated == 1):
         return
     devices = facts.numbers.get("num_processes")
@@ -253,6 +253,8 @@ def _batch(facts: ForeignFacts) -> None:
         shared = math.prod(cast(int, facts.value(axis) or 1) for axis in _ROWS_SHARED)
         size, by = micro * accumulated * devices // shared, f" / {shared} that share rows" if shared > 1 else ""
         facts.set("train.global_batch", size, source, f"{micro} * {accumulated} * {devices} processes{by}")
+    elif rows is not None and rows.is_default and accumulated == 1:
+        facts.set("train.global_batch", micro if isinstance(micro, int) else rows.value, rows, "of one device")
     elif "train.global_batch" not in facts.given and facts.can_read("num_processes", "per_device_train_batch_size"):
         text = "the global batch also needs num_processes and per_device_train_batch_size.\n"
         facts.result.add_problem(source, f"{text}  Set train.global_batch: rows of a device * accumulation * devices.")
@@ -266,7 +268,7 @@ def _batch_of_spmd(facts: ForeignFacts, rows: KeyEntry, accumulated: int) -> Non
     facts.set("train.global_batch", size * accumulated, rows, "for all devices together, under xla_fsdp_v2")
     if devices and size % devices == 0:
         facts.set("train.micro_batch", size // devices, rows, f"for one of {devices} devices, under xla_fsdp_v2")
-    elif "train.micro_batch" not in facts.given:
+    elif "train.micro_batch" not in facts.given and not rows.is_default:
         text = f"under xla_fsdp_v2 these {size} rows are for all devices together."
         facts.result.add_problem(rows, f"{text}\n  Set train.micro_batch: rows of one device.")
 
@@ -274,7 +276,9 @@ def _batch_of_spmd(facts: ForeignFacts, rows: KeyEntry, accumulated: int) -> Non
 def _length(facts: ForeignFacts) -> None:
     """Let max_steps take precedence over epochs, as in Trainer."""
     steps, epochs = facts.keys.get("train.steps"), facts.keys.get("train.epochs")
-    if steps is not None and epochs is not None:
+    if steps is not None and epochs is not None and epochs.is_default:
+        del facts.options["train.epochs"]
+    elif steps is not None and epochs is not None:
         remark = f"takes precedence over {epochs.key}: {epochs.text}, as in Trainer"
         facts.options["train.steps"] = steps._replace(remark=remark)
         del facts.options["train.epochs"]
@@ -299,9 +303,11 @@ def _warmup(facts: ForeignFacts) -> None:
 
 def _optimizer(facts: ForeignFacts) -> None:
     first, second = facts.keys.get("~beta1"), facts.keys.get("~beta2")
-    if source := first or second:
+    keys = sorted((key for key in (first, second) if key), key=lambda key: key.is_default)
+    if keys:
         betas = [first.value if first else 0.9, second.value if second else 0.999]
-        facts.set("optim.betas", betas, source, "" if first and second else "the other beta is Trainer's default")
+        whole = len(keys) == 2 and keys[0].is_default == keys[1].is_default
+        facts.set("optim.betas", betas, keys[0], "" if whole else "the other beta is Trainer's default")
 
 
 def _evaluations(facts: ForeignFacts) -> None:

@@ -110,6 +110,7 @@ class KeyTable(NamedTuple):
     prefixes: Mapping[str, str]  # place -> prefix of its keys
     families: Mapping[str, str]  # prefix of environment variables -> the place whose keys they equal
     defaults: Mapping[str, Mapping[str, str]]  # tool -> the values of keys that its files don't set
+    training_defaults: Mapping[str, str]  # key of TrainingArguments -> its default
     unused: Mapping[str, str]  # fact or option -> why it may set nothing
     nested: list[str]  # names of mappings in a file; each is also the place of its keys
 
@@ -126,7 +127,8 @@ def key_table() -> KeyTable:
         names = (word.split("=") for word in row.keys.split())
         keys += [row.model_copy(update={"name": name, "aliases": tuple(aliases)}) for name, *aliases in names]
     nested = [place for place in rows if place not in _NO_MAPPINGS]
-    return KeyTable(tuple(keys), parsed["prefixes"], parsed["families"], parsed["defaults"], parsed["unused"], nested)
+    mappings = {name: parsed[name] for name in ("prefixes", "families", "defaults", "training_defaults", "unused")}
+    return KeyTable(keys=tuple(keys), nested=nested, **mappings)
 
 
 @cache

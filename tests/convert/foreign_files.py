@@ -62,9 +62,11 @@ def _as_set(actual: Any, value: object) -> object:
 
 
 def rendered(loaded: Loaded, keys: str | None = None) -> Iterator[str]:
-    """Every setting of the imports, then every key that sets nothing; with `keys`, those alone that stand there."""
+    """Every setting but Trainer's defaults, then every key that sets nothing; with `keys`, those alone."""
     for imported in loaded.imports:
         for option, setting in imported.settings.items():
+            if setting.is_default:
+                continue
             remark = f" ({setting.remark})" if setting.remark else ""
             value = yaml_value(setting.value)
             if loaded.origins.get(option) == setting.origin:

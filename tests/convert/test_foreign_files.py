@@ -6,6 +6,7 @@ that set nothing, or the message. Its first line may be `$ overrides`, besides t
 `$$ overrides` alone. `--rewrite-goldens` writes what follows anew: review the diff.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from foreign_files import FILES, HERE, LAUNCHED, REST, named, plain, problems, r
 from portable_fsdp import explain
 from portable_fsdp.convert.read import load_config, read_config
 from portable_fsdp.convert.table import find_anywhere, key_table
-from portable_fsdp.explain import translation
+from portable_fsdp.explain import origin, translation
 from portable_fsdp.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -112,3 +113,31 @@ def outcome(topic: str, text: str, folder: Path) -> str:
     except ConfigError as error:
         return plain(str(error), folder)
     return plain("\n".join(rendered(loaded, lines if topic == "environment" else None)), folder)
+
+
+def test_what_a_file_leaves_out_is_the_default_of_trainer(tmp_path: Path) -> None:
+    """Both files describe one run to Trainer: one has every key, as it writes them itself."""
+    trainer = pytest.importorskip("transformers").TrainingArguments(use_cpu=True)
+    whole, short = tmp_path / "whole.json", tmp_path / "short.json"
+    whole.write_text(json.dumps(trainer.to_dict() | {"num_processes": 2}))
+    short.write_text('{"disable_tqdm": true, "num_processes": 2}')
+    configs = [read_config(path, ["model.pretrained=folder"]) for path in (whole, short)]
+    assert configs[0].config == configs[1].config
+    assert origin(configs[1], "optim.lr") == "default of Trainer: learning_rate: 5e-5"
+    optim, train = configs[1].config.optim, configs[1].config.train
+    betas, norm = (trainer.adam_beta1, trainer.adam_beta2), trainer.max_grad_norm
+    assert (optim.lr, optim.betas, optim.weight_decay) == (trainer.learning_rate, betas, trainer.weight_decay)
+    assert (optim.schedule, optim.eps) == (trainer.lr_scheduler_type, trainer.adam_epsilon)
+    assert (train.epochs, train.max_grad_norm) == (trainer.num_train_epochs, norm)
+    assert (configs[1].config.run.seed, train.global_batch) == (trainer.seed, 2 * trainer.per_device_train_batch_size)
+
+
+def test_our_own_keys_and_accelerates_come_before_a_default_of_trainer(tmp_path: Path) -> None:
+    ours, theirs, launcher = tmp_path / "ours.yaml", tmp_path / "trainer.json", tmp_path / "accelerate.yaml"
+    ours.write_text("model: {pretrained: folder}\ntrain: {steps: 9, global_batch: 4}\noptim: {schedule: cosine}")
+    theirs.write_text('{"adam_beta1": 0.8}')
+    launcher.write_text("distributed_type: FSDP\ngradient_clipping: 0.5\nnum_processes: 4\n")
+    config = read_config(ours, ["optim.lr=1"], [theirs, launcher]).config
+    optim, train = config.optim, config.train
+    assert (optim.lr, optim.betas, optim.min_lr_ratio, optim.weight_decay) == (1, (0.8, 0.999), 0.1, 0)
+    assert (train.max_grad_norm, train.epochs, train.global_batch, train.micro_batch) == (0.5, None, 4, 8)
