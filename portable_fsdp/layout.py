@@ -234,11 +234,14 @@ def no_padding(config: Config, row_shards: int, reason: str) -> ConfigError:
     )
 
 
-def padding_note(config: Config, row_shards: int) -> str:
-    """Say what the padding of a step costs, and what avoids it; empty without padding."""
-    split, total = split_batch(config, row_shards), config.train.global_batch
+def split_note(config: Config, row_shards: int) -> str:
+    """Say what the padding of a step costs, and what avoids it, or that micro batches have fewer rows than
+    train.micro_batch; else empty."""
+    split, total, size = split_batch(config, row_shards), config.train.global_batch, config.train.resolved_micro_batch
     if not split.padding:
-        return ""
+        rows = f"a step of {total} rows trains {split.accumulation} micro batches of {split.rows} rows"
+        on = f" on each of {row_shards} {_row_shards(config)}" if row_shards > 1 else ""
+        return f"train.micro_batch: {rows}{on}, not of {size}" if 0 < split.rows < size else ""
     near = _without_padding(config, row_shards)
     fix = f" ({near} needs none)" if near else ""
     computed = total + split.padding

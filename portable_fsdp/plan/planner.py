@@ -13,7 +13,7 @@ from portable_fsdp.backends.open import ENGINES, engine_made_for, spec_of
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
 from portable_fsdp.config.schema import Config
-from portable_fsdp.layout import devices_per_row, padding_note
+from portable_fsdp.layout import devices_per_row, split_note
 from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
 from portable_fsdp.plan.target import Target
 from portable_fsdp.plan.time import bound
@@ -53,8 +53,8 @@ def make_plan(
     require_supported(config, Deployment(engine, kind, target.devices, target.hosts, generation))
     is_compiled = methods[engine] == "compiled step"
     planned = plan_compiled(config, target, progress) if is_compiled else _fake_step(config, target, worker, progress)
-    padding = padding_note(config, target.devices // devices_per_row(config))
-    notes = [*planned.notes, *([f"{padding}."] if padding else [])]
+    split = split_note(config, target.devices // devices_per_row(config))
+    notes = [*planned.notes, *([f"{split}."] if split else [])]
     if target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0):  # counted by device, not by chip
         notes.append("two devices share a chip's links: ici traffic isn't bounded.")
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row

@@ -24,7 +24,7 @@ from portable_fsdp.data.batches import Batches, MakeKeys
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values, tokens_of
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
-from portable_fsdp.layout import no_padding, padding_note, split_batch, weight_spec
+from portable_fsdp.layout import no_padding, split_batch, split_note, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.attention import FLEX, attend
 from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
@@ -136,8 +136,8 @@ def build_training(
         _warn_of_masks(config, built, split.rows)
     if split.padding:
         _require_paddable(config, backend, built, loss)
-        if fill and backend.process.index == 0:
-            log.warning(padding_note(config, backend.row_shards))
+    if fill and backend.process.index == 0 and (note := split_note(config, backend.row_shards)):
+        log.warning(note)
     if built.dropout and fill and backend.process.index == 0:
         log.info(built.dropout)
     drawing, drops = dropouts(built.model), False

@@ -8,7 +8,7 @@ from portable_fsdp.config.data import Data, share_held_out
 from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config, Memory, Run
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.layout import padding_note, split_batch
+from portable_fsdp.layout import split_batch, split_note
 from portable_fsdp.runtime.errors import ConfigError
 
 SMALL = """\
@@ -247,11 +247,14 @@ def test_a_global_batch_is_split_with_little_padding(
     assert split_batch(config, row_shards) == split
     rows, accumulation, padding = split
     assert rows * accumulation * row_shards == global_batch + padding
-    assert bool(padding_note(config, row_shards)) == (padding > 0)
+    assert bool(split_note(config, row_shards)) == (padding > 0 or rows < micro_batch)
 
 
 def test_padding_is_told_with_its_cost_and_the_way_out(tmp_path: Path) -> None:
-    assert padding_note(small(tmp_path, "train.global_batch=16", "train.micro_batch=3"), 2) == (
+    assert split_note(small(tmp_path, "train.global_batch=4", "train.micro_batch=3"), 1) == (
+        "train.micro_batch: a step of 4 rows trains 2 micro batches of 2 rows, not of 3"
+    )
+    assert split_note(small(tmp_path, "train.global_batch=16", "train.micro_batch=3"), 2) == (
         "train.global_batch: a step of 16 rows computes 18 on 2 devices: 2 row(s) of padding (11%) count nothing "
         "(train.micro_batch=2 or 4 needs none)"
     )

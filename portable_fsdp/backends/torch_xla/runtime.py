@@ -244,8 +244,9 @@ class Programs:
                     compiled,
                     "once" if expected == 1 else f"{expected} times, once per shape of its rows",
                     "; ".join(f"{key} changed from {previous.get(key)} to {facts.get(key)}" for key in causes[:4])
-                    or "no input, gradient or optimizer number changed, so the forward ran different operations (a "
-                    "Python branch, a random choice or a counter in the model); XLA_SAVE_TENSORS_FILE=FILE shows them",
+                    or "no input, gradient or optimizer number changed, so other operations ran: in the forward (a "
+                    "Python branch, a random choice or a counter in the model), in an optimizer of your own, or "
+                    "between the steps, on weights or optimizer state; XLA_SAVE_TENSORS_FILE=FILE shows them",
                 )
             return out
 
