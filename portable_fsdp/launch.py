@@ -211,7 +211,9 @@ def _deployment(launch: Launch, device: str, backend: str, num_devices: int | No
 def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
     """Read the config that the flags name; an error about its keys also has the problems of the rest."""
     if options.config is None:
-        raise ConfigError("--config: missing; name a YAML file, such as --config=configs/quickstart.yaml.")
+        files = [word for word in options.overrides if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
+        example = files[0] if files else "configs/quickstart.yaml"
+        raise ConfigError(f"--config: missing; name a YAML file, such as --config={example}.")
     if not (options.imports or is_by_accelerate(os.environ)):  # no other tool takes part
         from portable_fsdp.config.load import read_file
 

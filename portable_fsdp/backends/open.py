@@ -105,7 +105,9 @@ def require_names(device: str, backend: str) -> None:
         cuda = " For NVIDIA GPUs use cuda." if device.lower() == "gpu" else ""
         raise BackendError(f"--device={device}: expected one of auto, {', '.join(DEVICES)}.{cuda}")
     if backend not in ("auto", *ENGINES):
-        raise BackendError(f"--backend={backend}: expected one of auto, {', '.join(ENGINES)}.")
+        word = backend.lower()
+        near = "xla" if "xla" in word or word in ("spmd", "pjrt") else "native"
+        raise BackendError(f"--backend={backend}: expected one of auto, {', '.join(ENGINES)}.\n  nearest: {near}.")
 
 
 def resolve(device: str, backend: str) -> tuple[str, str]:
