@@ -108,7 +108,9 @@ def supervise(work: Callable[[], int]) -> int:
             f"the run failed {failure.place}: {failure.cause}\n  Restart {len(failures)} of {max_restarts} "
             f"(run.max_restarts) from the newest checkpoint{f', in {pause} s' if pause else ''}."
         )
-        if signal.sigtimedwait(STOP_SIGNALS, pause) is not None:
+        if (stop := signal.sigtimedwait(STOP_SIGNALS, pause)) is not None:
+            name = signal.Signals(stop.si_signo).name
+            to_stderr(f"{name} before restart {len(failures)}: the run ends. Rerun the same command to resume.")
             return EXIT_FAILED
 
 

@@ -86,6 +86,16 @@ def test_failures_without_progress_are_counted(outcomes: str, code: int, restart
         assert len(causes) == len(restarts)
 
 
+def test_a_stop_in_the_pause_before_a_restart_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "outcomes").write_text("3:1 3:0")
+    program = PROGRAM.replace("_PAUSES_S = (0,)", "_PAUSES_S = (60,)")
+    with started([sys.executable, "-c", program], tmp_path) as run:
+        run.wait_until(lambda: "Restart 1 of 2" in run.err)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait() == 1
+    assert run.err.splitlines()[-1] == "SIGTERM before restart 1: the run ends. Rerun the same command to resume."
+
+
 def kill_worker(run: psutil.Process) -> None:
     workers(run)[0].kill()
 
