@@ -179,8 +179,8 @@ main() { # of the script that sources this
         shift
     fi
     [[ -n $name && -n $zone && $# -gt 0 ]] || usage
-    if [[ $extra != tpu && $extra != torchtpu ]]; then
-        say "TPU_EXTRA=$extra: expected tpu or torchtpu."
+    if [[ ! $extra =~ ^(tpu|torchtpu)(,[a-z_0-9]+)*$ ]]; then
+        say "TPU_EXTRA=$extra: expected tpu or torchtpu, which other extras may follow (tpu,data)."
         exit 2
     fi
     $dry_run || command -v gcloud > /dev/null || { say "gcloud isn't installed" && exit 1; }

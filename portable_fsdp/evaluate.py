@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,12 @@ from portable_fsdp.runtime.command import (
     number_of,
     run_command,
     say_once_per_host,
+    to_stderr,
     to_stdout,
 )
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError
+from portable_fsdp.runtime.failures import unfinished
+from portable_fsdp.runtime.files import require_unused
 from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.runtime.signals import end_with_agent
 
@@ -73,6 +77,10 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
     os.environ.update(launch.variables)
     output.hold_stdout()  # gloo's lines
     with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
+        with suppress(ConfigError):  # still running
+            require_unused(Path(options.source))
+            if engine.process.index == 0 and (sentence := unfinished(Path(options.source))):
+                to_stderr(sentence)
         result = _result(config, engine, checkpoint, is_validation)
         if engine.process.index == 0:
             where = {"backend": engine.name, "device": device, "devices": engine.devices}

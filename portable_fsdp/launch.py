@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from portable_fsdp.runtime.command import (
     to_stderr,
 )
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, PortableFSDPError
+from portable_fsdp.runtime.failures import how_ended, last_step, record_failure
 from portable_fsdp.runtime.launchers import OUR_RUNS, Launch, detect_launch, elastic_hosts, hosts_of, is_by_accelerate
 from portable_fsdp.runtime.signals import Stopped, early_stop, end_with_agent
 from portable_fsdp.runtime.supervisor import announce, is_supervised, supervise
@@ -120,10 +121,11 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     if hosts := elastic_hosts(os.environ):
         _check_elastic(config, launch, device, backend, hosts)
     announce(config.run.dir, config.run.max_restarts)
-    since = time.time()
-    code = run_in_processes(processes, launch, device, backend, "portable_fsdp.launch", argv)
+    since, folder = time.time(), Path(config.run.dir)
+    note = partial(_note_failure, folder, since)
+    code = run_in_processes(processes, launch, device, backend, "portable_fsdp.launch", argv, note)
     if code is not None:
-        return _checked(code, Path(config.run.dir), since)
+        return _checked(code, folder, since)
 
     os.environ.update(launch.variables)
     if options.verbose:
@@ -211,7 +213,9 @@ def _deployment(launch: Launch, device: str, backend: str, num_devices: int | No
 def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
     """Read the config that the flags name; an error about its keys also has the problems of the rest."""
     if options.config is None:
-        raise ConfigError("--config: missing; name a YAML file, such as --config=configs/quickstart.yaml.")
+        files = [word for word in options.overrides if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
+        example = files[0] if files else "configs/quickstart.yaml"
+        raise ConfigError(f"--config: missing; name a YAML file, such as --config={example}.")
     if not (options.imports or is_by_accelerate(os.environ)):  # no other tool takes part
         from portable_fsdp.config.load import read_file
 
@@ -220,6 +224,14 @@ def _read(options: argparse.Namespace, problems_of: "ProblemsOf") -> "Loaded":
     from portable_fsdp.convert.read import read_config
 
     return read_config(options.config, options.overrides, options.imports, os.environ, problems_of)
+
+
+def _note_failure(folder: Path, since: float, codes: Mapping[int, int]) -> None:
+    """Record the end of a process that had no time to record its cause, from exit codes by rank."""
+    silent = {rank: code for rank, code in codes.items() if code != EXIT_FAILED}
+    rank, code = next(iter((silent or codes).items()))
+    cause = f"process {rank} {how_ended(code)}"
+    record_failure(folder, last_step(folder), cause, since, is_consequence=not silent, process=rank)
 
 
 def _checked(code: int, run_dir: Path, since: float) -> int:

@@ -12,8 +12,9 @@ from zipfile import ZipFile
 
 import pytest
 
-from portable_fsdp import explain, launch
+from portable_fsdp import evaluate, explain, launch
 from portable_fsdp.__main__ import COMMANDS
+from portable_fsdp.runtime.hub import is_hub_id
 from portable_fsdp.version import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +66,10 @@ def test_a_command_is_its_module() -> None:
         ("--deepspeed=ds.json", "unknown flag --deepspeed; DeepSpeed is not an engine here; leave it out"),
         ("--fsdp_config=x.json", "a file of accelerate or the Trainer: --import=FILE"),
         ("-c", "unknown flag -c; nearest: --config"),
+        ("--batch_size=8", "train.micro_batch=8 (rows of a device) or train.global_batch=8"),
+        ("--nproc_per_node=2", "unknown flag --nproc_per_node; here --num_devices=2"),
+        ("--gpus=2", "unknown flag --gpus; here --num_devices=2"),
+        ("base.yaml", "--config: missing; name a YAML file, such as --config=base.yaml"),
     ],
 )
 def test_a_flag_of_another_tool_gets_our_override(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,8 +84,65 @@ def test_overrides_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert [options[f"optim.{name}"]["value"] for name in ("lr", "weight_decay")] == [0.5, 0.25]
 
 
+MODEL = "model: {architecture: {model_type: llama}}\ntrain: {steps: 3}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        (MODEL, "model.lora={r:8}", "YAML needs a space after the colon: {r: 8}"),
+        (MODEL, "train.epochs=1", "train.steps=null or train.epochs=null unsets one"),
+        (MODEL, "model.pretrained=x/y", "model.architecture=null or model.pretrained=null unsets one"),
+        (MODEL, "precision.frozen=nf4", "(QLoRA: add model.lora={})"),
+        (MODEL, "model.attention=flash_attention_2", "write auto"),
+        (MODEL, "optim.schedule=cosine_with_restarts", "write cosine"),
+        (MODEL, "--backend=fsdp", "nearest: native"),
+        (MODEL, "--backend=torch_xla", "nearest: xla"),
+        (MODEL, "other.yaml", "A config: --config=other.yaml"),
+        ("train:\n  steps: 3\n    global_batch: 4\n", "", ":3: invalid YAML: unexpected `key:`: indented further"),
+        ("base_model: a/b\ndatasets: [{path: x, type: alpaca}]\nmax_steps: 3\n", "", "axolotl and LLaMA-Factory name"),
+    ],
+)
+def test_a_mistake_in_a_config_says_what_is_meant(
+    text: str, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert launch.main([f"--config={tmp_path / 'config.yaml'}", "--device=cpu", *([words] if words else [])]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_is_no_config_and_a_missing_run_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import torch\n\nprint(torch)\n")
+    Path("mine/first").mkdir(parents=True)
+    Path("mine/first/events.jsonl").touch()
+    Path("config.yaml").write_text("model: {pretrained: mine/second}\ntrain: {steps: 1}\n")
+    for main, word, message in (
+        (launch.main, "--config=train.py", "train.py: a script, not a config"),
+        (launch.main, "--config=config.yaml", "model.pretrained: no such folder: mine/second"),
+        (evaluate.main, "runs/nope", "runs/nope: no such folder"),
+        (evaluate.main, "mine/second", "mine/second: no such folder"),
+    ):
+        assert main([word]) == 2
+        assert message in capsys.readouterr().err
+    assert is_hub_id("mine/second@main")
+    assert is_hub_id("org/name")
+
+
+def test_explain_compares_a_file_with_the_devices_also_without_strict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\n")
+    words = [f"--import={tmp_path / 'theirs.yaml'}", f"--config={ROOT}/configs/quickstart.yaml", "--device=cuda"]
+    for strict in ([], ["--strict"]):
+        assert explain.main([*words, "--num_devices=16", *strict]) == 2
+        assert "num_processes: expected 16" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_launch_without_its_packages_says_what_to_install(tmp_path: Path) -> None:
+def test_launch_without_its_packages_says_what_to_install() -> None:
     done = run("-S", "-m", "portable_fsdp.launch", "--config=x.yaml", PYTHONPATH=str(ROOT))
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert re.match(r"The package \w+ is not installed: pip install '\.'\n", done.stderr)

@@ -332,6 +332,10 @@ class Backend(Closing):
         elif self.process.count > 1:
             watchdog.note("", LONG_S)
 
+    def lost_connection(self, error: BaseException) -> str | None:
+        """Return which process is lost, and why, for an error of the network; None for another error."""
+        return self._peers.explain(error) if self._peers is not None else None
+
     @abstractmethod
     def memory(self) -> MemoryStats | None:
         """Peak and current use of the fullest device of this process; None if the engine can't report it."""

@@ -105,7 +105,9 @@ def require_names(device: str, backend: str) -> None:
         cuda = " For NVIDIA GPUs use cuda." if device.lower() == "gpu" else ""
         raise BackendError(f"--device={device}: expected one of auto, {', '.join(DEVICES)}.{cuda}")
     if backend not in ("auto", *ENGINES):
-        raise BackendError(f"--backend={backend}: expected one of auto, {', '.join(ENGINES)}.")
+        word = backend.lower()
+        near = "xla" if "xla" in word or word in ("spmd", "pjrt") else "native"
+        raise BackendError(f"--backend={backend}: expected one of auto, {', '.join(ENGINES)}.\n  nearest: {near}.")
 
 
 def resolve(device: str, backend: str) -> tuple[str, str]:
@@ -167,16 +169,22 @@ def local_processes(device: str, backend: str, num_devices: int | None) -> int:
 
 
 def run_in_processes(
-    processes: int, launch: Launch, device: str, backend: str, module: str, argv: Sequence[str]
+    processes: int,
+    launch: Launch,
+    device: str,
+    backend: str,
+    module: str,
+    argv: Sequence[str],
+    on_failure: Callable[[Mapping[int, int]], None] = lambda codes: None,
 ) -> int | None:
     """Run `python -m module argv` in `processes` processes of this host, and return their exit code. None if this
-    process is the only one, or a launcher started it."""
+    process is the only one, or a launcher started it. For `on_failure` see `run_processes`."""
     hosts = spec_of(backend).packages[device].prepare_start(processes) if launch.is_alone else None
     if processes == 1 and hosts is None:
         return None
     from portable_fsdp.runtime.rendezvous import run_processes
 
-    return run_processes(processes, module, argv, hosts)
+    return run_processes(processes, module, argv, hosts, on_failure)
 
 
 def _is_installed(package: str) -> bool:

@@ -145,7 +145,7 @@ class Peers:
         self._self, self._steps, self._sent, self._verdict = _heartbeat_of_this_process(), 0, 0, ""
         self._peers = {index: _Peer() for index in (range(1, self._count) if self._index == 0 else (0,))}
         self._joining_s, self._stepping_s, self._most_steps = 0.0, 0.0, 0
-        self._unanswered_s, self._problem = 0.0, ""
+        self._unanswered_s, self._problem, self._explanation = 0.0, "", ""
         self._watchdog: Watchdog | None = None
         self._waits_s = 0
         self._joined, self._over = threading.Event(), threading.Event()
@@ -192,9 +192,7 @@ class Peers:
 
         Raises TrainingError, which names the lost process, in place of a network error.
         """
-        # NCCL's errors and the store's have classes; gloo's messages name it.
-        is_of_network = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-        message = self._explain(error) if isinstance(error, RuntimeError) and is_of_network else None
+        message = None if error is None else self.explain(error)
         self._over.set()
         for thread in self._threads:
             thread.join(STORE_ANSWER_S)
@@ -203,6 +201,15 @@ class Peers:
                 self._announce_leaving(error)
         if message is not None:
             raise TrainingError(message) from error
+
+    def explain(self, error: BaseException) -> str | None:
+        """Return which process is lost, and why, for an error of the network; None for another error."""
+        # NCCL's errors and the store's have classes; gloo's messages name it.
+        is_of_network = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+        if isinstance(error, RuntimeError) and is_of_network:
+            self._explanation = self._explanation or self._explain(error)
+            return self._explanation
+        return None
 
     def _announce_leaving(self, error: BaseException | None) -> None:
         if error is not None:

@@ -406,7 +406,7 @@ RULES = (
     ),
     *refused(
         "precision.frozen where all weights train",
-        "it applies to weights that model.freeze or model.lora freezes",
+        "it applies to weights that model.freeze or model.lora freezes (QLoRA: add model.lora={})",
         when=lambda c, p: not c.model.freeze and c.model.lora is None,
     ),
     *refused(

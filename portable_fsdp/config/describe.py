@@ -161,7 +161,10 @@ def expected_key(schema: FieldInfo) -> str:
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _STRATEGIES = {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "ddp": "NO_SHARD", "hsdp": "HYBRID_SHARD"}
-_OTHER_WORDS = _DTYPES | _STRATEGIES
+_SCHEDULES = {"cosine_with_restarts": "cosine", "constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
+_OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw8bit"}
+_ATTENTION = {"flash_attention_2": "auto", "flash_attention_3": "auto", "flash_attn": "auto", "flash": "auto"}
+_OTHER_WORDS = _DTYPES | _STRATEGIES | _SCHEDULES | _OPTIMIZERS | _ATTENTION
 
 
 def typing_hint(schema: FieldInfo, value: object) -> str:

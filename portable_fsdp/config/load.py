@@ -138,6 +138,11 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: invalid YAML: {problem_of(error)}.") from None
+    if path.suffix in (".py", ".sh", ".ipynb"):
+        raise ConfigError(
+            f"{path}: a script, not a config: expected a YAML or JSON file.\n  Name a config, which may name your own "
+            "code (model.factory=module:function), or start the script itself."
+        )
     if not isinstance(node, MappingNode) or not isinstance(values, dict):
         actual = "nothing" if node is None else LayeredValues(path).value_text((), values)
         holds = holds or f"expected a mapping of sections ({', '.join(Config.model_fields)})"
@@ -178,7 +183,9 @@ class LayeredValues:
         name, equals, value_text = text.partition("=")
         key = tuple(name.strip().split("."))
         if not equals or not all(key):
-            return self.add_problem(origin, (), "expected section.key=value (optim.lr=3e-4).")
+            is_file = Path(name).suffix in (".yaml", ".yml", ".json")
+            fix = f"\n  A config: --config={name}." if is_file else ""
+            return self.add_problem(origin, (), f"expected section.key=value (optim.lr=3e-4).{fix}")
         try:
             node, value = parse(value_text)
         except yaml.YAMLError as error:
@@ -320,7 +327,9 @@ class LayeredValues:
         origin = None
         if detail["type"] in ("extra_forbidden", "invalid_key"):
             key = tuple(str(part) for part in location if part != "[key]")
-            text = f"unknown key.\n  {hint(key)}."
+            name, colon, value = key[-1].partition(":")
+            fix = f"YAML needs a space after the colon: {{{name}: {value}}}" if colon else hint(key)
+            text = f"unknown key.\n  {fix}."
         elif detail["type"] == "missing" and len(key) == len(location):  # else a list that is too short
             unknown = [name for name in self.values if name not in Config.model_fields]
             if len(key) == 1 and difflib.get_close_matches(key[0], unknown, n=1):

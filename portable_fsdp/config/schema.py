@@ -131,7 +131,9 @@ class Model(Section):
     @model_validator(mode="after")
     def _one_source(self) -> "Model":
         if sum(source is not None for source in (self.architecture, self.pretrained, self.factory)) != 1:
-            raise ValueError("set exactly one of model.architecture, model.pretrained and model.factory")
+            names = [key for key in ("architecture", "pretrained", "factory") if getattr(self, key) is not None]
+            fix = f"; model.{names[0]}=null or model.{names[1]}=null unsets one" if names else ""
+            raise ValueError(f"set exactly one of model.architecture, model.pretrained and model.factory{fix}")
         if isinstance(self.architecture, dict) and not isinstance(self.architecture.get("model_type"), str):
             raise ValueError("model.architecture needs a `model_type` (llama, qwen3, gpt2, ...)")
         if self.factory is not None and self.dropout is not None:
@@ -194,7 +196,8 @@ class Train(Section):
     @model_validator(mode="after")
     def _one_length(self) -> "Train":
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("set exactly one of train.steps and train.epochs")
+            fix = "" if self.steps is None else "; train.steps=null or train.epochs=null unsets one"
+            raise ValueError(f"set exactly one of train.steps and train.epochs{fix}")
         return self
 
 

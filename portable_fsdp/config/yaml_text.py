@@ -22,7 +22,8 @@ MAX_DEPTH = 40
 MAX_LENGTHS = {"key": 200, "int": 100, "float": 100}
 """In characters; Python takes quadratic time to convert a long number."""
 _IN_OUR_WORDS = {
-    "mapping values are not allowed here": "unexpected `key:`: one key per line, and quotes around text with `: `",
+    "mapping values are not allowed here": "unexpected `key:`: indented further than the key above it, or a second "
+    "key in its line, or text with `: ` that needs quotes",
     "could not find expected ':'": "a key without `:` and a space after it",
     "'\\t' that cannot start": "a tab; YAML indents with spaces",
     "found unexpected end of stream": "a quote that isn't closed",

@@ -111,6 +111,7 @@ class KeyTable(NamedTuple):
     families: Mapping[str, str]  # prefix of environment variables -> the place whose keys they equal
     defaults: Mapping[str, Mapping[str, str]]  # tool -> the values of keys that its files don't set
     training_defaults: Mapping[str, str]  # key of TrainingArguments -> its default
+    flags: Mapping[str, str]  # `name=alias` -> what to write here; {} stands for the value
     unused: Mapping[str, str]  # fact or option -> why it may set nothing
     nested: list[str]  # names of mappings in a file; each is also the place of its keys
 
@@ -127,7 +128,9 @@ def key_table() -> KeyTable:
         names = (word.split("=") for word in row.keys.split())
         keys += [row.model_copy(update={"name": name, "aliases": tuple(aliases)}) for name, *aliases in names]
     nested = [place for place in rows if place not in _NO_MAPPINGS]
-    mappings = {name: parsed[name] for name in ("prefixes", "families", "defaults", "training_defaults", "unused")}
+    mappings = {
+        name: parsed[name] for name in ("prefixes", "families", "defaults", "training_defaults", "flags", "unused")
+    }
     return KeyTable(keys=tuple(keys), nested=nested, **mappings)
 
 
@@ -180,6 +183,9 @@ def flag_hint(name: str, value: str) -> str:
 
     Empty for an unknown flag. `value`: as given; empty: none.
     """
+    for names, hint in key_table().flags.items():
+        if plain_name(name) in names.split("="):
+            return hint.format(*[value or "..."] * 2)
     row = next((row for place in TOP if (row := find(place, name)) is not None), None)
     if row is None:
         ours = [option for option in option_names() if option.partition(".")[2] == plain_name(name)]

@@ -143,6 +143,7 @@ class RunEnd:
     best_step: int | None  # by evaluation loss
     best_loss: float | None  # evaluation loss of best_step
     values: Mapping[str, float]  # the values of the step that are not finite
+    is_consequence: bool = False  # of another process's failure, which broke a connection
 
 
 class Callback:

@@ -5,6 +5,7 @@ removes an incomplete line. NaN and infinities, which JSON lacks, are written as
 """
 
 import json
+import logging
 import math
 import os
 import platform
@@ -16,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,8 +28,11 @@ from portable_fsdp.config.load import config_text
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.observe.goodput import imbalance
 from portable_fsdp.runtime.errors import UsageError, without_passwords
+from portable_fsdp.runtime.failures import record_failure, unfinished, utc_text
 from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, open_regular, write_text_atomically
 from portable_fsdp.runtime.host import installed
+
+log = logging.getLogger("portable_fsdp")
 
 _TAIL_BYTES = 64 << 20
 
@@ -126,11 +129,6 @@ def measured_seconds(path: Path, event: str | None) -> list[float]:
     return [row["seconds"] for row in rows if row.get("event") == event and isinstance(row.get("seconds"), float)]
 
 
-def utc_text(seconds: float) -> str:
-    """Format seconds since 1970 in UTC (ISO 8601, milliseconds), as in the files."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
 def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
     """Read all rows of a file, except for an incomplete last line, which may be being written. Raises OSError like
     `open_regular` with `folder`, and UsageError for any other line that isn't a JSON object."""
@@ -184,6 +182,9 @@ class RunFiles(Callback):
     def on_start(self, start: RunStart) -> None:
         self._folder, self._hosts, self._first = start.folder, start.hosts, start.step
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._began = time.time()
+        if sentence := unfinished(self._folder):
+            log.warning("%s", sentence)
         self._metrics = MetricsFile(self._folder / "metrics.jsonl")
         lost = self._metrics.truncate_after(start.step)  # first: it refuses a file that another program changed
         self._samples = MetricsFile(self._folder / "samples.jsonl")
@@ -250,7 +251,10 @@ class RunFiles(Callback):
         self._events.write("profile", **steps, path=profile.folder, **shares, collectives=collectives)
 
     def on_end(self, end: RunEnd) -> None:
-        kind = {"finished": "finish", "failed": "fail"}.get(end.outcome, "stop")
+        if end.outcome == "failed":
+            record_failure(self._folder, end.step, end.reason, self._began, is_consequence=end.is_consequence)
+            return
+        kind = "finish" if end.outcome == "finished" else "stop"
         reason = {} if kind == "finish" else {"reason": end.reason}
         self._events.write(kind, step=end.step, **reason, **end.values)
         if end.outcome == "stopped":

@@ -101,7 +101,7 @@ class RunRecord:
         """End of the run, as far as its files show."""
         end = self.attempts[-1].end if self.attempts else None
         if end is None:
-            return "running, or killed"
+            return "not finished: running, killed, or ended by a library with exit code 0"
         verb = {"finish": "finished at", "stop": "stopped after", "fail": "failed after"}[end["event"]]
         reason = "" if end["event"] == "finish" else f" ({end.get('reason', 'unknown')})"
         return f"{verb} step {end['step']}{reason}"

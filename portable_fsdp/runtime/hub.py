@@ -28,6 +28,7 @@ MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
 _WEIGHTS = {".safetensors", ".gguf", ".bin"}
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
 _OF_RUNS = ("events.jsonl", "manifest.json")  # in a run's folder, in a checkpoint's
+_FOLDERS = ("runs", "run", "outputs", "output", "out", "checkpoints", "models", "exports", "data")
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
@@ -49,7 +50,16 @@ def import_transformers() -> Any:
 
 def is_hub_id(name: str) -> bool:
     """Return whether `name` has the form `org/name` or `org/name@revision`, and isn't a local folder."""
-    return _HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()
+    return _hub_parts(name) is not None and not Path(name).is_dir()
+
+
+def _hub_parts(name: str) -> re.Match[str] | None:
+    """Return the parts of a hub id; None for a path: one without a revision whose parent is a folder of runs."""
+    parts, parent = _HUB_ID.fullmatch(name), Path(name).parent
+    if parts is None or parts["revision"]:
+        return parts
+    holds_runs = any((each / own).exists() for each in parent.glob("*") for own in _OF_RUNS)
+    return None if parent.name in _FOLDERS or holds_runs else parts
 
 
 def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
@@ -93,7 +103,7 @@ def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
             else f"Export it: python -m portable_fsdp.checkpoint export {name} FOLDER"
         )
         raise ConfigError(f"{key}: {name} is the folder of a run or checkpoint, not of a model.\n  {fix}.")
-    hub_id = _HUB_ID.fullmatch(name)
+    hub_id = _hub_parts(name)
     if hub_id is None:
         raise ConfigError(
             f"{key}: no such folder: {name}\n  Name a local folder or a hub id (org/name, org/name@revision).\n"

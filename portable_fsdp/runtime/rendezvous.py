@@ -36,11 +36,18 @@ class Hosts(NamedTuple):
     port: int
 
 
-def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Hosts | None = None) -> int:
+def run_processes(
+    count: int,
+    module: str,
+    arguments: Sequence[str],
+    hosts: Hosts | None = None,
+    on_failure: Callable[[Mapping[int, int]], None] = lambda codes: None,
+) -> int:
     """Run `python -m module arguments` in `count` processes on this host, together with other `hosts`, with torchrun's
     environment; return one exit code.
 
-    0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1. SIGTERM, SIGINT and SIGUSR1 (as
+    0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1, after `on_failure` got the exit codes
+    (as in subprocess) of the workers that failed first, by rank. SIGTERM, SIGINT and SIGUSR1 (as
     SIGTERM) are passed to the workers, which have torchrun's 30 s to save. The code is then 143 whether they saved or
     not.
     """
@@ -77,8 +84,11 @@ def run_processes(count: int, module: str, arguments: Sequence[str], hosts: Host
                 )
             )
     except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
-        return next((code for code in (EXIT_USAGE, EXIT_STOPPED) if code in codes), EXIT_FAILED)
+        codes = {int(rank): failure.exitcode for rank, failure in error.failures.items()}
+        if not {EXIT_USAGE, EXIT_STOPPED}.isdisjoint(codes.values()):
+            return EXIT_USAGE if EXIT_USAGE in codes.values() else EXIT_STOPPED
+        on_failure(codes)
+        return EXIT_FAILED
     except SignalException:
         return EXIT_STOPPED
     except DistNetworkError as error:

@@ -6,25 +6,31 @@ has started is gone before the next one begins. Linux only: elsewhere a run has 
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, ConfigError, printable
-from portable_fsdp.runtime.files import open_regular
+from portable_fsdp.runtime.failures import ENDS, how_ended, last_events, last_step, record_failure
 from portable_fsdp.runtime.launchers import RESTARTS, detect_launch, tpu_workers
 from portable_fsdp.runtime.signals import STOP_SIGNALS, adopt_orphans, end_with_parent, kill_descendants
 
 _PAUSES_S = (0, 5, 15, 30, 60)
 """Pauses before restarts that follow one another without progress; the last one repeats."""
 _LAST_WORDS_S = 1.0  # for what a failed child has started, such as the copy of its stderr
-_TAIL_BYTES = 1 << 20
 _SI_KERNEL = 0x80  # asm-generic/siginfo.h: Ctrl-C at the terminal, which the child gets as well
+
+_OWN_ENDS = {EXIT_FINISHED: {"finish", "stop"}, EXIT_STOPPED: {"stop"}, EXIT_USAGE: {"fail"}}
+"""Exit code -> the last events of a run that ends with it; another end is a library's `os._exit`."""
+
+_VARIES = re.compile(r"0x[0-9a-f]+|:\d+|pid\D{0,5}\d+|\d+ step|\d{4,}", re.IGNORECASE)
+"""What differs between two failures with one cause: addresses, ports, PIDs."""
 
 _channel: int | None = None  # in the child, until it announces its run
 
@@ -36,6 +42,9 @@ class _Failure(NamedTuple):
     @property
     def place(self) -> str:
         return f"after step {self.step}" if self.step else "before its first step"
+
+    def equals(self, other: "_Failure") -> bool:
+        return (self.step, _VARIES.sub("", self.cause)) == (other.step, _VARIES.sub("", other.cause))
 
 
 def is_supervised(environ: Mapping[str, str]) -> bool:
@@ -81,15 +90,15 @@ def supervise(work: Callable[[], int]) -> int:
         code, is_stopped = _wait(child)
         with os.fdopen(reads, "rb") as channel:
             announced = channel.read()
-        if not announced or is_stopped or code in (EXIT_FINISHED, EXIT_USAGE, EXIT_STOPPED):
+        folder, max_restarts = json.loads(announced or "[null, 0]")
+        if folder is None or is_stopped or _is_own_end(code, Path(folder), began):
             return code if code >= 0 else EXIT_FAILED
         kill_descendants(_LAST_WORDS_S)  # stopped processes too
-        folder, max_restarts = json.loads(announced)
         failure = _failure(code, Path(folder), began)
         if failure.step > furthest:
             furthest, failures = failure.step, []
         failures.append(failure)
-        if len(failures) > max_restarts or failures[-2:-1] == [failure]:
+        if len(failures) > max_restarts or (len(failures) > 1 and failure.equals(failures[-2])):
             if max_restarts:
                 causes = "".join(f"\n  {failed.place}: {failed.cause}" for failed in failures)
                 to_stderr(f"the run ends: it failed {len(failures)} times without getting further:{causes}")
@@ -99,7 +108,9 @@ def supervise(work: Callable[[], int]) -> int:
             f"the run failed {failure.place}: {failure.cause}\n  Restart {len(failures)} of {max_restarts} "
             f"(run.max_restarts) from the newest checkpoint{f', in {pause} s' if pause else ''}."
         )
-        if signal.sigtimedwait(STOP_SIGNALS, pause) is not None:
+        if (stop := signal.sigtimedwait(STOP_SIGNALS, pause)) is not None:
+            name = signal.Signals(stop.si_signo).name
+            to_stderr(f"{name} before restart {len(failures)}: the run ends. Rerun the same command to resume.")
             return EXIT_FAILED
 
 
@@ -119,19 +130,20 @@ def _wait(child: int) -> tuple[int, bool]:
                     return os.waitstatus_to_exitcode(ended[1]), is_stopped
 
 
+def _is_own_end(code: int, folder: Path, began: float) -> bool:
+    """Whether the run itself ended with `code`, and not a library that it uses."""
+    kinds = [str(event.get("event")) for event in last_events(folder / "events.jsonl", began)]
+    is_early = code == EXIT_USAGE and "start" not in kinds
+    return is_early or not _OWN_ENDS.get(code, set[str]()).isdisjoint(kinds)
+
+
 def _failure(code: int, folder: Path, began: float) -> _Failure:
-    """Read from the run's files how far it came, and why it failed."""
-    step, end = _last_row(folder / "metrics.jsonl").get("step"), _last_row(folder / "events.jsonl", began)
-    reason = str(end["reason"]) if end.get("event") in ("fail", "stop") and "reason" in end else ""
-    cause = reason or (f"exit code {code}" if code > 0 else f"its process ended by {signal.Signals(-code).name}")
-    return _Failure(step if isinstance(step, int) else 0, printable(cause))
-
-
-def _last_row(path: Path, since: float = 0.0) -> dict[str, Any]:
-    """Return the last whole line of a file of JSON objects; empty without one, or if the file is older than `since`."""
-    with suppress(OSError, ValueError, IndexError), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_mtime >= since:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            row = json.loads(file.read().rpartition(b"\n")[0].rpartition(b"\n")[2])
-            return row if isinstance(row, dict) else {}
-    return {}
+    """Read from the run's files how far it came, and why it failed; record the cause if no process did."""
+    step = last_step(folder)
+    ends = [event for event in last_events(folder / "events.jsonl", began) if event.get("event") in ENDS]
+    cause = str(ends[-1].get("reason", "")) if ends else ""
+    if not cause:
+        in_the_middle = "" if code < 0 or code == EXIT_FAILED else " in the middle of the run"
+        cause = f"its process {how_ended(code)}{in_the_middle}"
+        record_failure(folder, step, cause, began)
+    return _Failure(step, printable(cause))

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from portable_fsdp.runtime.command import to_stderr
 from portable_fsdp.runtime.errors import Closing
+from portable_fsdp.runtime.failures import record_failure
 from portable_fsdp.runtime.signals import STOP_SIGNALS, end_with_parent
 
 log = logging.getLogger("portable_fsdp")
@@ -38,6 +39,8 @@ before."""
 ENOUGH = 5
 
 _BYTES = 4096
+_HUNG = 1
+"""The last byte of the shared memory, once the process is to be killed."""
 _POLL_S = 0.5
 _STACKS_S = 3.0  # for the stacks to be written
 _FIRST_S, _OTHERS_S = 2.0, 6.0
@@ -54,7 +57,7 @@ class Watchdog(Closing):
             ...
 
     Before that it writes the stacks of all threads into `logs/stacks-PROCESS.txt` of the run's folder, says on stderr
-    what hung and who is behind, and, for process 0, adds the event `fail`. `record`, if it is set, returns the last
+    what hung and who is behind, and adds the event `fail`. `record`, if it is set, returns the last
     collectives; a thread writes them into `logs/collectives-PROCESS.json`, unless the interpreter is stuck.
     """
 
@@ -63,6 +66,7 @@ class Watchdog(Closing):
         self._timeout_s, self._steps, self._longest = timeout_s, deque[float](maxlen=50), dict[str, float]()
         self._kinds = set[Hashable]([None])
         self._began, self._apart_s, self._step, self.phase = 0.0, 0.0, 0, 0
+        self.began = time.time()
         self.what, self._behind = "", ("", 0.0)
         self.limit_s: float = LONG_S
         self.steps = self.parts = 0  # finished since the start; parts of checkpoints
@@ -136,6 +140,9 @@ class Watchdog(Closing):
         self.parts += 1
 
     def _set(self, what: str, limit_s: float) -> None:
+        with suppress(ValueError):  # closed
+            while self._shared[-1] == _HUNG:  # a stopped process is woken for its stacks, and takes no further step
+                time.sleep(_POLL_S)
         self.phase, self.what = self.phase + 1, what
         self.limit_s = limit_s if self._timeout_s == "auto" else float(self._timeout_s)
         self.note(*self._behind)
@@ -153,9 +160,9 @@ class Watchdog(Closing):
         return self._child is not None
 
     def fail(self, reason: str) -> None:
-        """Record, by process 0, why the run is about to end."""
-        if self._process == 0:
-            _record_failure(self._folder, self._step, reason)
+        """Record why the run is about to end, which is a failure of another process."""
+        step = max(0, self._step - 1)
+        record_failure(self._folder, step, reason, self.began, is_consequence=True, process=self._process)
 
     def close(self) -> None:
         if self._child:
@@ -174,7 +181,7 @@ def main(parent: int, descriptor: int, stacks: int, record: int, process: int, p
     for number in STOP_SIGNALS:  # sent to the whole group
         signal.signal(number, signal.SIG_IGN)
     shared = mmap.mmap(descriptor, _BYTES)
-    last, waited_s, state = -1, 0.0, dict[str, Any]()
+    started, last, waited_s, state = time.time(), -1, 0.0, dict[str, Any]()
     while True:
         began = time.monotonic()
         time.sleep(_POLL_S)
@@ -186,19 +193,14 @@ def main(parent: int, descriptor: int, stacks: int, record: int, process: int, p
         if state and waited_s >= state["limit"]:
             with suppress(OSError):  # the thread may have failed
                 os.write(record, b"1")
-            return _end(parent, state, stacks, folder, process, prints)
+            shared[-1] = _HUNG
+            return _end(parent, state, stacks, folder, process, prints, started)
 
 
-def _record_failure(folder: Path, step: int, reason: str) -> None:
-    """Add the event `fail` of a run that ended in `step`. observe/run_files.py writes the events of other ends."""
-    moment = datetime.now(UTC).isoformat(timespec="milliseconds")
-    event = {"time": moment, "event": "fail", "step": max(0, step - 1), "reason": reason}
-    with suppress(OSError), (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps(event) + "\n")
-
-
-def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process: int, prints: bool) -> None:
-    for number in (signal.SIGCONT, signal.SIGUSR2):  # a stopped process writes nothing
+def _end(
+    parent: int, state: dict[str, Any], stacks: int, folder: Path, process: int, prints: bool, began: float
+) -> None:
+    for number in (signal.SIGUSR2, signal.SIGCONT):  # a stopped process writes nothing
         os.kill(parent, number)
     size, deadline = -1, time.monotonic() + _STACKS_S
     while time.monotonic() < deadline and ((now := os.fstat(stacks).st_size) != size or not now):
@@ -217,8 +219,7 @@ def _end(parent: int, state: dict[str, Any], stacks: int, folder: Path, process:
         reason += f"; {state['behind']}"
     if prints:
         to_stderr(f"{reason}\n  (run.step_timeout_s.) The stacks of all threads are in {path}.")
-    if process == 0:
-        _record_failure(folder, state["step"], f"Hung: {reason}")
+    record_failure(folder, max(0, state["step"] - 1), f"Hung: {reason}", began, process=process)
     time.sleep(_OTHERS_S if process else _FIRST_S)
     with suppress(ProcessLookupError):
         os.kill(parent, signal.SIGKILL)

@@ -25,6 +25,7 @@ from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import RunLog, configure_log, run_log
 from portable_fsdp.runtime.errors import EXIT_FAILED, CheckpointError, DataError, PortableFSDPError
 from portable_fsdp.runtime.factory import UserExit, described, user_code
+from portable_fsdp.runtime.failures import record_failure
 from portable_fsdp.runtime.files import sole_run
 from portable_fsdp.runtime.host import metadata_server
 from portable_fsdp.runtime.signals import Stopped, StopRequest
@@ -251,6 +252,9 @@ def _record_failure(run: OpenRun, error: BaseException) -> None:
     """Notify the callbacks; add the last step and checkpoint to the message of an error that lost work."""
     values = error.values if isinstance(error, NotFiniteError) else {}
     end = _end_of(run, "not finite" if values else "failed", values, error)
+    if run.engine.process.index and not values:
+        cause = run.start.folder, end.step, end.reason, run.watchdog.began
+        record_failure(*cause, is_consequence=end.is_consequence, process=run.engine.process.index)
     with suppress(Exception), user_code():  # the disk may be full: the run's own error takes precedence
         run.call(Callback.on_end, end)
     if not isinstance(error, PortableFSDPError):
@@ -275,11 +279,14 @@ def newest_checkpoint(run: OpenRun) -> str:
 
 def _end_of(run: OpenRun, outcome: Outcome, values: Mapping[str, float], error: BaseException | None = None) -> RunEnd:
     reasons = {"stopped": run.stop.reason or "a signal to another process", "no improvement": patience_of(run)}
+    is_consequence = isinstance(error, Stopped)  # a launcher ends the others with SIGTERM
     if error is not None and not values:
-        reasons["failed"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        lost = run.engine.lost_connection(error)
+        is_consequence |= lost is not None
+        reasons["failed"] = (lost or f"{type(error).__name__}: {error}").partition("\n")[0].removesuffix(": ")
     reason = reasons.get(outcome, outcome)
     best = (run.history.best_step, run.history.best_loss) if run.history else (None, None)
-    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, *best, values)
+    return RunEnd(outcome, run.step, reason, run.measures.elapsed, run.last_checkpoint, *best, values, is_consequence)
 
 
 def patience_of(run: OpenRun) -> str:

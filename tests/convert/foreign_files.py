@@ -62,7 +62,7 @@ def _as_set(actual: Any, value: object) -> object:
 
 
 def rendered(loaded: Loaded, keys: str | None = None) -> Iterator[str]:
-    """Every setting but Trainer's defaults, then every key that sets nothing; with `keys`, those alone."""
+    """Every setting of the imports but Trainer's defaults, then every key that sets nothing; `keys`: those alone."""
     for imported in loaded.imports:
         for option, setting in imported.settings.items():
             if setting.is_default:

@@ -13,6 +13,7 @@ import pytest
 from cli import PYTHON, SAVES, TORCHRUN, Started, committed, events, finish, require_curve, started, tiny_config
 
 from portable_fsdp.convert.read import load_config
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.preflight import check_hosts
 
@@ -24,24 +25,33 @@ STARTS = {
 STEPS = 40
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
-from portable_fsdp.runtime import supervisor
+from portable_fsdp.runtime import failures, supervisor
 
 supervisor._PAUSES_S = (0,)
 outcomes = Path("outcomes").read_text().split()
 
 
 def work():
+    began = time.time()
+    time.sleep(0.01)
     number = len(list(Path(".").glob("start-*")))
     Path(f"start-{number}").write_text(os.environ[supervisor.RESTARTS])
     supervisor.announce(".", 2)
     step, end = outcomes[number].split(":")
     with open("metrics.jsonl", "w") as file:
         file.write('{"step": %s}\\n' % step)
+    with open("events.jsonl", "a") as file:
+        for event in ["start", *{"0": ["finish"], "143": ["stop"], "2": ["fail"]}.get(end, [])]:
+            file.write('{"time": "%s", "event": "%s"}\\n' % (failures.utc_text(time.time()), event))
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    return int(end)
+    if end.startswith("port"):
+        failures.record_failure(Path("."), int(step), "closed by peer [127.0.0.1]:" + end[4:], began)
+    if end.startswith("exit"):  # of a library, without an event
+        os._exit(int(end[4:]))
+    return 1 if end.startswith("port") else int(end)
 
 
 sys.exit(supervisor.supervise(work))
@@ -58,6 +68,9 @@ sys.exit(supervisor.supervise(work))
         ("3:1 3:1", 1, "01"),  # the same failure
         ("3:1 3:kill 2:1", 1, "012"),  # twice without progress, and run.max_restarts is 2
         ("3:1 3:kill 4:1 4:kill 4:0", 0, "01212"),  # counted anew
+        *((f"3:exit{code} 3:exit{code}", 1, "01") for code in (0, 2, 143)),  # a library ended the process
+        ("3:exit0 4:0", 0, "01"),
+        ("3:port11 3:port22", 1, "01"),  # one cause
     ],
 )
 def test_failures_without_progress_are_counted(outcomes: str, code: int, restarts: str, tmp_path: Path) -> None:
@@ -68,6 +81,19 @@ def test_failures_without_progress_are_counted(outcomes: str, code: int, restart
     if code == 1:
         assert "the run ends: it failed" in run.stderr
         assert all(f"after step {outcome.partition(':')[0]}: " in run.stderr for outcome in outcomes.split())
+        causes = [event["reason"] for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "fail"]
+        assert run.stderr.splitlines()[-1].endswith(causes[-1])
+        assert len(causes) == len(restarts)
+
+
+def test_a_stop_in_the_pause_before_a_restart_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "outcomes").write_text("3:1 3:0")
+    program = PROGRAM.replace("_PAUSES_S = (0,)", "_PAUSES_S = (60,)")
+    with started([sys.executable, "-c", program], tmp_path) as run:
+        run.wait_until(lambda: "Restart 1 of 2" in run.err)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait() == 1
+    assert run.err.splitlines()[-1] == "SIGTERM before restart 1: the run ends. Rerun the same command to resume."
 
 
 def kill_worker(run: psutil.Process) -> None:

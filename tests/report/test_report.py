@@ -189,7 +189,7 @@ def test_a_run_under_way_without_a_step(run: Path, capsys: pytest.CaptureFixture
     (run / "metrics.jsonl").unlink()
     (run / "config.yaml").write_text(": [", encoding="utf-8")
     assert main([str(run), "--markdown"]) == 0
-    assert "running, or killed" in capsys.readouterr().out
+    assert "not finished: running, killed" in capsys.readouterr().out
     assert main([str(run)]) == 0
 
 
