@@ -193,7 +193,7 @@ def test_flags_are_taken_in_all_of_accelerates_words(tmp_path: Path, place: str,
 
 
 OVERRIDES: dict[str, object] = yaml.safe_load("""
-{checkpoint.every: 10, checkpoint.resume: auto, compile.enabled: false, memory.gradient_checkpointing: full,
+{checkpoint.every: 10, checkpoint.resume: auto, compile.enabled: false, data.path: rows.jsonl, memory.gradient_checkpointing: full,
  model.attention: sdpa, optim.min_lr_ratio: 0.5, optim.name: sgd, optim.schedule: constant, train.eval_every: 5,
  precision.compute: bfloat16, precision.buffers: bfloat16, precision.master: float32, precision.output: bfloat16,
  precision.frozen: nf4, precision.reduce: bfloat16, sharding.replicas: 2, train.global_batch: 8, train.max_grad_norm: 1,
@@ -232,4 +232,5 @@ def test_the_override_that_a_refusal_names_lifts_it(
         str(error.value), tmp_path
     )
     assert refusal.fixes.endswith(f", or override {refusal.override}")
-    read_config(theirs, [*rest, f"{refusal.override}={OVERRIDES[refusal.override]}"])
+    more = ["data.source=jsonl"] if refusal.override == "data.path" else []
+    read_config(theirs, [*rest, *more, f"{refusal.override}={OVERRIDES[refusal.override]}"])
