@@ -77,9 +77,9 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
     os.environ.update(launch.variables)
     output.hold_stdout()  # gloo's lines
     with open_backend(config, device=device, backend=backend, num_devices=num_devices) as engine:
-        with suppress(ConfigError):  # still running
-            require_unused(Path(options.source))
-            if engine.process.index == 0 and (sentence := unfinished(Path(options.source))):
+        if engine.process.index == 0 and (sentence := unfinished(Path(options.source))):
+            with suppress(ConfigError):  # still running
+                require_unused(Path(options.source))
                 to_stderr(sentence)
         result = _result(config, engine, checkpoint, is_validation)
         if engine.process.index == 0:

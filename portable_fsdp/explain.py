@@ -105,7 +105,7 @@ def _explain(options: argparse.Namespace) -> str:
         raise ConfigError(f"--write={options.write}: needs --config or --import.")
     if loaded is not None and options.strict:
         _require_accepted(loaded, deployments[0])
-    if loaded is not None and deployments[0].devices is not None:
+    elif loaded is not None and deployments[0].devices is not None:
         _check_launch(loaded, deployments[0])
     if loaded is not None and options.write is not None:
         _write(Path(options.write), translation(loaded))

@@ -87,16 +87,6 @@ class Documents(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """extra arguments for the chat template, such as `{enable_thinking: false}`"""
 
-    @field_validator("format", mode="before")
-    @classmethod
-    def _known_elsewhere(cls, value: object) -> object:
-        near = {"sharegpt": "chat", "chatml": "chat", "messages": "chat", "alpaca": "instruction"}.get(
-            str(value).lower()
-        )
-        if near is not None:
-            raise ValueError(f"expected {', '.join(FORMAT_COLUMNS)}, found {value}; nearest: {near}")
-        return value
-
     @model_validator(mode="after")
     def _keys_go_with_the_source(self) -> Self:
         needs_path = self.source not in ("python_docs", "python_source")

@@ -164,7 +164,8 @@ _STRATEGIES = {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "ddp": "NO_SHARD
 _SCHEDULES = {"cosine_with_restarts": "cosine", "constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw8bit"}
 _ATTENTION = {"flash_attention_2": "auto", "flash_attention_3": "auto", "flash_attn": "auto", "flash": "auto"}
-_OTHER_WORDS = _DTYPES | _STRATEGIES | _SCHEDULES | _OPTIMIZERS | _ATTENTION
+_FORMATS = {"sharegpt": "chat", "chatml": "chat", "messages": "chat", "alpaca": "instruction"}
+_OTHER_WORDS = _DTYPES | _STRATEGIES | _SCHEDULES | _OPTIMIZERS | _ATTENTION | _FORMATS
 
 
 def typing_hint(schema: FieldInfo, value: object) -> str:

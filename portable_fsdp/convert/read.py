@@ -239,7 +239,7 @@ def _lay_defaults(layers: LayeredValues, imported: Import) -> None:
     for option in [option for option, setting in imported.settings.items() if setting.is_default]:
         setting, given = imported.settings[option], layers.given()
         is_given = option in given or given.get(_ALTERNATIVES.get(option, option)) is not None
-        # A schedule of one's own has our floor.
+        # Trainer's floor goes with Trainer's default schedule.
         if is_given or (option == "optim.min_lr_ratio" and layers.where("optim.schedule") != setting.origin):
             del imported.settings[option]
         else:

@@ -208,8 +208,13 @@ def trains(values: Mapping[str, Any], what: str) -> bool:
                 f"the {what}'s {key} is {'the text ' * isinstance(weight, str)}{weight!r:.40}: {does} trains it, "
                 f"{does_not} doesn't; no other value is supported.\n  Correct it, or set data.ignore=[{key}]"
             )
-        result &= weight is None or bool(weight) != (key == MASKED)
+        result &= weight is None or in_loss(key, weight)
     return result
+
+
+def in_loss(key: str, weight: object) -> bool:
+    """Return whether a value of one of `WEIGHTS` keeps the row or message in the loss."""
+    return bool(weight) != (key == MASKED)
 
 
 def kind(value: object) -> str:

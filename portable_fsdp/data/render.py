@@ -28,6 +28,7 @@ from portable_fsdp.data.examples import (
     Rendered,
     broken,
     contains,
+    in_loss,
     is_answer,
     is_empty,
     kind,
@@ -300,7 +301,7 @@ _OF_WEIGHTS = re.compile("loss|mask|train|weight", re.IGNORECASE)
 def _message_trains(message: ChatMessage) -> bool:
     counts = trains(message, "message")
     stated = [key for key in (*WEIGHTS, "loss") if message.get(key) is not None]
-    weight = next((key for key in stated if trains({key: message[key]}, "message")), None)
+    weight = next((key for key in stated if in_loss(key, message[key])), None)
     for key, value in message.items():
         if _OF_WEIGHTS.search(key) and key not in MEANINGFUL and isinstance(value, (int, float)):
             raise ValueError(

@@ -1,6 +1,6 @@
 """A trial that static attention computes what a model's own does: its mask may say more than attention's arguments.
 
-A small copy of the model runs with both (Doge adds a mask of its own, Llama 4 sees chunks of a row).
+A small copy of the model runs with both (Doge adds its own mask, Llama 4 attends within chunks of a row).
 """
 
 from collections.abc import Callable

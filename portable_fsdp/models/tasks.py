@@ -185,18 +185,19 @@ def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> N
 
 
 def _require_scores(name: str, scores: object) -> None:
-    match scores:
-        case (Tensor(ndim=0), Tensor(ndim=0) as count) | (Tensor(ndim=0), Tensor(ndim=0) as count, Mapping()):
-            if count.requires_grad:  # gradients are divided by the count, after the backward
-                raise ConfigError(
+    """Raise ConfigError unless a task's result is (loss_sum, count[, sums of metrics]), the count without gradient."""
+    if type(scores) is tuple:
+        match cast("tuple[object, ...]", scores):
+            case (Tensor(ndim=0), Tensor(ndim=0) as count) | (Tensor(ndim=0), Tensor(ndim=0) as count, Mapping()):
+                if not count.requires_grad:
+                    return
+                raise ConfigError(  # the step divides gradients by the count after the backward
                     f"train.task: the count that {name} returns depends on the weights, and the step would leave out "
                     "its gradient.\n  Return count.detach(). For a mean of each micro batch return "
                     "loss_sum / count * rows, and the number of rows as a tensor."
                 )
-            if type(scores) is tuple:
-                return
-        case _:
-            pass
+            case _:
+                pass
     parts = cast("tuple[object, ...]", scores) if isinstance(scores, tuple) else (scores,)
     actual = ", ".join(f"tensor {list(p.shape)}" if isinstance(p, Tensor) else type(p).__name__ for p in parts)
     raise ConfigError(

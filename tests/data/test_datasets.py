@@ -139,7 +139,7 @@ def test_augmentation_depends_on_row_and_epoch_alone(corpus: Callable[..., Corpu
 def test_threads_that_read_at_once_draw_as_one_alone_and_leave_the_generators_as_they_were(
     corpus: Callable[..., Corpus],
 ) -> None:
-    """A script may evaluate in a thread of its own."""
+    """A script may evaluate in a second thread."""
     trained, held_out = corpus("slow"), corpus("slow")
     alone = column(trained, 0, 0, 20), column(held_out, 1, 20, 20)
     torch.manual_seed(5)
