@@ -121,7 +121,7 @@ def build_model(
     attention = model.attention
     if attention == "auto" and blocks and context == 1 and _wants_blocks(config, task, seq_len, packs_documents):
         attention = "flex"
-    make = partial(_model_of, attention=attention, task=task)
+    make = partial(make_model, attention=attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
     size = size_of(bare)
     steps = None
@@ -131,7 +131,7 @@ def build_model(
     if is_causal_lm and bare.config._attn_implementation in (STATIC, FLEX):
         from portable_fsdp.models.own_attention import find_difference
 
-        if problem := find_difference(bare, lambda config, attention: _model_of(config, attention, task)):
+        if problem := find_difference(bare, lambda config, attention: make_model(config, attention, task)):
             name = type(bare).__name__
             if model.attention != "auto":
                 raise ConfigError(
@@ -139,7 +139,7 @@ def build_model(
                 )
             log.warning("model: %s takes its own attention (eager), not the static one: %s", name, problem)
             attention = "eager"
-            make = partial(_model_of, attention=attention, task=task)
+            make = partial(make_model, attention=attention, task=task)
             bare, twin = _on_meta(config, make), _on_meta(config, make)
             if not eager and _reads_host(twin, seq_len):
                 raise ConfigError(
@@ -301,8 +301,11 @@ def _switch_off(config: Any) -> None:
         config.output_router_logits = False
 
 
-def _model_of(config: Any, attention: str, task: Task) -> Any:
-    """Make the model from a copy of the config, with experts in static shapes."""
+def make_model(config: Any, attention: str, task: Task) -> Any:
+    """Make the model from a copy of its transformers config, with experts in static shapes.
+
+    `attention`: a value of `model.attention`. Raises ConfigError for one that the model can't have.
+    """
     from transformers.models.auto import modeling_auto
 
     register_experts()
@@ -399,7 +402,7 @@ def _wants_blocks(config: Any, task: Task, seq_len: int, packs: bool) -> bool:
     from portable_fsdp.models.document_masks import windows_of
 
     try:
-        model = _on_meta(config, partial(_model_of, attention="flex", task=task))
+        model = _on_meta(config, partial(make_model, attention="flex", task=task))
         windows = windows_of(model, seq_len)
     except (ConfigError, ValueError):
         return False

@@ -303,11 +303,12 @@ def shard_policy(config: Config, model: nn.Module, base: "Base | None" = None) -
     for a name that the model doesn't have."""
     sharding, precision, memory = config.sharding, config.precision, config.memory
     layers = find_layers(model, sharding)
-    tensor = None
+    tensor = trial = None
     if sharding.tensor > 1:
         from portable_fsdp.models.parallel import tensor_plan
+        from portable_fsdp.models.plan_trial import require_plan
 
-        tensor = tensor_plan(model, config)
+        tensor, trial = tensor_plan(model, config), partial(require_plan, model, config)
     experts = expert_modules(model) if config.model.experts == "auto" else ()
     units = find_units(model, sharding)
     if config.model.lora is not None:
@@ -331,6 +332,7 @@ def shard_policy(config: Config, model: nn.Module, base: "Base | None" = None) -
         layouts=layouts,
         tables=tables,
         tensor=tensor,
+        require_plan=trial,
         experts=experts,
         process_experts=OneDevice,
         expert_capacity=sharding.expert_capacity,

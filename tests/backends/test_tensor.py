@@ -19,10 +19,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from workers import GetWorkers, Group, marked
 
 from portable_fsdp.backends.native.groups import Group as TensorGroup
-from portable_fsdp.backends.native.tensor import split_model, sum_gradients
+from portable_fsdp.backends.native.tensor import run_parts, split_model, sum_gradients
 from portable_fsdp.config.schema import TensorWord
 from portable_fsdp.models.build import BuiltModel, build_model
 from portable_fsdp.models.parallel import tensor_plan
+from portable_fsdp.models.plan_trial import require_plan
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.tensor_plan import WORDS, TensorPlan, split_ranges
 
@@ -244,6 +245,35 @@ def test_what_cannot_be_split_is_refused_by_name(name: str) -> None:
     made, config = built(model, **{"sharding.tensor": 2, **settings})
     with pytest.raises(ConfigError, match=re.escape(message)):
         tensor_plan(made.model, config)
+
+
+CODEGEN: dict[str, Any] = {
+    "model_type": "codegen",
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+} | {
+    "n_inner": 64,
+    "n_positions": SEQ_LEN,
+    "rotary_dim": 8,
+}
+NEOX_WORDS = {"*.attention.dense": "rowwise", "*.dense_h_to_4h": "colwise", "*.dense_4h_to_h": "rowwise"}
+BY_HEADS: dict[str, tuple[str | dict[str, Any], str, dict[str, str]]] = {  # q, k and v alternate
+    "gpt_neox": ("gpt_neox", "*.query_key_value", NEOX_WORDS),
+    "codegen": (CODEGEN, "*.qkv_proj", {"*.out_proj": "rowwise", "*.fc_in": "colwise", "*.fc_out": "rowwise"}),
+}
+
+
+@pytest.mark.parametrize("name", BY_HEADS)
+def test_words_that_fit_by_sizes_alone_are_refused(name: str) -> None:
+    model, weight, words = BY_HEADS[name]
+    architecture = ARCHITECTURES[model] if isinstance(model, str) else model
+    settings = {"sharding.tensor": 2, "model.architecture": architecture}
+    made, config = built("llama", **settings, **{P: words | {weight: "packed_colwise"}})
+    with pytest.raises(ConfigError, match="where they alternate head by head, try colwise"):
+        require_plan(made.model, config, run_parts)
+    require_plan(made.model, built("llama", **settings, **{P: words | {weight: "colwise"}})[1], run_parts)
 
 
 def test_the_words_of_transformers_are_known() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.config.schema import Model
 from portable_fsdp.models.attention import STATIC
-from portable_fsdp.models.build import _model_of, build_model  # pyright: ignore[reportPrivateUsage]
+from portable_fsdp.models.build import build_model, make_model
 from portable_fsdp.models.own_attention import KNOWN, find_difference
 from portable_fsdp.models.tasks import CAUSAL_LM
 from portable_fsdp.runtime.errors import ConfigError
@@ -138,7 +138,7 @@ def test_static_attention_is_that_of_these_types(model_type: str) -> None:
     name = next(name for name, sizes in ARCHITECTURES.items() if sizes["model_type"] == model_type)
 
     def make(config: Any, attention: str) -> Any:
-        return _model_of(config, attention, CAUSAL_LM)
+        return make_model(config, attention, CAUSAL_LM)
 
     assert find_difference(build(name).model, make, frozenset()) == ""
 

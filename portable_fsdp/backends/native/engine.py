@@ -210,8 +210,10 @@ class NativeBackend(contract.Backend):
             for module in model.modules():  # an attribute, since gradient checkpointing and compilers keep those
                 setattr(module, ROW_PARTS, self._row_parts)
         if policy.tensor is not None:
-            from portable_fsdp.backends.native.tensor import split_model
+            from portable_fsdp.backends.native.tensor import run_parts, split_model
 
+            if policy.require_plan is not None:
+                policy.require_plan(run_parts)
             split_model(model, policy.tensor, self._along("tensor"))
             self._tensor_plans[model] = policy.tensor
         if "expert" in self.axes:

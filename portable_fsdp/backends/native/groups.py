@@ -73,26 +73,28 @@ def _crossing(tensor: Tensor, group: Group, dim: int, there: Any, back: Any) -> 
 
 def enter(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
     """Megatron's f: the input of split weights; `dim`: the dimension of which each process holds a part, if any."""
-    there, back = (Group.copied, Group.summed) if dim is None else (Group.gather, Group.scatter_sum)
+    kind = type(group)
+    there, back = (kind.copied, kind.summed) if dim is None else (kind.gather, kind.scatter_sum)
     return _crossing(tensor, group, dim or 0, there, back)
 
 
 def leave(tensor: Tensor, group: Group, dim: int | None) -> Tensor:
     """Megatron's g: the sum of what split weights gave; `dim`: keep a part of that dimension only."""
-    there, back = (Group.summed, Group.copied) if dim is None else (Group.scatter_sum, Group.gather)
+    kind = type(group)
+    there, back = (kind.summed, kind.copied) if dim is None else (kind.scatter_sum, kind.gather)
     return _crossing(tensor, group, dim or 0, there, back)
 
 
 def gather(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """Make parts whole, for what each process computes alike."""
-    return _crossing(tensor, group, dim, Group.gather, Group.part)
+    return _crossing(tensor, group, dim, type(group).gather, type(group).part)
 
 
 def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """Take the own part of what each process has."""
-    return _crossing(tensor, group, dim, Group.part, Group.gather)
+    return _crossing(tensor, group, dim, type(group).part, type(group).gather)
 
 
 def exchange(group: Group, tensor: Tensor) -> Tensor:
     """Exchange equal parts of dimension 0, and their gradients."""
-    return _crossing(tensor, group, 0, Group.exchange, Group.exchange)
+    return _crossing(tensor, group, 0, type(group).exchange, type(group).exchange)

@@ -5,7 +5,8 @@ FSDP2 shards the parts over `shard` as it shards whole weights. No DTensor holds
 slower, and wrongly where weights are tied.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from inspect import signature
 from types import MethodType
@@ -29,6 +30,8 @@ from portable_fsdp.tensor_plan import (
     TensorPlan,
     split_ranges,
 )
+
+_SECONDS = 60.0  # that a thread of a trial waits for the others
 
 # ------------------------------------------------------------------------------------------------------------ modules
 
@@ -258,3 +261,68 @@ def sum_gradients(model: nn.Module, plan: TensorPlan, group: Group) -> None:
         flat = group.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
+
+
+# ------------------------------------------------------------------------------------------------------------- trials
+
+
+class _ThreadGroup(Group):
+    """The collectives of a trial: each device is a thread of this process."""
+
+    def __init__(self, index: int, count: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.index, self.count, self._slots, self._barrier = index, count, slots, barrier
+
+    def _all(self, tensor: Tensor) -> list[Tensor]:
+        """Return what each device gave, in their order; no device goes on before all have it."""
+        self._slots[self.index] = tensor.detach().clone()
+        self._barrier.wait(_SECONDS)
+        given = [*self._slots]
+        self._barrier.wait(_SECONDS)
+        return given
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(torch.stack(self._all(tensor)).sum(dim=0))
+
+    def max(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(torch.stack(self._all(tensor)).amax(dim=0))
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._all(tensor), dim)
+
+    def scatter_sum(self, tensor: Tensor, dim: int) -> Tensor:
+        return self.part(self.sum(tensor.clone()), dim)
+
+
+def run_parts(copies: Sequence[nn.Module], plan: TensorPlan, run: Callable[[nn.Module], Tensor]) -> Tensor:
+    """Split equal copies of a small model on the host, one a device; run all at once, each in a thread of its own.
+
+    Returns what `run` returned for the first copy; the copies keep their gradients, summed as a step does. Raises the
+    first error of a thread.
+    """
+    slots, barrier, errors = [None] * len(copies), threading.Barrier(len(copies)), dict[int, Exception]()
+    results: dict[int, Tensor] = {}
+
+    def work(index: int, model: nn.Module) -> None:
+        group = _ThreadGroup(index, len(copies), slots, barrier)
+        whole = {fqn: model.get_parameter(fqn) for fqn in plan.parts}
+        try:
+            split_model(model, plan, group)
+            with torch.no_grad():
+                for fqn, part in plan.parts.items():
+                    own = split_ranges(part.sizes, index, group.count)
+                    pieces = [whole[fqn].narrow(part.dim, at.start, at.stop - at.start) for at in own]
+                    model.get_parameter(fqn).copy_(torch.cat(pieces, part.dim))
+            results[index] = run(model)
+            sum_gradients(model, plan, group)
+        except Exception as error:
+            errors[index] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(copies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors.values(), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results[0]
