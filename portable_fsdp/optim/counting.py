@@ -37,6 +37,11 @@ class CountingOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    skips_by_numbers = False
+    """Whether `prepare` takes a third argument, `skipped`, with which `update` changes nothing. Else values are kept
+    before each update, to be put back."""
+    barrier: Callable[[list[Tensor]], None] | None = None
+    """Keeps a compiler from merging what comes before with what comes after; an engine sets it where that is faster"""
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
@@ -44,11 +49,11 @@ class CountingOptimizer(torch.optim.Optimizer):
         self.skips: dict[Tensor, Tensor] = {}
         """Parameter -> number of steps counted in `step` that changed nothing, 0-dim; absent: none."""
 
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Any, ...]:
         """Return the numbers that `update` needs for all parameters of a group whose next step is number `count`."""
         return ()
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
         """Update `parameter` and its state in place; the state begins as zeros."""
         raise NotImplementedError
 
@@ -66,14 +71,16 @@ class CountingOptimizer(torch.optim.Optimizer):
                     known, number = self.skips.get(parameters[0], self.placed.get("skips")), count
                     if known is not None:
                         number = self.placed.get(f"step {count}", count) - known
-                    prepared = self.prepare(group, number)
+                    by_numbers = self.skips_by_numbers and found_inf is not None
+                    prepared = self.prepare(group, number, *([found_inf] if by_numbers else []))
                     for parameter in parameters:
                         if parameter.grad is None:
                             continue
-                        before = [] if found_inf is None else [value.clone() for value in self._changed(parameter)]
+                        undoes = found_inf is not None and not by_numbers
+                        before = [value.clone() for value in self._changed(parameter)] if undoes else []
                         self.update(parameter, parameter.grad, group, *prepared)
                         if found_inf is not None:
-                            for value, old in zip(self._changed(parameter), before, strict=True):
+                            for value, old in zip(self._changed(parameter) if undoes else [], before, strict=True):
                                 value.copy_(torch.where(found_inf > 0, old, value))
                             if "step" in self.state[parameter]:  # one tensor for all with equal counts so far
                                 if id(known) not in skips:

@@ -31,14 +31,34 @@ def _decay_and_subtract(parameter: Tensor, step: Tensor, group: dict[str, Any]) 
     parameter.sub_(step)
 
 
-def adamw_prepare(group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-    """Return the numbers that `adamw_update` needs for all parameters of one group and count."""
-    first, second = (_bias_correction(beta, count) for beta in group["betas"])
-    return 1 - group["lr"] * group["weight_decay"], group["lr"] / first, second**0.5
+class AdamWNumbers(NamedTuple):
+    """What `adamw_update` needs for all parameters of one group and count. In a skipped step nothing moves."""
+
+    shrink: Number  # of the parameter by weight decay
+    size: Number  # of the update
+    root: Number  # of the second moment's correction
+    shares: tuple[Number, Number]  # by which the moments move to the new gradient
+    decay: Number  # of the second moment
+    moves: Number  # 1; 0 in a skipped step
+
+
+def adamw_numbers(group: dict[str, Any], count: Number, skipped: Number = 0.0) -> AdamWNumbers:
+    """Return the numbers of a step, the `count`-th of its parameters; `skipped` is 1 if it must change nothing."""
+    (beta1, beta2), moves = group["betas"], 1 - skipped
+    first, second = _bias_correction(beta1, count), _bias_correction(beta2, count)
+    shrink, size = 1 - group["lr"] * group["weight_decay"] * moves, group["lr"] * moves / first
+    return AdamWNumbers(
+        shrink, size, second**0.5, ((1 - beta1) * moves, (1 - beta2) * moves), beta2 + (1 - beta2) * skipped, moves
+    )
 
 
 def adamw_update(
-    state: dict[str, Any], parameter: Tensor, gradient: Tensor, group: dict[str, Any], prepared: tuple[Number, ...]
+    state: dict[str, Any],
+    parameter: Tensor,
+    gradient: Tensor,
+    group: dict[str, Any],
+    numbers: AdamWNumbers,
+    barrier: Callable[[list[Tensor]], None] | None = None,
 ) -> None:
     """Apply AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), as torch does.
 
@@ -46,29 +66,34 @@ def adamw_update(
     parameter = parameter * (1 - lr * w) - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
     Without the group's `decoupled` it is torch's Adam: w * parameter is added to the gradient.
     """
-    (beta1, beta2), (shrink, size, root) = group["betas"], prepared
     if not state:
         state["step"] = torch.zeros(())
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
     state["step"] += 1
-    decoupled = group.get("decoupled", True)
+    decoupled, (first, second) = group.get("decoupled", True), numbers.shares
+    if isinstance(numbers.moves, Tensor):  # 0 * inf isn't 0
+        gradient = torch.where(numbers.moves > 0, gradient, 0.0)
     if group["weight_decay"] and not decoupled:
         gradient = gradient + group["weight_decay"] * parameter
-    mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-    square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    mean = state["exp_avg"].lerp_(gradient, first)
+    square = state["exp_avg_sq"].mul_(numbers.decay).add_(gradient * gradient * second)
+    if barrier is not None:
+        barrier([mean, square])
     if group["weight_decay"] and decoupled:
-        parameter.mul_(shrink)
-    parameter.sub_(size * mean / (square.sqrt() / root + group["eps"]))
+        parameter.mul_(numbers.shrink)
+    parameter.sub_(numbers.size * mean / (square.sqrt() / numbers.root + group["eps"]))
 
 
 class AdamW(CountingOptimizer):
     """AdamW, or Adam (without `decoupled`), for a compiled step."""
 
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return adamw_prepare(group, count)
+    skips_by_numbers = True
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
-        adamw_update(self.state[parameter], parameter, gradient, group, prepared)
+    def prepare(self, group: dict[str, Any], count: Number, skipped: Number = 0.0) -> tuple[Any, ...]:
+        return (adamw_numbers(group, count, skipped),)
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
+        adamw_update(self.state[parameter], parameter, gradient, group, prepared[0], self.barrier)
 
 
 class SGD(CountingOptimizer):
@@ -168,13 +193,13 @@ class Muon(CountingOptimizer):
     reads a device's learning rate back to the host. Here the iteration has the dtype `compute` of the group.
     """
 
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
-        return () if group.get("is_hidden") else adamw_prepare(group, count)
+    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Any, ...]:
+        return () if group.get("is_hidden") else (adamw_numbers(group, count),)
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
         state = self.state[parameter]
         if not group.get("is_hidden"):
-            adamw_update(state, parameter, gradient, group, prepared)
+            adamw_update(state, parameter, gradient, group, prepared[0])
             return
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)

@@ -22,6 +22,7 @@ from portable_fsdp.backends.torch_xla.fsdp1.shards import Shard, check_rows, sha
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
     Programs,
+    keep_moments_apart,
     recomputed,
     require_devices,
     require_no_dropout,
@@ -152,6 +153,7 @@ class XlaFsdp1Backend(PjrtBackend):
         parameters = {name: shard.parameter for name, shard in self._shards.items()}
         groups = self._groups_of_shards(groups)
         optimizer = contract.zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
+        keep_moments_apart(optimizer)
         self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
             self._prepare_micro_batches([name for group in groups for name in group["params"]])

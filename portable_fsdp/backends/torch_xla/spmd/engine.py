@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from portable_fsdp.backends import contract
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
+    keep_moments_apart,
     recomputed,
     require_devices,
     require_no_dropout,
@@ -227,6 +228,7 @@ class XlaBackend(PjrtBackend):
 
         parameters, layouts = dict(self._model.named_parameters()), self._layouts[self._model]
         optimizer = contract.zero_optimizer(make, groups, parameters, zeros, compiled=True)
+        keep_moments_apart(optimizer)
         self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
             for fqn, parameter in parameters.items():
