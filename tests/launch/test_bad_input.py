@@ -22,7 +22,7 @@ from portable_fsdp.checkpoint.format import hash_file
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.host import tpu_chips
 
-SCREEN = 25  # lines
+SCREEN = 28  # lines
 MACHINE = re.compile(r"[\d,.]+ [GM]iB")
 
 
