@@ -329,7 +329,10 @@ def of_rounded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(F.linear(*rounded).float(), batch["labels"])
 
 
-@pytest.mark.parametrize("group", [marked(Group("native", 1), in_suite=True), marked(NATIVE), marked(XLA)])
+@pytest.mark.parametrize(
+    "group",
+    [marked(Group("native", 1), in_suite=True), marked(NATIVE), marked(XLA), marked(Group("xla_fsdp1", 2))],
+)
 def test_a_task_gets_what_the_model_returns_in_the_dtype_of_output(
     workers: GetWorkers, group: Group, tmp_path: Path
 ) -> None:
