@@ -121,6 +121,8 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     if hosts := elastic_hosts(os.environ):
         _check_elastic(config, launch, device, backend, hosts)
     announce(config.run.dir, config.run.max_restarts)
+    if processes > 1:
+        to_stderr(f"starting {processes} processes")
     since, folder = time.time(), Path(config.run.dir)
     note = partial(_note_failure, folder, since)
     code = run_in_processes(processes, launch, device, backend, "portable_fsdp.launch", argv, note)
@@ -132,7 +134,8 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         configure_log(launch.rank, verbose=True)
     log.debug("config read")
     if launch.rank == 0:
-        to_stderr("\n".join([f"started by {launch.description}", *_settings_of_environment(loaded)]))
+        loading = f"loading torch{' and torch_xla' * backend.startswith('xla')}"
+        to_stderr("\n".join([f"started by {launch.description}", *_settings_of_environment(loaded), loading]))
     from portable_fsdp.train.loop import train
 
     log.debug("torch imported")

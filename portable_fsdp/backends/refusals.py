@@ -501,11 +501,6 @@ RULES = (
         when=lambda c, p: c.model.factory is not None,
     ),
     *refused(
-        "precision.output with a task other than causal_lm",
-        "the task's own function computes the loss from the logits",
-        when=lambda c, p: c.train.task != "causal_lm",
-    ),
-    *refused(
         "train.sample_every without text",
         "samples need a causal language model and its tokenizer",
         when=lambda c, p: c.train.task != "causal_lm" or c.data.factory is not None,

@@ -112,8 +112,9 @@ def yaml_value(value: object) -> str:
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """Cut the text to `limit` characters."""
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    """Cut the text to `limit` characters, between words where it has some."""
+    words, space, rest = text[: limit - 3].rpartition(" ")
+    return text if len(text) <= limit else f"{words}{space}{'' if space else rest}..."
 
 
 def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:

@@ -321,7 +321,7 @@ class Precision(Section):
     reduce: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the gradient reduction over devices; auto: float32 if the engine supports it"""
     output: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the logits that enter the loss; auto: the head's"""
+    """dtype of the logits that enter the loss, and of the numbers that a model returns to a task; auto: the model's"""
     buffers: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of floating-point buffers (rotary frequencies, running means); auto: the model's own"""
     cast_inputs: bool = True

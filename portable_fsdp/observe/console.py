@@ -1,7 +1,11 @@
 """The console output of a run."""
 
 import logging
+import shlex
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from portable_fsdp.checkpoint.format import Saved
 from portable_fsdp.config.describe import changed_values, default_of, option_names, shortened, value_of, yaml_value
@@ -16,10 +20,10 @@ log = logging.getLogger("portable_fsdp")
 class Console(Callback):
     """Logs a line per event, and every `train.log_every` steps."""
 
-    _warned_of_empty = False
+    _warned_of_empty = _has_display = False
 
     def on_start(self, start: RunStart) -> None:
-        self._start = start
+        self._start, self._has_display = start, sys.stderr.isatty()
         if start.resumed is not None and start.resumed.weights_only:
             log.info("new run from the weights of %s", start.resumed.path)
         elif start.resumed is not None:
@@ -41,7 +45,8 @@ class Console(Callback):
 
     def on_step(self, step: StepEnd) -> None:
         if step.is_logged:
-            log.info(_step_line(step))
+            # The live display has the time left.
+            log.info(_step_line(replace(step, seconds_left=None) if self._has_display else step))
         if step.is_empty and not self._warned_of_empty:
             self._warned_of_empty = True
             log.warning("step: %d  no label counts, so the step changed nothing (is_empty in metrics.jsonl)", step.step)
@@ -81,7 +86,7 @@ class Console(Callback):
 
 
 def _step_line(step: StepEnd) -> str:
-    """Format a step with torchtitan's names, without unknown values: tps is over all devices, tflops per device."""
+    """Format a step with torchtitan's names, without what is unknown or 0: tps of all devices, tflops of one."""
     line = f"step: {step.step}/{step.steps}  loss: {step.loss:.4f}  grad_norm: {step.grad_norm:.4f}"
     if step.loss_scale is not None:
         line += f"  loss_scale: {step.loss_scale:.0f}  skipped: {step.skipped_steps}"
@@ -89,8 +94,8 @@ def _step_line(step: StepEnd) -> str:
         share = f"({step.memory_bytes / step.memory_limit:.0%})" if step.memory_limit else ""
         line += f"  memory: {step.memory_bytes / 2**30:.2f}GiB{share}"
     line += f"  tps: {step.tokens_per_second:,.0f}"
-    line += "" if step.device_flops is None else f"  tflops: {step.device_flops / 1e12:,.2f}"
-    line += "" if step.mfu is None else f"  mfu: {step.mfu:.1%}"
+    tflops, mfu = f"{(step.device_flops or 0) / 1e12:,.2f}", f"{step.mfu or 0:.1%}"
+    line += f"  tflops: {tflops}" * (tflops != "0.00") + f"  mfu: {mfu}" * (mfu != "0.0%")
     return line + ("" if step.seconds_left is None else f"  eta: {duration(step.seconds_left)}")
 
 
@@ -104,7 +109,7 @@ def _log_evaluation(evaluation: EvaluationEnd) -> None:
 
 
 def _summary(start: RunStart, end: RunEnd) -> str:
-    """Summarize this start, the goodput of the whole run, the paths of its files, and the command for a report."""
+    """Summarize this start, the goodput of the whole run, the paths of its files, and what to type next."""
     steps, last, share = end.step - start.step, "", ""
     best = "" if end.best_step is None else f"; best eval loss {end.best_loss:.4f} (step {end.best_step})"
     with suppress(Exception):  # other programs may have changed the files; the run must not fail after its end
@@ -117,6 +122,21 @@ def _summary(start: RunStart, end: RunEnd) -> str:
     trackers = f"; trackers: {start.folder / 'trackers'}" if start.config.observe.trackers else ""
     return (
         f"{steps:,} steps, {steps * start.tokens:,} tokens in {duration(end.elapsed)} of training{last}{best}{share}\n"
-        f"  last checkpoint: {end.last_checkpoint or 'none'}{trackers}\n"
-        f"  python -m portable_fsdp.report {start.folder} draws the curves and the use of time"
-    )
+        f"  last checkpoint: {end.last_checkpoint or 'none'}{trackers}\n  next:\n"
+    ) + "\n".join(_next_commands(start, end))
+
+
+def _next_commands(start: RunStart, end: RunEnd) -> Iterator[str]:
+    """Yield commands as they are typed, without those that this run can't have."""
+    config, data, run, last = start.config, start.config.data, shlex.quote(str(start.folder)), end.last_checkpoint
+    saved = run if config.checkpoint.dir is None else shlex.quote(str(last))
+    is_text = config.train.task == "causal_lm" and data.factory is None
+    commands = {
+        f"report {run}": True,
+        f"evaluate {saved}": last and data.eval_split,
+        f"evaluate {saved} {'' if data.path else 'data.source=text '}data.path=FILE": last
+        and (is_text and not data.eval_split and not data.mixture),
+        f"checkpoint export {saved} {shlex.quote(str(start.folder / 'export'))}": last and not config.checkpoint.export,
+        f'sample {run} --prompt="The "': last and is_text,
+    }
+    yield from (f"    python -m portable_fsdp.{command}" for command, fits in commands.items() if fits)

@@ -5,9 +5,10 @@ import os
 import sys
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from rich.console import Console as Terminal
+from rich.console import ConsoleOptions, RenderResult
 from rich.file_proxy import FileProxy
 from rich.progress import (
     BarColumn,
@@ -50,7 +51,7 @@ class LiveDisplay(Callback):
             redirect_stdout=False,  # rich would fold long lines at the terminal's width
             redirect_stderr=False,
         )
-        self._task = self._progress.add_task("", total=start.steps, completed=start.step, now="")
+        self._task = self._progress.add_task("", total=start.steps, completed=start.step, now=[])
         self._undo.enter_context(self._progress)
         if sys.stdout.isatty():
             self._undo.enter_context(redirect_stdout(_LinesAbove(terminal, sys.stdout)))
@@ -64,7 +65,7 @@ class LiveDisplay(Callback):
         if step.evaluation is not None:
             self._eval = f" (eval {step.evaluation.loss:.4f})"
         saved = step.last_checkpoint and step_of(step.last_checkpoint)
-        parts = [  # the most important first: the terminal's width cuts off the last ones
+        parts = [  # the most important first: the last ones may not fit
             "" if step.seconds_left is None else f"eta {duration(step.seconds_left)}",
             f"loss {step.loss:.4f}{self._eval}",
             "" if saved is None else f"saved {saved}",
@@ -73,25 +74,35 @@ class LiveDisplay(Callback):
             "" if step.memory_bytes is None else f"{step.memory_bytes / 2**30:.2f} GiB",
             f"data {step.data_seconds:.2f} s",
         ]
-        self._progress.update(self._task, completed=step.step, now="  ".join(filter(None, parts)))
+        self._progress.update(self._task, completed=step.step, now=[*filter(None, parts)])
 
     def on_end(self, end: RunEnd) -> None:
         self._undo.close()
 
 
 class _Figures(ProgressColumn):
-    """The newest metrics: the only column that is cut off. Erases a line that a narrower terminal has wrapped."""
+    """The newest metrics, as many as fit. Erases a line that a narrower terminal has wrapped."""
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__(table_column=Column(ratio=1, no_wrap=True))
         self._terminal, self._width = terminal, terminal.width
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: Task) -> "_Fitting":
         width, before = self._terminal.width, self._width
         if width < before:  # rich moves up by the lines that it drew, not by those that the terminal made of them
             self._terminal.file.write(f"\r\x1b[{-(-before // width) - 1}A\x1b[J")
         self._width = width
-        return Text(task.fields["now"], overflow="ellipsis")
+        return _Fitting(task.fields["now"])
+
+
+class _Fitting(NamedTuple):
+    """The first of some texts that fit on a line."""
+
+    texts: list[str]
+
+    def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
+        lines = ("  ".join(self.texts[:count]) for count in range(len(self.texts), -1, -1))
+        yield Text(next(line for line in lines if len(line) <= options.max_width))
 
 
 class _LinesAbove(FileProxy):

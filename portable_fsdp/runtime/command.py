@@ -15,12 +15,13 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, ClassVar, NoReturn, cast
 
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
@@ -50,7 +51,21 @@ EXIT_NO_READER = 141  # 128 + SIGPIPE
 def to_stderr(message: str) -> None:
     """Print without passwords; ignores a terminal that can't be written to, so that the run continues."""
     with suppress(OSError):
-        print(without_passwords(message), file=sys.stderr, flush=True)
+        print(wrapped(without_passwords(message)), file=sys.stderr, flush=True)
+
+
+def wrapped(text: str) -> str:
+    """Break lines between words at COLUMNS or the width of the terminal; a file or a pipe gets whole lines."""
+    columns, width = os.environ.get("COLUMNS", ""), 0
+    with suppress(OSError):
+        width = int(columns) if columns.isdecimal() else os.get_terminal_size(KeptOutput.stderr).columns or 80
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+
+    def broken(line: str) -> str:  # a value stays beside its name
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.fill(line.replace(": ", ":\0"), width, subsequent_indent=indent, **whole).replace("\0", " ")
+
+    return text if width < 20 else "\n".join(map(broken, text.split("\n")))
 
 
 def say_once_per_host(message: str) -> None:
@@ -62,11 +77,13 @@ def say_once_per_host(message: str) -> None:
 
 
 class LogLines(logging.Formatter):
-    """Log formatter that hides passwords. Debug lines, of `launch --verbose`, begin with the time since the start."""
+    """Log formatter that hides passwords. Debug lines, of `launch --verbose`, begin with the time since the start.
+    Lines with a date, of a file, stay whole."""
 
     def format(self, record: logging.LogRecord) -> str:
         time_ = f"{record.relativeCreated / 1000:8.2f} s  " if record.levelno == logging.DEBUG else ""
-        return time_ + without_passwords(super().format(record))
+        line = time_ + without_passwords(super().format(record))
+        return line if self.datefmt else wrapped(line)
 
 
 def to_stdout(text: str) -> None:
@@ -336,6 +353,8 @@ class KeptOutput:
     lines of a crash reach both. Does nothing if Python's streams are replaced, as in a notebook.
     """
 
+    stderr: ClassVar[int] = 2  # the descriptor of stderr before `begin`
+
     def __init__(self) -> None:
         self._undo = ExitStack()
         self._held: IO[bytes] = io.BytesIO()
@@ -382,6 +401,9 @@ class KeptOutput:
             return
         self._undo.callback(_wait, tee)
         with cast(IO[bytes], tee.stdin) as pipe:
+            KeptOutput.stderr = os.dup(2)
+            self._undo.callback(os.close, KeptOutput.stderr)
+            self._undo.callback(setattr, KeptOutput, "stderr", 2)
             self._undo.callback(_redirect(2, pipe.fileno()))
 
 

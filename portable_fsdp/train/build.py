@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy, dropouts
+from portable_fsdp.backends.nested import floats_in
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.describe import each_value
 from portable_fsdp.config.schema import Config
@@ -121,6 +122,8 @@ def build_training(
             "  Set model.architecture.pad_token_id=0 if 0 is no token of the rows, or pad the rows yourself."
         )
     _cast_buffers(config, built.model)
+    if task.name != CAUSAL_LM.name:  # whose forward returns its loss
+        _cast_outputs(config, built.model)
     policy, trial, draws = shard_policy(config, built.model, built.base), None, None
     if policy.tables and fill:
         from portable_fsdp.models.quantised import with_tables
@@ -252,6 +255,7 @@ def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tu
             )
     module, fill = open_factory(name, partial(call_user, name, make), config.run.seed, master)
     _cast_buffers(config, module)
+    _cast_outputs(config, module)
     return _laid_out(config, backend, module, shard_policy(config, module), fill, _ties(module))
 
 
@@ -260,6 +264,13 @@ def _cast_buffers(config: Config, model: nn.Module) -> None:
     for buffer in model.buffers():
         if dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)  # in place: a buffer with several names stays one tensor
+
+
+def _cast_outputs(config: Config, model: nn.Module) -> None:
+    """Make the model return its floating point tensors in `precision.output`, in whatever objects they are."""
+    dtype = DTYPES.get(config.precision.output)  # None: "auto"
+    if dtype is not None:
+        model.register_forward_hook(lambda _, __, output: floats_in(dtype)(output))
 
 
 def _laid_out(

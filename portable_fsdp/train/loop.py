@@ -101,6 +101,8 @@ def train(
 def _train_steps(run: OpenRun) -> Outcome:
     """Train until the last step, a stop request, or early stopping; saves the last step before it returns."""
     config, in_flight = run.start.config, None
+    if run.engine.expected_compilations and run.step < run.limits.last:
+        log.info("compiling step %d; the steps after it reuse its programs", run.step + 1)
     if (ended := _evaluate_before(run)) is not None:
         return ended
     opened = open_batches(config, run.engine, run.training, run.corpus, run.start.resumed)

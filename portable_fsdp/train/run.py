@@ -109,6 +109,7 @@ def open_run(
     """
     process = engine.process.index
     configure_log(process)
+    log.info("loading transformers and the data")
     run_file = held.enter_context(run_log(process))
     log.debug("transformers imported")
     held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
@@ -122,7 +123,7 @@ def open_run(
         on_process_0(engine, partial(exporter.require_room, config))
     check_model(config, engine)
     corpus = open_data(config, engine)
-    log.debug("data ready")
+    log.info("building the model")
     steps = total_steps(config, len(corpus.rows))
     # Lock out other runs before the search for a checkpoint.
     on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))

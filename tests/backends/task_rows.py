@@ -1,5 +1,6 @@
 """Rows and a loss of one's own for test_tasks.py, which a config finds beside it."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -60,6 +61,30 @@ class Sees(nn.Module):
 
 
 sees_float32, sees_bfloat16 = partial(Sees, torch.float32), partial(Sees, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Answer:
+    logits: tuple[Tensor, Tensor]
+
+
+class Answers(nn.Module):
+    """A classifier whose logits lie in a tuple in a dataclass in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, images: Tensor) -> dict[str, Answer]:
+        logits = self.head(images.flatten(1))
+        return {"answer": Answer((logits, logits.argmax(1)))}
+
+
+def of_answers(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Loss in the dtype of the logits."""
+    logits, best = model(batch["images"])["answer"].logits
+    losses = F.cross_entropy(logits, batch["labels"], reduction="none")
+    return losses.sum(), torch.ones_like(best).sum()
 
 
 class Normed(nn.Module):

@@ -134,7 +134,6 @@ OF_FACTORIES: list[dict[str, Any]] = [
     {**_OWN, "train.task": "module:function", "model.lora": {"r": 4}},
     {**_OWN, "train.task": "module:function", "sharding.tensor": 2, "model.router_bias_rate": 0.001},
     {**_OWN, "train.task": "module:function", "sharding.expert": 2, "sharding.context": 2},
-    {"train.task": "module:function", "precision.compute": "bfloat16", "precision.output": "float32"},
     {"precision.compute": "float16", "precision.loss_scale": 1024.0, "optim.name": "adafactor"},
     {**_OWN, "train.task": "module:function", "precision.frozen": "nf4", "model.freeze": ["*embed*"]},
     *(

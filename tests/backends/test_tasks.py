@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -320,6 +320,31 @@ def test_inputs_are_cast_unless_cast_inputs_is_false(workers: GetWorkers, group:
     run("sees_float32", "precision.cast_inputs=false")
     with pytest.raises(JobFailed, match=r"images are torch\.bfloat16"):
         run("sees_float32")
+
+
+def of_rounded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """As under `precision.compute=bfloat16`: products of bfloat16, and a loss in float32."""
+    head = cast(nn.Linear, model.head)
+    rounded = [tensor.bfloat16() for tensor in (batch["images"].flatten(1), head.weight, cast(Tensor, head.bias))]
+    return F.cross_entropy(F.linear(*rounded).float(), batch["labels"])
+
+
+@pytest.mark.parametrize(
+    "group",
+    [marked(Group("native", 1), in_suite=True), marked(NATIVE), marked(XLA), marked(Group("xla_fsdp1", 2))],
+)
+def test_a_task_gets_what_the_model_returns_in_the_dtype_of_output(
+    workers: GetWorkers, group: Group, tmp_path: Path
+) -> None:
+    own = ("model.factory=task_rows:Answers", "train.task=task_rows:of_answers", "precision.compute=bfloat16")
+    example = Example("examples/image_classifier.yaml", of_rounded, (*own, *WITHOUT_EVALUATION))
+    expected = plain_run(example)[0]
+    for output, error in (("float32", 1e-3), ("auto", 0.05)):
+        settings = (*example.settings, f"precision.output={output}")
+        losses = trained(workers(group), replace(example, settings=settings), STEPS, tmp_path / output)[0]["losses"]
+        assert losses == pytest.approx(expected, rel=error)
+        in_64ths = [loss * 24 * 64 for loss in losses]  # sums in bfloat16 of some rows have few digits
+        assert (in_64ths == pytest.approx([*map(round, in_64ths)], abs=0.01)) == (output == "auto")
 
 
 TURNS = 6

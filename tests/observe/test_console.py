@@ -44,6 +44,7 @@ CONFIG = TINY | {
         ({}, "memory: 1.50GiB(10%)  tps: 3,100  tflops: 7.75  mfu: 7.8%"),
         ({"memory_limit": None, "mfu": None}, "memory: 1.50GiB  tps: 3,100  tflops: 7.75"),
         ({"memory_bytes": None, "mfu": None, "device_flops": None}, "tps: 3,100"),
+        ({"memory_bytes": None, "mfu": 4e-4, "device_flops": 4e9}, "tps: 3,100"),  # they would show as 0
     ],
 )
 def test_a_line_leaves_out_what_is_unknown(
@@ -102,30 +103,35 @@ def test_on_a_terminal_lines_scroll_above_a_live_line(tmp_path: Path) -> None:
     assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0, "the cursor was hidden, and comes back"
     assert re.search(r"^step +\d+/30 .*loss \d", plain, re.MULTILINE), plain
     lines = [line.rstrip() for line in plain.splitlines()]
+    assert max(map(len, lines)) <= 80
     live = [line for line in lines if re.match(r"step +30/30 ", line)]
-    assert re.search(r"eta \S+ s  loss \d+\.\d{4} \(eval \d+\.\d{4}\)  saved 15  ", live[-1]), live
+    assert re.search(r"eta \S+ s  loss \d+\.\d{4} \(eval \d+\.\d{4}\)  saved 15\b", live[-1]), live
+    assert not re.search(r"…|\w\.\.\.", output), "nothing is cut inside a word"
     logged = re.findall(r"^20\S+ [A-Z]+ (.*)$", (tmp_path / "run/logs/run.log").read_text(), re.MULTILINE)
     assert max(map(len, logged)) > 80
-    assert [line for line in logged if line not in lines] == [], "each stands on a line of its own, unwrapped"
+    words = " ".join(plain.split())
+    assert [line for line in logged if " ".join(line.split()) not in words] == [], "wrapped between words"
     kept = (tmp_path / "run/logs/stderr-0.log").read_text()
     assert "\x1b" not in kept
-    assert [line for line in logged if line.startswith("step: ") and line not in kept.splitlines()] == []
+    steps = [" ".join(line.split()) for line in logged if line.startswith("step: ")]
+    assert [line for line in steps if line not in " ".join(kept.split())] == []
     for beginning in ("step: 10/30  loss: ", "step: 30  eval_loss: ", "saved ", "30 steps, 1,920 tokens in "):
         assert any(line.strip().startswith(beginning) for line in lines), (beginning, plain)
     assert "run folder: run; " in plain
     assert "data.seq_len=32" in plain
-    summary = [line.startswith("30 steps, ") for line in lines].index(True)
     pattern = r"last loss \d\.\d{4}; best eval loss \d\.\d{4} \(step \d+\); goodput \d+% of .* since the first process"
-    assert re.search(pattern, lines[summary]), lines[summary]
+    assert re.search(pattern, words), words
     assert "  last checkpoint: run/checkpoints/step-00000030" in lines
+    of_run = "report run", "evaluate run", "checkpoint export run run/export", 'sample run --prompt="The "'
+    assert [command for command in of_run if f"    python -m portable_fsdp.{command}" not in lines] == []
 
 
 def test_a_line_that_a_narrower_terminal_wrapped_is_erased() -> None:
     written = io.StringIO()
     terminal = Terminal(file=written, width=100, force_terminal=True)
     figures = _Figures(terminal)
-    task = Task(TaskID(0), "", 1, 0, _get_time=time.monotonic, fields={"now": "loss 1"})
-    assert str(figures.render(task)) == "loss 1"
+    task = Task(TaskID(0), "", 1, 0, _get_time=time.monotonic, fields={"now": ["loss 1"]})
+    assert figures.render(task).texts == ["loss 1"]
     assert written.getvalue() == ""
     terminal.width = 30
     figures.render(task)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.runtime.command import LogLines, RunLog
+from portable_fsdp.runtime.command import LogLines, RunLog, wrapped
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes
 from portable_fsdp.train.build import saved_config
@@ -32,6 +32,16 @@ for index in (0, 2):
 def test_process_0_logs_once_and_plainly_and_the_others_only_warn() -> None:
     done = subprocess.run([sys.executable, "-c", LOG], capture_output=True, text=True, check=True, timeout=60)
     assert (done.stdout, done.stderr) == ("", "step: 1\n50 % slower\n[process 2] 50 % slower\n")
+
+
+def test_lines_break_between_words_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "  saved runs/a-long/path/checkpoints/step-00000012 in 0.2 s  loss: 4.7\nnext"
+    expected = "  saved\n    runs/a-long/path/checkpoints/step-00000012\n    in 0.2 s\n    loss: 4.7\nnext"
+    for columns, shown in (("20", expected), ("80", text), ("0", text)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert wrapped(text) == shown
+    monkeypatch.delenv("COLUMNS")
+    assert wrapped(text * 9) == text * 9  # a file or a pipe
 
 
 ADDRESSES = {

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends import contract
+from portable_fsdp.backends.nested import tensors_in
 from portable_fsdp.backends.torch_xla.fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
@@ -143,6 +144,9 @@ class XlaFsdp1Backend(PjrtBackend):
         # C1: gradients are summed. set_gradient_divide_factors(1, 1) would move the mean into the reduction.
         unit.gradient_predivide_factor = unit.gradient_postdivide_factor = 1.0
         unit.reduce_scatter_op = _ReduceScatter(unit.reduce_scatter_op, policy.reduce)
+        # By itself it finds no tensor in an object, and then fails in backward.
+        register = unit._register_pre_backward_hooks
+        unit._register_pre_backward_hooks = lambda outputs: (register(tensors_in(outputs)), outputs)[1]
         return unit
 
     def _upload(self, host: Tensor) -> Tensor:
