@@ -4,6 +4,7 @@ A local folder is a `pathlib.Path`. A prefix in an object store is a UPath (over
 both join, have parents and names, and answer `stat`. Everything else goes through `store_of(path)`.
 """
 
+import asyncio
 import errno
 import logging
 import os
@@ -299,19 +300,19 @@ def locate(address: str | Path) -> Path:
 @cache
 def _require_answer(client: Any, bucket: str) -> None:
     """Raise StoreError if Google's storage can't be reached: gcsfs retries a run's requests for half a minute."""
-    request = getattr(getattr(type(client), "_request", None), "__wrapped__", None)  # without its retries
+    plain = getattr(getattr(type(client), "_request", None), "__wrapped__", None)
+    request = cast(Any, plain)  # without its retries
     for pause_s in (0.5, 1.0, 0.0) if request is not None else ():
-        import aiohttp
-        from fsspec.asyn import sync
-
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # prints the stack of each error that it raises
         try:
-            return sync(client.loop, request, client, "GET", "b/{}", bucket, timeout=15)
-        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            asyncio.run_coroutine_threadsafe(request(client, "GET", "b/{}", bucket), client.loop).result(15)
+        except Exception as error:
+            if not (type(error).__module__.startswith("aiohttp") or isinstance(error, TimeoutError)):
+                return  # an answer: the request for the data has its own error
             if not pause_s:
                 raise StoreError(f"gs://{bucket}: no answer: {error}\n  Check the network, then start again.") from None
             time.sleep(pause_s)
-        except Exception:  # an answer: the request for the data has its own error
+        else:
             return
 
 

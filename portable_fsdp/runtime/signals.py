@@ -215,14 +215,14 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self._presses.is_second(number):
-            self._write(f"second {name}: ending now, without {self.last_step} and its save")
+            self._write(f"second {name}: ending now, without waiting for {self.last_step} and its save")
             raise Interrupted
         is_new = self.request(name)
         if self._ends_at_once and not self._is_ending:
             self._is_ending = True
             raise Stopped(name)
         if is_new:
-            self._write(f"{name}: ending after {self.last_step} and its save")
+            self._write(f"{name}: ending after {self.last_step} at the latest and its save")
 
     def _guard(self) -> None:
         while numbers := os.read(self._signals, 1):

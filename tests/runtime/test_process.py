@@ -31,7 +31,7 @@ def test_a_signal_sets_the_flag_once_and_the_old_handler_comes_back(
     before = signal.getsignal(number)
     with StopRequest() as stop:
         stop.begin_steps()
-        stop.last_step = "step 7 at the latest"
+        stop.last_step = "step 7"
         assert (stop.requested, stop.reason) == (False, None)
         for each in (number, signal.SIGINT, signal.SIGTERM):  # the first reason stays
             os.kill(os.getpid(), each)
@@ -96,7 +96,7 @@ def test_what_announces_a_sigterm_is_no_first_request(capfd: pytest.CaptureFixtu
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     # The watch has logged the notice.
-    assert capfd.readouterr().err == "second SIGTERM: ending now, without the current step and its save\n"
+    assert capfd.readouterr().err == "second SIGTERM: ending now, without waiting for the current step and its save\n"
 
 
 ASK_THE_KERNEL = """
