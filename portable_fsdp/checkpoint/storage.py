@@ -300,9 +300,10 @@ def locate(address: str | Path) -> Path:
 @cache
 def _require_answer(client: Any, bucket: str) -> None:
     """Raise StoreError if Google's storage can't be reached: gcsfs retries a run's requests for half a minute."""
-    plain = getattr(getattr(type(client), "_request", None), "__wrapped__", None)
-    request = cast(Any, plain)  # without its retries
-    for pause_s in (0.5, 1.0, 0.0) if request is not None else ():
+    request = getattr(getattr(type(client), "_request", None), "__wrapped__", None)  # without its retries
+    if request is None:
+        return
+    for pause_s in (0.5, 1.0, 0.0):
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # prints the stack of each error that it raises
         try:
             asyncio.run_coroutine_threadsafe(request(client, "GET", "b/{}", bucket), client.loop).result(15)
