@@ -104,7 +104,7 @@ def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
     if hub_id is None:
         hub = f"{name}@main for a repository of the hub" if _HUB_ID.fullmatch(name) else "a hub id (org/name)"
         raise ConfigError(
-            f"{key}: no such folder: {name}\n  Name a local folder, or {hub}.\n"
+            f"{key}: no such folder: {name}\n  Name a local folder or {hub}.\n"
             "  The path is relative to the folder that the run starts in."
         )
     return hub_id
