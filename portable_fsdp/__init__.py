@@ -5,6 +5,7 @@ Read first: `train/loop.py` (a run, top to bottom), `backends/contract.py` (the 
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from portable_fsdp.version import __version__ as __version__
@@ -49,3 +50,9 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if sys.argv[:1] == ["-m"]:  # `python -m portable_fsdp.COMMAND`, before the imports of its module
+    from portable_fsdp.runtime.command import excepthook
+
+    sys.excepthook = excepthook

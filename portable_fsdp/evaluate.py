@@ -117,9 +117,8 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
     else:
         _require_model_folder(source, path)
         if not is_named:
-            raise ConfigError(
-                f"{source}: a model has no validation set.\n  Name data: data.source=text data.path=FILE."
-            )
+            what = "a model" if path.is_dir() else "no such folder, and a model of the hub"
+            raise ConfigError(f"{source}: {what} has no validation set.\n  Name data: data.source=text data.path=FILE.")
         layers.values = {"model": {"pretrained": source}}
     train: Mapping[str, Any] = layers.values.get("train", {})
     kept = {key: value for key, value in train.items() if key in ("task", "micro_batch") and value != "auto"}

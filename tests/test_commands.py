@@ -98,6 +98,8 @@ MODEL = "model: {architecture: {model_type: llama}}\ntrain: {steps: 3}\n"
         (MODEL, "optim.schedule=cosine_with_restarts", "write cosine"),
         (MODEL, "--backend=fsdp", "nearest: native"),
         (MODEL, "--backend=torch_xla", "nearest: xla"),
+        (MODEL, "--backend=deepspeed", "native, xla, xla_fsdp1.\nNothing was started"),
+        (MODEL, "optim.learning_rate=0.1", "nearest: optim.lr ("),
         (MODEL, "other.yaml", "A config: --config=other.yaml"),
         ("train:\n  steps: 3\n    global_batch: 4\n", "", ":3: invalid YAML: unexpected `key:`: indented further"),
         ("base_model: a/b\ndatasets: [{path: x, type: alpaca}]\nmax_steps: 3\n", "", "axolotl and LLaMA-Factory name"),
@@ -118,14 +120,19 @@ def test_a_script_is_no_config_and_a_missing_run_no_hub_id(
     Path("train.py").write_text("import torch\n\nprint(torch)\n")
     Path("mine/first").mkdir(parents=True)
     Path("mine/first/events.jsonl").touch()
+    Path("mine/first/checkpoints/step-00000002").mkdir(parents=True)
+    Path("mine/first/checkpoints/step-00000002/manifest.json").touch()
     Path("config.yaml").write_text("model: {pretrained: mine/second}\ntrain: {steps: 1}\n")
+    weights = "--config=config.yaml model.pretrained=mine/first"
     for main, word, message in (
         (launch.main, "--config=train.py", "train.py: a script, not a config"),
         (launch.main, "--config=config.yaml", "model.pretrained: no such folder: mine/second"),
+        (launch.main, weights, "checkpoint export mine/first FOLDER), then set model.pretrained=FOLDER"),
+        (launch.main, f"{weights}/checkpoints", "export mine/first/checkpoints FOLDER), then set model.pretrained="),
         (evaluate.main, "runs/nope", "runs/nope: no such folder"),
         (evaluate.main, "mine/second", "mine/second: no such folder"),
     ):
-        assert main([word]) == 2
+        assert main(word.split()) == 2
         assert message in capsys.readouterr().err
     assert is_hub_id("mine/second@main")
     assert is_hub_id("org/name")
@@ -142,8 +149,9 @@ def test_explain_compares_a_file_with_the_devices_also_without_strict(
 
 
 @pytest.mark.slow
-def test_launch_without_its_packages_says_what_to_install() -> None:
-    done = run("-S", "-m", "portable_fsdp.launch", "--config=x.yaml", PYTHONPATH=str(ROOT))
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor", "examples", "sample"}))  # which need none so far
+def test_a_command_without_its_packages_says_what_to_install(command: str) -> None:
+    done = run("-S", "-m", f"portable_fsdp.{command}", "x.yaml", PYTHONPATH=str(ROOT))
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert re.match(r"The package \w+ is not installed: pip install '\.'\n", done.stderr)
 

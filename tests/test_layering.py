@@ -141,6 +141,7 @@ PURE_CALLS = {
 
 # PyYAML keeps what a plain word means on the loader's class; these set it on two classes of config/yaml_text.py.
 WORK_WITH_A_REASON = ("`yaml.add_implicit_resolver(", "`yaml.SafeLoader.yaml_implicit_resolvers.items(")
+HOOK_OF_COMMANDS = "`if sys.argv[:1] == ['-m']:`"  # they import packages before they can catch an error
 
 
 def work_at_import(modules: Modules) -> list[str]:
@@ -151,6 +152,7 @@ def work_at_import(modules: Modules) -> list[str]:
         for statement in tree.body
         for node, problem in _work_in(statement)
         if not (path == "config/yaml_text.py" and problem.startswith(WORK_WITH_A_REASON))
+        if not (path == "__init__.py" and problem.startswith(HOOK_OF_COMMANDS))
     ]
 
 
@@ -272,7 +274,7 @@ def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
     assert done.stdout.strip() == "[]"
 
 
-FILES, LINES = 84, 18_970
+FILES, LINES = 84, 19_020
 """Of ours, that a plain native training run may load."""
 
 TOOLS = ("convert", "doctor", "formats", "parity", "plan", "report", "tune")

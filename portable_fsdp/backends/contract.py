@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 
 from portable_fsdp.layout import LOSS_AXES, ROW_AXES, Region, Spec, state_spec
 from portable_fsdp.optim.counting import CountingOptimizer, MakeOptimizer
-from portable_fsdp.runtime.errors import BackendError, Closing
+from portable_fsdp.runtime.errors import BackendError, Closing, ConfigError
 from portable_fsdp.runtime.host import host_memory_bytes
 from portable_fsdp.runtime.watchdog import LONG_S, Watchdog
 
@@ -352,6 +352,26 @@ class Backend(Closing):
 
 
 # ----------------------------------------------------------------------------------------- shared by all engines
+
+
+def tensors_in(batch: object) -> Batch:
+    """Return a batch. Raises ConfigError for anything but a dict of tensors."""
+    for name, value in cast(dict[str, object], batch if isinstance(batch, Mapping) else {"": batch}).items():
+        if not (name and isinstance(value, Tensor)):
+            raise ConfigError(
+                f"batch: expected a dict of tensors, found {f'{name}: ' * bool(name)}{type(value).__name__}.\n"
+                '  Write engine.place({"x": torch.as_tensor(x)}): the task reads batch["x"].'
+            )
+    return cast(Batch, batch)
+
+
+def refuse_copy(_: Any) -> NoReturn:
+    """Raise BackendError: a copied block would compute with the original's weights; torch copies no units either."""
+    raise BackendError(
+        "a sharded model can't be copied (copy.deepcopy, torch's AveragedModel): the copy would compute with the "
+        "original's weights.\n  Copy it before shard, or shard two models and copy the weights: "
+        "other.load_state_dict(model.state_dict())."
+    )
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

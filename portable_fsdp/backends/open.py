@@ -6,6 +6,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
@@ -28,6 +29,8 @@ ENGINES = {
     "xla_fsdp1": "portable_fsdp.backends.torch_xla.options:FSDP1",
 }
 """Name -> location of its `EngineSpec`. --backend=auto is the first on a device whose package is installed."""
+
+_OTHER_NAMES = {"fsdp": "native", "fsdp2": "native", "ddp": "native", "torch": "native", "spmd": "xla", "pjrt": "xla"}
 
 ProcessCount = Callable[[str, int | None, Callable[[str], int]], int]
 """(device, requested devices, `count_devices`) -> processes of a start on one host without a launcher."""
@@ -105,9 +108,10 @@ def require_names(device: str, backend: str) -> None:
         cuda = " For NVIDIA GPUs use cuda." if device.lower() == "gpu" else ""
         raise BackendError(f"--device={device}: expected one of auto, {', '.join(DEVICES)}.{cuda}")
     if backend not in ("auto", *ENGINES):
-        word = backend.lower()
-        near = "xla" if "xla" in word or word in ("spmd", "pjrt") else "native"
-        raise BackendError(f"--backend={backend}: expected one of auto, {', '.join(ENGINES)}.\n  nearest: {near}.")
+        word = backend.lower().removeprefix("torch_")
+        near = get_close_matches(_OTHER_NAMES.get(word, word), ENGINES, n=1)
+        nearest = f"\n  nearest: {near[0]}." if near else ""
+        raise BackendError(f"--backend={backend}: expected one of auto, {', '.join(ENGINES)}.{nearest}")
 
 
 def resolve(device: str, backend: str) -> tuple[str, str]:

@@ -4,14 +4,18 @@ A local folder is a `pathlib.Path`. A prefix in an object store is a UPath (over
 both join, have parents and names, and answer `stat`. Everything else goes through `store_of(path)`.
 """
 
+import asyncio
 import errno
+import logging
 import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -263,8 +267,8 @@ def read_file(path: Path) -> bytes:
 def locate(address: str | Path) -> Path:
     """Return the path of an address: local (`file://` too) or a URL (`s3://bucket/run`, `gs://bucket/run`).
 
-    Raises CheckpointError for a protocol that fsspec doesn't know, a package that isn't installed, and a URL with the
-    characters of a pattern: fsspec would delete all matches.
+    Raises CheckpointError for a protocol that fsspec doesn't know, a package that isn't installed, a URL without a
+    server, and one with the characters of a pattern: fsspec would delete all matches. StoreError without a network.
     """
     protocol, separator, rest = str(address).partition("://")
     if not separator:
@@ -276,17 +280,41 @@ def locate(address: str | Path) -> Path:
             f"{address}: expected a URL without * ? [ ], which fsspec reads as patterns, found {min(pattern)}.\n"
             "  Choose another name."
         )
+    if protocol != "memory" and not rest.partition("/")[0]:
+        raise CheckpointError(f"{address}: names no bucket or server.\n  Write {protocol}://NAME/FOLDER.")
     from upath import UPath
 
     try:
         path = UPath(str(address), use_listings_cache=False)  # other processes and hosts write there too
-        path.fs  # noqa: B018  # makes the file system, which needs its package
-    except (ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"{address}: fsspec can't open this URL: {error}\n"
-            "  s3:// needs `pip install s3fs`, gs:// needs `pip install gcsfs`; a local folder needs no `://`."
-        ) from None
+        client, bucket = path.fs, rest.partition("/")[0]  # makes the file system, which needs its package
+        _require_answer(client, bucket)
+    except StoreError:
+        raise
+    except Exception as error:  # some connect
+        fix = "s3:// needs `pip install s3fs`, gs:// needs `pip install gcsfs`; a local folder needs no `://`"
+        fix = "Check the server's name, and the network" if isinstance(error, OSError) else fix
+        raise CheckpointError(f"{address}: fsspec can't open this URL: {error}\n  {fix}.") from None
     return cast(Path, path)
+
+
+@cache
+def _require_answer(client: Any, bucket: str) -> None:
+    """Raise StoreError if Google's storage can't be reached: gcsfs retries a run's requests for half a minute."""
+    request = getattr(getattr(type(client), "_request", None), "__wrapped__", None)  # without its retries
+    if request is None:
+        return
+    for pause_s in (0.5, 1.0, 0.0):
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # prints the stack of each error that it raises
+        try:
+            asyncio.run_coroutine_threadsafe(request(client, "GET", "b/{}", bucket), client.loop).result(15)
+        except Exception as error:
+            if not (type(error).__module__.startswith("aiohttp") or isinstance(error, TimeoutError)):
+                return  # an answer: the request for the data has its own error
+            if not pause_s:
+                raise StoreError(f"gs://{bucket}: no answer: {error}\n  Check the network, then start again.") from None
+            time.sleep(pause_s)
+        else:
+            return
 
 
 def exists(path: Path) -> bool:

@@ -133,13 +133,16 @@ def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:
     return key, field
 
 
+_OTHER_KEYS = {"learning_rate": "lr", "batch_size": "global_batch", "max_steps": "steps", "num_epochs": "epochs"}
+
+
 def nearest(key: Key) -> str:
     """Return a hint for an unknown key: the nearest valid key, or else the keys of its section."""
     known = _known()
-    plain = tuple(part for place, part in enumerate(key) if place == 0 or not part.isdecimal())
+    plain = tuple(_OTHER_KEYS.get(part, part) for place, part in enumerate(key) if place == 0 or not part.isdecimal())
     siblings = [candidate for candidate in known if candidate[:-1] == plain[:-1]]
     same_name = [candidate for candidate in known if candidate[-1] == plain[-1]]
-    close = _close(plain, siblings) or same_name or _close(plain, list(known))
+    close = [plain] * (plain in known) or _close(plain, siblings) or same_name or _close(plain, list(known))
     if not close:
         siblings = siblings or [candidate for candidate in known if len(candidate) == 1]
         return f"expected one of {', '.join(candidate[-1] for candidate in siblings)}"

@@ -195,8 +195,13 @@ def open_factory(
     that isn't on meta.
     """
     recording = Recording()
-    with recording, torch.device("meta"), _Constants():
-        model = make()
+    try:
+        with recording, torch.device("meta"), _Constants():
+            model = make()
+    except ConfigError as error:
+        fix = 'The meta device has no values: compute numbers from tensors with device="cpu", or keep tensors (buffers)'
+        error.args = (f"{error}\n  {fix}." if "meta" in str(error.__cause__) else str(error),)
+        raise
     if not isinstance(model, nn.Module):
         actual = type(cast(object, model)).__name__
         raise ConfigError(f"{name}: expected it to return a torch.nn.Module, found {actual}.")

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, ClassVar, NoReturn, cast
 
 from portable_fsdp.runtime.errors import (
@@ -275,11 +276,25 @@ def run_command(
         say("interrupted")
         return EXIT_FAILED if starts_a_run else EXIT_INTERRUPTED
     except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if name not in _OWN_PACKAGES or importlib.util.find_spec(name) is not None:  # a part of it is missing
+        if not (sentence := _missing_package(error)):
             raise
-        say(f"The package {name} is not installed: {pip_install()}" + f"\n{NOTHING_STARTED}" * starts_a_run)
+        say(sentence + f"\n{NOTHING_STARTED}" * starts_a_run)
         return EXIT_USAGE
+
+
+def _missing_package(error: BaseException) -> str:
+    """Return the sentence for a package of ours that isn't installed; empty for a part of one, and any other error."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    is_missing = name in _OWN_PACKAGES and importlib.util.find_spec(name) is None
+    return f"The package {name} is not installed: {pip_install()}" if is_missing else ""
+
+
+def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End a command that lacks a package: its modules import packages before `run_command` runs."""
+    if sentence := _missing_package(error):
+        to_stderr(sentence)
+        raise SystemExit(EXIT_USAGE)
+    sys.__excepthook__(kind, error, trace)
 
 
 log = logging.getLogger("portable_fsdp")

@@ -28,7 +28,6 @@ MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
 _WEIGHTS = {".safetensors", ".gguf", ".bin"}
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
 _OF_RUNS = ("events.jsonl", "manifest.json")  # in a run's folder, in a checkpoint's
-_FOLDERS = ("runs", "run", "outputs", "output", "out", "checkpoints", "models", "exports", "data")
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
@@ -54,12 +53,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def _hub_parts(name: str) -> re.Match[str] | None:
-    """Return the parts of a hub id; None for a path: one without a revision whose parent is a folder of runs."""
-    parts, parent = _HUB_ID.fullmatch(name), Path(name).parent
-    if parts is None or parts["revision"]:
-        return parts
-    holds_runs = any((each / own).exists() for each in parent.glob("*") for own in _OF_RUNS)
-    return None if parent.name in _FOLDERS or holds_runs else parts
+    """Return the parts of a hub id; None for a path: one without a revision whose parent is a local folder."""
+    parts = _HUB_ID.fullmatch(name)
+    return None if parts and not parts["revision"] and Path(name).parent.is_dir() else parts
 
 
 def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
@@ -94,19 +90,21 @@ def require_plain_files(key: str, folder: Path, patterns: Sequence[str]) -> None
 def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
     """Return the parts of a hub id; None for a local folder. Raises ConfigError if `name` is neither."""
     if (folder := Path(name)).is_dir():
-        if (folder / "config.json").exists() or not any((folder / own).exists() for own in _OF_RUNS):
+        places = folder, *folder.glob("step-*")  # a run's `checkpoints` too
+        if (folder / "config.json").exists() or not any((place / own).exists() for place in places for own in _OF_RUNS):
             return None
         export = folder / "export"
         fix = (
             f"Set {key}={export}"
             if export.is_dir()
-            else f"Export it: python -m portable_fsdp.checkpoint export {name} FOLDER"
+            else f"Export it (python -m portable_fsdp.checkpoint export {name} FOLDER), then set {key}=FOLDER"
         )
         raise ConfigError(f"{key}: {name} is the folder of a run or checkpoint, not of a model.\n  {fix}.")
     hub_id = _hub_parts(name)
     if hub_id is None:
+        hub = f"{name}@main for a repository of the hub" if _HUB_ID.fullmatch(name) else "a hub id (org/name)"
         raise ConfigError(
-            f"{key}: no such folder: {name}\n  Name a local folder or a hub id (org/name, org/name@revision).\n"
+            f"{key}: no such folder: {name}\n  Name a local folder or {hub}.\n"
             "  The path is relative to the folder that the run starts in."
         )
     return hub_id

@@ -47,9 +47,8 @@ def run_processes(
     environment; return one exit code.
 
     0 if all workers returned 0, else 2 or 143 if a worker returned that, else 1, after `on_failure` got the exit codes
-    (as in subprocess) of the workers that failed first, by rank. SIGTERM, SIGINT and SIGUSR1 (as
-    SIGTERM) are passed to the workers, which have torchrun's 30 s to save. The code is then 143 whether they saved or
-    not.
+    (as in subprocess) of the workers that failed first, by rank. SIGTERM, SIGINT and SIGUSR1 are passed to the workers,
+    which have torchrun's 30 s to save. The code is then 143 whether they saved or not.
     """
     from torch.distributed import DistNetworkError, run
     from torch.distributed.elastic.multiprocessing import SignalException, api
@@ -70,8 +69,7 @@ def run_processes(
         """Raise at the first signal and at a second request: another exception would end torch's wait for the save."""
         if presses.is_second(number) or not stops:
             stops.append(number)
-            sent = signal.SIGTERM if number == signal.SIGUSR1 else signal.Signals(number)
-            raise SignalException(f"stopped by {sent.name}", sigval=sent)
+            raise SignalException(f"stopped by signal {number}", sigval=signal.Signals(number))
 
     cast(Any, api)._terminate_process_handler = stop  # torch installs it when it starts the workers
     previous = signal.signal(signal.SIGUSR1, stop)  # which torch doesn't handle

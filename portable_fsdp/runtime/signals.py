@@ -172,6 +172,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
         self._ends_at_once, self._is_ending, self._over = True, False, threading.Event()
         self.reason: str | None = None
+        self.last_step = "the current step"  # of a request that comes now
 
     @property
     def requested(self) -> bool:
@@ -212,15 +213,16 @@ class StopRequest:
         os.close(self._signals)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._presses.is_second(number):
-            raise Interrupted
         name = signal.Signals(number).name
+        if self._presses.is_second(number):
+            self._write(f"second {name}: ending now, without waiting for {self.last_step} and its save")
+            raise Interrupted
         is_new = self.request(name)
         if self._ends_at_once and not self._is_ending:
             self._is_ending = True
             raise Stopped(name)
         if is_new:
-            self._write(f"{name}: ending after the current step and its save")
+            self._write(f"{name}: ending after {self.last_step} at the latest and its save")
 
     def _guard(self) -> None:
         while numbers := os.read(self._signals, 1):

@@ -122,6 +122,8 @@ def _train_steps(run: OpenRun) -> Outcome:
             shapes = tuple(value.shape for value in rows.micro_batches[0].values())
             run.watchdog.doing("computing", shapes)
             placed = [run.engine.place(batch) for batch in rows.micro_batches]
+            # A request from here on travels with the next step, whose votes are read a step later.
+            run.stop.last_step = f"step {min(step + 2, run.limits.last)}"
             # The clock of process 0 and its view of the run's folder decide for all processes.
             own_votes = Votes(run.wants_stop(), run.engine.process.index == 0 and run.triggers.due)
             control = run.measures.control(rows.count, own_votes)

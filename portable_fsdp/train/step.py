@@ -8,12 +8,13 @@ rows, and gradients are corrected once all counts are known.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Backend, Batch, Metrics
+from portable_fsdp.backends.contract import Backend, Batch, Metrics, tensors_in
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction, run_layers
 from portable_fsdp.optim.counting import nothing_changed_if, set_step_numbers, step_numbers
 from portable_fsdp.runtime.errors import ConfigError
@@ -115,8 +116,8 @@ def train_step(
     backward, to count choices.
 
     Earlier gradients in the model's weights are dropped. `lr` may be a 0-dim tensor, which the host reads; learning
-    rates in the optimizer's groups are restored. Calling the step is collective. It raises ValueError for a wrong
-    number of micro batches or missing control numbers.
+    rates in the optimizer's groups are restored. Calling the step is collective. It raises ConfigError for a wrong
+    number of micro batches, one that isn't placed, and missing numbers.
 
     One micro batch compiles to one program; several to two, `micro_batch` and `update`.
     """
@@ -168,13 +169,18 @@ def train_step(
     if routers is not None and routers.has_loss and accumulation > 1:
         run_count_choices = backend.compile(count_choices, "count_choices")
 
-    def step(batches: Sequence[Batch], lr: float | Tensor, control: Sequence[float] = ()) -> Metrics:
-        if isinstance(batches, dict):
-            raise ConfigError("step: expected a list of micro batches, found one batch: write step([batch], lr)")
-        if len(batches) != accumulation:
-            raise ValueError(f"step: expected {accumulation} micro batches (accumulation), found {len(batches)}")
+    def step(batches: Sequence[Batch], lr: float | Tensor | None = None, control: Sequence[float] = ()) -> Metrics:
+        if not isinstance(lr, Real | Tensor):
+            raise ConfigError("step: needs the learning rate, a number.\n  Write step(batches, config.optim.lr).")
+        if not isinstance(cast(object, batches), list | tuple) or len(batches) != accumulation:
+            actual = len(batches) if isinstance(batches, list | tuple) else f"a {type(batches).__name__}"
+            fix = "Write step([batch], lr), with as many batches as train_step(accumulation=...) says"
+            raise ConfigError(f"step: expected a list of {accumulation} micro batches, found {actual}.\n  {fix}.")
+        if any(value.device.type != backend.device.type for batch in batches for value in tensors_in(batch).values()):
+            raise ConfigError("step: a batch isn't on the engine's device.\n  Write step([engine.place(batch)], lr).")
         if task.counts_labels and not control:
-            raise ValueError(f"step: {task.name} needs control=[count], the number of losses in this process's rows")
+            fix = "Write step(batches, lr, [count]), or for a loss of your own train_step(..., task=your_function)"
+            raise ConfigError(f"step: {task.name} needs the count of losses.\n  {fix}.")
         count, *votes = control or (0.0,)
         numbers, groups = step_numbers(optimizer, float(lr)), optimizer.param_groups
         numbers |= {"loss": 0.0, "share": 0.0, "first": 0.0, "later": 1.0}

@@ -283,7 +283,7 @@ def test_a_step_takes_as_many_micro_batches_as_it_was_made_for() -> None:
     with pf.open_backend(pf.make_config(), device="cpu", backend="native") as engine:
         model, optimizer = pf.shard(Net, pf.make_config(), engine)
         step = pf.train_step(engine, model, optimizer, accumulation=2, max_grad_norm=None, task=squares)
-        with pytest.raises(ValueError, match="expected 2 micro batches"):
+        with pytest.raises(ConfigError, match="expected a list of 2 micro batches, found 1"):
             step([{"x": x_of(0)}], 1e-3)
 
 

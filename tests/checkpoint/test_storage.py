@@ -4,6 +4,9 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +44,8 @@ def test_a_local_folder_by_any_name(address: str) -> None:
         ),
         ("gopher://bucket/run", "fsspec can't open this URL: .*gopher"),
         ("dropbox://bucket/run", "fsspec can't open this URL: .*ropbox"),  # a package is missing
+        ("ftp://localhost:1/run", r"fsspec can't open this URL: .*refused\n  Check the server's name, and the network"),
+        *((url, "names no bucket or server") for url in ("ftp://", "ftp:///run", "s3://", "gs://", "http://")),
     ],
 )
 def test_an_url_that_would_be_a_pattern_or_that_nothing_opens(
@@ -51,6 +56,16 @@ def test_an_url_that_would_be_a_pattern_or_that_nothing_opens(
         locate(url)
     assert main(["list", url]) == 2
     assert re.search(re.escape(url) + f": {found}", capsys.readouterr().err)
+
+
+def test_googles_storage_without_a_network_is_one_sentence_after_seconds() -> None:
+    variables = {"STORAGE_EMULATOR_HOST": "http://localhost:1", "FSSPEC_GS_TOKEN": "anon"}
+    command = [sys.executable, "-m", "portable_fsdp.checkpoint", "list", "gs://bucket/run"]
+    began = time.monotonic()
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 2), done.stderr
+    assert re.match(r"gs://bucket: no answer: Cannot connect .*\n  Check the network, ", done.stderr)
+    assert time.monotonic() - began < 30  # gcsfs alone: 31 s of pauses
 
 
 def test_folders_made_on_the_way_have_durable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

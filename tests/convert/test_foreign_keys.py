@@ -193,7 +193,7 @@ def test_flags_are_taken_in_all_of_accelerates_words(tmp_path: Path, place: str,
 
 
 OVERRIDES: dict[str, object] = yaml.safe_load("""
-{checkpoint.every: 10, checkpoint.resume: auto, compile.enabled: false, data.path: rows.jsonl,
+{checkpoint.every: 10, checkpoint.resume: auto, compile.enabled: false, data.eval_split: 5%, data.path: rows.jsonl,
  memory.gradient_checkpointing: full,
  model.attention: sdpa, optim.min_lr_ratio: 0.5, optim.name: sgd, optim.schedule: constant, train.eval_every: 5,
  precision.compute: bfloat16, precision.buffers: bfloat16, precision.master: float32, precision.output: bfloat16,

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 import re
 import runpy
 import shutil
@@ -189,15 +190,69 @@ def test_unshard_starts_to_gather_a_unit() -> None:
         engine.sum(torch.ones(()))
 
 
-def test_a_copy_of_a_sharded_model_and_a_batch_without_a_list_are_refused() -> None:
+def test_a_copy_of_a_sharded_model_is_refused() -> None:
     config = pf.make_config(memory={"cpu_offload": True})  # else one device has no shards
     with pf.open_backend(config, device="cpu", backend="native") as engine:
-        model, optimizer = pf.shard(Module, config, engine)
+        model, _ = pf.shard(Module, config, engine)
         with pytest.raises(BackendError, match=r"can't be copied \(copy\.deepcopy, .*\n  Copy it before shard"):
             copy.deepcopy(nn.Sequential(model))
-        step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=None)
-        with pytest.raises(ConfigError, match=r"found one batch: write step\(\[batch\], lr\)"):
-            step({"x": torch.ones(4, 2)}, 1e-2)
+
+
+class Reads(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.linear.weight.std().item()
+
+
+MISTAKES = """
+import copy, sys
+import torch
+import portable_fsdp as pf
+from test_library_loops import Module, Reads
+
+config, x = pf.make_config(optim={"lr": 1e-3}), torch.ones(4, 2)
+with pf.open_backend(config, device="cpu", backend=sys.argv[1]) as engine:
+    model, optimizer = pf.shard(Module, config, engine)
+    task = lambda model, batch: (model.linear(batch["x"]).sum(), len(batch["x"]))
+    step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=None, task=task)
+    placed = engine.place({"x": x})
+    for mistake in (
+        lambda: step([placed]),
+        lambda: step([placed], "1e-3"),
+        lambda: step(placed, 1e-3),
+        lambda: step([placed, placed], 1e-3),
+        lambda: step([(x, x)], 1e-3),
+        lambda: engine.place((x, x)),
+        lambda: engine.place({"x": x, "n": [1, 2]}),
+        lambda: step([placed], 1e-3),
+        lambda: pf.shard(Reads, config, engine),
+        lambda: pf.make_config(optim={"learning_rate": 1e-3}),
+        *([lambda: step([{"x": x}], 1e-3), lambda: copy.deepcopy(model)] if sys.argv[1] == "xla" else []),
+    ):
+        try:
+            print(mistake())
+        except pf.runtime.errors.PortableFSDPError as error:
+            print(" ".join(str(error).split()))
+"""
+WAYS_OUT = [
+    *["Write step(batches, config.optim.lr)."] * 2,
+    *["Write step([batch], lr), with as many batches as train_step(accumulation=...) says."] * 2,
+    *['Write engine.place({"x": torch.as_tensor(x)}): the task reads batch["x"].'] * 3,
+    "return losses.sum(), torch.ones_like(losses).sum().",
+    'compute numbers from tensors with device="cpu", or keep tensors (buffers).',
+    "nearest: optim.lr (a number > 0).",
+    "Write step([engine.place(batch)], lr).",
+    "other.load_state_dict(model.state_dict()).",
+]
+
+
+@pytest.mark.parametrize("engine", ["native", pytest.param("xla", marks=pytest.mark.xla)])
+def test_mistakes_of_a_loop_are_sentences_with_a_way_out(engine: str, tmp_path: Path) -> None:
+    search = f"{Path(__file__).parent}{os.pathsep}{ROOT}"
+    lines = finish([PYTHON, "-c", MISTAKES, engine], tmp_path, PYTHONPATH=search).out.splitlines()
+    answers = [line for line in lines if "[Gloo]" not in line]
+    expected = WAYS_OUT if engine == "xla" else WAYS_OUT[:-2]
+    assert [line[-len(way) :] for line, way in zip(answers, expected, strict=True)] == expected
 
 
 def normed() -> nn.Module:

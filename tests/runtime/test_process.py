@@ -31,12 +31,13 @@ def test_a_signal_sets_the_flag_once_and_the_old_handler_comes_back(
     before = signal.getsignal(number)
     with StopRequest() as stop:
         stop.begin_steps()
+        stop.last_step = "step 7"
         assert (stop.requested, stop.reason) == (False, None)
         for each in (number, signal.SIGINT, signal.SIGTERM):  # the first reason stays
             os.kill(os.getpid(), each)
         assert (stop.requested, stop.reason) == (True, number.name)
     assert signal.getsignal(number) is before
-    assert capfd.readouterr().err == f"{number.name}: ending after the current step and its save\n"
+    assert capfd.readouterr().err == f"{number.name}: ending after step 7 at the latest and its save\n"
     with pytest.raises(RuntimeError), StopRequest():
         raise RuntimeError
     assert signal.getsignal(number) is before
@@ -94,7 +95,8 @@ def test_what_announces_a_sigterm_is_no_first_request(capfd: pytest.CaptureFixtu
         time.sleep(0.1)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert capfd.readouterr().err == ""  # the watch has logged the notice
+    # The watch has logged the notice.
+    assert capfd.readouterr().err == "second SIGTERM: ending now, without waiting for the current step and its save\n"
 
 
 ASK_THE_KERNEL = """

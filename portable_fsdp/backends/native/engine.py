@@ -38,7 +38,7 @@ from portable_fsdp.backends.native.units import (
     reshard_all,
     shard_units,
 )
-from portable_fsdp.backends.native.unsharded import GradientSums, refuse_copy, use_in_place
+from portable_fsdp.backends.native.unsharded import GradientSums, use_in_place
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
@@ -237,7 +237,7 @@ class NativeBackend(contract.Backend):
             self._units[model] = fsdp_units(model)
             model.register_forward_hook(self._reshard_if_alone)
             for unit in self._units[model]:
-                cast(Any, unit).__deepcopy__ = refuse_copy
+                cast(Any, unit).__deepcopy__ = contract.refuse_copy
             if policy.tables:
                 from portable_fsdp.backends.native.quantised import dequantise_experts
 
@@ -296,7 +296,7 @@ class NativeBackend(contract.Backend):
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         pins = self.device.type == "cuda"
-        own = self.split_tokens(batch).items()
+        own = self.split_tokens(contract.tensors_in(batch)).items()
         rows = {name: tensor.pin_memory() if pins else tensor for name, tensor in own}
         return {name: tensor.to(self.device, non_blocking=pins) for name, tensor in rows.items()}
 

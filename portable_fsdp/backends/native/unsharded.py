@@ -11,7 +11,7 @@ buckets during backward.
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from portable_fsdp.backends.contract import Forward, ShardPolicy
+from portable_fsdp.backends.contract import Forward, ShardPolicy, refuse_copy
 from portable_fsdp.backends.native.units import (
     ROOT,
     cast_inputs,
@@ -74,15 +74,6 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         keep = not policy.reshard_after_forward
         model.forward = casts.around_all(model.forward, keep, has_tables=bool(policy.tables))
         cast(Any, model).__deepcopy__ = refuse_copy
-
-
-def refuse_copy(_: Any) -> NoReturn:
-    """Raise BackendError: a copied block would compute with the original's weights; torch copies no units either."""
-    raise BackendError(
-        "backend native: a sharded model can't be copied (copy.deepcopy, torch's AveragedModel): the copy would "
-        "compute with the original's weights.\n  Copy it before shard, or shard two models and copy the weights: "
-        "other.load_state_dict(model.state_dict())."
-    )
 
 
 def _needs_copy(use: Use) -> bool:

@@ -89,6 +89,7 @@ class XlaFsdp1Backend(PjrtBackend):
                     # The gathered tensor is a plain attribute of the module, which Python finds before this table.
                     place.module._parameters[place.leaf] = shard.parameter
         self._xla.sync(wait=True)
+        cast(Any, model).__deepcopy__ = contract.refuse_copy
         return model
 
     def _put_zeros(self, places: dict[str, list[contract.ParameterSlot]]) -> None:
@@ -198,6 +199,7 @@ class XlaFsdp1Backend(PjrtBackend):
     # --------------------------------------------------------------------------------------------------- the step
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
+        batch = contract.tensors_in(batch)
         placed = self._bridge._xla_tensors_from_aten(list(batch.values()), [str(self.device)] * len(batch), None)
         return dict(zip(batch, placed, strict=True))
 

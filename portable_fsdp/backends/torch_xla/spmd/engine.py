@@ -144,6 +144,7 @@ class XlaBackend(PjrtBackend):
             quantised.use_tables(model, policy, Layouts(self.mesh, self.axes), barrier)
             fill = None if fill is None else partial(quantised.expanded_piece, fill, policy)
         self._wrap_forwards(model, policy)
+        cast(Any, model).__deepcopy__ = contract.refuse_copy
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
@@ -247,6 +248,7 @@ class XlaBackend(PjrtBackend):
     # --------------------------------------------------------------------------------------------------- the step
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
+        batch = contract.tensors_in(batch)
         text = batch["input_ids"].shape if "input_ids" in batch else None
 
         def spec(tensor: Tensor) -> Spec:
