@@ -230,6 +230,9 @@ def with_values(
         stored = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
         for name, buffer in stored.items():
             buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
+        for name, parameter in model.named_parameters():
+            if weights.holds(name):  # from_pretrained trains all, also tables that a new model freezes (Marian)
+                parameter.requires_grad_(True)
         built, unset = replace(built, fill=weights), unset - set(stored)
     if unset:
         raise ConfigError(

@@ -100,6 +100,12 @@ FROM_FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         | {"vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 32}},
     ),
+    # Positions that a new model doesn't train.
+    "marian": (
+        STATIC,
+        {"d_model": 32, "decoder_ffn_dim": 64, "decoder_layers": 2, "decoder_attention_heads": 4}
+        | {"dropout": 0.0, "decoder_start_token_id": 0},
+    ),
     # Ids that may not be null.
     "cwm": (STATIC, {"head_dim": 8, "sliding_window": 8}),
 }
@@ -125,6 +131,9 @@ def test_a_model_from_a_folder_computes_what_transformers_own_does(
     section = Model(pretrained=str(tmp_path), attention=attention)
     built = build_model(section, seed=0, seq_len=24, vocabulary=0)
     assert cast(Any, built.model).config._attn_implementation == FROM_FOLDERS[model_type][0]
+    assert all(weight.requires_grad for weight in built.model.parameters()) == all(
+        weight.requires_grad for weight in stock.parameters()
+    )
     ours = materialise(built)
     expected = curve(stock, lambda ids: F.cross_entropy(logits(stock, ids).flatten(0, 1), ids.flatten()))
     assert curve(ours, lambda ids: torch.div(*ours(ids, ids))) == pytest.approx(expected, rel=2e-6)
