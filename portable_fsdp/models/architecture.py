@@ -22,6 +22,7 @@ log = logging.getLogger("portable_fsdp")
 
 _MARKS = frozenset(
     {"architectures", "transformers_version", "auto_map", "_name_or_path"}
+    | {"cache_implementation", "task_specific_params", "tokenizer_name"}
     | {"tokenizer_class", "is_llama_config"}  # of conversions from other tools
 )
 """Keys of config.json files that nobody writes by hand, since they change nothing in training."""
@@ -116,6 +117,8 @@ def read_architecture(
     for name, part in unknown.items() if not is_published else ():
         known = sorted(_names(part))
         near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
+        if values.get(name, "") in (None, False) and not difflib.get_close_matches(name, known, cutoff=0.8):
+            continue  # published, and asks for nothing: `mlp_bias: false`
         hint = f"nearest: {near[0]}" if near else f"It has: {', '.join(known)}"
         raise ConfigError(f"{where}{name}: unknown key of {part.__name__}.\n  {hint}.")
     if missing := dict(_missing_sizes(kind, config, values)):
@@ -227,6 +230,7 @@ def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iter
     # A converted key is no attribute. A key that begins with _ is transformers' own; nobody writes it.
     names = [name for name in values if name in vars(config) and name not in known and not name.startswith("_")]
     unknown = set(names) - _deciding(kind, {name: vars(config)[name] for name in names})
+    unknown -= _deciding(kind, {name: _other(vars(config)[name]) for name in unknown})  # given as its default
     for name, value in values.items():
         if name in config.sub_configs and isinstance(value, dict):
             yield from unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
@@ -245,6 +249,11 @@ def _deciding(kind: Any, undeclared: Mapping[str, Any]) -> set[str]:
         return set(undeclared)
     items, half = list(undeclared.items()), len(undeclared) // 2
     return _deciding(kind, dict(items[:half])) | _deciding(kind, dict(items[half:]))
+
+
+def _other(value: Any) -> Any:
+    """Another value than this, for a key that may be read."""
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else value
 
 
 def _has_effect(kind: Any, undeclared: Mapping[str, Any]) -> bool:

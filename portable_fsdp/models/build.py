@@ -9,10 +9,11 @@ holds the model twice.
 
 import copy
 import logging
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -121,31 +122,15 @@ def build_model(
     attention = model.attention
     if attention == "auto" and blocks and context == 1 and _wants_blocks(config, task, seq_len, packs_documents):
         attention = "flex"
-    make = partial(make_model, attention=attention, task=task)
-    bare, twin = _on_meta(config, make), _on_meta(config, make)
-    size = size_of(bare)
-    steps = None
-    if is_causal_lm := task.name == CAUSAL_LM.name:
-        _check_causal(bare)
-        steps = _check_forward(twin, seq_len, seq_len_key)
-    if is_causal_lm and bare.config._attn_implementation in (STATIC, FLEX):
-        from portable_fsdp.models.own_attention import find_difference
-
-        if problem := find_difference(bare, lambda config, attention: make_model(config, attention, task)):
-            name = type(bare).__name__
-            if model.attention != "auto":
-                raise ConfigError(
-                    f"model.attention={attention}: it isn't that of {name}: {problem}.\n  Set model.attention=auto."
-                )
-            log.warning("model: %s takes its own attention (eager), not the static one: %s", name, problem)
-            attention = "eager"
-            make = partial(make_model, attention=attention, task=task)
-            bare, twin = _on_meta(config, make), _on_meta(config, make)
-            if not eager and _reads_host(twin, seq_len):
-                raise ConfigError(
-                    f"model.attention: {name} needs its own attention ({problem}), which reads values on the host "
-                    "in each step.\n  Train it on native."
-                )
+    opened = _open_with(attention, config, task, seq_len, seq_len_key, is_auto=model.attention == "auto")
+    make, bare, twin, steps, problem = opened
+    if problem and not eager and _reads_host(twin, seq_len):
+        raise ConfigError(
+            f"model.attention: {type(bare).__name__} needs its own attention ({problem}), which reads values on the "
+            "host in each step.\n  Train it on native."
+        )
+    attention = "eager" if problem else attention
+    is_causal_lm, size = task.name == CAUSAL_LM.name, size_of(bare)
     master, compute = DTYPES[precision.master], DTYPES[precision.compute]
     documents = None
     if context > 1:
@@ -223,6 +208,9 @@ def with_values(
         stored = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
         for name, buffer in stored.items():
             buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
+        for name, parameter in model.named_parameters():
+            if weights.holds(name):  # from_pretrained trains all, also tables that a new model freezes (Marian)
+                parameter.requires_grad_(True)
         built, unset = replace(built, fill=weights), unset - set(stored)
     if unset:
         raise ConfigError(
@@ -333,18 +321,75 @@ def make_model(config: Any, attention: str, task: Task) -> Any:
     return model
 
 
+class _Opened(NamedTuple):
+    make: Callable[[Any], Any]  # makes the model of a config
+    model: Any  # on meta
+    twin: Any
+    steps: LogitSteps | None
+    problem: str  # of the static attention, so that the model has its own; empty: none
+
+
+def _open_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_key: str, *, is_auto: bool) -> _Opened:
+    """Make the model with `attention`, or with its own where the static one can't run or computes something else.
+
+    `is_auto`: the config leaves the choice. Raises ConfigError if the attention that it names isn't the model's.
+    """
+    opened = partial(_open, config, task=task, seq_len=seq_len, seq_len_key=seq_len_key)
+    try:
+        found = opened(attention)
+        if found.model.config._attn_implementation not in (STATIC, FLEX):
+            return found
+        from portable_fsdp.models.own_attention import find_difference
+
+        if not (problem := find_difference(found.model, partial(make_model, task=task))):
+            return found
+        own = opened("eager")
+    except _MisfitError as error:
+        if attention not in ("auto", "static"):
+            raise
+        try:
+            own = opened("eager")
+        except _MisfitError:
+            raise error from None
+        problem = str(error).partition("\n")[0].removeprefix("model: ")
+    name = type(own.model).__name__
+    if not is_auto:
+        raise ConfigError(
+            f"model.attention={attention}: it isn't that of {name}: {problem}.\n  Set model.attention=auto."
+        )
+    log.warning("model: %s takes its own attention (eager), not the static one: %s", name, problem)
+    return own._replace(problem=problem)
+
+
+def _open(config: Any, attention: str, task: Task, seq_len: int, seq_len_key: str) -> _Opened:
+    """Make the model on meta, and run a row through its twin."""
+    make = partial(make_model, attention=attention, task=task)
+    bare, twin = _on_meta(config, make), _on_meta(config, make)
+    steps = None
+    if task.name == CAUSAL_LM.name:
+        _check_causal(bare, task)
+        steps = _check_forward(twin, seq_len, seq_len_key)
+    return _Opened(make, bare, twin, steps, "")
+
+
 def _on_meta(config: Any, make: Callable[[Any], Any]) -> Any:
     try:
         with torch.device("meta"):
             return make(config)
+    except ConfigError:
+        raise
     except Exception as error:  # an activation's name, heads of 0: each fails in its own way
         raise _misfit(f"{type(config).__name__}: can't build a model from it", error) from error
 
 
+class _MisfitError(ConfigError):
+    """transformers can't build the model, or run a row through it."""
+
+
 def _misfit(problem: str, error: Exception) -> ConfigError:
-    return ConfigError(
+    return _MisfitError(
         f"model: {problem}: {type(error).__name__}: {last_line(error)}\n"
-        "  Compare the sizes in model.architecture with those of an existing model."
+        "  Compare its sizes with those of an existing model, or use another model."
     )
 
 
@@ -363,8 +408,12 @@ def _check_forward(model: Any, seq_len: int, seq_len_key: str) -> LogitSteps | N
             raise _misfit(
                 f"{type(model).__name__} can't run a row of {seq_len} tokens ({seq_len_key})", error
             ) from error
+        running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         for name, module in model.named_modules():
-            if "Experts" in type(module).__name__ and not takes_implementation(module):
+            if "Experts" not in type(module).__name__ or takes_implementation(module):
+                continue
+            block = model.get_submodule(name.rpartition(".")[0])  # with its router
+            if any(each is module or each is block for each in running):
                 raise ConfigError(
                     f"model: {type(model).__name__}: the experts {name} don't run in static shapes: they read on the "
                     "host which tokens they got.\n  Use a model whose experts implementation can be set in "
@@ -383,10 +432,15 @@ def _reads_host(model: Any, seq_len: int) -> bool:
     return False
 
 
-def _check_causal(model: nn.Module) -> None:
+def _check_causal(model: nn.Module, task: Task) -> None:
     """Raise ConfigError for an encoder: transformers lists some as causal, but they see the tokens to predict."""
     flags = [flag for module in model.modules() if isinstance(flag := getattr(module, "is_causal", None), bool)]
-    if flags and not any(flags):
+    if not flags or any(flags):
+        return
+    from portable_fsdp.models.own_attention import is_causal
+
+    # A mask that the model makes may be causal all the same (GIT, BigBird-Pegasus).
+    if not is_causal(model, partial(make_model, task=task)):
         raise ConfigError(
             f"model: {type(model).__name__} is configured as an encoder, but its attention must be causal.\n"
             "  Set model.architecture.is_decoder=true (in a folder: in its config.json), or use another model."

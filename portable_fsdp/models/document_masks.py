@@ -9,11 +9,12 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
@@ -120,10 +121,11 @@ def try_small_copies(
     with torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         # On the CPU attention over blocks runs uncompiled, and torch warns.
         warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile", category=UserWarning)
-        for config in _small_configs(model.config):
-            change(config)
+        for narrow in (True, False):
             torch.manual_seed(0)
             try:
+                config = _small_config(model.config, narrow)
+                change(config)
                 copied = build(config).eval()
                 for weight in copied.parameters():
                     scale = 1 / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 0.1
@@ -136,24 +138,26 @@ def try_small_copies(
     return problem
 
 
-def _small_configs(config: Any) -> Iterator[Any]:
-    """Yield configs to try, the smallest first: fewer heads of the same width, then the model's own width."""
-    for narrow in (True, False):
-        whole = copy.deepcopy(config)
-        small = whole.get_text_config(decoder=True)
-        _cut_layers(small, _LAYERS)
-        small.vocab_size = _VOCABULARY
-        for key in _SIZES_INSIDE:
-            if isinstance(size := getattr(small, key, None), int):
-                setattr(small, key, min(size, _WIDTH))
-        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # outside the small vocabulary
+def _small_config(config: Any, narrow: bool) -> Any:
+    """Return a config to try; `narrow`: with fewer heads of the same width, else of the model's own width."""
+    whole = copy.deepcopy(config)
+    small = whole.get_text_config(decoder=True)
+    _cut_layers(small, _LAYERS)
+    small.vocab_size = _VOCABULARY
+    for key in _SIZES_INSIDE:
+        if isinstance(size := getattr(small, key, None), int):
+            setattr(small, key, min(size, _WIDTH))
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # outside the small vocabulary
+        try:
             setattr(small, key, None)
-        for key in ("sliding_window", "attention_chunk_size"):
-            if isinstance(getattr(small, key, None), int):
-                setattr(small, key, _WINDOW)
-        if narrow:
-            _cut_heads(small)
-        yield whole
+        except StrictDataclassFieldValidationError:  # the class takes numbers only
+            setattr(small, key, _VOCABULARY - 1)
+    for key in ("sliding_window", "attention_chunk_size"):
+        if isinstance(getattr(small, key, None), int):
+            setattr(small, key, _WINDOW)
+    if narrow:
+        _cut_heads(small)
+    return whole
 
 
 def _cut_layers(config: Any, most: int) -> None:

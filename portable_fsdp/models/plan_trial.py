@@ -30,10 +30,11 @@ def require_plan(model: Any, config: Config, run_parts: RunParts) -> None:
     """Raise ConfigError if a small copy of `model` computes other outputs or gradients when the plan splits it."""
     devices = next(count for count in range(2, config.sharding.tensor + 1) if config.sharding.tensor % count == 0)
     task = find_task(config.train.task, eager=True)
+    attention = "eager" if model.config._attn_implementation == "eager" else "auto"
     words: dict[str, str] = {}
 
     def build(small: Any) -> Any:
-        return make_model(small, "auto", task)
+        return make_model(small, attention, task)
 
     def compare(copied: Any, whole: Tensor) -> str:
         copies = [build(copied.config).eval() for _ in range(devices)]

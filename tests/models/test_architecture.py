@@ -74,6 +74,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "older names": {"torch_dtype": "float16", "rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "of generation": {"temperature": 0.7, "do_sample": True},
     "dropout, in a file": FILE | {"attention_dropout": 0.1},
+    "off, and of other classes": {"mlp_only": False, "rope_interleaved": False, "attn_type_hint": None},
     "of remote code and of quantisation": FILE
     | {"auto_map": {"AutoConfig": "configuration_x.X"}, "quantization_config": {"quant_method": "mxfp4"}},
 }
@@ -86,6 +87,13 @@ def test_keys_of_published_files_are_taken(name: str) -> None:
     assert not hasattr(config, "auto_map")
     assert not hasattr(config, "quantization_config")
     assert config_from_json(json.loads(config.to_json_string(use_diff=False))).to_dict() == config.to_dict()
+
+
+def test_a_key_that_sets_others_is_taken_at_its_default_too() -> None:
+    sizes = ARCHITECTURES["gemma3_text"] | {"num_hidden_layers": 12}
+    del sizes["layer_types"]
+    read = {pattern: read_architecture(sizes | {"sliding_window_pattern": pattern}) for pattern in (6, 3)}
+    assert [read[pattern].layer_types.count("full_attention") for pattern in (6, 3)] == [2, 4]
 
 
 def test_the_log_names_keys_without_effect(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,6 +113,7 @@ _OF_PART = {"model_type": "gemma3", "text_config": {"hiden_size": 64}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "instead of the right one": (_NO_WIDTH | {"hidden_sze": 64}, r"\.hidden_sze: unknown key of Llama.*\n.*: hidden_"),
     "of a part": (_OF_PART, r"\.text_config\.hiden_size: unknown key of Gemma3TextConfig.*\n  nearest: hidden_size"),
+    "off, and near another": (LLAMA | {"tie_word_embedings": False}, r"tie_word_embedings: unknown key of LlamaConfig"),
     "of another class": (LLAMA | {"sliding_window": 5}, r"sliding_window: unknown key of LlamaConfig"),
     "no sizes": (
         {"model_type": "llama"},

@@ -88,6 +88,26 @@ FROM_FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_chunk_size": 8, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9]},
     ),
     "gemma4_text": (STATIC, _PER_LAYER | {"num_hidden_layers": 6, "global_head_dim": 16}),
+    # An index that reads the mask, and a model that knows one attention.
+    "deepseek_v32": (
+        "eager",
+        {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+        | {"v_head_dim": 8, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 4, "n_routed_experts": 4}
+        | {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    ),
+    "git": (
+        "eager",
+        {"num_key_value_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        | {"vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "image_size": 32}},
+    ),
+    # Positions that a new model doesn't train.
+    "marian": (
+        STATIC,
+        {"d_model": 32, "decoder_ffn_dim": 64, "decoder_layers": 2, "decoder_attention_heads": 4}
+        | {"dropout": 0.0, "decoder_start_token_id": 0},
+    ),
+    # Ids that may not be null.
+    "cwm": (STATIC, {"head_dim": 8, "sliding_window": 8}),
 }
 
 
@@ -100,12 +120,20 @@ def folder_of(model_type: str, folder: Path) -> Any:
     return model.train()
 
 
-@pytest.mark.parametrize("model_type", FROM_FOLDERS)
-def test_a_model_from_a_folder_computes_what_transformers_own_does(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "attention"), [("llama4_text", "eager"), *((name, "auto") for name in FROM_FOLDERS)]
+)
+def test_a_model_from_a_folder_computes_what_transformers_own_does(
+    model_type: str, attention: Any, tmp_path: Path
+) -> None:
     folder_of(model_type, tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").train()
-    built = build_model(Model(pretrained=str(tmp_path)), seed=0, seq_len=24, vocabulary=0)
+    section = Model(pretrained=str(tmp_path), attention=attention)
+    built = build_model(section, seed=0, seq_len=24, vocabulary=0)
     assert cast(Any, built.model).config._attn_implementation == FROM_FOLDERS[model_type][0]
+    assert all(weight.requires_grad for weight in built.model.parameters()) == all(
+        weight.requires_grad for weight in stock.parameters()
+    )
     ours = materialise(built)
     expected = curve(stock, lambda ids: F.cross_entropy(logits(stock, ids).flatten(0, 1), ids.flatten()))
     assert curve(ours, lambda ids: torch.div(*ours(ids, ids))) == pytest.approx(expected, rel=2e-6)
@@ -119,6 +147,7 @@ _STATIC = r"model\.attention=static: it isn't that of .*\n.*attention=auto"
     [
         ("doge", {"attention": "static"}, {}, _STATIC),
         ("doge", {}, {"context": 2}, "its own attention"),
+        ("git", {"attention": "static"}, {}, _STATIC),
         ("llama4_text", {"attention": "static"}, {}, _STATIC),
         ("llama4_text", {}, {"packs_documents": True}, "doesn't keep the documents of a row apart"),
         ("llama4_text", {}, {"context": 2}, "its own attention"),

@@ -117,7 +117,5 @@ def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_what_is_neither_folder_nor_hub_id_is_refused_without_a_network(name: str) -> None:
     assert not is_hub_id(name)
-    with pytest.raises(
-        ConfigError, match=r"model\.pretrained: no such folder: .*\n  Name a local folder or a hub id "
-    ):
+    with pytest.raises(ConfigError, match=r"model\.pretrained: no such folder: .*\n  Name a local folder or a hub id "):
         local_folder("model.pretrained", name)
