@@ -27,8 +27,6 @@ from portable_fsdp.backends.contract import (
     Operation,
     Partition,
     Piece,
-    ShardPolicy,
-    dropouts,
     process_memory,
 )
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
@@ -280,17 +278,6 @@ def _described(args: Sequence[Any]) -> dict[str, Any]:
         for name, value in named.items()
         if not isinstance(value, bool)
     }
-
-
-def require_no_dropout(model: nn.Module, policy: ShardPolicy) -> None:
-    """Raise BackendError if a recomputed module draws from a generator: recomputation would draw other numbers."""
-    for name in policy.recompute:
-        if drawing := dropouts(model.get_submodule(name), by_keys=policy.draws_by_keys):
-            raise BackendError(
-                f"memory.gradient_checkpointing on XLA: {name} has dropout ({', '.join(drawing)}), and recomputation "
-                "would draw other numbers.\n  Set the dropout to 0, or memory.gradient_checkpointing=none, or "
-                "--backend=native."
-            )
 
 
 Keep = Callable[..., AbstractContextManager[None]]

@@ -24,7 +24,6 @@ from portable_fsdp.backends.torch_xla.runtime import (
     Programs,
     recomputed,
     require_devices,
-    require_no_dropout,
     set_environment,
 )
 from portable_fsdp.backends.weight_uses import check_statistics
@@ -71,7 +70,6 @@ class XlaFsdp1Backend(PjrtBackend):
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         if self._settings.buffer_dtype == "float32":
             check_statistics(model, policy)
-        require_no_dropout(model, policy)
         assert fill is not None
         places = contract.parameter_slots(model)
         if self._by_rows:

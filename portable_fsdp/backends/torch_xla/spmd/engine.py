@@ -26,7 +26,6 @@ from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
     recomputed,
     require_devices,
-    require_no_dropout,
     set_environment,
 )
 from portable_fsdp.backends.torch_xla.spmd.attention import LayerAttention
@@ -131,7 +130,6 @@ class XlaBackend(PjrtBackend):
 
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         check_statistics(model, policy)
-        require_no_dropout(model, policy)
         if policy.tensor is not None:
             shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
             layouts = {fqn: axes_apart(spec, shapes[fqn], self.axes) for fqn, spec in policy.layouts.items()}
