@@ -354,7 +354,7 @@ class Backend(Closing):
 # ----------------------------------------------------------------------------------------- shared by all engines
 
 
-def tensors_in(batch: object) -> Batch:
+def as_batch(batch: object) -> Batch:
     """Return a batch. Raises ConfigError for anything but a dict of tensors."""
     for name, value in cast(dict[str, object], batch if isinstance(batch, Mapping) else {"": batch}).items():
         if not (name and isinstance(value, Tensor)):

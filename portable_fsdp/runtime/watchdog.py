@@ -90,7 +90,7 @@ class Watchdog(Closing):
         files = shared.fileno(), stacks.fileno(), writes
         numbers = (os.getpid(), *files, process, int(prints))
         self._child = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, numbers), str(folder)],
+            [sys.executable, "-m", __name__, *map(str, numbers), str(folder), str(self.began)],
             stdin=subprocess.DEVNULL,
             pass_fds=files,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -175,13 +175,15 @@ class Watchdog(Closing):
 # ---------------------------------------------------------------------------------------------- in the process beside
 
 
-def main(parent: int, descriptor: int, stacks: int, record: int, process: int, prints: bool, folder: Path) -> None:
-    """Watch process `parent`. Counts rounds, not clock time: a host that was suspended blames nobody."""
+def main(
+    parent: int, descriptor: int, stacks: int, record: int, process: int, prints: bool, folder: Path, started: float
+) -> None:
+    """Watch process `parent`, which began at `started`. Counts rounds, not clock time: a suspended host blames none."""
     end_with_parent(parent)
     for number in STOP_SIGNALS:  # sent to the whole group
         signal.signal(number, signal.SIG_IGN)
     shared = mmap.mmap(descriptor, _BYTES)
-    started, last, waited_s, state = time.time(), -1, 0.0, dict[str, Any]()
+    last, waited_s, state = -1, 0.0, dict[str, Any]()
     while True:
         began = time.monotonic()
         time.sleep(_POLL_S)
@@ -227,4 +229,4 @@ def _end(
 
 if __name__ == "__main__":
     _parent, _descriptor, _stacks, _record, _process, _prints = map(int, sys.argv[1:7])
-    main(_parent, _descriptor, _stacks, _record, _process, bool(_prints), Path(sys.argv[7]))
+    main(_parent, _descriptor, _stacks, _record, _process, bool(_prints), Path(sys.argv[7]), float(sys.argv[8]))

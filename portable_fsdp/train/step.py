@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Backend, Batch, Metrics, tensors_in
+from portable_fsdp.backends.contract import Backend, Batch, Metrics, as_batch
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, TaskFunction, run_layers
 from portable_fsdp.optim.counting import nothing_changed_if, set_step_numbers, step_numbers
 from portable_fsdp.runtime.errors import ConfigError
@@ -176,7 +176,7 @@ def train_step(
             actual = len(batches) if isinstance(batches, list | tuple) else f"a {type(batches).__name__}"
             fix = "Write step([batch], lr), with as many batches as train_step(accumulation=...) says"
             raise ConfigError(f"step: expected a list of {accumulation} micro batches, found {actual}.\n  {fix}.")
-        if any(value.device.type != backend.device.type for batch in batches for value in tensors_in(batch).values()):
+        if any(value.device.type != backend.device.type for batch in batches for value in as_batch(batch).values()):
             raise ConfigError("step: a batch isn't on the engine's device.\n  Write step([engine.place(batch)], lr).")
         if task.counts_labels and not control:
             fix = "Write step(batches, lr, [count]), or for a loss of your own train_step(..., task=your_function)"

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 from cases import CaseRows
+from jobs import open_group
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from workers import GetWorkers, Group, JobFailed, marked
 
 import portable_fsdp as pf
-from portable_fsdp.backends.contract import Backend, ShardPolicy, dropouts
+from portable_fsdp.backends.contract import Backend, dropouts
 from portable_fsdp.backends.native.units import local_part
-from portable_fsdp.backends.torch_xla.runtime import require_no_dropout
 from portable_fsdp.config.schema import Train
 from portable_fsdp.models.factory import open_factory
 from portable_fsdp.models.tasks import Task
@@ -169,14 +169,14 @@ class Block(nn.Module):
 
 
 class Noise(nn.Module):
-    """Draws by itself."""
+    """Draws by itself, on the host and on its device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.rate = nn.Linear(8, 8), 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(torch.rand(()) * self.linear(x * (1 + 0.5 * torch.randn(8))), self.rate)
+        return x + F.dropout(torch.rand(()) * self.linear(x * (1 + 0.5 * torch.randn(8, device=x.device))), self.rate)
 
 
 class Net(nn.Module):
@@ -198,7 +198,7 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
 
 
 def x_of(seed: int) -> Tensor:
-    return torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(18, 8, generator=torch.Generator().manual_seed(seed))
 
 
 RECOMPUTED: dict[str, Any] = {"memory": {"gradient_checkpointing": "full"}}
@@ -237,12 +237,58 @@ def test_recomputed_layers_draw_the_same_numbers_again(sections: Any, kind: type
     torch.testing.assert_close(actual["grad_norm"], norm)
 
 
-def test_xla_refuses_to_recompute_dropout() -> None:
-    policy = ShardPolicy(units=(), recompute=("norm", "blocks.1"))
-    require_no_dropout(Net(), replace(policy, recompute=("norm",)))
-    require_no_dropout(Net(), replace(policy, draws_by_keys=True))
-    with pytest.raises(BackendError, match=r"blocks\.1 has dropout \(dropout"):
-        require_no_dropout(Net(), policy)
+class Skips(Net):
+    """Leaves out a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[2](self.blocks[0](self.norm(x)))
+
+
+class Ends(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](self.norm(x)))
+
+
+def drawn(sections: dict[str, Any], make: Callable[[], nn.Module]) -> list[float]:
+    """Losses and norms of two steps on a group of XLA."""
+    from torch_xla.core.xla_model import set_rng_state
+
+    config = pf.make_config(**sections)
+    with open_group(config) as engine:
+        model, optimizer = pf.shard(make, config, engine)
+        step = pf.train_step(engine, model, optimizer, accumulation=1, max_grad_norm=None, task=squares)
+        torch.manual_seed(3)
+        set_rng_state(3)
+        metrics = [engine.fetch(step([engine.place({"x": x_of(seed)})], 1e-3)).result() for seed in range(2)]
+    return [row[name].item() for row in metrics for name in ("loss", "grad_norm")]
+
+
+@pytest.mark.parametrize("kind", [Block, Noise])
+@pytest.mark.parametrize("group", [marked(Group("xla", 3)), marked(Group("xla_fsdp1", 1))])
+def test_recomputed_layers_draw_the_same_numbers_again_on_xla(
+    group: Group, kind: type[nn.Module], workers: GetWorkers
+) -> None:
+    answers = [
+        workers(group).run(drawn, sections=sections, make=partial(Net, kind))[0] for sections in ({}, RECOMPUTED)
+    ]
+    assert answers[1] == pytest.approx(answers[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("group", "sections", "make", "words"),
+    [
+        marked(Group("xla", 3), {}, partial(Net, Noise), r"they draw random numbers \(aten\.rand"),
+        marked(Group("xla", 3), RECOMPUTED, partial(Net, Noise), r"they draw random numbers \(aten\.rand"),
+        marked(Group("xla", 3), {}, partial(Skips, Layer), r"the model calls blocks\.2 instead of blocks\.1"),
+        marked(Group("xla", 3), {}, partial(Ends, Layer), r"the model calls blocks\.0 instead of blocks\.2"),
+    ],
+)
+def test_scanned_layers_that_one_loop_would_change_are_refused(
+    group: Group, sections: Any, make: Callable[[], nn.Module], words: str, workers: GetWorkers
+) -> None:
+    with pytest.raises(JobFailed, match=rf"compile\.scan_layers=true cannot be honoured: .*{words}") as failure:
+        workers(group).run(drawn, sections=sections | {"compile": {"scan_layers": True}}, make=make)
+    assert failure.value.kind == "BackendError"
 
 
 def test_numbers_called_dropout_count_and_zeros_do_not() -> None:

@@ -4,6 +4,7 @@ The copies are bitsandbytes' own.
 """
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,5 +226,9 @@ def test_no_axis_changes_an_adapters_dropout(
     case = replace(case, steps=3, settings=case.settings | AXES[axis])
     if any(workers(group).run(jobs.is_refused, case=case)):
         return
-    losses = [row["loss"] for row in workers(group).run(jobs.train, case=case)[0]["metrics"]]
-    assert losses == pytest.approx(reference(replace(copy, steps=3)).losses, rel=1e-5)
+    is_refused = axis != "context" and (
+        model == "gpt2" or scheme == "nf4_double"
+    )  # no plan; 256 weights a scale's scale
+    with pytest.raises(JobFailed, match=r"ConfigError: .*sharding\.tensor") if is_refused else nullcontext():
+        losses = [row["loss"] for row in workers(group).run(jobs.train, case=case)[0]["metrics"]]
+        assert losses == pytest.approx(reference(replace(copy, steps=3)).losses, rel=1e-5)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import time
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from cli import PYTHON, events, finish, losses, started
+from cli import PYTHON, committed, events, finish, losses, started
+
+from portable_fsdp.observe.run_files import read_jsonl
 
 MODULE = """
 import ctypes, os, time
@@ -128,15 +129,28 @@ def test_a_hung_process_is_ended_and_named_and_the_run_goes_on(
     assert len(losses(folder / "run")) == 16
 
 
-@pytest.mark.proof
-def test_a_stopped_process_without_others_is_ended(folder: Path) -> None:
-    more = ["train.steps=600", "train.eval_every=300"]  # SIGCONT lets it run for seconds, to write its stacks
-    with started([*STARTS["xla"], *more], folder, HANG="", HANG_PROCESS="0") as run:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "process"),
+    [("xla", 0), *(pytest.param("native", process, marks=pytest.mark.proof) for process in (0, 1))],
+)
+def test_a_stopped_process_is_ended_and_takes_no_further_step(engine: str, process: int, folder: Path) -> None:
+    """Though SIGCONT wakes it for seconds, to write its stacks."""
+    more = ["train.steps=600", "train.eval_every=300", "checkpoint.every=2", "run.step_timeout_s=20"]
+    with started([*STARTS[engine], *more], folder, HANG="", HANG_PROCESS="0") as run:
         run.wait_until(
             lambda: bool(events(folder / "run", "save")) if (folder / "run/events.jsonl").exists() else False
         )
         began = time.monotonic()
-        psutil.Process(run.pid).children()[0].send_signal(signal.SIGSTOP)
+        trains = psutil.Process(run.pid).children(recursive=True) if engine == "native" else []
+        trains = [each for each in trains if each.environ().get("RANK") == str(process)]
+        worker = next((each for each in trains if "watchdog" not in " ".join(each.cmdline())), None)
+        (worker or psutil.Process(run.pid).children()[0]).suspend()
         run.wait_until(lambda: "Restart 1 of 3" in run.err)
-        assert time.monotonic() - began < 22
-        assert run.wait() == 0, run.err
+        assert time.monotonic() - began < 42
+        [failed], saves = events(folder / "run", "fail"), events(folder / "run", "save")
+        assert failed["reason"].startswith("Hung: process ")
+        assert not failed.get("is_early")
+        assert f": {failed['reason']}\n  Restart 1 of 3" in run.err
+        assert max(row["time"] for row in [*read_jsonl(folder / "run/metrics.jsonl"), *saves]) < failed["time"]
+        assert committed(folder / "run")[-1] == saves[-1]["step"]

@@ -1,6 +1,7 @@
-"""User code that calls sys.exit or raises another exception that is no Exception: the run fails, and says where."""
+"""User code that ends a process: by sys.exit, by an exception that is no Exception, or by no exception at all."""
 
 import importlib
+import itertools
 import pickle
 import re
 import signal
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli import events, launch, losses
+from cli import PYTHON, TORCHRUN, events, finish, launch, losses
 from plain_backend import PlainBackend, in_processes
 
+from portable_fsdp import evaluate
 from portable_fsdp.config.data import Data
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.data.batches import _Steps
@@ -232,3 +234,84 @@ def test_signals_stay_signals() -> None:
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ------------------------------------------------------------------- ends that no exception of Python's shows, or does
+
+FAULTY = """
+import os, resource
+import torch
+from user_exits import Model, data
+
+CALLS, FAULT, PROCESSES = 0, os.environ.get("FAULT", ""), os.environ.get("PROCESSES", "").split()
+
+def memory():
+    resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+    torch.ones(4 << 30)
+
+def task(model, batch):
+    global CALLS
+    CALLS += batch["x"].device.type != "meta"
+    if CALLS == 5 and os.environ.get("RANK", "0") in PROCESSES:
+        exec(FAULT)
+    return model(batch["x"], batch["labels"])
+"""
+FAULTS = {
+    "error": ("raise ValueError('bad row 17')", "ValueError: bad row 17"),
+    "MemoryError": ("raise MemoryError", "MemoryError"),
+    "host memory": ("memory()", "RuntimeError: .*can't allocate memory"),
+    "SIGKILL": ("os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+    "SIGSEGV": ("os.kill(os.getpid(), 11)", "ended by SIGSEGV"),
+    "exit code 0": ("os._exit(0)", "ended with exit code 0"),
+}
+"""What process does in its fifth forward, and the cause."""
+STARTS = {
+    "native": [*PYTHON, "--device=cpu", "--backend=native", "--num_devices=2"],
+    "xla": [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=2"],
+    "xla_fsdp1": [*PYTHON, "--device=cpu", "--backend=xla_fsdp1", "--num_devices=1"],
+    "torchrun": [*TORCHRUN, "--device=cpu", "--backend=native"],
+}
+FAULTY_RUN = ["--config=user.yaml", "optim.factory=null", "train.task=faulty:task", "train.micro_batch=2"]
+CASES_IN_SUITE = [("native", "error", "1"), ("native", "exit code 0", "1")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("start", "fault", "process"),
+    [
+        pytest.param(*case, marks=[pytest.mark.proof] * (case not in CASES_IN_SUITE))
+        for case in itertools.product(STARTS, FAULTS, "01")
+        if not case[0].startswith("xla") or case[2] == "0"
+    ],
+)
+def test_the_process_that_failed_first_names_the_cause(start: str, fault: str, process: str, user: Any) -> None:
+    """Of each start, and of the run, which ends after two failures with one cause at one step."""
+    Path("faulty.py").write_text(FAULTY)
+    code, cause = FAULTS[fault]
+    # Only torchrun's agent sees how a process ends, and takes exit code 0 for success.
+    if cause.startswith("ended") and (start == "torchrun" or (start, fault) == ("native", "exit code 0")):
+        cause = f"lost its connection to process {process}"
+    variables = {"FAULT": code, "PROCESSES": process}
+    run = finish([*STARTS[start], *FAULTY_RUN, "checkpoint.every=null"], Path(), 1, **variables)
+    reasons = [event["reason"] for event in events(Path("run"), "fail")]
+    assert len(reasons) == (1 if start == "torchrun" else 2), run.err
+    assert all(re.search(cause, reason) for reason in reasons), reasons
+    if start != "torchrun":
+        assert re.search(f"  after step [234]: .*{cause}", run.err.splitlines()[-1])
+
+
+@pytest.mark.proof
+@pytest.mark.slow
+def test_a_run_whose_processes_all_end_with_exit_code_0_has_not_finished(
+    user: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun, which takes that for success."""
+    Path("faulty.py").write_text(FAULTY)
+    finish([*STARTS["torchrun"], *FAULTY_RUN], Path(), 0, FAULT="os._exit(0)", PROCESSES="0 1")
+    sentence = "the last start didn't finish: it recorded no end after step"
+    assert read_run(Path("run")).status.startswith("not finished")
+    assert evaluate.main(["run", "--device=cpu", "data.eval_split=test"]) == 0
+    assert sentence in capsys.readouterr().err
+    assert launch("--device=cpu", *FAULTY_RUN) == 0
+    assert sentence in capsys.readouterr().err
+    assert read_run(Path("run")).status == "finished at step 40"

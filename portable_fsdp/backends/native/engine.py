@@ -296,7 +296,7 @@ class NativeBackend(contract.Backend):
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
         pins = self.device.type == "cuda"
-        own = self.split_tokens(contract.tensors_in(batch)).items()
+        own = self.split_tokens(contract.as_batch(batch)).items()
         rows = {name: tensor.pin_memory() if pins else tensor for name, tensor in own}
         return {name: tensor.to(self.device, non_blocking=pins) for name, tensor in rows.items()}
 

@@ -27,8 +27,6 @@ from portable_fsdp.backends.contract import (
     Operation,
     Partition,
     Piece,
-    ShardPolicy,
-    dropouts,
     process_memory,
 )
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
@@ -283,22 +281,10 @@ def _described(args: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def require_no_dropout(model: nn.Module, policy: ShardPolicy) -> None:
-    """Raise BackendError if a recomputed module draws from a generator: recomputation would draw other numbers."""
-    for name in policy.recompute:
-        if drawing := dropouts(model.get_submodule(name), by_keys=policy.draws_by_keys):
-            raise BackendError(
-                f"memory.gradient_checkpointing on XLA: {name} has dropout ({', '.join(drawing)}), and recomputation "
-                "would draw other numbers.\n  Set the dropout to 0, or memory.gradient_checkpointing=none, or "
-                "--backend=native."
-            )
-
-
 def keep_moments_apart(optimizer: torch.optim.Optimizer) -> None:
     """Keep XLA on CPUs from computing an optimizer's moments a second time, inside the update of the weights.
 
-    That would read the old moments, so each would be copied first: 40 % of the copies of a step. On a TPU one fusion
-    writes all three.
+    That would read the old moments, so each would be copied first. On a TPU one fusion writes all three.
     """
     from torch_xla.core.xla_model import optimization_barrier_
 

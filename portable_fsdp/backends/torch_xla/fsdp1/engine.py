@@ -26,7 +26,6 @@ from portable_fsdp.backends.torch_xla.runtime import (
     keep_moments_apart,
     recomputed,
     require_devices,
-    require_no_dropout,
     set_environment,
 )
 from portable_fsdp.backends.weight_uses import check_statistics
@@ -73,7 +72,6 @@ class XlaFsdp1Backend(PjrtBackend):
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         if self._settings.buffer_dtype == "float32":
             check_statistics(model, policy)
-        require_no_dropout(model, policy)
         assert fill is not None
         places = contract.parameter_slots(model)
         if self._by_rows:
@@ -199,7 +197,7 @@ class XlaFsdp1Backend(PjrtBackend):
     # --------------------------------------------------------------------------------------------------- the step
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
-        batch = contract.tensors_in(batch)
+        batch = contract.as_batch(batch)
         placed = self._bridge._xla_tensors_from_aten(list(batch.values()), [str(self.device)] * len(batch), None)
         return dict(zip(batch, placed, strict=True))
 

@@ -27,7 +27,6 @@ from portable_fsdp.backends.torch_xla.runtime import (
     keep_moments_apart,
     recomputed,
     require_devices,
-    require_no_dropout,
     set_environment,
 )
 from portable_fsdp.backends.torch_xla.spmd.attention import LayerAttention
@@ -132,7 +131,6 @@ class XlaBackend(PjrtBackend):
 
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         check_statistics(model, policy)
-        require_no_dropout(model, policy)
         if policy.tensor is not None:
             shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
             layouts = {fqn: axes_apart(spec, shapes[fqn], self.axes) for fqn, spec in policy.layouts.items()}
@@ -248,7 +246,7 @@ class XlaBackend(PjrtBackend):
     # --------------------------------------------------------------------------------------------------- the step
 
     def place(self, batch: contract.Batch, axes: Sequence[str] = ROW_AXES) -> contract.Batch:
-        batch = contract.tensors_in(batch)
+        batch = contract.as_batch(batch)
         text = batch["input_ids"].shape if "input_ids" in batch else None
 
         def spec(tensor: Tensor) -> Spec:

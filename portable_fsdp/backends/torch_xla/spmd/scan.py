@@ -61,6 +61,7 @@ class LayerLoop:
         self._inputs: list[Any] = []
         self._returns_tuple = False
         self._result: Any = None
+        self._last = len(layers) - 1  # the layer that was called last
         for index, layer in enumerate(layers.values()):
             layer.forward = self._run_all if index == 0 else partial(self._return_input, index)
 
@@ -68,6 +69,7 @@ class LayerLoop:
         from torch._functorch.partitioners import default_partition
         from torch_xla.experimental.scan import scan
 
+        self._note_call(0)
         leaves, structure = tree_flatten((args, kwargs))
         self._inputs = self._flat(args, kwargs)
         carried = [leaf for leaf in leaves if is_float(leaf)]
@@ -88,11 +90,16 @@ class LayerLoop:
             self._traced[torch.is_grad_enabled()] = (call, body)
         offload = self._offload and torch.is_grad_enabled()  # evaluation has no backward
         recompute = partial(_recompute, products=self._products, offload=offload)
-        partition = recompute if self._recompute else default_partition
+        partition = partial(_without_draws, recompute if self._recompute else default_partition)
         carry, _ = scan(body, tuple(carried), (weights, others), partition_fn=partition, is_fn_pure=True)
         hidden = cast(tuple[Tensor, ...], carry)[0]
         self._result = (hidden,) if self._returns_tuple else hidden
         return self._result
+
+    def _note_call(self, index: int) -> None:
+        due, self._last = (self._last + 1) % len(self._names), index
+        if index != due:
+            raise _refusal(f"the model calls {self._names[index]} instead of {self._names[due]}")
 
     def _flat(self, args: Any, kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of a layer's arguments but for the keys of dropout, which each layer has for itself."""
@@ -120,11 +127,20 @@ class LayerLoop:
         return body
 
     def _return_input(self, index: int, /, *args: Any, **kwargs: Any) -> Any:
+        self._note_call(index)
         leaves = self._flat(args, kwargs)
         expected = [*tree_flatten(self._result)[0], *self._inputs[1:]]
         if len(leaves) != len(expected) or any(a is not b for a, b in zip(leaves, expected, strict=True)):
             raise _refusal(f"the model passes {self._names[index]} other arguments than {self._names[0]}")
         return self._result
+
+
+def _without_draws(partition: Callable[..., Any], joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Return `partition(joint, ...)`. Raises BackendError for a body that draws: the loop has one seed."""
+    for node in joint.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise _refusal(f"they draw random numbers ({node.target}), which would be the same in each")
+    return partition(joint, *args, **kwargs)
 
 
 def _recompute(
