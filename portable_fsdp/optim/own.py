@@ -39,16 +39,20 @@ class AdamWNumbers(NamedTuple):
     root: Number  # of the second moment's correction
     shares: tuple[Number, Number]  # by which the moments move to the new gradient
     decay: Number  # of the second moment
-    moves: Number  # 1; 0 in a skipped step
+    skips: Tensor | None  # bool: whether the step is skipped; None: it isn't
 
 
 def adamw_numbers(group: dict[str, Any], count: Number, skipped: Number = 0.0) -> AdamWNumbers:
     """Return the numbers of a step, the `count`-th of its parameters; `skipped` is 1 if it must change nothing."""
     (beta1, beta2), moves = group["betas"], 1 - skipped
     first, second = _bias_correction(beta1, count), _bias_correction(beta2, count)
-    shrink, size = 1 - group["lr"] * group["weight_decay"] * moves, group["lr"] * moves / first
     return AdamWNumbers(
-        shrink, size, second**0.5, ((1 - beta1) * moves, (1 - beta2) * moves), beta2 + (1 - beta2) * skipped, moves
+        shrink=1 - group["lr"] * group["weight_decay"] * moves,
+        size=group["lr"] * moves / first,
+        root=second**0.5,
+        shares=((1 - beta1) * moves, (1 - beta2) * moves),
+        decay=beta2 + (1 - beta2) * skipped,
+        skips=skipped > 0 if isinstance(skipped, Tensor) else None,
     )
 
 
@@ -71,17 +75,19 @@ def adamw_update(
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
     state["step"] += 1
     decoupled, (first, second) = group.get("decoupled", True), numbers.shares
-    if isinstance(numbers.moves, Tensor):  # 0 * inf isn't 0
-        gradient = torch.where(numbers.moves > 0, gradient, 0.0)
+    if numbers.skips is not None:  # 0 * inf isn't 0
+        gradient = gradient.masked_fill(numbers.skips, 0.0)
     if group["weight_decay"] and not decoupled:
         gradient = gradient + group["weight_decay"] * parameter
-    mean = state["exp_avg"].lerp_(gradient, first)
-    square = state["exp_avg_sq"].mul_(numbers.decay).add_(gradient * gradient * second)
+    # torch traces an operation in place in Python: 0.1 to 0.5 ms for each weight in a step of XLA; a copy 0.01 ms.
+    mean = state["exp_avg"].lerp(gradient, first)
+    square = state["exp_avg_sq"] * numbers.decay + gradient * gradient * second
     if barrier is not None:
         barrier([mean, square])
-    if group["weight_decay"] and decoupled:
-        parameter.mul_(numbers.shrink)
-    parameter.sub_(numbers.size * mean / (square.sqrt() / numbers.root + group["eps"]))
+    state["exp_avg"].copy_(mean)
+    state["exp_avg_sq"].copy_(square)
+    shrunk = parameter * numbers.shrink if group["weight_decay"] and decoupled else parameter
+    parameter.copy_(shrunk - numbers.size * mean / (square.sqrt() / numbers.root + group["eps"]))
 
 
 class AdamW(CountingOptimizer):
