@@ -60,6 +60,7 @@ test: env  ## the whole suite, but for the proofs
 
 proof: env  ## what is too long for every commit
 	$(RUN) -m pytest -m proof
+	$(RUN) benchmarks/step_beside_trainer.py --check --steps=8 --way=native --way=xla --way="native x 2"
 
 demo: env  ## trains on 2 native processes, resumes on 4 XLA devices, exports, samples, plots: all in runs/demo
 	rm -rf runs/demo
