@@ -356,8 +356,9 @@ class Backend(Closing):
 
 def as_batch(batch: object) -> Batch:
     """Return a batch. Raises ConfigError for anything but a dict of tensors."""
-    for name, value in cast(dict[str, object], batch if isinstance(batch, Mapping) else {"": batch}).items():
-        if not (name and isinstance(value, Tensor)):
+    values = cast(dict[object, object], batch if isinstance(batch, Mapping) and batch else {0: batch})
+    for name, value in values.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise ConfigError(
                 f"batch: expected a dict of tensors, found {f'{name}: ' * bool(name)}{type(value).__name__}.\n"
                 '  Write engine.place({"x": torch.as_tensor(x)}): the task reads batch["x"].'

@@ -303,8 +303,10 @@ def _require_answer(client: Any, bucket: str) -> None:
     request = getattr(getattr(type(client), "_request", None), "__wrapped__", None)  # without its retries
     if request is None:
         return
+    logger = logging.getLogger("gcsfs")  # prints the stack of each error that it raises
     for pause_s in (0.5, 1.0, 0.0):
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # prints the stack of each error that it raises
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)
         try:
             asyncio.run_coroutine_threadsafe(request(client, "GET", "b/{}", bucket), client.loop).result(15)
         except Exception as error:
@@ -315,6 +317,8 @@ def _require_answer(client: Any, bucket: str) -> None:
             time.sleep(pause_s)
         else:
             return
+        finally:
+            logger.setLevel(level)
 
 
 def exists(path: Path) -> bool:

@@ -114,7 +114,8 @@ def yaml_value(value: object) -> str:
 def shortened(text: str, limit: int = 60) -> str:
     """Cut the text to `limit` characters, between words where it has some."""
     words, space, rest = text[: limit - 3].rpartition(" ")
-    return text if len(text) <= limit else f"{words}{space}{'' if space else rest}..."
+    cut = f"{words} " if len(words) > limit // 2 else f"{words}{space}{rest}"
+    return text if len(text) <= limit else f"{cut}..."
 
 
 def deepest_field(location: Sequence[int | str]) -> tuple[Key, FieldInfo]:

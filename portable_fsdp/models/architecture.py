@@ -117,8 +117,6 @@ def read_architecture(
     for name, part in unknown.items() if not is_published else ():
         known = sorted(_names(part))
         near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
-        if values.get(name, "") in (None, False) and not difflib.get_close_matches(name, known, cutoff=0.8):
-            continue  # published, and asks for nothing: `mlp_bias: false`
         hint = f"nearest: {near[0]}" if near else f"It has: {', '.join(known)}"
         raise ConfigError(f"{where}{name}: unknown key of {part.__name__}.\n  {hint}.")
     if missing := dict(_missing_sizes(kind, config, values)):

@@ -200,7 +200,7 @@ def open_factory(
             model = make()
     except ConfigError as error:
         fix = 'The meta device has no values: compute numbers from tensors with device="cpu", or keep tensors (buffers)'
-        error.args = (f"{error}\n  {fix}." if "meta" in str(error.__cause__) else str(error),)
+        error.args = (f"{error}\n  {fix}." if "meta tensor" in str(error.__cause__) else str(error),)
         raise
     if not isinstance(model, nn.Module):
         actual = type(cast(object, model)).__name__

@@ -332,7 +332,7 @@ def _whole_blocks(model: Any, layers: tuple[str, ...], blocks: tuple[str, ...]) 
         f"{layer}.{leaf}"
         for layer, leaf, module in children
         if f"{layer}.{leaf}" not in blocks
-        and "attn" in leaf.lower() + type(module).__name__.lower()
+        and re.search("attn|attention", f"{leaf} {type(module).__name__}".lower())
         and [*module.children()]
     )
 

@@ -255,6 +255,8 @@ class AdamW8bit(AdamW):
     AdamW's own state. (bitsandbytes' own optimizer forms blocks within a device's shard.)
     """
 
+    skips_by_numbers = False  # each update rounds the moments again
+
     def __init__(self, groups: list[dict[str, Any]], maps: list[Tensor], **options: Any) -> None:
         super().__init__(groups, **options)
         self._maps = {torch.device("cpu"): maps}

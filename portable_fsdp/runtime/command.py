@@ -56,13 +56,18 @@ def to_stderr(message: str) -> None:
 
 
 def wrapped(text: str) -> str:
-    """Break lines between words at COLUMNS or the width of the terminal; a file or a pipe gets whole lines."""
-    columns, width = os.environ.get("COLUMNS", ""), 0
-    with suppress(OSError):
-        width = int(columns) if columns.isdecimal() else os.get_terminal_size(KeptOutput.stderr).columns or 80
+    """Break lines between words at the width of the terminal, or COLUMNS; a file or a pipe, and commands stay whole."""
+    try:
+        width = os.get_terminal_size(KeptOutput.stderr).columns or 80
+    except OSError:  # not a terminal
+        return text
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else width
     whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
     def broken(line: str) -> str:  # a value stays beside its name
+        if line.lstrip().startswith("python "):
+            return line
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         return textwrap.fill(line.replace(": ", ":\0"), width, subsequent_indent=indent, **whole).replace("\0", " ")
 

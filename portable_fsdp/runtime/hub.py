@@ -93,10 +93,10 @@ def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
         places = folder, *folder.glob("step-*")  # a run's `checkpoints` too
         if (folder / "config.json").exists() or not any((place / own).exists() for place in places for own in _OF_RUNS):
             return None
-        export = folder / "export"
+        export = next((each / "export" for each in (folder, folder.parent) if (each / "export").is_dir()), folder)
         fix = (
             f"Set {key}={export}"
-            if export.is_dir()
+            if export != folder
             else f"Export it (python -m portable_fsdp.checkpoint export {name} FOLDER), then set {key}=FOLDER"
         )
         raise ConfigError(f"{key}: {name} is the folder of a run or checkpoint, not of a model.\n  {fix}.")

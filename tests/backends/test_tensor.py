@@ -276,6 +276,31 @@ def test_words_that_fit_by_sizes_alone_are_refused(name: str) -> None:
     require_plan(made.model, built("llama", **settings, **{P: words | {weight: "colwise"}})[1], run_parts)
 
 
+@pytest.mark.parametrize("layer", [0, 5])
+def test_words_of_one_layer_are_tried(layer: int) -> None:
+    """The trial's copy has four layers."""
+    six = ARCHITECTURES["gpt_neox"] | {"num_hidden_layers": 6}
+    words = NEOX_WORDS | {"*.query_key_value": "colwise"}
+
+    def tried(own: dict[str, str]) -> None:
+        settings = {"sharding.tensor": 2, "model.architecture": six, P: own | words}
+        made, config = built("llama", **settings)
+        require_plan(made.model, config, run_parts)
+
+    tried({f"gpt_neox.layers.{layer}.*": "replicated"})
+    with pytest.raises(ConfigError, match="computes something else"):
+        tried({f"gpt_neox.layers.{layer}.attention.query_key_value": "packed_colwise"})
+
+
+def test_what_a_model_cannot_run_in_parts_is_refused() -> None:
+    """Bloom makes a bias of all heads outside attention."""
+    bloom = {"model_type": "bloom", "vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    words = {"*.query_key_value": "colwise", "*.self_attention.dense": "rowwise"}
+    made, config = built("llama", **{"sharding.tensor": 2, "model.architecture": bloom, P: words})
+    with pytest.raises(ConfigError, match="it fails \\(RuntimeError"):
+        require_plan(made.model, config, run_parts)
+
+
 def test_the_words_of_transformers_are_known() -> None:
     """A word that a newer transformers adds must be looked at: it would be refused by name."""
     words: set[str] = set()

@@ -74,7 +74,6 @@ TAKEN: dict[str, dict[str, Any]] = {
     "older names": {"torch_dtype": "float16", "rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "of generation": {"temperature": 0.7, "do_sample": True},
     "dropout, in a file": FILE | {"attention_dropout": 0.1},
-    "off, and of other classes": {"mlp_only": False, "rope_interleaved": False, "attn_type_hint": None},
     "of remote code and of quantisation": FILE
     | {"auto_map": {"AutoConfig": "configuration_x.X"}, "quantization_config": {"quant_method": "mxfp4"}},
 }

@@ -229,3 +229,9 @@ def test_eight_bits_have_one_layout_on_any_number_of_devices() -> None:
     for weight, other in zip(weights, plain, strict=True):
         torch.testing.assert_close(weight, other, rtol=0.02, atol=0.02)
     assert not torch.equal(weights[0], plain[0])
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, math.nan)
+    with nothing_changed_if(torch.tensor(True), optimizer):
+        optimizer.step()
+    assert all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))

@@ -1,6 +1,8 @@
 """The log of a run on stderr, and what a host has, from a kernel's files that are written here."""
 
 import logging
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from portable_fsdp.convert.read import load_config
-from portable_fsdp.runtime.command import LogLines, RunLog, wrapped
+from portable_fsdp.runtime.command import KeptOutput, LogLines, RunLog, wrapped
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes
 from portable_fsdp.train.build import saved_config
@@ -37,11 +39,17 @@ def test_process_0_logs_once_and_plainly_and_the_others_only_warn() -> None:
 def test_lines_break_between_words_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "  saved runs/a-long/path/checkpoints/step-00000012 in 0.2 s  loss: 4.7\nnext"
     expected = "  saved\n    runs/a-long/path/checkpoints/step-00000012\n    in 0.2 s\n    loss: 4.7\nnext"
+    monkeypatch.setenv("COLUMNS", "20")
+    assert wrapped(text) == text  # a file or a pipe
+    kept, terminal = pty.openpty()
+    monkeypatch.setattr(KeptOutput, "stderr", terminal)
+    command = f"    python -m portable_fsdp.report '{'a  b' * 9}'"
     for columns, shown in (("20", expected), ("80", text), ("0", text)):
         monkeypatch.setenv("COLUMNS", columns)
         assert wrapped(text) == shown
-    monkeypatch.delenv("COLUMNS")
-    assert wrapped(text * 9) == text * 9  # a file or a pipe
+        assert wrapped(command) == command  # as it is typed
+    os.close(kept)
+    os.close(terminal)
 
 
 ADDRESSES = {

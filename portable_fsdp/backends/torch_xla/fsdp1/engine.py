@@ -87,7 +87,8 @@ class XlaFsdp1Backend(PjrtBackend):
                     # The gathered tensor is a plain attribute of the module, which Python finds before this table.
                     place.module._parameters[place.leaf] = shard.parameter
         self._xla.sync(wait=True)
-        cast(Any, model).__deepcopy__ = contract.refuse_copy
+        for module in model.modules():
+            cast(Any, module).__deepcopy__ = contract.refuse_copy
         return model
 
     def _put_zeros(self, places: dict[str, list[contract.ParameterSlot]]) -> None:
