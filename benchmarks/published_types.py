@@ -287,9 +287,9 @@ def outcome(model_type: str, backend: str, native: dict[str, Any]) -> dict[str, 
             try:
                 ours = our_losses(folder, backend, **advice)
             except PortableFSDPError as error:
-                if not (found := re.search(r"Set sharding\.wrap_classes to .*: (.+)\.$", str(error))):
+                if not (match := re.search(r"Set sharding\.wrap_classes to .*: (.+)\.$", str(error))):
                     raise
-                advice = {"wrap_classes": found[1].split(" or ")}  # does it help?
+                advice = {"wrap_classes": match[1].split(" or ")}  # does it help?
                 ours = our_losses(folder, backend, **advice)
             if not native and differ(plain, ours) > BOUND and differ(plain, plain_losses(folder)) > 0:
                 draw_constants()
@@ -383,17 +383,17 @@ def read() -> dict[str, dict[str, Any]]:
 
 def write(results: dict[str, dict[str, Any]]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    table = ["| type | native | xla | what is said |", "|---|---|---|---|"]
+    table = ["| type | native | xla | message |", "|---|---|---|---|"]
     counts = {backend: Counter(row[backend]["outcome"] for row in results.values() if backend in row) for backend in ON}
     for name, row in sorted(results.items()):
         cells = [f"{row[on]['outcome']} ({row[on].get('apart', 0):.0e})" if on in row else "" for on in ON]
         cells = [cell.replace(" (0e+00)", "") for cell in cells]
-        said = [f"{on}: {row[on]['says']}" for on in ON if "says" in row.get(on, {})]
-        said += (
+        notes = [f"{on}: {row[on]['says']}" for on in ON if "says" in row.get(on, {})]
+        notes += (
             [f"with sharding.wrap_classes={row['native']['wrap_classes']}"] if "wrap_classes" in row["native"] else []
         )
-        said += ["random draws replaced by constants in both loops"] if "draws" in row["native"] else []
-        text = " ".join("; ".join(said).replace("|", "/").split())
+        notes += ["random draws replaced by constants in both loops"] if "draws" in row["native"] else []
+        text = " ".join("; ".join(notes).replace("|", "/").split())
         table.append(f"| `{name}` | {cells[0]} | {cells[1]} | {text[:400]} |")
     equal = counts["native"]["equal"]
     lines = [

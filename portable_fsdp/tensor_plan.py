@@ -6,10 +6,13 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable_fsdp.config.schema import TensorWord
 from portable_fsdp.layout import Region, Spec, full_region, region, rows_of_shard
+
+if TYPE_CHECKING:  # commands read their arguments without torch
+    from torch import Tensor
 
 COLWISE, PACKED, ROWWISE = "colwise", "packed_colwise", "rowwise"
 GATHERED, SPLIT_INPUT = "colwise_gather_output", "rowwise_split_input"
@@ -53,6 +56,16 @@ class TensorPlan:
     whole_blocks: tuple[str, ...] = ()  # attention inside layers that the plan leaves whole
     splits_rows: bool = False
     """sharding.sequence_parallel: between blocks each device holds a part of the tokens of each row"""
+
+    def part_of(self, fqn: str, whole: "Tensor", index: int) -> "Tensor":
+        """Return what device `index` holds of a weight, or of its gradient: all of one that isn't split."""
+        import torch
+
+        part = self.parts.get(fqn)
+        if part is None:
+            return whole
+        rows = [slice(None)] * part.dim
+        return torch.cat([whole[(*rows, own)] for own in split_ranges(part.sizes, index, self.size)], part.dim)
 
     def layout(self, fqn: str, spec: Spec) -> Spec:
         """Return the spec of a weight: the dimension of its part over `tensor`, then as `spec` says."""

@@ -8,7 +8,7 @@ contract (C1 to C7) against every backend.
 import resource
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -366,8 +366,16 @@ def as_batch(batch: object) -> Batch:
     return cast(Batch, batch)
 
 
-def refuse_copy(_: Any) -> NoReturn:
-    """Raise BackendError: a copied block would compute with the original's weights; torch copies no units either."""
+def refuse_copies(modules: Iterable[nn.Module]) -> None:
+    """Make copy.deepcopy of each of these modules raise BackendError.
+
+    A copied block would compute with the original's weights; torch copies no units either.
+    """
+    for module in modules:
+        cast(Any, module).__deepcopy__ = _refuse_copy
+
+
+def _refuse_copy(_: Any) -> NoReturn:
     raise BackendError(
         "a sharded model can't be copied (copy.deepcopy, torch's AveragedModel): the copy would compute with the "
         "original's weights.\n  Copy it before shard, or shard two models and copy the weights: "

@@ -122,8 +122,9 @@ def build_model(
     attention = model.attention
     if attention == "auto" and blocks and context == 1 and _wants_blocks(config, task, seq_len, packs_documents):
         attention = "flex"
-    opened = _open_with(attention, config, task, seq_len, seq_len_key, is_auto=model.attention == "auto")
-    make, bare, twin, steps, problem = opened
+    make, bare, twin, steps, problem = _open_with(
+        attention, config, task, seq_len, seq_len_key, is_auto=model.attention == "auto"
+    )
     if problem and not eager and _reads_host(twin, seq_len):
         raise ConfigError(
             f"model.attention: {type(bare).__name__} needs its own attention ({problem}), which reads values on the "
@@ -326,7 +327,7 @@ class _Opened(NamedTuple):
     model: Any  # on meta
     twin: Any
     steps: LogitSteps | None
-    problem: str  # of the static attention, so that the model has its own; empty: none
+    problem: str = ""  # why the model takes its own attention, not the static one
 
 
 def _open_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_key: str, *, is_auto: bool) -> _Opened:
@@ -334,21 +335,21 @@ def _open_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_ke
 
     `is_auto`: the config leaves the choice. Raises ConfigError if the attention that it names isn't the model's.
     """
-    opened = partial(_open, config, task=task, seq_len=seq_len, seq_len_key=seq_len_key)
+    open_model = partial(_open, config, task=task, seq_len=seq_len, seq_len_key=seq_len_key)
     try:
-        found = opened(attention)
-        if found.model.config._attn_implementation not in (STATIC, FLEX):
-            return found
+        opened = open_model(attention)
+        if opened.model.config._attn_implementation not in (STATIC, FLEX):
+            return opened
         from portable_fsdp.models.own_attention import find_difference
 
-        if not (problem := find_difference(found.model, partial(make_model, task=task))):
-            return found
-        own = opened("eager")
+        if not (problem := find_difference(opened.model, partial(make_model, task=task))):
+            return opened
+        own = open_model("eager")
     except _MisfitError as error:
         if attention not in ("auto", "static"):
             raise
         try:
-            own = opened("eager")
+            own = open_model("eager")
         except _MisfitError:
             raise error from None
         problem = str(error).partition("\n")[0].removeprefix("model: ")
@@ -369,7 +370,7 @@ def _open(config: Any, attention: str, task: Task, seq_len: int, seq_len_key: st
     if task.name == CAUSAL_LM.name:
         _check_causal(bare, task)
         steps = _check_forward(twin, seq_len, seq_len_key)
-    return _Opened(make, bare, twin, steps, "")
+    return _Opened(make, bare, twin, steps)
 
 
 def _on_meta(config: Any, make: Callable[[Any], Any]) -> Any:

@@ -199,9 +199,10 @@ def open_factory(
         with recording, torch.device("meta"), _Constants():
             model = make()
     except ConfigError as error:
+        if "meta tensor" not in str(error.__cause__):
+            raise
         fix = 'The meta device has no values: compute numbers from tensors with device="cpu", or keep tensors (buffers)'
-        error.args = (f"{error}\n  {fix}." if "meta tensor" in str(error.__cause__) else str(error),)
-        raise
+        raise ConfigError(f"{error}\n  {fix}.") from error.__cause__
     if not isinstance(model, nn.Module):
         actual = type(cast(object, model)).__name__
         raise ConfigError(f"{name}: expected it to return a torch.nn.Module, found {actual}.")

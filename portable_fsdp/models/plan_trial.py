@@ -4,7 +4,7 @@ A small copy of the model runs whole, and split over devices as the plan says: o
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +19,7 @@ from portable_fsdp.models.parallel import tensor_plan
 from portable_fsdp.models.tasks import find_task
 from portable_fsdp.models.wrap import find_layers
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.tensor_plan import PACKED, SUMMED, WHOLE, TensorPlan, split_ranges
+from portable_fsdp.tensor_plan import PACKED, SUMMED, WHOLE, TensorPlan
 
 _ROWS, _TOKENS, _VOCABULARY = 1, 16, 64  # one row: a classifier of several needs a token of padding
 _BOUND = 1e-3  # relative to the largest value: a thousand times float32's rounding
@@ -29,8 +29,8 @@ RunParts = Callable[[Sequence[nn.Module], TensorPlan, Callable[[nn.Module], Tens
 at once, then sum gradients as a step does. Returns what the first one returned."""
 
 
-def require_plan(model: Any, config: Config, run_parts: RunParts) -> None:
-    """Raise ConfigError if a small copy of `model` computes other outputs or gradients when the plan splits it.
+def require_plan(model: Any, config: Config, plan: TensorPlan, run_parts: RunParts) -> None:
+    """Raise ConfigError if a small copy of `model` computes other outputs or gradients when its plan splits it.
 
     Words that only layers beyond the copy have are tried in its layers. transformers' own plan is taken as it is where
     no copy can run.
@@ -38,7 +38,6 @@ def require_plan(model: Any, config: Config, run_parts: RunParts) -> None:
     devices = next(count for count in range(2, config.sharding.tensor + 1) if config.sharding.tensor % count == 0)
     task, own = find_task(config.train.task, eager=True), config.sharding.plan
     attention = "eager" if model.config._attn_implementation == "eager" else "auto"
-    words = tensor_plan(model, config).words
     has_run = False
 
     def build(small: Any) -> Any:
@@ -47,16 +46,14 @@ def require_plan(model: Any, config: Config, run_parts: RunParts) -> None:
     def compare(copied: Any, whole: Tensor) -> str:
         nonlocal has_run
         has_run = True
-        problems = (
-            _problem(copied, whole, build, each, devices, run_parts) for each in _configs(config, copied, words)
-        )
+        problems = (_problem(copied, whole, build, each, devices, run_parts) for each in _configs(config, copied, plan))
         return next(filter(None, problems), "")
 
     problem = try_small_copies(model, build, _run, compare)
     if not problem or not (has_run or own):
         return
     hint = f"Norms of heads need {SUMMED}" if "gradient" in problem else "Correct the words"
-    if PACKED in words.values() and "outputs" in problem:
+    if PACKED in plan.words.values() and "outputs" in problem:
         hint = f"{PACKED} is for matrices one after the other; where they alternate head by head, try colwise"
     kind = "computes something else than the whole one" if has_run else "is needed to try the plan"
     raise ConfigError(
@@ -81,43 +78,32 @@ def _problem(
         return f"its outputs differ by {difference:.2g} of the largest"
     for fqn, weight in copied.named_parameters():
         for index, copy in enumerate(copies):
-            gradient, expected = copy.get_parameter(fqn).grad, weight.grad
-            if expected is not None and fqn in plan.parts:
-                part = plan.parts[fqn]
-                ranges = split_ranges(part.sizes, index, devices)
-                expected = torch.cat([expected.narrow(part.dim, r.start, r.stop - r.start) for r in ranges], part.dim)
-            if expected is not None and (gradient is None or _difference(gradient, expected) > _BOUND):
+            gradient = copy.get_parameter(fqn).grad
+            if weight.grad is None:
+                continue
+            if gradient is None or _difference(gradient, plan.part_of(fqn, weight.grad, index)) > _BOUND:
                 return f"the gradient of {fqn} is another"
     return ""
 
 
-def _configs(config: Config, copied: nn.Module, words: Mapping[str, str]) -> Iterator[Config]:
+def _configs(config: Config, copied: nn.Module, plan: TensorPlan) -> Iterator[Config]:
     """Yield the configs to try: with the patterns that match in the copy, then with the words of each further layer.
 
-    `words`: module -> word in the whole model.
+    `plan`: of the whole model.
     """
     names = [name for name, _ in copied.named_modules()]
     own = {at: word for at, word in config.sharding.plan.items() if any(fnmatchcase(name, at) for name in names)}
     yield config.model_copy(update={"sharding": _with(config, plan=own)})
-    layers = find_layers(copied, Sharding())
-    prefix = layers[0].rpartition(".")[0] if layers else ""
-    tried: list[dict[str, str]] = []
-    for layer in dict.fromkeys(name[: len(prefix) + 1 + len(index)] for name, index in _places(words, prefix)):
-        inside = {name.removeprefix(f"{layer}."): word for name, word in words.items() if name.startswith(f"{layer}.")}
-        if layer in layers or inside in tried or not config.sharding.plan:
+    layers, tried = find_layers(copied, Sharding()), list[dict[str, str]]()
+    for layer in plan.layers if config.sharding.plan else ():
+        words = {name.removeprefix(f"{layer}."): w for name, w in plan.words.items() if name.startswith(f"{layer}.")}
+        if layer in layers or words in tried:
             continue
-        tried.append(inside)
-        alike = [each for each in layers if all(f"{each}.{name}" in names for name in inside)]
-        theirs = {f"{each}.{name}": word for each in alike for name, word in inside.items()}
+        tried.append(words)
+        alike = [each for each in layers if all(f"{each}.{name}" in names for name in words)]
+        theirs = {f"{each}.{name}": word for each in alike for name, word in words.items()}
         whole = {f"{each}.*": WHOLE for each in alike}
         yield config.model_copy(update={"sharding": _with(config, plan=theirs | whole | own)})
-
-
-def _places(words: Mapping[str, str], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (module, number of its layer) of the modules below `prefix`."""
-    for name in words:
-        if name.startswith(f"{prefix}.") and (index := name[len(prefix) + 1 :].partition(".")[0]).isdecimal():
-            yield name, index
 
 
 def _with(config: Config, **values: Any) -> Sharding:

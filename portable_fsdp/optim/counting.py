@@ -38,8 +38,8 @@ class CountingOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     skips_by_numbers = False
-    """Whether `prepare` takes a third argument, `skipped`, with which `update` changes nothing. Else values are kept
-    before each update, to be put back."""
+    """Whether `update` changes nothing with the numbers of a skipped step. Else `step` keeps the values, and puts them
+    back."""
     barrier: Callable[[list[Tensor]], None] | None = None
     """Keeps a compiler from merging what comes before with what comes after; an engine sets it where that is faster"""
 
@@ -49,8 +49,11 @@ class CountingOptimizer(torch.optim.Optimizer):
         self.skips: dict[Tensor, Tensor] = {}
         """Parameter -> number of steps counted in `step` that changed nothing, 0-dim; absent: none."""
 
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Any, ...]:
-        """Return the numbers that `update` needs for all parameters of a group whose next step is number `count`."""
+    def prepare(self, group: dict[str, Any], count: Number, skipped: Number) -> tuple[Any, ...]:
+        """Return the numbers that `update` needs for all parameters of a group whose next step is number `count`.
+
+        `skipped`: 1 in a step that must change nothing, for `skips_by_numbers`; else 0.
+        """
         return ()
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
@@ -71,12 +74,11 @@ class CountingOptimizer(torch.optim.Optimizer):
                     known, number = self.skips.get(parameters[0], self.placed.get("skips")), count
                     if known is not None:
                         number = self.placed.get(f"step {count}", count) - known
-                    by_numbers = self.skips_by_numbers and found_inf is not None
-                    prepared = self.prepare(group, number, *([found_inf] if by_numbers else []))
+                    prepared = self.prepare(group, number, 0.0 if found_inf is None else found_inf)
                     for parameter in parameters:
                         if parameter.grad is None:
                             continue
-                        undoes = found_inf is not None and not by_numbers
+                        undoes = found_inf is not None and not self.skips_by_numbers
                         before = [value.clone() for value in self._changed(parameter)] if undoes else []
                         self.update(parameter, parameter.grad, group, *prepared)
                         if found_inf is not None:

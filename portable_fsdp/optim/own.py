@@ -86,8 +86,9 @@ def adamw_update(
         barrier([mean, square])
     state["exp_avg"].copy_(mean)
     state["exp_avg_sq"].copy_(square)
+    update = numbers.size * mean / (square.sqrt() / numbers.root + group["eps"])
     shrunk = parameter * numbers.shrink if group["weight_decay"] and decoupled else parameter
-    parameter.copy_(shrunk - numbers.size * mean / (square.sqrt() / numbers.root + group["eps"]))
+    parameter.copy_(shrunk - update)
 
 
 class AdamW(CountingOptimizer):
@@ -95,7 +96,7 @@ class AdamW(CountingOptimizer):
 
     skips_by_numbers = True
 
-    def prepare(self, group: dict[str, Any], count: Number, skipped: Number = 0.0) -> tuple[Any, ...]:
+    def prepare(self, group: dict[str, Any], count: Number, skipped: Number) -> tuple[Any, ...]:
         return (adamw_numbers(group, count, skipped),)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
@@ -109,7 +110,7 @@ class SGD(CountingOptimizer):
     torch's SGD couples the decay to the gradient, and reads a device's learning rate back to the host in each step.
     """
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
         if group["momentum"]:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
@@ -123,7 +124,7 @@ class Lion(CountingOptimizer):
     parameter = parameter * (1 - lr * w) - lr * sign(b1 * m + (1 - b1) * gradient); m = b2 * m + (1 - b2) * gradient.
     """
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -148,10 +149,10 @@ class Adafactor(CountingOptimizer):
     Vectors keep the full second moment. torch's Adafactor reads the norm of each parameter back to the host.
     """
 
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Number, ...]:
+    def prepare(self, group: dict[str, Any], count: Number, skipped: Number) -> tuple[Any, ...]:
         return (count**-0.8,)
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
         state, (share,) = self.state[parameter], prepared
         if not state:
             state["step"] = torch.zeros(())
@@ -199,7 +200,7 @@ class Muon(CountingOptimizer):
     reads a device's learning rate back to the host. Here the iteration has the dtype `compute` of the group.
     """
 
-    def prepare(self, group: dict[str, Any], count: Number) -> tuple[Any, ...]:
+    def prepare(self, group: dict[str, Any], count: Number, skipped: Number) -> tuple[Any, ...]:
         return () if group.get("is_hidden") else (adamw_numbers(group, count),)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
@@ -261,7 +262,7 @@ class AdamW8bit(AdamW):
         super().__init__(groups, **options)
         self._maps = {torch.device("cpu"): maps}
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Number) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], *prepared: Any) -> None:
         rows, values = parameter.shape[0] if parameter.dim() else 1, parameter.numel()
         if parameter.dim() < 2 or values < SMALLEST or values // rows % BLOCK:
             super().update(parameter, gradient, group, *prepared)

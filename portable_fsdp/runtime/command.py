@@ -281,14 +281,14 @@ def run_command(
         say("interrupted")
         return EXIT_FAILED if starts_a_run else EXIT_INTERRUPTED
     except ModuleNotFoundError as error:
-        if not (sentence := _missing_package(error)):
+        if not (message := _missing_package(error)):
             raise
-        say(sentence + f"\n{NOTHING_STARTED}" * starts_a_run)
+        say(message + f"\n{NOTHING_STARTED}" * starts_a_run)
         return EXIT_USAGE
 
 
 def _missing_package(error: BaseException) -> str:
-    """Return the sentence for a package of ours that isn't installed; empty for a part of one, and any other error."""
+    """Return the message for a required package that isn't installed; empty for any other error."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     is_missing = name in _OWN_PACKAGES and importlib.util.find_spec(name) is None
     return f"The package {name} is not installed: {pip_install()}" if is_missing else ""
@@ -296,8 +296,8 @@ def _missing_package(error: BaseException) -> str:
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End a command that lacks a package: its modules import packages before `run_command` runs."""
-    if sentence := _missing_package(error):
-        to_stderr(sentence)
+    if message := _missing_package(error):
+        to_stderr(message)
         raise SystemExit(EXIT_USAGE)
     sys.__excepthook__(kind, error, trace)
 

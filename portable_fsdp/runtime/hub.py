@@ -93,10 +93,11 @@ def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:
         places = folder, *folder.glob("step-*")  # a run's `checkpoints` too
         if (folder / "config.json").exists() or not any((place / own).exists() for place in places for own in _OF_RUNS):
             return None
-        export = next((each / "export" for each in (folder, folder.parent) if (each / "export").is_dir()), folder)
+        run = folder if any((folder / own).exists() for own in _OF_RUNS) else folder.parent  # of `checkpoints`
+        export = run / "export"
         fix = (
             f"Set {key}={export}"
-            if export != folder
+            if export.is_dir()
             else f"Export it (python -m portable_fsdp.checkpoint export {name} FOLDER), then set {key}=FOLDER"
         )
         raise ConfigError(f"{key}: {name} is the folder of a run or checkpoint, not of a model.\n  {fix}.")

@@ -319,7 +319,8 @@ def shard_policy(config: Config, model: nn.Module, base: "Base | None" = None) -
         from portable_fsdp.models.parallel import tensor_plan
         from portable_fsdp.models.plan_trial import require_plan
 
-        tensor, trial = tensor_plan(model, config), partial(require_plan, model, config)
+        tensor = tensor_plan(model, config)
+        trial = partial(require_plan, model, config, tensor)
     experts = expert_modules(model) if config.model.experts == "auto" else ()
     units = find_units(model, sharding)
     if config.model.lora is not None:

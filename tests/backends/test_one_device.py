@@ -300,11 +300,11 @@ def test_numbers_called_dropout_count_and_zeros_do_not() -> None:
 
 
 def test_an_evaluation_is_plain_pytorchs_eval_and_changes_nothing() -> None:
-    train = Train.model_validate({"steps": 1, "global_batch": 8, "micro_batch": 8})
+    train = Train.model_validate({"steps": 1, "global_batch": 6, "micro_batch": 6})
     with pf.open_backend(pf.make_config(), device="cpu", backend="native") as engine:
         model, _ = pf.shard(Net, pf.make_config(), engine)
         model.get_submodule("blocks.1").eval()  # as its author left it
-        evaluate = Evaluator(engine, model, OwnRows(16), train, Task("squares", squares, counts_labels=False))
+        evaluate = Evaluator(engine, model, OwnRows(18), train, Task("squares", squares, counts_labels=False))
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         evaluation = evaluate()
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

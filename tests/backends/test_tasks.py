@@ -323,7 +323,7 @@ def test_inputs_are_cast_unless_cast_inputs_is_false(workers: GetWorkers, group:
 
 
 def of_rounded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As under `precision.compute=bfloat16`: products of bfloat16, and a loss in float32."""
+    """A plain loop with bfloat16 products and a float32 loss, as `precision.compute=bfloat16` has."""
     head = cast(nn.Linear, model.head)
     rounded = [tensor.bfloat16() for tensor in (batch["images"].flatten(1), head.weight, cast(Tensor, head.bias))]
     return F.cross_entropy(F.linear(*rounded).float(), batch["labels"])

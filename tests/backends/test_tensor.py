@@ -272,8 +272,9 @@ def test_words_that_fit_by_sizes_alone_are_refused(name: str) -> None:
     settings = {"sharding.tensor": 2, "model.architecture": architecture}
     made, config = built("llama", **settings, **{P: words | {weight: "packed_colwise"}})
     with pytest.raises(ConfigError, match="where they alternate head by head, try colwise"):
-        require_plan(made.model, config, run_parts)
-    require_plan(made.model, built("llama", **settings, **{P: words | {weight: "colwise"}})[1], run_parts)
+        require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
+    config = built("llama", **settings, **{P: words | {weight: "colwise"}})[1]
+    require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
 
 
 @pytest.mark.parametrize("layer", [0, 5])
@@ -285,7 +286,7 @@ def test_words_of_one_layer_are_tried(layer: int) -> None:
     def tried(own: dict[str, str]) -> None:
         settings = {"sharding.tensor": 2, "model.architecture": six, P: own | words}
         made, config = built("llama", **settings)
-        require_plan(made.model, config, run_parts)
+        require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
 
     tried({f"gpt_neox.layers.{layer}.*": "replicated"})
     with pytest.raises(ConfigError, match="computes something else"):
@@ -298,7 +299,7 @@ def test_what_a_model_cannot_run_in_parts_is_refused() -> None:
     words = {"*.query_key_value": "colwise", "*.self_attention.dense": "rowwise"}
     made, config = built("llama", **{"sharding.tensor": 2, "model.architecture": bloom, P: words})
     with pytest.raises(ConfigError, match="it fails \\(RuntimeError"):
-        require_plan(made.model, config, run_parts)
+        require_plan(made.model, config, tensor_plan(made.model, config), run_parts)
 
 
 def test_the_words_of_transformers_are_known() -> None:

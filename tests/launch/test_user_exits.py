@@ -285,7 +285,7 @@ CASES_IN_SUITE = [("native", "error", "1"), ("native", "exit code 0", "1")]
     ],
 )
 def test_the_process_that_failed_first_names_the_cause(start: str, fault: str, process: str, user: Any) -> None:
-    """Of each start, and of the run, which ends after two failures with one cause at one step."""
+    """Both starts record it, and the run ends after two failures with the same cause at the same step."""
     Path("faulty.py").write_text(FAULTY)
     code, cause = FAULTS[fault]
     # Only torchrun's agent sees how a process ends, and takes exit code 0 for success.

@@ -372,7 +372,7 @@ def test_attention_holds_no_scores_and_the_optimizer_one_weight_at_a_time(worker
     assert memory[1].parts["activations"] < 2.1 * memory[0].parts["activations"]
     assert memory[2].at == "optimizer"
     largest = 4 * 4096 * 512  # the embedding in float32
-    # It and its two moments, kept in case that nothing counts in the step, and what the update computes.
+    # The gradient without what isn't finite, both new moments, and three values that the update computes.
     assert memory[2].parts["temporaries"] == pytest.approx(6 * largest, rel=0.1)
 
 

@@ -236,8 +236,7 @@ class NativeBackend(contract.Backend):
             self._models[model] = Prefetch(shard_units(model, policy, *meshes, self.device), policy), policy.reduce
             self._units[model] = fsdp_units(model)
             model.register_forward_hook(self._reshard_if_alone)
-            for unit in self._units[model]:
-                cast(Any, unit).__deepcopy__ = contract.refuse_copy
+            contract.refuse_copies(cast(list[nn.Module], self._units[model]))
             if policy.tables:
                 from portable_fsdp.backends.native.quantised import dequantise_experts
 

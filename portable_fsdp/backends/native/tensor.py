@@ -31,7 +31,7 @@ from portable_fsdp.tensor_plan import (
     split_ranges,
 )
 
-_SECONDS = 60.0  # that a thread of a trial waits for the others
+_BARRIER_TIMEOUT_S = 60.0  # of the threads of a trial
 
 # ------------------------------------------------------------------------------------------------------------ modules
 
@@ -273,12 +273,12 @@ class _ThreadGroup(Group):
         self.index, self.count, self._slots, self._barrier = index, count, slots, barrier
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
-        """Return what each device gave, in their order; no device goes on before all have it."""
+        """Return the tensors of all devices, in order. Blocks until each device has read them."""
         self._slots[self.index] = tensor.detach().clone()
-        self._barrier.wait(_SECONDS)
-        given = [*self._slots]
-        self._barrier.wait(_SECONDS)
-        return given
+        self._barrier.wait(_BARRIER_TIMEOUT_S)
+        tensors = [*self._slots]
+        self._barrier.wait(_BARRIER_TIMEOUT_S)
+        return tensors
 
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(torch.stack(self._all(tensor)).sum(dim=0))
@@ -294,7 +294,7 @@ class _ThreadGroup(Group):
 
 
 def run_parts(copies: Sequence[nn.Module], plan: TensorPlan, run: Callable[[nn.Module], Tensor]) -> Tensor:
-    """Split equal copies of a small model on the host, one a device; run all at once, each in a thread of its own.
+    """Split equal copies of a small model on the host, one for each device, and run them at once in threads.
 
     Returns what `run` returned for the first copy; the copies keep their gradients, summed as a step does. Raises the
     first error of a thread.
@@ -308,10 +308,8 @@ def run_parts(copies: Sequence[nn.Module], plan: TensorPlan, run: Callable[[nn.M
         try:
             split_model(model, plan, group)
             with torch.no_grad():
-                for fqn, part in plan.parts.items():
-                    own = split_ranges(part.sizes, index, group.count)
-                    pieces = [whole[fqn].narrow(part.dim, at.start, at.stop - at.start) for at in own]
-                    model.get_parameter(fqn).copy_(torch.cat(pieces, part.dim))
+                for fqn, weight in whole.items():
+                    model.get_parameter(fqn).copy_(plan.part_of(fqn, weight, index))
             results[index] = run(model)
             sum_gradients(model, plan, group)
         except Exception as error:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from portable_fsdp.backends.contract import Forward, ShardPolicy, refuse_copy
+from portable_fsdp.backends.contract import Forward, ShardPolicy, refuse_copies
 from portable_fsdp.backends.native.units import (
     ROOT,
     cast_inputs,
@@ -69,11 +69,11 @@ def use_in_place(model: nn.Module, policy: ShardPolicy) -> None:
         if uses and not inside:
             casts.around(block, uses)
         if uses:
-            cast(Any, block).__deepcopy__ = refuse_copy
+            refuse_copies([block])
     if known:
         keep = not policy.reshard_after_forward
         model.forward = casts.around_all(model.forward, keep, has_tables=bool(policy.tables))
-        cast(Any, model).__deepcopy__ = refuse_copy
+        refuse_copies([model])
 
 
 def _needs_copy(use: Use) -> bool:

@@ -87,8 +87,7 @@ class XlaFsdp1Backend(PjrtBackend):
                     # The gathered tensor is a plain attribute of the module, which Python finds before this table.
                     place.module._parameters[place.leaf] = shard.parameter
         self._xla.sync(wait=True)
-        for module in model.modules():
-            cast(Any, module).__deepcopy__ = contract.refuse_copy
+        contract.refuse_copies(model.modules())
         return model
 
     def _put_zeros(self, places: dict[str, list[contract.ParameterSlot]]) -> None:
@@ -144,9 +143,14 @@ class XlaFsdp1Backend(PjrtBackend):
         # C1: gradients are summed. set_gradient_divide_factors(1, 1) would move the mean into the reduction.
         unit.gradient_predivide_factor = unit.gradient_postdivide_factor = 1.0
         unit.reduce_scatter_op = _ReduceScatter(unit.reduce_scatter_op, policy.reduce)
-        # By itself it finds no tensor in an object, and then fails in backward.
         register = unit._register_pre_backward_hooks
-        unit._register_pre_backward_hooks = lambda outputs: (register(tensors_in(outputs)), outputs)[1]
+
+        def register_inside(outputs: Any) -> Any:
+            """Find the tensors inside objects too: torch_xla doesn't, and backward would lack its hooks."""
+            register(tensors_in(outputs))
+            return outputs
+
+        unit._register_pre_backward_hooks = register_inside
         return unit
 
     def _upload(self, host: Tensor) -> Tensor:

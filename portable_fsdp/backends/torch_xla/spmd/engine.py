@@ -142,8 +142,7 @@ class XlaBackend(PjrtBackend):
             quantised.use_tables(model, policy, Layouts(self.mesh, self.axes), barrier)
             fill = None if fill is None else partial(quantised.expanded_piece, fill, policy)
         self._wrap_forwards(model, policy)
-        for module in model.modules():
-            cast(Any, module).__deepcopy__ = contract.refuse_copy
+        contract.refuse_copies(model.modules())
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
