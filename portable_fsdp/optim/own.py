@@ -26,9 +26,8 @@ def _bias_correction(beta: float, count: Number) -> Number:
 
 def _decay_and_subtract(parameter: Tensor, step: Tensor, group: dict[str, Any]) -> None:
     """parameter = parameter * (1 - lr * w) - step, with the weight decay w scaled by lr as in torch's AdamW."""
-    if group["weight_decay"]:
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    parameter.sub_(step)
+    shrunk = parameter * (1 - group["lr"] * group["weight_decay"]) if group["weight_decay"] else parameter
+    parameter.copy_(shrunk - step)
 
 
 class AdamWNumbers(NamedTuple):
@@ -115,7 +114,8 @@ class SGD(CountingOptimizer):
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            gradient = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+            gradient = state["momentum_buffer"] * group["momentum"] + gradient
+            state["momentum_buffer"].copy_(gradient)
         _decay_and_subtract(parameter, gradient * group["lr"], group)
 
 
@@ -130,7 +130,7 @@ class Lion(CountingOptimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
         sign = state["exp_avg"].lerp(gradient, 1 - beta1).sign()
         _decay_and_subtract(parameter, sign * group["lr"], group)
-        state["exp_avg"].lerp_(gradient, 1 - beta2)
+        state["exp_avg"].copy_(state["exp_avg"].lerp(gradient, 1 - beta2))
 
 
 # ----------------------------------------------------------------------------------------------------------- Adafactor
@@ -161,11 +161,13 @@ class Adafactor(CountingOptimizer):
         square = gradient.square() + ADAFACTOR_EPS
         if parameter.dim() >= 2:
             rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
-            rows.add_((_mean_by_sum(square, -1) - rows) * share)
-            columns.add_((_mean_by_sum(square, -2) - columns) * share)
+            rows.copy_(rows + (_mean_by_sum(square, -1) - rows) * share)
+            columns.copy_(columns + (_mean_by_sum(square, -2) - columns) * share)
             root = (rows / _mean_by_sum(rows, -1)[..., None]).rsqrt()[..., None] * columns.rsqrt()[..., None, :]
         else:
-            root = state["exp_avg_sq"].add_((square - state["exp_avg_sq"]) * share).rsqrt()
+            mean = state["exp_avg_sq"] + (square - state["exp_avg_sq"]) * share
+            state["exp_avg_sq"].copy_(mean)
+            root = mean.rsqrt()
         update = gradient * root
         rms = (update.square().sum() / update.numel()).sqrt()
         _decay_and_subtract(parameter, update * (group["lr"] / rms.clamp(min=1.0)), group)
@@ -210,7 +212,8 @@ class Muon(CountingOptimizer):
             return
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        mean = state["momentum_buffer"].lerp(gradient, 1 - group["momentum"])
+        state["momentum_buffer"].copy_(mean)
         orthogonal = orthogonalized(gradient.lerp(mean, group["momentum"]), group["compute"])
         _decay_and_subtract(parameter, orthogonal * (group["lr"] * (0.2 * max(parameter.shape) ** 0.5)), group)
 

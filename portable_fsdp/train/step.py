@@ -158,7 +158,7 @@ def train_step(
             optimizer.step()
         if routers is not None:
             metrics |= routers.finish_step(sums, is_skipped, backend.sum)
-        if accumulation == 1 or drops_in_program:
+        if accumulation == 1:
             backend.zero_gradients(optimizer, keep=accumulation > 1)
         metrics |= {"loss": loss, "grad_norm": grad_norm, "is_empty": is_empty.float()}
         return metrics | ({"votes": sums["votes"]} if len(sums["votes"]) else {})

@@ -9,8 +9,8 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -28,6 +28,7 @@ from portable_fsdp.backends.contract import (
     Partition,
     Piece,
     process_memory,
+    tensors_of,
 )
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
 from portable_fsdp.backends.refusals import Deployment, require_supported
@@ -118,6 +119,8 @@ class PjrtBackend(Backend):
         # rows are compiled for each of their shapes; the update takes none.
         evaluates, samples = (every is not None for every in (config.train.eval_every, config.train.sample_every))
         self.expected_compilations = self._shapes * (1 + evaluates) + (self._accumulation > 1) + samples
+        self._optimizers: dict[nn.Module, torch.optim.Optimizer] = {}
+        self._inputs: dict[nn.Module, list[Tensor]] = {}  # of `_order_inputs`; a load changes it
         with _LOWERING:
             _replace_operators()
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()
@@ -142,6 +145,31 @@ class PjrtBackend(Backend):
     @property
     def compilations(self) -> int:
         return self._programs.compilations
+
+    @contextmanager
+    def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
+        if self._accumulation == 1:  # else the update is a program of its own
+            self._order_inputs(self._optimizers if model is None else [model])
+        yield
+
+    def _order_inputs(self, models: Iterable[nn.Module]) -> None:
+        """Make what the optimizers of `models` change the first inputs of a program, in the order of its outputs.
+
+        Call it before an operation of the program takes one of them.
+
+        torch_xla tells XLA only which inputs a program may overwrite. XLA pairs these with outputs of equal size by
+        their positions (optimize_input_output_buffer_alias.cc), and copies each whose pair is another tensor. Outputs
+        are ordered by age; inputs would be by first use, which leaves nearly no right pair.
+        """
+        for model in models:
+            if model not in self._inputs and model in self._optimizers:
+                state = self._optimizers[model].state
+                weights = [weight for group in self._optimizers[model].param_groups for weight in group["params"]]
+                tensors = [value for w in weights for value in (w, w.grad, *tensors_of(state.get(w, {})).values())]
+                changed = [tensor for tensor in tensors if tensor is not None and tensor.device.type == "xla"]
+                self._inputs[model] = sorted(changed, key=self._bridge._xla_get_tensor_id)
+            newest_first = self._inputs.get(model, [])[::-1]  # torch_xla visits an operation's last operand first
+            self._bridge._xla_optimization_barrier_(newest_first)
 
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
         """Write a trace for xprof."""

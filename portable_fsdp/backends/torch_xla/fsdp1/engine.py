@@ -78,7 +78,7 @@ class XlaFsdp1Backend(PjrtBackend):
             check_rows(places)
         self._put_zeros(places)
         units, self._reduce = self._wrap_forwards(model, policy), policy.reduce
-        self._roots[model] = units[-1]
+        self._model, self._roots[model] = model, units[-1]
         self._shards = self._shards_of[model] = shards_of(units, places, self._index)
         for shard in self._shards.values():
             shard.parameter.data = self._upload(shard.collect(fill, torch.float32))
@@ -162,6 +162,7 @@ class XlaFsdp1Backend(PjrtBackend):
         groups = self._groups_of_shards(groups)
         optimizer = contract.zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
         keep_moments_apart(optimizer)
+        self._optimizers[self._model] = optimizer
         self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
             self._prepare_micro_batches([name for group in groups for name in group["params"]])
@@ -206,7 +207,7 @@ class XlaFsdp1Backend(PjrtBackend):
         placed = self._bridge._xla_tensors_from_aten(list(batch.values()), [str(self.device)] * len(batch), None)
         return dict(zip(batch, placed, strict=True))
 
-    # `accumulate` is the default: shards are reduced in every micro batch, since whole gradients would undo FULL_SHARD;
+    # `accumulate` is as on xla: shards are reduced in every micro batch, since whole gradients would undo FULL_SHARD;
     # replicas once per step, in `clip_grad_norm`.
 
     @contextmanager
@@ -224,6 +225,8 @@ class XlaFsdp1Backend(PjrtBackend):
             cast(Tensor, parameter.grad).mul_(factor)
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+        if self._accumulation > 1:
+            self._order_inputs([model])
         if self._replicas > 1:
             self._sum_over_replicas(model)
         return self._roots[model].clip_grad_norm_(math.inf if limit is None else limit, groups=self._shard_groups)
@@ -305,6 +308,7 @@ class XlaFsdp1Backend(PjrtBackend):
                 tensor.copy_(host)
             else:
                 tensor.data = self._upload(host.contiguous())
+        self._inputs.clear()
         self._xla.sync(wait=True)
 
     def _cut(

@@ -228,6 +228,7 @@ class XlaBackend(PjrtBackend):
         parameters, layouts = dict(self._model.named_parameters()), self._layouts[self._model]
         optimizer = contract.zero_optimizer(make, groups, parameters, zeros, compiled=True)
         keep_moments_apart(optimizer)
+        self._optimizers[self._model] = optimizer
         self._programs.watch(optimizer, parameters)
         if self._accumulation > 1:
             for fqn, parameter in parameters.items():
@@ -257,11 +258,14 @@ class XlaBackend(PjrtBackend):
 
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
-        yield  # one global program: gradients are already summed over devices
+        with super().accumulate(last, model):
+            yield  # one global program: gradients are already summed over devices
         for copies in self._copies:  # without gradients a model's forward itself releases what it gathered
             copies.release()
 
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
+        if self._accumulation > 1:
+            self._order_inputs([model])
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
         # In float32: bfloat16 gradients (precision.master) would give a norm of three digits. Squares, and one root:
@@ -310,6 +314,7 @@ class XlaBackend(PjrtBackend):
             new = self._make(old.shape, old.dtype, spec, partial(read, key))
             # Not _replace_xla_tensor: after a step has run, the next forward would still see the old values.
             old.data = new
+        self._inputs.clear()
         self._tensors.wait()
 
     def memory(self) -> contract.MemoryStats | None:
