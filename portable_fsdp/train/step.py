@@ -5,6 +5,7 @@ of devices or micro batches. If only the loss itself can count (the user's own t
 rows, and gradients are corrected once all counts are known.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -172,6 +173,8 @@ def train_step(
     def step(batches: Sequence[Batch], lr: float | Tensor | None = None, control: Sequence[float] = ()) -> Metrics:
         if not isinstance(lr, Real | Tensor):
             raise ConfigError("step: needs the learning rate, a number.\n  Write step(batches, config.optim.lr).")
+        if torch.as_tensor(lr).numel() != 1 or not math.isfinite(lr):
+            raise ConfigError(f"step: expected one finite learning rate, found {lr}.")
         if not isinstance(cast(object, batches), list | tuple) or len(batches) != accumulation:
             actual = len(batches) if isinstance(batches, list | tuple) else f"a {type(batches).__name__}"
             fix = "Write step([batch], lr), with as many batches as train_step(accumulation=...) says"

@@ -64,6 +64,8 @@ class LayerLoop:
         self._last = len(layers) - 1  # the layer that was called last
         for index, layer in enumerate(layers.values()):
             layer.forward = self._run_all if index == 0 else partial(self._return_input, index)
+        model.register_forward_hook(self._note_end)
+        model.register_forward_pre_hook(self._forget_calls)  # of a forward that ended in an error
 
     def _run_all(self, *args: Any, **kwargs: Any) -> Any:
         from torch._functorch.partitioners import default_partition
@@ -100,6 +102,13 @@ class LayerLoop:
         due, self._last = (self._last + 1) % len(self._names), index
         if index != due:
             raise _refusal(f"the model calls {self._names[index]} instead of {self._names[due]}")
+
+    def _note_end(self, *_: Any) -> None:
+        if self._last != len(self._names) - 1:
+            raise _refusal(f"the model doesn't call {self._names[self._last + 1]}")
+
+    def _forget_calls(self, *_: Any) -> None:
+        self._last = len(self._names) - 1
 
     def _flat(self, args: Any, kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of a layer's arguments but for the keys of dropout, which each layer has for itself."""
