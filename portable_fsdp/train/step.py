@@ -160,7 +160,7 @@ def train_step(
         if routers is not None:
             metrics |= routers.finish_step(sums, is_skipped, backend.sum)
         if accumulation == 1:
-            backend.zero_gradients(optimizer, keep=accumulation > 1)
+            backend.zero_gradients(optimizer, keep=False)
         metrics |= {"loss": loss, "grad_norm": grad_norm, "is_empty": is_empty.float()}
         return metrics | ({"votes": sums["votes"]} if len(sums["votes"]) else {})
 
@@ -173,7 +173,7 @@ def train_step(
     def step(batches: Sequence[Batch], lr: float | Tensor | None = None, control: Sequence[float] = ()) -> Metrics:
         if not isinstance(lr, Real | Tensor):
             raise ConfigError("step: needs the learning rate, a number.\n  Write step(batches, config.optim.lr).")
-        if torch.as_tensor(lr).numel() != 1 or not math.isfinite(lr):
+        if (isinstance(cast(object, lr), Tensor) and lr.numel() != 1) or not math.isfinite(lr):
             raise ConfigError(f"step: expected one finite learning rate, found {lr}.")
         if not isinstance(cast(object, batches), list | tuple) or len(batches) != accumulation:
             actual = len(batches) if isinstance(batches, list | tuple) else f"a {type(batches).__name__}"

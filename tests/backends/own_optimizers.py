@@ -41,6 +41,15 @@ class Stepping(torch.optim.Optimizer):
         parameter.sub_(group["lr"] * (state["mean"] + group["weight_decay"] * parameter))
 
 
+class Replaces(Stepping):
+    """Makes a new state in each step."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        mean = self.state[parameter].get("mean", torch.zeros_like(parameter)).lerp(gradient, 0.1)
+        self.state[parameter]["mean"] = mean
+        parameter.sub_(group["lr"] * mean)
+
+
 class Scaled(Stepping):
     """Scale gradients by the weight's norm, which the host reads."""
 

@@ -131,6 +131,13 @@ def test_an_optimizer_that_reads_the_device_is_refused_before_the_first_step(
     assert all(word in failure.value.message for word in (*words, "reads a tensor's value on the host in step()"))
 
 
+@pytest.mark.xla
+@pytest.mark.parametrize("name", ["Stepping", "Replaces"])
+def test_an_optimizers_order_of_writing_makes_one_program(name: str, run: Run) -> None:
+    [answer] = run(XLA, replace(of_own(name), steps=3))
+    assert answer["compilations"] == answer["expected_compilations"] == 1
+
+
 @pytest.mark.proof
 def test_eight_bit_states_travel_and_learn(workers: GetWorkers, tmp_path: Path) -> None:
     """On gloo processes, by bitsandbytes' kernel for CPUs."""

@@ -120,7 +120,10 @@ class PjrtBackend(Backend):
         evaluates, samples = (every is not None for every in (config.train.eval_every, config.train.sample_every))
         self.expected_compilations = self._shapes * (1 + evaluates) + (self._accumulation > 1) + samples
         self._optimizers: dict[nn.Module, torch.optim.Optimizer] = {}
-        self._inputs: dict[nn.Module, list[Tensor]] = {}  # of `_order_inputs`; a load changes it
+        self._in_program = False
+        # Found at an optimizer's first program, and kept: another order would be another program. A load makes new
+        # tensors, so the order is found again.
+        self._input_orders: dict[torch.optim.Optimizer, list[tuple[Tensor, str]]] = {}
         with _LOWERING:
             _replace_operators()
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()
@@ -140,7 +143,15 @@ class PjrtBackend(Backend):
     def compile(self, fn: Callable[..., Metrics], name: str) -> Callable[..., Metrics]:
         if name == "count_choices":  # only the model tells whether it has a router loss
             self.expected_compilations += self._shapes
-        return self._programs.compile(fn, name, self._shapes)
+
+        def program(*args: Any) -> Metrics:
+            self._in_program = True
+            try:
+                return fn(*args)
+            finally:
+                self._in_program = False
+
+        return self._programs.compile(program, name, self._shapes)
 
     @property
     def compilations(self) -> int:
@@ -153,23 +164,31 @@ class PjrtBackend(Backend):
         yield
 
     def _order_inputs(self, models: Iterable[nn.Module]) -> None:
-        """Make what the optimizers of `models` change the first inputs of a program, in the order of its outputs.
+        """Make the weights, gradients and optimizer states of `models` the first inputs of a program, in the order of
+        its outputs. Call it before the program uses weights or states. Outside a program it does nothing.
 
-        Call it before an operation of the program takes one of them.
-
-        torch_xla tells XLA only which inputs a program may overwrite. XLA pairs these with outputs of equal size by
-        their positions (optimize_input_output_buffer_alias.cc), and copies each whose pair is another tensor. Outputs
-        are ordered by age; inputs would be by first use, which leaves nearly no right pair.
+        torch_xla tells XLA only which inputs a program may overwrite. XLA pairs the n-th of these with the n-th output
+        of its size (optimize_input_output_buffer_alias.cc), and copies an input that is paired with another tensor.
+        Outputs are in the order of their tensors' age. Inputs are in the order of their first use, by which nearly all
+        would be copied.
         """
-        for model in models:
-            if model not in self._inputs and model in self._optimizers:
-                state = self._optimizers[model].state
-                weights = [weight for group in self._optimizers[model].param_groups for weight in group["params"]]
-                tensors = [value for w in weights for value in (w, w.grad, *tensors_of(state.get(w, {})).values())]
-                changed = [tensor for tensor in tensors if tensor is not None and tensor.device.type == "xla"]
-                self._inputs[model] = sorted(changed, key=self._bridge._xla_get_tensor_id)
-            newest_first = self._inputs.get(model, [])[::-1]  # torch_xla visits an operation's last operand first
-            self._bridge._xla_optimization_barrier_(newest_first)
+        for optimizer in (self._optimizers[m] for m in models if self._in_program and m in self._optimizers):
+            tensors = dict(self._changed_by(optimizer))
+            if optimizer not in self._input_orders:
+                ages = {key: self._bridge._xla_get_tensor_id(tensor) for key, tensor in tensors.items()}
+                self._input_orders[optimizer] = sorted(ages, key=ages.__getitem__)
+            in_order = [tensors[key] for key in self._input_orders[optimizer] if key in tensors]
+            # torch_xla visits an operation's last operand first.
+            self._bridge._xla_optimization_barrier_(in_order[::-1])
+
+    @staticmethod
+    def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[Tensor, str], Tensor]]:
+        """Yield (weight, name) -> tensor on the device: the weight itself, its gradient, each of its states."""
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            states = {f"state {name}": value for name, value in tensors_of(optimizer.state.get(weight, {})).items()}
+            for name, tensor in {"weight": weight, "gradient": weight.grad, **states}.items():
+                if tensor is not None and tensor.device.type == "xla":
+                    yield (weight, name), tensor
 
     def start_trace(self, folder: Path) -> Callable[[], Callable[[], list[Operation]]]:
         """Write a trace for xprof."""
@@ -225,7 +244,7 @@ class Programs:
     """Functions that XLA compiles as they are called: counts compilations, and warns of unexpected ones."""
 
     def __init__(self, engine: str) -> None:
-        self._engine, self.compilations = engine, 0
+        self._engine, self.compilations, self._failed = engine, 0, False
         self._at_update: dict[str, Any] = {}
 
     def wait(self) -> None:
@@ -251,8 +270,11 @@ class Programs:
 
         def step(*args: Any) -> Metrics:
             nonlocal compiled, last
-            before, self._at_update = _compile_count(), {}
+            if self._failed:  # weights wait for the first operations of a program that then failed
+                self.wait()
+            before, self._at_update, self._failed = _compile_count(), {}, True
             out = run_program(partial(_from_one_seed, fn, *args), f"backend {self._engine}: program {name!r}", name)
+            self._failed = False
             new = _compile_count() - before
             inputs = _described(args)
             facts, previous = inputs | self._at_update, last

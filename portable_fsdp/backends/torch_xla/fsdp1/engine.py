@@ -308,7 +308,7 @@ class XlaFsdp1Backend(PjrtBackend):
                 tensor.copy_(host)
             else:
                 tensor.data = self._upload(host.contiguous())
-        self._inputs.clear()
+        self._input_orders.clear()
         self._xla.sync(wait=True)
 
     def _cut(

@@ -314,7 +314,7 @@ class XlaBackend(PjrtBackend):
             new = self._make(old.shape, old.dtype, spec, partial(read, key))
             # Not _replace_xla_tensor: after a step has run, the next forward would still see the old values.
             old.data = new
-        self._inputs.clear()
+        self._input_orders.clear()
         self._tensors.wait()
 
     def memory(self) -> contract.MemoryStats | None:

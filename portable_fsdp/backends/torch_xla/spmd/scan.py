@@ -65,7 +65,7 @@ class LayerLoop:
         for index, layer in enumerate(layers.values()):
             layer.forward = self._run_all if index == 0 else partial(self._return_input, index)
         model.register_forward_hook(self._note_end)
-        model.register_forward_pre_hook(self._forget_calls)  # of a forward that ended in an error
+        model.register_forward_pre_hook(self._forget_calls)  # an earlier forward may have ended in an error
 
     def _run_all(self, *args: Any, **kwargs: Any) -> Any:
         from torch._functorch.partitioners import default_partition
