@@ -63,7 +63,7 @@ SIZES: dict[int, str] = {
     "index_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim swa_head_dim rotary_dim kv_channels d_kv "
     "sliding_window sliding_window_size window_size attention_window_size local_attention attention_chunk_size "
     "chunk_size mamba_chunk_size mamba_d_state state_size ssm_state_size index_topk hidden_size_per_layer_input "
-    "laurel_rank patch_size adapter_rank local_attention_window_len",
+    "laurel_rank patch_size adapter_rank local_attention_window_len mamba_num_heads mamba_head_dim",
     16: "kv_lora_rank q_lora_rank o_lora_rank qk_head_dim time_step_rank mamba_dt_rank",
     32: "hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_size lru_width word_embed_proj_dim "
     "moe_intermediate_size image_size hidden_size_global out_hidden_size backbone_hidden_size router_hidden_size",
