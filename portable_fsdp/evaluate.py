@@ -142,8 +142,8 @@ def _require_model_folder(source: str, path: Path) -> None:
         fix = f"The newest checkpoint there is {others[0]}" if others else "Name a run, a checkpoint or a model folder"
         problem = "a file, not a folder" if path.is_file() else "no such folder"
         raise ConfigError(f"{source}: {problem}.\n  {fix}.")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"{source}: no checkpoint, and no config.json.\n  Name a run with a checkpoint, or a model.")
+    if (path / "events.jsonl").is_file():
+        raise ConfigError(f"{source}: a run without a checkpoint.\n  Name a run with a checkpoint, or a model.")
 
 
 def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_validation: bool) -> dict[str, Any]:

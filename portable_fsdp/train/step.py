@@ -173,7 +173,7 @@ def train_step(
     def step(batches: Sequence[Batch], lr: float | Tensor | None = None, control: Sequence[float] = ()) -> Metrics:
         if not isinstance(lr, Real | Tensor):
             raise ConfigError("step: needs the learning rate, a number.\n  Write step(batches, config.optim.lr).")
-        if (isinstance(cast(object, lr), Tensor) and lr.numel() != 1) or not math.isfinite(lr):
+        if (isinstance(cast(object, lr), Tensor) and lr.numel() != 1) or not math.isfinite(value := float(lr)):
             raise ConfigError(f"step: expected one finite learning rate, found {lr}.")
         if not isinstance(cast(object, batches), list | tuple) or len(batches) != accumulation:
             actual = len(batches) if isinstance(batches, list | tuple) else f"a {type(batches).__name__}"
@@ -185,7 +185,7 @@ def train_step(
             fix = "Write step(batches, lr, [count]), or for a loss of your own train_step(..., task=your_function)"
             raise ConfigError(f"step: {task.name} needs the count of losses.\n  {fix}.")
         count, *votes = control or (0.0,)
-        numbers, groups = step_numbers(optimizer, float(lr)), optimizer.param_groups
+        numbers, groups = step_numbers(optimizer, value), optimizer.param_groups
         numbers |= {"loss": 0.0, "share": 0.0, "first": 0.0, "later": 1.0}
         placed = backend.place({name: torch.tensor(number) for name, number in numbers.items()})
         placed_control = {"control": backend.place_control([count if backend.counts_rows else 0.0, *votes])}

@@ -302,7 +302,8 @@ class EndsEarly(Net):
 
 
 def two_losses(fails: bool) -> tuple[list[float], int]:
-    """Of scanned layers, and the programs compiled; `fails`: a step between them ends in the forward."""
+    """Losses of two steps with scanned layers, and the number of compilations; `fails`: a step between the two raises
+    an error in its forward."""
     config = pf.make_config(compile={"scan_layers": True})
     with open_group(config) as engine:
         model, optimizer = pf.shard(partial(EndsEarly, Layer), config, engine)

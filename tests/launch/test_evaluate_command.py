@@ -66,15 +66,15 @@ def test_two_processes_say_what_one_says(run: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_cannot_be_evaluated_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    run = folder / "stopped"
+    run.mkdir()
+    (run / "events.jsonl").touch()
     for words, message in (
         (["none"], "none: no such folder.\n  Name a run, a checkpoint or a model folder."),
         (["tiny.yaml", *HELD], "tiny.yaml: a file, not a folder.\n"),
-        ([".", *HELD], ".: no checkpoint, and no config.json.\n  Name a run with a checkpoint, or a model."),
-        (["model", *HELD, "data.pth=x"], "data.pth: unknown key.\n  nearest: data.path"),
-        (["model"], "model: a model has no validation set.\n  Name data: "),
+        (["stopped", *HELD], "stopped: a run without a checkpoint.\n  Name a run with a checkpoint, or a model."),
+        ([".", *HELD, "data.pth=x"], "data.pth: unknown key.\n  nearest: data.path"),
+        (["."], ".: a model has no validation set.\n  Name data: "),
         ([".", "optim.lr=1"], "optim.lr: evaluate doesn't read this key.\n  It reads those of data., model., "),
     ):
         assert evaluate.main([*words, "--device=cpu"]) == 2

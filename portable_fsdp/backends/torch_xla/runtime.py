@@ -159,7 +159,7 @@ class PjrtBackend(Backend):
 
     @contextmanager
     def accumulate(self, last: bool, model: nn.Module | None = None) -> Generator[None]:
-        if self._accumulation == 1:  # else the update is a program of its own
+        if self._accumulation == 1:  # with several micro batches the update is a separate program
             self._order_inputs(self._optimizers if model is None else [model])
         yield
 
