@@ -204,6 +204,7 @@ def x_of(seed: int) -> Tensor:
 RECOMPUTED: dict[str, Any] = {"memory": {"gradient_checkpointing": "full"}}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler, of `x`
 @pytest.mark.parametrize("kind", [Block, Noise])
 @pytest.mark.parametrize(
     "sections",

@@ -142,8 +142,7 @@ class NativeBackend(contract.Backend):
             self._row_parts = RowParts(group.index, group.count, partial(gather_tokens, group))
             self.split_tokens = partial(split_tokens, parts=self._row_parts)
         self._counter = _CollectiveCounter()
-        # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
-        self._counts_collectives = not config.compile.enabled and config.model.attention != "flex"
+        self._counts_collectives = config.model.attention != "flex"  # nor with compiled layers
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
         self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
@@ -199,6 +198,8 @@ class NativeBackend(contract.Backend):
     def shard_model(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill | None) -> nn.Module:
         check_statistics(model, policy)
         move_buffers(model, self.device)
+        # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
+        self._counts_collectives &= policy.compile_backend is None
         if policy.tables:
             from portable_fsdp.backends.native.quantised import view_tables
 
