@@ -7,14 +7,16 @@ Both sources are a `fill(fqn, slices)`: a backend requests the pieces that its d
 # pyright: reportPrivateUsage=false
 
 import hashlib
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -107,14 +109,39 @@ def _init_weights(twin: nn.Module, name: str) -> None:
     cast(Any, next(module for module in around if hasattr(module, "_init_weights")))._init_weights(around[0])
 
 
-@contextmanager
-def seeded(seed: int, fqn: str) -> Generator[None]:
-    """Context in which torch's generator on the host is seeded by (seed, FQN) alone."""
+def seeded(seed: int, fqn: str) -> AbstractContextManager[Any]:
+    """Context in which torch's draws on the host depend on (seed, FQN) alone, and leave the process's generator."""
     digest = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed: it seeds the devices too, and TorchTPU takes no negative seed.
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        yield
+    return _Drawing(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True)))
+
+
+_DEFAULT_GENERATOR = Lock()
+_WITH_GENERATOR = {"default": "generator", "low": "low_generator"}  # overloads of rand, randn, randint and randperm
+
+
+class _Drawing(TorchDispatchMode):
+    """Draws from `generator` in place of the process's own."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        packet = func._overloadpacket
+        name = _WITH_GENERATOR.get(func._overloadname)
+        func = getattr(packet, name) if name in packet.overloads() else func
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            return func(*args, **kwargs, generator=self._generator)
+        with _DEFAULT_GENERATOR, torch.random.fork_rng(devices=[]):  # rand_like, dropout: these take no generator
+            torch.default_generator.set_state(self._generator.get_state())
+            result = func(*args, **kwargs)
+            self._generator.set_state(torch.default_generator.get_state())
+        return result
 
 
 class RandomWeights:

@@ -1,6 +1,8 @@
 """model.factory: the weights that a run gets are what the factory's own operations make, one at a time."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.weights import seeded
 from portable_fsdp.runtime.errors import ConfigError
 
 MODULE = """
@@ -148,6 +151,28 @@ def test_weights_depend_on_seed_and_name_alone(build: Callable[..., BuiltModel])
     assert torch.equal(rounded["position"], first["position"].bfloat16())
     part = build("model").fill("position", (slice(2, 4), slice(0, 32)))
     assert torch.equal(part, first["position"][2:4])
+
+
+DRAWS: list[Callable[[], Tensor]] = [
+    lambda: torch.nn.init.trunc_normal_(torch.empty(30)),
+    lambda: torch.randn(40) + torch.randint(3, 10, (40,)),
+    lambda: torch.rand_like(torch.zeros(8)) + torch.nn.functional.dropout(torch.ones(8)),  # these take no generator
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_initial_values_leave_the_generator_that_others_draw_from(draw: Callable[[], Tensor]) -> None:
+    torch.manual_seed(int.from_bytes(sha256(b"3/a").digest()[:8], "little", signed=True))
+    expected = draw()
+    torch.manual_seed(5)
+    with seeded(3, "a"):
+        first = draw()
+        with ThreadPoolExecutor() as threads:
+            beside = threads.submit(torch.rand, 4).result()
+    after = torch.rand(4)
+    assert torch.equal(first, expected)
+    torch.manual_seed(5)
+    assert torch.equal(torch.cat([beside, after]), torch.cat([torch.rand(4), torch.rand(4)]))
 
 
 def test_a_model_of_transformers_gets_its_own_initialisation(build: Callable[..., BuiltModel]) -> None:
