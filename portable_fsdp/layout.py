@@ -156,10 +156,6 @@ def full_region(shape: Sequence[int]) -> Region:
     return tuple(slice(0, size) for size in shape)
 
 
-ROW_PARTS = "row_parts"
-"""The attribute of a model's modules that holds the `RowParts` of this device, if an engine splits rows."""
-
-
 @dataclass(frozen=True)
 class RowParts:
     """One device of the axis `context`: of 2 * count pieces of a row it holds two, one from each end, so that all

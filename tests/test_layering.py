@@ -188,6 +188,75 @@ def _calls_in(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
         yield from _calls_in(child)
 
 
+NOT_HIDDEN = {
+    "forward": "wrapped",
+    "__signature__": "of a wrapped forward",
+    "__class__": "of a module whose scalars are read in the compute dtype",
+    "training": "torch's own",
+    "config": "of transformers, put back at once",
+    "kwargs": "peft's own",
+    "cast_input_dtype_enabled": "peft's own",
+    "lora_of": "a submodule, of adapters",
+    "quantised": "of a layer of ours",
+    "barrier": "of an optimizer of ours",
+}
+"""Attributes that may be set, and why."""
+
+HOLDERS = {"module", "model", "layer", "block", "experts", "optimizer"}
+"""Names of values that belong to the user, to torch or to transformers."""
+
+
+def attributes_on_what_is_not_ours(modules: Modules) -> list[str]:
+    """State travels in records. Only attach.py sets attributes on modules and optimizers, besides wrapped forwards."""
+    problems: list[str] = []
+    for at, node in nodes(modules, "backends", "models", "optim", "train"):
+        match node:
+            case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), *_]) if name in HOLDERS:
+                pass
+            case ast.Subscript(value=ast.Call(func=ast.Name(id="vars"), args=[ast.Name(id=name)])) if name in HOLDERS:
+                pass
+            case ast.Call(
+                func=ast.Attribute(
+                    value=ast.Call(func=ast.Name(id="vars"), args=[ast.Name(id=name)]),
+                    attr="get" | "pop" | "setdefault" | "update",
+                )
+            ) if name in HOLDERS:
+                pass
+            case ast.Attribute(value=value, attr=name, ctx=ast.Store() | ast.Del()) if (
+                _is_cast(value) or (isinstance(value, ast.Name) and value.id in HOLDERS)
+            ) and name not in NOT_HIDDEN:
+                pass
+            case _:
+                continue
+        problems.append(f"{at}: {ast.unparse(node)}")
+    return problems
+
+
+def _is_cast(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "cast"
+
+
+BUILDERS = {
+    "models/build.py": "build_model",
+    "train/build.py": "build_training",
+    "train/run.py": "open_run",
+    "train/step.py": "train_step",
+    "backends/native/engine.py": "shard_model",
+}
+"""Each capability would add a few lines to these. A new one is a pass in a file of its own."""
+
+
+def builders_that_grow(modules: Modules) -> list[str]:
+    """Builders have at most 60 lines."""
+    return [
+        f"{path}:{node.lineno}: {node.name} has {lines} lines"
+        for path, tree in modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == BUILDERS.get(path)
+        if (lines := (node.end_lineno or 0) - node.lineno + 1) > 60
+    ]
+
+
 Rule = Callable[[Modules], list[str]]
 BREAKERS: dict[Rule, list[str]] = {
     engine_names_outside_backends: [
@@ -213,6 +282,14 @@ BREAKERS: dict[Rule, list[str]] = {
     names_defined_twice: [
         "class Row:\n    pass\ndef f():\n    class Row:\n        pass",
         "Row = tuple[int, ...]\nclass Row:\n    pass",
+    ],
+    attributes_on_what_is_not_ours: [
+        "def f(model):\n    setattr(model, 'draws', 1)",
+        "def f(model):\n    return vars(model).get('draws')",
+        "def f(model):\n    return vars(model)['draws']",
+        "def f(module):\n    module.load = module.balance = None",
+        "def f(built):\n    cast(Any, built.model).routers = 1",
+        "def f(optimizer):\n    del cast(Any, optimizer).found_inf",
     ],
     work_at_import: [
         "register('static', f)",
@@ -243,6 +320,14 @@ def test_a_rule_holds_finds_what_breaks_it_and_lets_the_rest_be(rule: Rule) -> N
     assert rule({path: ast.parse(source) for path, source in ALLOWED.items()}) == []
 
 
+def test_builders_stay_short() -> None:
+    assert builders_that_grow(package()) == []
+    body = "\n".join(f"    x = {number}" for number in range(60))
+    assert builders_that_grow({"train/step.py": ast.parse(f"def train_step():\n{body}")}) != []
+    names = {path: {n.name for n in ast.walk(package()[path]) if isinstance(n, ast.FunctionDef)} for path in BUILDERS}
+    assert [name for path, name in BUILDERS.items() if name not in names[path]] == []
+
+
 OF_EXTRAS = {
     *("torch_xla", "torch_tpu", "jax", "matplotlib", "datasets", "pyarrow", "peft", "bokeh", "jinja2"),
     *("bitsandbytes", "torchao"),
@@ -266,7 +351,9 @@ def test_no_command_imports_torch_before_it_has_read_its_arguments() -> None:
     names = [
         f"{PACKAGE}.{path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}"
         for path in package()
-        if path.partition("/")[0] in light or path.endswith("__main__.py") or "/" not in path
+        if path.partition("/")[0] in light
+        or path.endswith("__main__.py")
+        or "/" not in path.replace("attach.py", "models/")
     ]
     heavy = {"torch", "torch_xla", "torch_tpu", "transformers", "accelerate"}
     program = f"import sys, {', '.join(names)}\nprint(sorted({heavy!r} & set(sys.modules)))"

@@ -8,12 +8,12 @@ contract (C1 to C7) against every backend.
 import resource
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,17 @@ class MemoryStats:
     limit_bytes: int | None
 
 
+class KeyedDraws(Protocol):
+    """Dropout by keys of the rows (`models.dropout.Draws`), as engines see it; explained there."""
+
+    argument: str
+    slice: int | None
+
+    def move(self, slice: int | None, part: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]: ...
+
+    def rows_of(self, layers: Sequence[str]) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class ShardPolicy:
     """The sharding of a model over the backend's mesh, and its execution, in plain values.
@@ -133,7 +144,7 @@ class ShardPolicy:
     experts: tuple[str, ...] = ()  # modules whose weights `expert_spec` lays out; an engine may run its own products
     process_experts: Callable[[int, float | None, Callable[[Tensor], Tensor]], Any] | None = None
     """`models.experts.OneDevice`: experts of processes that exchange rows"""
-    draws_by_keys: bool = False  # dropout draws from keys of the rows, not from a generator
+    draws: KeyedDraws | None = None  # dropout draws from keys of the rows; None: from torch's generators
     expert_capacity: float | None = None  # of each exchange, in multiples of an even load; None: of the worst case
 
 
@@ -366,23 +377,6 @@ def as_batch(batch: object) -> Batch:
     return cast(Batch, batch)
 
 
-def refuse_copies(modules: Iterable[nn.Module]) -> None:
-    """Make copy.deepcopy of each of these modules raise BackendError.
-
-    A copied block would compute with the original's weights; torch copies no units either.
-    """
-    for module in modules:
-        cast(Any, module).__deepcopy__ = _refuse_copy
-
-
-def _refuse_copy(_: Any) -> NoReturn:
-    raise BackendError(
-        "a sharded model can't be copied (copy.deepcopy, torch's AveragedModel): the copy would compute with the "
-        "original's weights.\n  Copy it before shard, or shard two models and copy the weights: "
-        "other.load_state_dict(model.state_dict())."
-    )
-
-
 def output_head(model: nn.Module) -> nn.Module | None:
     """The module that computes the logits of a transformers model; None for other models, which don't name theirs."""
     get = getattr(model, "get_output_embeddings", None)
@@ -392,7 +386,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 def dropouts(model: nn.Module, *, by_keys: bool = False) -> list[str]:
     """FQNs of the modules that draw random numbers in training: torch's dropouts, and any with a rate named *drop*.
 
-    `by_keys`: those that draw from a generator although `ShardPolicy.draws_by_keys`.
+    `by_keys`: those that draw from a generator although `ShardPolicy.draws`.
     """
     names: list[str] = []
     for name, module in model.named_modules():

@@ -29,7 +29,7 @@ from portable_fsdp.runtime import collective_errors
 from portable_fsdp.runtime.errors import CheckpointError, Closing
 
 if TYPE_CHECKING:
-    from portable_fsdp.models.pretrained import Base
+    from portable_fsdp.models.weights import Base
 
 log = logging.getLogger("portable_fsdp")
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from portable_fsdp.layout import ROW_PARTS, RowParts
+from portable_fsdp.attach import draws_attention, row_parts_of
+from portable_fsdp.layout import RowParts
 
 STATIC = "portable_fsdp_static"
 FLEX = "portable_fsdp_flex"  # attention over blocks, `document_masks.block_attention`
-DRAWS = "draws_attention"  # attribute of modules; False: static and flex attention drop nothing
 MASKED = "portable_fsdp_masked"  # transformers' own SDPA under masks that are made without a read on the host
 
 _MASKED = -1e30  # far below any score, and finite: a fully masked row gives no NaN
@@ -57,13 +57,13 @@ def static_attention(
         raise NotImplementedError(f"static attention doesn't support the position bias of {type(module).__name__}")
     query, key = query.to(value.dtype), key.to(value.dtype)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    parts: RowParts | None = getattr(module, ROW_PARTS, None)
+    parts = row_parts_of(module)
     length = query.shape[-2] * (1 if parts is None else parts.count)
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     documents = attention_mask if attention_mask is not None and _is_documents(attention_mask) else None
     mask = attention_mask if documents is None else None
     options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "sinks": s_aux}
-    options |= {"scale": scaling, "dropout": dropout if getattr(module, DRAWS, True) else 0.0}
+    options |= {"scale": scaling, "dropout": dropout if draws_attention(module) else 0.0}
     if parts is None:
         out = attend(query, key, value, mask, documents, **options)
     else:

@@ -1,6 +1,7 @@
 """Build the model on the meta device, with the source of its weights.
 
-Read `build_model` first. A model of `model.factory` comes from `factory.py`; transformers models are built here.
+Read `build_model` and `PASSES` first. A model of `model.factory` comes from `factory.py`; transformers models are built
+here. A new technique is a pass: a function of the built model and what is known about it, which returns the next one.
 
 `build_model` returns a model whose parameters hold no memory, and a `fill(fqn, slices)` (`weights.py`) that creates any
 piece of any weight on the host. A backend requests the pieces that its devices need, one at a time, so that no host
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -28,35 +29,38 @@ from portable_fsdp.models.attention import (
     register_static_attention,
 )
 from portable_fsdp.models.experts import DENSE, choose_experts, register_experts, takes_implementation
-from portable_fsdp.models.loss import LogitSteps, Loss, attach_loss, trace_logits
+from portable_fsdp.models.loss import DocumentArguments, LogitSteps, Loss, attach_loss, trace_logits
 from portable_fsdp.models.tasks import CAUSAL_LM, Task, is_decoder_only
-from portable_fsdp.models.weights import ModelSize, RandomWeights, TensorFile, WeightFill, fill_buffers, size_of
+from portable_fsdp.models.weights import DTYPES, BuiltModel, RandomWeights, TensorFile, fill_buffers, size_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import call_factory
 from portable_fsdp.runtime.hub import before_transformers
 
-if TYPE_CHECKING:  # a run without model.pretrained loads neither
-    from portable_fsdp.models.pretrained import Base, PretrainedWeights
-
 log = logging.getLogger("portable_fsdp")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
-class BuiltModel:
-    """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
+class _Asked:
+    """The arguments of `build_model`."""
 
-    The config is unchanged: with the dropout and the cache that training switches off. It is JSON, from which
-    `config_from_json` restores an equal config. Empty: a model of `model.factory`, not of transformers.
-    """
+    model: schema.Model
+    precision: schema.Precision
+    seed: int
+    seq_len: int
+    vocabulary: int
+    eager: bool
+    loss: Loss | None
+    keeps_ids: Callable[[], bool]
+    packs_documents: bool
+    context: int
+    task: Task
+    seq_len_key: str
+    compiler: str | None
+    blocks: bool
 
-    model: nn.Module
-    fill: WeightFill
-    config: dict[str, Any]
-    size: ModelSize
-    base: "Base | None" = None  # of `model.lora` or of quantised weights, if it comes from `model.pretrained`
-    dropout: str = ""  # what `model.dropout` is here, for the log
+    @property
+    def master(self) -> torch.dtype:
+        return DTYPES[self.precision.master]
 
 
 def build_model(
@@ -98,121 +102,185 @@ def build_model(
     Raises ConfigError if no model fits the config, a pattern matches nothing in it, the model doesn't keep packed
     documents apart, or devices can't split its rows.
     """
-    precision = precision or schema.Precision()
+    given = precision or schema.Precision(), seed, seq_len, vocabulary, eager, loss, keeps_ids, packs_documents
+    asked = _Asked(model, *given, context, task, seq_len_key, compiler, blocks)
     if model.factory is not None:
-        return _of_factory(model, precision, seed)
+        return _of_factory(asked)
     before_transformers()
-    file = rows_before = None
-    if model.pretrained is None:
-        config = read_architecture(model.architecture or {}, task.name, drops=model.resolved_dropout != 0)
-    else:
-        from portable_fsdp.models.pretrained import open_pretrained
-
-        config, file = open_pretrained(model, task.name)
-        if file.scheme not in (None, precision.frozen):
-            raise ConfigError(
-                f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={file.scheme}, "
-                f"found {precision.frozen}.\n  Set it to {file.scheme}, or use the model's unquantised folder."
-            )
-        rows_before = _grow(config, vocabulary, file, keeps_ids)
-    _check_config(config, seq_len, vocabulary, seq_len_key)
-    as_given = config_to_json(config)
-    _switch_off(config)
-    rates = set_dropout(config, model.resolved_dropout)
-    attention = model.attention
-    if attention == "auto" and blocks and context == 1 and _wants_blocks(config, task, seq_len, packs_documents):
-        attention = "flex"
-    make, bare, twin, steps, problem = _open_with(
-        attention, config, task, seq_len, seq_len_key, is_auto=model.attention == "auto"
-    )
-    if problem and not eager and _reads_host(twin, seq_len):
-        raise ConfigError(
-            f"model.attention: {type(bare).__name__} needs its own attention ({problem}), which reads values on the "
-            "host in each step.\n  Train it on native."
-        )
-    attention = "eager" if problem else attention
-    is_causal_lm, size = task.name == CAUSAL_LM.name, size_of(bare)
-    master, compute = DTYPES[precision.master], DTYPES[precision.compute]
-    documents = None
-    if context > 1:
-        from portable_fsdp.models.context import require_rows_that_split
-
-        require_rows_that_split(bare, make, seq_len, context)
-    if packs_documents or attention == "flex" or context > 1:
-        from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
-
-        name = bare.config._attn_implementation
-        windows = windows_of(twin, seq_len) if name == FLEX else ()
-        if packs_documents:
-            require_documents_apart(bare, make, eager=eager)
-        kinds = {"eager": eager, "packs": packs_documents, "splits_rows": context > 1}
-        documents = document_arguments(name, compute, **kinds, windows=windows)
-
-    built = BuiltModel(bare, RandomWeights(twin, seed, master), as_given, size)
-    if rates or model.dropout:
-        from portable_fsdp.models.dropout_rates import choose_dropouts
-
-        built = replace(built, dropout=choose_dropouts(bare, model, rates))
-    choose_experts(bare, model.experts, compute.itemsize, eager=eager)
-    built = with_values(built, twin, master, file, model.allow, rows_before)
-    # DTYPES has no "auto", which changes nothing.
-    if is_causal_lm:
-        attach_loss(bare, DTYPES.get(precision.output), eager, loss, documents, steps, compiler)
-    built.model.train()
-    weights = built.fill
-    if model.lora is not None:
-        from portable_fsdp.models.lora import with_adapters
-
-        built = with_adapters(built, model.lora, seed, master, file, grows=rows_before is not None)
-    built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
-    if model.lora is not None:
-        from portable_fsdp.models.lora import with_norms
-
-        built = with_norms(built, model.lora)
-    if file is not None and (model.lora is not None or precision.scheme is not None):
-        from portable_fsdp.models.lora import with_base
-
-        built = with_base(built, model, file, cast("PretrainedWeights", weights))
+    opened = _open_model(asked)
+    bare = opened.made.model
+    built = BuiltModel(bare, RandomWeights(opened.made.twin, seed, asked.master), opened.config, size_of(bare))
+    for run_pass in PASSES:
+        built = run_pass(built, opened)
     return replace(built, size=size_of(built.model))
 
 
-def _of_factory(model: schema.Model, precision: schema.Precision, seed: int) -> BuiltModel:
+def _of_factory(asked: _Asked) -> BuiltModel:
     from portable_fsdp.models.factory import open_factory, plain_size
 
+    model = asked.model
     make = partial(call_factory, "model.factory", str(model.factory))
-    module, fill = open_factory(f"model.factory: {model.factory}", make, seed, DTYPES[precision.master])
+    module, fill = open_factory(f"model.factory: {model.factory}", make, asked.seed, asked.master)
     built = BuiltModel(module, fill, {}, plain_size(module))
-    built = with_frozen(built, model.freeze, DTYPES.get(precision.frozen))
+    built = with_frozen(built, model.freeze, DTYPES.get(asked.precision.frozen))
     return replace(built, size=plain_size(module))
 
 
-# ---------------------------------------------------------------------------------------------- the transformations
+class _Made(NamedTuple):
+    make: Callable[[Any], Any]  # makes the model of a config
+    model: Any  # on meta
+    twin: Any
+    steps: LogitSteps | None
+    problem: str = ""  # why the model takes its own attention, not the static one
 
 
-def with_values(
-    built: BuiltModel,
-    twin: Any,
-    master: torch.dtype,
-    file: TensorFile | None,
-    allow: tuple[str, ...],
-    rows_before: int | None,
-) -> BuiltModel:
-    """Create real buffers, and weights in the master dtype; use the values that `file` has."""
-    model, drawn = built.model, cast(RandomWeights, built.fill)
+@dataclass(frozen=True)
+class _Opened:
+    """What passes read: what was asked for, and the model as transformers makes it."""
+
+    asked: _Asked
+    made: _Made
+    config: dict[str, Any]  # as given, in JSON
+    file: TensorFile | None
+    rows_before: int | None  # of a vocabulary that grew
+    rates: dict[str, float]  # of dropout
+    documents: DocumentArguments | None
+
+
+def _open_model(asked: _Asked) -> _Opened:
+    """Read the config or the files of the model, and make it on meta with the attention that fits."""
+    model, file, rows_before = asked.model, None, None
+    if model.pretrained is None:
+        config = read_architecture(model.architecture or {}, asked.task.name, drops=model.resolved_dropout != 0)
+    else:
+        from portable_fsdp.models.pretrained import open_pretrained
+
+        config, file = open_pretrained(model, asked.task.name)
+        if file.scheme not in (None, asked.precision.frozen):
+            raise ConfigError(
+                f"model.pretrained: {file.where}: its weights are quantised: expected precision.frozen={file.scheme}, "
+                f"found {asked.precision.frozen}.\n  Set it to {file.scheme}, or use the model's unquantised folder."
+            )
+        rows_before = _grow(config, asked.vocabulary, file, asked.keeps_ids)
+    _check_config(config, asked.seq_len, asked.vocabulary, asked.seq_len_key)
+    as_given = config_to_json(config)
+    _switch_off(config)
+    rates = set_dropout(config, model.resolved_dropout)
+    made = _with_attention(config, asked)
+    return _Opened(asked, made, as_given, file, rows_before, rates, _documents(made, asked))
+
+
+def _with_attention(config: Any, asked: _Asked) -> _Made:
+    """Make the model with the attention of `model.attention`; on an engine that compiles it must read no values."""
+    attention, packs = asked.model.attention, asked.packs_documents
+    is_auto = attention == "auto"
+    if is_auto and asked.blocks and asked.context == 1 and _wants_blocks(config, asked.task, asked.seq_len, packs):
+        attention = "flex"
+    made = _make_with(attention, config, asked.task, asked.seq_len, asked.seq_len_key, is_auto=is_auto)
+    if made.problem and not asked.eager and _reads_host(made.twin, asked.seq_len):
+        raise ConfigError(
+            f"model.attention: {type(made.model).__name__} needs its own attention ({made.problem}), which reads "
+            "values on the host in each step.\n  Train it on native."
+        )
+    return made
+
+
+def _documents(made: _Made, asked: _Asked) -> DocumentArguments | None:
+    """Return what the forward makes of the documents in a row. Raises ConfigError for a model that doesn't keep them
+    apart, or whose rows devices can't split."""
+    attention = made.model.config._attn_implementation
+    if asked.context > 1:
+        from portable_fsdp.models.context import require_rows_that_split
+
+        require_rows_that_split(made.model, made.make, asked.seq_len, asked.context)
+    if not (asked.packs_documents or attention == FLEX or asked.context > 1):
+        return None
+    from portable_fsdp.models.document_masks import document_arguments, require_documents_apart, windows_of
+
+    windows = windows_of(made.twin, asked.seq_len) if attention == FLEX else ()
+    if asked.packs_documents:
+        require_documents_apart(made.model, made.make, eager=asked.eager)
+    kinds = {"eager": asked.eager, "packs": asked.packs_documents, "splits_rows": asked.context > 1}
+    return document_arguments(attention, DTYPES[asked.precision.compute], **kinds, windows=windows)
+
+
+# ------------------------------------------------------------------------------------------------------- the passes
+
+
+def _dropouts(built: BuiltModel, opened: _Opened) -> BuiltModel:
+    model = opened.asked.model
+    if not (opened.rates or model.dropout):
+        return built
+    from portable_fsdp.models.dropout_rates import choose_dropouts
+
+    return replace(built, dropout=choose_dropouts(built.model, model, opened.rates))
+
+
+def _experts(built: BuiltModel, opened: _Opened) -> BuiltModel:
+    compute = DTYPES[opened.asked.precision.compute]
+    choose_experts(built.model, opened.asked.model.experts, compute.itemsize, eager=opened.asked.eager)
+    return built
+
+
+def _loss(built: BuiltModel, opened: _Opened) -> BuiltModel:
+    asked = opened.asked
+    if asked.task.name == CAUSAL_LM.name:
+        output = DTYPES.get(asked.precision.output)  # None: "auto", which changes nothing
+        of_model = opened.documents, opened.made.steps, asked.compiler
+        attach_loss(built.model, output, asked.eager, asked.loss, *of_model)
+    built.model.train()
+    return built
+
+
+def _adapters(built: BuiltModel, opened: _Opened) -> BuiltModel:
+    asked = opened.asked
+    if asked.model.lora is None:
+        return built
+    from portable_fsdp.models.lora import with_adapters
+
+    grows = opened.rows_before is not None
+    return with_adapters(built, asked.model.lora, asked.seed, asked.master, opened.file, grows=grows)
+
+
+def _frozen(built: BuiltModel, opened: _Opened) -> BuiltModel:
+    return with_frozen(built, opened.asked.model.freeze, DTYPES.get(opened.asked.precision.frozen))
+
+
+def _norms(built: BuiltModel, opened: _Opened) -> BuiltModel:
+    if opened.asked.model.lora is None:
+        return built
+    from portable_fsdp.models.lora import with_norms
+
+    return with_norms(built, opened.asked.model.lora)
+
+
+def _base(built: BuiltModel, opened: _Opened) -> BuiltModel:
+    asked = opened.asked
+    if opened.file is None or (asked.model.lora is None and asked.precision.scheme is None):
+        return built
+    from portable_fsdp.models.lora import with_base
+
+    return with_base(built, asked.model, opened.file)
+
+
+def _values(built: BuiltModel, opened: _Opened) -> BuiltModel:
+    """Create real buffers, and weights in the master dtype; use the values that the file has."""
+    model, drawn, file, twin = built.model, cast(RandomWeights, built.fill), opened.file, opened.made.twin
     unset = fill_buffers(model, twin)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(master)
+        parameter.data = parameter.data.to(opened.asked.master)
     if file is not None:
         from portable_fsdp.models.pretrained import PretrainedWeights
 
-        weights = PretrainedWeights(file, model, twin, drawn, allow=allow, rows_before=rows_before)
+        allow = opened.asked.model.allow
+        weights = PretrainedWeights(file, model, twin, drawn, allow=allow, rows_before=opened.rows_before)
         stored = {name: buffer for name, buffer in model.named_buffers() if weights.holds(name)}
         for name, buffer in stored.items():
             buffer.copy_(weights(name, tuple(slice(0, size) for size in buffer.shape)))
         for name, parameter in model.named_parameters():
             if weights.holds(name):  # from_pretrained trains all, also tables that a new model freezes (Marian)
                 parameter.requires_grad_(True)
-        built, unset = replace(built, fill=weights), unset - set(stored)
+        built, unset = replace(built, fill=weights, weights=weights), unset - set(stored)
     if unset:
         raise ConfigError(
             f"model: {type(model).__name__}: transformers can't recompute the buffer {sorted(unset)[0]}: it only "
@@ -239,6 +307,11 @@ def with_frozen(built: BuiltModel, patterns: tuple[str, ...], dtype: torch.dtype
         parameter.data = parameter.data.to(dtype)
     fill = built.fill
     return replace(built, fill=lambda fqn, at: fill(fqn, at).to(dtype) if fqn in frozen else fill(fqn, at))
+
+
+PASSES = (_dropouts, _experts, _values, _loss, _adapters, _frozen, _norms, _base)
+"""What makes a transformers model ready to be sharded, in order: adapters hold the weights that files have, what is
+frozen includes the base of adapters, and DoRA's norms are those of the base in its final dtype."""
 
 
 # ------------------------------------------------------------------------------------------------ the architecture
@@ -322,34 +395,26 @@ def make_model(config: Any, attention: str, task: Task) -> Any:
     return model
 
 
-class _Opened(NamedTuple):
-    make: Callable[[Any], Any]  # makes the model of a config
-    model: Any  # on meta
-    twin: Any
-    steps: LogitSteps | None
-    problem: str = ""  # why the model takes its own attention, not the static one
-
-
-def _open_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_key: str, *, is_auto: bool) -> _Opened:
+def _make_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_key: str, *, is_auto: bool) -> _Made:
     """Make the model with `attention`, or with its own where the static one can't run or computes something else.
 
     `is_auto`: the config leaves the choice. Raises ConfigError if the attention that it names isn't the model's.
     """
-    open_model = partial(_open, config, task=task, seq_len=seq_len, seq_len_key=seq_len_key)
+    make = partial(_make, config, task=task, seq_len=seq_len, seq_len_key=seq_len_key)
     try:
-        opened = open_model(attention)
-        if opened.model.config._attn_implementation not in (STATIC, FLEX):
-            return opened
+        made = make(attention)
+        if made.model.config._attn_implementation not in (STATIC, FLEX):
+            return made
         from portable_fsdp.models.own_attention import find_difference
 
-        if not (problem := find_difference(opened.model, partial(make_model, task=task))):
-            return opened
-        own = open_model("eager")
+        if not (problem := find_difference(made.model, partial(make_model, task=task))):
+            return made
+        own = make("eager")
     except _MisfitError as error:
         if attention not in ("auto", "static"):
             raise
         try:
-            own = open_model("eager")
+            own = make("eager")
         except _MisfitError:
             raise error from None
         problem = str(error).partition("\n")[0].removeprefix("model: ")
@@ -362,7 +427,7 @@ def _open_with(attention: str, config: Any, task: Task, seq_len: int, seq_len_ke
     return own._replace(problem=problem)
 
 
-def _open(config: Any, attention: str, task: Task, seq_len: int, seq_len_key: str) -> _Opened:
+def _make(config: Any, attention: str, task: Task, seq_len: int, seq_len_key: str) -> _Made:
     """Make the model on meta, and run a row through its twin."""
     make = partial(make_model, attention=attention, task=task)
     bare, twin = _on_meta(config, make), _on_meta(config, make)
@@ -370,7 +435,7 @@ def _open(config: Any, attention: str, task: Task, seq_len: int, seq_len_key: st
     if task.name == CAUSAL_LM.name:
         _check_causal(bare, task)
         steps = _check_forward(twin, seq_len, seq_len_key)
-    return _Opened(make, bare, twin, steps)
+    return _Made(make, bare, twin, steps)
 
 
 def _on_meta(config: Any, make: Callable[[Any], Any]) -> Any:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from portable_fsdp.attach import set_row_parts
 from portable_fsdp.config.schema import Sharding
-from portable_fsdp.layout import ROW_PARTS, RowParts
+from portable_fsdp.layout import RowParts
 from portable_fsdp.models.attention import STATIC
 from portable_fsdp.models.document_masks import try_small_copies
 from portable_fsdp.models.wrap import find_layers
@@ -75,8 +76,7 @@ def _difference(model: nn.Module, ids: Tensor) -> str:
 
 def _outputs(model: Any, ids: Tensor, parts: RowParts) -> dict[str, Tensor]:
     """Return name -> output `[1, tokens, ...]` of each layer, and of the model's logits."""
-    for module in model.modules():
-        setattr(module, ROW_PARTS, parts)
+    set_row_parts(model, parts)
     outputs: dict[str, Tensor] = {}
     layers = {name: model.get_submodule(name) for name in find_layers(model, Sharding())}
     hooks = [

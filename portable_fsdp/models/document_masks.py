@@ -18,7 +18,8 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from portable_fsdp.models.attention import DRAWS, FLEX, STATIC, document_bias
+from portable_fsdp.attach import draws_attention
+from portable_fsdp.models.attention import FLEX, STATIC, document_bias
 from portable_fsdp.models.loss import DocumentArguments
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -226,7 +227,7 @@ def block_attention(
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    if attention_mask is not None or (dropout and getattr(module, DRAWS, True)) or not causal:
+    if attention_mask is not None or (dropout and draws_attention(module)) or not causal:
         raise ValueError("model.attention=flex: needs causal attention, without dropout or a mask of the model")
     if (width := min(query.shape[-1], value.shape[-1])) < LEAST_WIDTH:
         raise ValueError(f"model.attention=flex: expected a head size of at least {LEAST_WIDTH}, found {width}")

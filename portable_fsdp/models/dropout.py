@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from portable_fsdp.layout import ROW_PARTS, RowParts
+from portable_fsdp.attach import change_attributes, row_parts_of
+from portable_fsdp.layout import RowParts
 
 T = TypeVar("T")
 
@@ -306,10 +307,10 @@ class Draws:
     def switch_off(self) -> None:
         """Set all rates to 0, before the first step."""
         for module in self._model.modules():
-            for name, value in [*vars(module).items()]:
-                is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
-                if is_rate and isinstance(value, float):
-                    setattr(module, name, 0.0)
+            names = {"p"} if isinstance(module, nn.Dropout) else set[str]()
+            names |= {name for name in vars(module) if "drop" in name}
+            rates = {name for name in names if isinstance(getattr(module, name), float)}
+            change_attributes(module, dict.fromkeys(rates, 0.0))
 
     def move(self, slice: int | None, part: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]:
         """Tell which part of positions, and of heads or features (which part, its first feature), what follows has;
@@ -336,7 +337,7 @@ class Draws:
         keys = rest.pop(BATCH_KEY, None)
         if keys is None:
             return function(rest)
-        parts: RowParts | None = getattr(self._model, ROW_PARTS, None)
+        parts = row_parts_of(self._model)
         positions = None
         if parts is not None:
             ids = batch["input_ids"]

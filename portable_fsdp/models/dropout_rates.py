@@ -4,8 +4,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from portable_fsdp.attach import switch_off_attention_dropout
 from portable_fsdp.config import schema
-from portable_fsdp.models.attention import DRAWS, FLEX, STATIC
+from portable_fsdp.models.attention import FLEX, STATIC
 from portable_fsdp.runtime.errors import ConfigError
 
 
@@ -15,8 +16,8 @@ def choose_dropouts(model: nn.Module, section: schema.Model, rates: dict[str, fl
     `rates`: of `architecture.set_dropout`. Raises ConfigError for a number that sets nothing.
     """
     has_kernels = cast(Any, model).config._attn_implementation in (STATIC, FLEX) and section.attention != "static"
-    for module in model.modules() if has_kernels else ():
-        setattr(module, DRAWS, False)
+    if has_kernels:
+        switch_off_attention_dropout(model)
     whole = [key for key, rate in rates.items() if not rate]
     undrawn = [key for key in rates if has_kernels and any(word in key for word in ("attention", "attn"))]
     by_rate: dict[float, list[str]] = {}

@@ -3,7 +3,7 @@
 transformers' own loop over experts reads on the host which tokens each of them got: a wait in every layer, and a new
 program in every step on XLA. `experts_on_devices` sorts the tokens by expert and multiplies each group by its expert's
 weights alone. `dense_experts` runs every expert on every token, which needs no kernel, and costs num_experts / top_k
-times the products. An engine that has its own products, or the mesh axis `expert`, sets `groups` on the modules of
+times the products. An engine that has its own products, or the mesh axis `expert`, sets `Groups` on the modules of
 experts.
 
 Rows are moved by gathers alone, backward too: each gather comes with its inverse. A scatter is slow on TPUs.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from portable_fsdp.attach import expert_groups_of, load_of
 from portable_fsdp.layout import Spec, expert_spec
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -194,7 +195,7 @@ def experts_on_devices(
         buffer = (groups.divisions, room)
         place = partial(_places, groups.divisions, held, room, drops)
         slot, choice, ends, dropped = groups.on_each(place, chosen)
-        if drops and (load := getattr(experts, "load", None)) is not None:
+        if drops and (load := load_of(experts)) is not None:
             load[-1:].copy_(dropped.sum(dim=0))
         sent = _take(groups, own, choice // top_k, slot.unflatten(1, (-1, top_k)), drops=drops)
         received = groups.exchange(sent.unflatten(1, buffer)).flatten(1, 2)
@@ -320,15 +321,15 @@ def choose_experts(model: Any, implementation: str, itemsize: int, *, eager: boo
 
 def register_experts() -> None:
     """Register the implementations in transformers. They write the rows of each expert, and at the end the number of
-    dropped rows, into the tensor `load` of a module of experts, if it has one."""
+    dropped rows, into the tensor of `attach.set_load`, if there is one."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def counted(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            if (load := getattr(self, "load", None)) is not None:
+            if (load := load_of(self)) is not None:
                 # In place: torch.compile refuses an attribute that changes in a recomputed layer.
                 load[:-1].copy_(choice_counts(top_k_index, self.num_experts))
-            groups = getattr(self, "groups", None)
+            groups = expert_groups_of(self)
             function = run if groups is None else partial(experts_on_devices, groups)
             return function(self, hidden, top_k_index, top_k_weights)
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,22 @@ from torch import Tensor, nn
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import is_inside, matches, matching, yaml_value
 from portable_fsdp.models.expert_adapters import EXPERTS, add_to_experts, last_two, names_weight, stacked_weights
-from portable_fsdp.models.pretrained import Base, PretrainedWeights, stored_tensors, vocabulary_tables
+from portable_fsdp.models.pretrained import PretrainedWeights, stored_tensors, vocabulary_tables
 from portable_fsdp.models.tensor_files import open_safetensors
-from portable_fsdp.models.weights import FLOATS, TensorFile, TensorSlices, WeightFill, plain_name, seeded
+from portable_fsdp.models.weights import (
+    FLOATS,
+    Base,
+    BuiltModel,
+    TensorFile,
+    TensorSlices,
+    WeightFill,
+    plain_name,
+    seeded,
+)
 from portable_fsdp.quantised.layers import holds_inputs_first
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.files import parse_json, read_regular
 from portable_fsdp.runtime.hub import local_folder
-
-if TYPE_CHECKING:
-    from portable_fsdp.models.build import BuiltModel
 
 log = logging.getLogger("portable_fsdp")
 
@@ -143,8 +149,8 @@ def adapted_layers(names: list[str]) -> list[AdapterNames]:
 
 
 def with_adapters(
-    built: "BuiltModel", lora: schema.Lora, seed: int, master: torch.dtype, file: TensorFile | None, *, grows: bool
-) -> "BuiltModel":
+    built: BuiltModel, lora: schema.Lora, seed: int, master: torch.dtype, file: TensorFile | None, *, grows: bool
+) -> BuiltModel:
     """Add adapters; only these and modules of `train_whole` train. All else must come from files: no checkpoint has
     it."""
     whole = whole_tensors(built.model, lora.train_whole)
@@ -161,7 +167,7 @@ def with_adapters(
     return replace(built, fill=fill if lora.start_from is None else start_from(lora, built.model, fill))
 
 
-def with_norms(built: "BuiltModel", lora: schema.Lora) -> "BuiltModel":
+def with_norms(built: BuiltModel, lora: schema.Lora) -> BuiltModel:
     """Let DoRA's magnitudes begin as the norms of the base's stored weights."""
     if not lora.dora or lora.start_from is not None:
         return built
@@ -182,10 +188,11 @@ def with_norms(built: "BuiltModel", lora: schema.Lora) -> "BuiltModel":
     return replace(built, fill=filled)
 
 
-def with_base(built: "BuiltModel", model: schema.Model, file: TensorFile, weights: PretrainedWeights) -> "BuiltModel":
+def with_base(built: BuiltModel, model: schema.Model, file: TensorFile) -> BuiltModel:
     """Record the source of frozen weights, and those that checkpoints of adapters leave out: all but adapters and
     `train_whole`."""
     names: list[str] = []
+    weights = cast(PretrainedWeights, built.weights)
     if model.lora is not None:
         kept = whole_tensors(built.model, model.lora.train_whole)
         names = [name for name in stored_tensors(built.model) if not is_adapter(name) and name not in kept]

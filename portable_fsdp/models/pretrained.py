@@ -20,7 +20,7 @@ from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches
 from portable_fsdp.models.architecture import last_line, log_unknown_keys, mapping_of, models_of, unknown_keys
 from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
-from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, WeightFill, names_of_weights
+from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.hub import MODEL_FILES, local_folder
 
@@ -28,21 +28,6 @@ log = logging.getLogger("portable_fsdp")
 
 _UNQUANTISED = "Use the model's unquantised folder, or dequantise it with transformers and save_pretrained it."
 _ROWS = 4096  # rows of a table read at a time
-
-
-@dataclass(frozen=True)
-class Base:
-    """Weights that come whole from `model.pretrained`, and that no step changes: the base of adapters, or what is
-    quantised."""
-
-    pretrained: str
-    gguf_file: str | None
-    file: TensorFile
-    names: frozenset[str]  # FQNs in the model with adapters
-    fill: WeightFill  # quantised weights dequantised
-    weights: "PretrainedWeights"  # by `plain_name`
-    scheme: str | None = None
-    quantised: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {})  # FQN -> shape
 
 
 def fingerprint(file: TensorFile) -> str:

@@ -18,14 +18,12 @@ from portable_fsdp.config.describe import is_inside
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import Region, Spec, full_region, weight_spec
 from portable_fsdp.models.experts import expert_modules
-from portable_fsdp.models.weights import TensorSlices, WeightFill, names_of_weights, plain_name
+from portable_fsdp.models.weights import Base, BuiltModel, TensorSlices, WeightFill, names_of_weights, plain_name
 from portable_fsdp.quantised.layers import is_linear
 from portable_fsdp.quantised.tables import BLOCK, NESTED, NF4, ByteTable, constants, dequantise, nested_levels
 from portable_fsdp.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from portable_fsdp.models.build import BuiltModel
-    from portable_fsdp.models.pretrained import Base
     from portable_fsdp.tensor_plan import TensorPlan
 
 _KEY = "precision.frozen"
@@ -43,7 +41,7 @@ def quantised_tables(
     outside: Iterable[str],
     layouts: Mapping[str, Spec],
     plan: "TensorPlan | None",
-    base: "Base | None",
+    base: Base | None,
 ) -> dict[str, ByteTable]:
     """FQN -> table of each weight to quantise: frozen weights of linear layers, and of experts in one tensor.
 
@@ -300,7 +298,7 @@ def as_quantised(
     return partial(_dequantised, TableFill(fill, tables, stored), tables)
 
 
-def with_tables(built: "BuiltModel", tables: Mapping[str, ByteTable], config: Config) -> "BuiltModel":
+def with_tables(built: BuiltModel, tables: Mapping[str, ByteTable], config: Config) -> BuiltModel:
     """Return the model with the bytes of its tables as `fill`, and a base that says so. Raises ConfigError for a weight
     that isn't in files: no checkpoint would hold its bytes. (A plan needs no files.)"""
     base, scheme = built.base, config.precision.scheme

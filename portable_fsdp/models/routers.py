@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from portable_fsdp.attach import load_of, set_load
 from portable_fsdp.layout import LOSS_AXES
 from portable_fsdp.models.experts import choice_counts, expert_modules
 from portable_fsdp.runtime.errors import ConfigError
@@ -48,6 +49,7 @@ class Routers:
         self._rate, self._drops = bias_rate, drops
         self._share: Tensor | None = None
         self._balanced: list[Any] = []
+        self._balances: dict[nn.Module, Tensor] = {}  # of the running forward
         self.has_loss = has_loss
         if has_loss:
             routers = balanced_routers(model)
@@ -65,9 +67,8 @@ class Routers:
     def open(self, device: torch.device) -> None:
         """Make the tensors that the next forward counts into."""
         for module, size in zip(self._experts, self._sizes, strict=True):
-            module.load = torch.zeros(size, device=device)
-        for module in self._balanced:
-            module.balance = torch.zeros(2, self._experts_of_loss, device=device)
+            set_load(module, torch.zeros(size, device=device))
+        self._balances = {module: torch.zeros(2, self._experts_of_loss, device=device) for module in self._balanced}
 
     def take(self, sum_over: SumOver, *, balance: Tensor | None = None) -> dict[str, Tensor]:
         """Return what the forward since `open` chose.
@@ -76,12 +77,14 @@ class Routers:
         router loss `balance` `[2, experts]`, of all devices: choices, and summed probabilities, of all layers; or the
         argument, if it is known. *collective*
         """
-        taken = {"loads": torch.cat([module.load for module in self._experts])} if self._experts else {}
+        loads = [load for module in self._experts if (load := load_of(module)) is not None]
+        taken = {"loads": torch.cat(loads)} if loads else {}
         if self.has_loss:
-            own = torch.stack([module.balance for module in self._balanced]).sum(dim=0)
+            own = torch.stack([*self._balances.values()]).sum(dim=0)
             taken["balance"] = sum_over(own, self._axes_of_loss) if balance is None else balance
-        for module in (*self._experts, *self._balanced):  # on XLA tensors that live on are results of each program
-            module.load = module.balance = None
+        for module in self._experts:  # on XLA tensors that live on are results of each program
+            set_load(module, None)
+        self._balances = {}
         return taken
 
     def prepare_backward(self, balance: Tensor, scale: Tensor | float) -> None:
@@ -119,7 +122,7 @@ class Routers:
         values: list[Any] = [*output] if isinstance(output, tuple) else [output]
         logits: Tensor = values[index if len(values) > 1 else 0]
         flat = logits.detach().float().flatten(0, -2)
-        if (balance := getattr(module, "balance", None)) is not None:
+        if (balance := self._balances.get(module)) is not None:
             counts = choice_counts(flat.topk(self._top_k, dim=-1).indices, flat.shape[-1])
             balance.copy_(torch.stack([counts, flat.softmax(dim=-1).sum(dim=0)]))
         if not (torch.is_grad_enabled() and logits.requires_grad):

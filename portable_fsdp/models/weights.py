@@ -1,4 +1,4 @@
-"""Sources of weights: drawn from (seed, FQN) (here) or read from files (`pretrained.py`); and the sizes of a model.
+"""Sources of weights: drawn from (seed, FQN) (here) or read from files (`pretrained.py`); and what a built model is.
 
 Both sources are a `fill(fqn, slices)`: a backend requests the pieces that its devices need, one at a time.
 """
@@ -7,18 +7,23 @@ Both sources are a `fill(fqn, slices)`: a backend requests the pieces that its d
 # pyright: reportPrivateUsage=false
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable_fsdp.runtime.errors import ConfigError
+
+if TYPE_CHECKING:  # a run without model.pretrained doesn't load it
+    from portable_fsdp.models.pretrained import PretrainedWeights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 TensorSlices = tuple[slice, ...]
 """One slice per dimension, with start and stop set."""
@@ -134,7 +139,7 @@ class _Drawing(TorchDispatchMode):
             return func(*args, **kwargs)
         packet = func._overloadpacket
         name = _WITH_GENERATOR.get(func._overloadname)
-        func = getattr(packet, name) if name in packet.overloads() else func
+        func = getattr(packet, name) if name and name in packet.overloads() else func
         if any(argument.name == "generator" for argument in func._schema.arguments):
             return func(*args, **kwargs, generator=self._generator)
         with _DEFAULT_GENERATOR, torch.random.fork_rng(devices=[]):  # rand_like, dropout: these take no generator
@@ -233,3 +238,35 @@ def _attention_width(config: Any) -> int:
     heads = [getattr(layer, "num_attention_heads", 1) for layer in each]
     widths = [getattr(layer, "head_dim", None) or layer.hidden_size // n for layer, n in zip(each, heads, strict=True)]
     return sum(n * width for n, width in zip(heads, widths, strict=True)) // len(each)
+
+
+@dataclass(frozen=True)
+class Base:
+    """Weights that come whole from `model.pretrained`, and that no step changes: the base of adapters, or what is
+    quantised."""
+
+    pretrained: str
+    gguf_file: str | None
+    file: TensorFile
+    names: frozenset[str]  # FQNs in the model with adapters
+    fill: WeightFill  # quantised weights dequantised
+    weights: "PretrainedWeights"  # by `plain_name`
+    scheme: str | None = None
+    quantised: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {})  # FQN -> shape
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model on meta (its buffers are real, on the host), its weights, and its transformers config.
+
+    The config is unchanged: with the dropout and the cache that training switches off. It is JSON, from which
+    `config_from_json` restores an equal config. Empty: a model of `model.factory`, not of transformers.
+    """
+
+    model: nn.Module
+    fill: WeightFill
+    config: dict[str, Any]
+    size: ModelSize
+    weights: "PretrainedWeights | None" = None  # of `model.pretrained`, before adapters
+    base: Base | None = None  # of `model.lora` or of quantised weights, if it comes from `model.pretrained`
+    dropout: str = ""  # what `model.dropout` is here, for the log

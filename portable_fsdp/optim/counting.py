@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from portable_fsdp.attach import skipping_if
 from portable_fsdp.config.schema import LARGEST_LOSS_SCALE, LEAST_LOSS_SCALE
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -145,9 +146,8 @@ def nothing_changed_if(skipped: Tensor, optimizer: torch.optim.Optimizer) -> Gen
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     found_inf = skipped.float().to(parameters[0].device)  # waits with cpu_offload, as gradients did
     if skips_on_device(optimizer):
-        cast(Any, optimizer).found_inf = found_inf
-        yield
-        del cast(Any, optimizer).found_inf  # else it would apply to the user's own steps too
+        with skipping_if(found_inf, optimizer):
+            yield
         return
 
     def changed() -> dict[tuple[Tensor, str], Tensor]:

@@ -7,6 +7,7 @@ rows, so data shards and micro batches add up. The step's program returns them a
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -23,7 +24,6 @@ from portable_fsdp.parity.record import Place, PlaceRecord, RunTask
 from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.train.build import Training, build_training, open_batches, total_steps
 from portable_fsdp.train.preflight import open_data
-from portable_fsdp.train.step import train_step
 
 PROJECTIONS = 8
 _LARGE = 1e15
@@ -45,9 +45,7 @@ def run(place: Place, task: RunTask, prepare: Callable[[Training], None]) -> Pla
         step, total = training.step, total_steps(config, len(corpus.rows))
         recorder: Any = StepRecorder(engine, training) if task.records else None
         if recorder:
-            model, optimizer, count = training.model, training.optimizer, training.accumulation
-            limit, how = config.train.max_grad_norm, training.task
-            step = train_step(recorder, model, optimizer, accumulation=count, max_grad_norm=limit, task=how)
+            step = replace(step, backend=recorder)
             record.state.append(state_statistics(engine, training))
         with open_batches(config, engine, training, corpus) as batches:
             for number in range(1, min(task.steps, total) + 1):

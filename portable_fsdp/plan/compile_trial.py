@@ -23,7 +23,6 @@ from portable_fsdp.config.schema import Config, Sharding
 from portable_fsdp.plan.fake_step import empty_batch, ranks, rows_of
 from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.train.build import build_training
-from portable_fsdp.train.step import drawing
 
 MOST_PROGRAMS = 4
 """Most kinds of layers that are compiled: torch compiles 8 programs of one function, training and evaluation."""
@@ -51,7 +50,7 @@ def count_programs(config: Config) -> int | str:
                 config, cast(Backend, _OnMeta(engine, count)), 1, fill=False, rows=rows_of(config)
             )
             batch = empty_batch(config, training, training.rows, "meta")
-            with drawing(training.model) as run:
+            with training.step.drawing() as run:
                 run(partial(training.task.scores, training.model), batch)
         except (PortableFSDPError, TorchDynamoException) as error:
             of_user = re.findall(r'File "([^"]+)", line (\d+)', f"{error}".partition("from user code:")[2])

@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, cast, get_args
 from unittest.mock import patch
@@ -56,7 +57,6 @@ from portable_fsdp.runtime.errors import PortableFSDPError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
 from portable_fsdp.train.build import Training, build_training
 from portable_fsdp.train.measures import control_numbers, tokens_and_flops
-from portable_fsdp.train.step import train_step
 
 # NCCL's buffers per communicator: in each of 24 channels two connections for a ring and two for a tree, each with
 # 10 MiB to receive or 2 MiB to send (sizes as logged on 8 H100s, github.com/NVIDIA/nccl/issues/1685; more than two
@@ -216,8 +216,7 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
         held.enter_context(fake)
         held.enter_context(recorder.watching(training.model))
         # A first step, of one micro batch, determines FSDP2's prefetch order.
-        limit, task = config.train.max_grad_norm, training.task
-        first = train_step(backend, training.model, training.optimizer, accumulation=1, max_grad_norm=limit, task=task)
+        first = replace(training.step, accumulation=1)
         for step, micro_batches in ((first, 1), (training.step, training.accumulation)):
             recorder.begin("step")
             placed = [backend.place(empty_batch(config, training, training.rows, "cpu")) for _ in range(micro_batches)]

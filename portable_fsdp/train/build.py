@@ -1,4 +1,4 @@
-"""Build the parts of a run from its config, in order: the training, its checkpoints, its batches.
+"""Build the parts of a run from its config, in order: the training (`PASSES`), its checkpoints, its batches.
 
 The trainer, the planner, the tests and custom loops (examples/own_loop.py) use these functions.
 """
@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy, dropouts
 from portable_fsdp.backends.nested import floats_in
@@ -25,14 +25,14 @@ from portable_fsdp.data.batches import Batches, MakeKeys
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.packing import ENDLESS, Rows, count_labels, count_values, tokens_of
 from portable_fsdp.data.tokenize import Tokenizer, keeps_ids, require_own_ids
-from portable_fsdp.layout import no_padding, split_batch, split_note, weight_spec
+from portable_fsdp.layout import BatchSplit, no_padding, split_batch, split_note, weight_spec
 from portable_fsdp.models.architecture import architecture_mapping
 from portable_fsdp.models.attention import FLEX, attend
-from portable_fsdp.models.build import DTYPES, BuiltModel, build_model
+from portable_fsdp.models.build import build_model
 from portable_fsdp.models.experts import OneDevice, expert_layouts, expert_modules
 from portable_fsdp.models.loss import Loss
 from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task, find_task, is_decoder_only, with_problem
-from portable_fsdp.models.weights import names_of_weights
+from portable_fsdp.models.weights import DTYPES, BuiltModel, names_of_weights
 from portable_fsdp.models.wrap import find_layers, find_units, modules_of_own_dtype, recomputed_layers, table_weights
 from portable_fsdp.optim.optimizer import check_schedule, make_optimizer, parameter_groups
 from portable_fsdp.runtime.errors import ConfigError, without_passwords
@@ -42,10 +42,12 @@ from portable_fsdp.runtime.hub import is_hub_id
 from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.memory_need import memory_need, require_memory
 from portable_fsdp.train.preflight import checkpoint_folder
-from portable_fsdp.train.step import Step, train_step
+from portable_fsdp.train.step import TrainStep, train_step
 
-if TYPE_CHECKING:  # text doesn't load the one, nor runs without quantised weights the other
-    from portable_fsdp.models.pretrained import Base
+if TYPE_CHECKING:  # a run loads those that it needs
+    from portable_fsdp.models.dropout import Draws
+    from portable_fsdp.models.routers import Routers
+    from portable_fsdp.models.weights import Base
     from portable_fsdp.quantised.tables import ByteTable
     from portable_fsdp.train.row_trial import RowTrial
 
@@ -59,7 +61,7 @@ class Training:
     built: BuiltModel
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    step: Step
+    step: TrainStep
     task: Task
     trial: "RowTrial | None"  # for `data.factory`
     rows: int  # of a row shard in a micro batch
@@ -85,20 +87,15 @@ def build_training(
     ConfigError if the model or the devices don't support the config, DataError if the task can't use the rows.
     """
     split, eager = split_batch(config, backend.row_shards), backend.expected_compilations == 0
-    size, tokenizer = (vocabulary, None) if isinstance(vocabulary, int) else (0, vocabulary)
-    if isinstance(vocabulary, int) and fill and config.model.pretrained is not None:
-        raise TypeError("build_training: needs corpus.tokenizer, to compare its ids with those of model.pretrained")
-    if tokenizer is not None:
-        size = tokenizer.vocab_size
-        require_own_ids(config.model, config.data.tokenizer, tokenizer)
+    size, tokenizer = _ids(config, vocabulary, fill=fill)
     if fill and config.model.pretrained is not None:
         from portable_fsdp.models.tensor_files import require_intact
 
         require_intact(config, backend)
-    task, seq_len, firsts = find_task(config.train.task, eager=eager), config.data.seq_len, None
+    task, seq_len, first_rows = find_task(config.train.task, eager=eager), config.data.seq_len, None
     if rows is not None and (config.data.factory is not None or not task.counts_labels):
-        firsts = rows.of_each_shape(np.arange(config.train.resolved_micro_batch) % len(rows))
-        seq_len = tokens_of(firsts[-1])
+        first_rows = rows.of_each_shape(np.arange(config.train.resolved_micro_batch) % len(rows))
+        seq_len = tokens_of(first_rows[-1])
     built = build_model(
         config.model,
         config.precision,
@@ -115,59 +112,160 @@ def build_training(
         compiler=config.compile.compiler,
         blocks=backend.runs_blocks,
     )
-    takes_last = task.name == "sequence_classification" and is_decoder_only(built.model)
-    if config.data.buckets and takes_last and built.config.get("pad_token_id") != 0:
+    context = _Context(config, backend, split, fill, loss, first_rows, seq_len)
+    draft = _Draft(built, task, shard_policy(config, built.model, built.base))
+    for run_pass in PASSES:
+        draft = run_pass(draft, context)
+    return _lay_out(draft, context)
+
+
+def _ids(config: Config, vocabulary: Tokenizer | int | None, *, fill: bool) -> tuple[int, Tokenizer | None]:
+    """Return the number of the tokenizer's ids, and the tokenizer if it is known."""
+    if isinstance(vocabulary, int):
+        if fill and config.model.pretrained is not None:
+            raise TypeError("build_training: needs corpus.tokenizer, to compare its ids with those of model.pretrained")
+        return vocabulary, None
+    if vocabulary is None:
+        return 0, None
+    require_own_ids(config.model, config.data.tokenizer, vocabulary)
+    return vocabulary.vocab_size, vocabulary
+
+
+# ------------------------------------------------------------------------------------------------------- the passes
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What passes read."""
+
+    config: Config
+    backend: Backend
+    split: BatchSplit
+    fill: bool
+    loss: Loss | None
+    first_rows: list[dict[str, Tensor]] | None  # one batch of each shape, if the model is tried on them
+    seq_len: int
+
+    @property
+    def tells(self) -> bool:
+        """Whether this process logs what the run is: not one of a plan."""
+        return self.fill and self.backend.process.index == 0
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A training before it is laid out. Each pass returns the next one."""
+
+    built: BuiltModel
+    task: Task
+    policy: ShardPolicy
+    trial: "RowTrial | None" = None
+    routers: "Routers | None" = None
+    draws: "Draws | None" = None
+
+
+def _pad_token(draft: _Draft, context: _Context) -> _Draft:
+    takes_last = draft.task.name == "sequence_classification" and is_decoder_only(draft.built.model)
+    if context.config.data.buckets and takes_last and draft.built.config.get("pad_token_id") != 0:
         raise ConfigError(
             "data.buckets: pads input_ids with 0, but this model classifies the last token that isn't pad_token_id.\n"
             "  Set model.architecture.pad_token_id=0 if 0 is no token of the rows, or pad the rows yourself."
         )
-    _cast_buffers(config, built.model)
-    if task.name != CAUSAL_LM.name:  # whose forward returns its loss
-        _cast_outputs(config, built.model)
-    policy, trial, draws = shard_policy(config, built.model, built.base), None, None
-    if policy.tables and fill:
-        from portable_fsdp.models.quantised import with_tables
+    return draft
 
-        built = with_tables(built, policy.tables, config)
-    if firsts is not None:
-        from portable_fsdp.train.row_trial import try_rows
 
-        task = with_problem(task, built.model, firsts[-1])
-        trial = try_rows(firsts, built.model, task, has_fixed_shapes=not eager, policy=policy)
-    _watch_routers(config, built, task, policy)
-    if fill and backend.device.type == "cuda" and backend.process.index == 0:
-        _warn_of_masks(config, built, split.rows)
-    if split.padding:
-        _require_paddable(config, backend, built, loss)
-    if fill and backend.process.index == 0 and (note := split_note(config, backend.row_shards)):
-        log.warning(note)
-    if built.dropout and fill and backend.process.index == 0:
-        log.info(built.dropout)
-    drawing, drops = dropouts(built.model), False
+def _casts(draft: _Draft, context: _Context) -> _Draft:
+    _cast_buffers(context.config, draft.built.model)
+    if draft.task.name != CAUSAL_LM.name:  # whose forward returns its loss
+        _cast_outputs(context.config, draft.built.model)
+    return draft
+
+
+def _tables(draft: _Draft, context: _Context) -> _Draft:
+    if not (draft.policy.tables and context.fill):
+        return draft
+    from portable_fsdp.models.quantised import with_tables
+
+    return replace(draft, built=with_tables(draft.built, draft.policy.tables, context.config))
+
+
+def _row_trial(draft: _Draft, context: _Context) -> _Draft:
+    if context.first_rows is None:
+        return draft
+    from portable_fsdp.train.row_trial import try_rows
+
+    task = with_problem(draft.task, draft.built.model, context.first_rows[-1])
+    is_fixed = context.backend.expected_compilations > 0
+    trial = try_rows(context.first_rows, draft.built.model, task, has_fixed_shapes=is_fixed, policy=draft.policy)
+    return replace(draft, task=task, trial=trial)
+
+
+def _routers(draft: _Draft, context: _Context) -> _Draft:
+    return replace(draft, routers=routers_of(context.config, draft.built, draft.task, draft.policy))
+
+
+def _padding(draft: _Draft, context: _Context) -> _Draft:
+    if context.split.padding:
+        _require_paddable(context.config, context.backend, draft.built, context.loss)
+    return draft
+
+
+def _notes(draft: _Draft, context: _Context) -> _Draft:
+    config = context.config
+    if context.tells:
+        if context.backend.device.type == "cuda":
+            _warn_of_masks(config, draft.built, context.split.rows)
+        if note := split_note(config, context.backend.row_shards):
+            log.warning(note)
+        if draft.built.dropout:
+            log.info(draft.built.dropout)
+    return draft
+
+
+def _keyed_draws(draft: _Draft, context: _Context) -> _Draft:
+    config, model, policy = context.config, draft.built.model, draft.policy
+    drawing, drops = dropouts(model), False
     if config.model.factory is not None:
         from portable_fsdp.train.row_trial import require_rows_first
 
-        tokens: tuple[tuple[int, ...], torch.dtype] = (seq_len,), torch.int64
-        row = trial.row if trial else {"input_ids": tokens, "labels": tokens}
-        drops = require_rows_first(built.model, task, row, policy)
+        tokens: tuple[tuple[int, ...], torch.dtype] = (context.seq_len,), torch.int64
+        row = draft.trial.row if draft.trial else {"input_ids": tokens, "labels": tokens}
+        drops = require_rows_first(model, draft.task, row, policy)
     if drawing and policy.tensor is not None and config.memory.classes:
         raise ConfigError(
             f"memory.classes: with sharding.tensor={config.sharding.tensor} only whole layers can be recomputed, "
             f"since {drawing[0]} has dropout.\n  Set memory.classes=[], or model.dropout=0."
         )
-    if drawing or drops:
-        from portable_fsdp.models.dropout import Draws
+    if not (drawing or drops):
+        return draft
+    from portable_fsdp.models.dropout import Draws
 
-        draws = Draws(built.model, config.run.seed, sorted({*policy.layers, *policy.recompute}))
-        cast(Any, built.model).dropout_draws, policy = draws, replace(policy, draws_by_keys=True)
+    draws = Draws(model, config.run.seed, sorted({*policy.layers, *policy.recompute}))
+    return replace(draft, draws=draws, policy=replace(policy, draws=draws))
+
+
+PASSES = (_pad_token, _casts, _tables, _row_trial, _routers, _padding, _notes, _keyed_draws)
+"""What turns a built model into a training, in order. The trial of rows runs the model before dropout draws by keys."""
+
+
+def _lay_out(draft: _Draft, context: _Context) -> Training:
+    config, backend, built, split = context.config, context.backend, draft.built, context.split
     ties = _ties(built.model)
-    model, optimizer = _laid_out(config, backend, built.model, policy, built.fill if fill else None, ties)
-    if draws is not None:
-        draws.attach()
-    limit = config.train.max_grad_norm
-    step = train_step(backend, model, optimizer, accumulation=split.accumulation, max_grad_norm=limit, task=task)
-    keys = None if draws is None else draws.keys
-    return Training(built, model, optimizer, step, task, trial, split.rows, split.accumulation, ties, keys)
+    model, optimizer = _laid_out(config, backend, built.model, draft.policy, built.fill if context.fill else None, ties)
+    if draft.draws is not None:
+        draft.draws.attach()
+    step = train_step(
+        backend,
+        model,
+        optimizer,
+        accumulation=split.accumulation,
+        max_grad_norm=config.train.max_grad_norm,
+        task=draft.task,
+        draws=draft.draws,
+        routers=draft.routers,
+    )
+    keys = None if draft.draws is None else draft.draws.keys
+    return Training(built, model, optimizer, step, draft.task, draft.trial, split.rows, split.accumulation, ties, keys)
 
 
 def check_model(config: Config, backend: Backend) -> None:
@@ -182,7 +280,7 @@ def check_model(config: Config, backend: Backend) -> None:
     built = build_model(
         model, precision, seed=0, seq_len=seq_len, vocabulary=0, eager=eager, context=context, task=task
     )
-    _watch_routers(config, built, task, shard_policy(config, built.model, built.base))
+    routers_of(config, built, task, shard_policy(config, built.model, built.base))
 
 
 def _warn_of_masks(config: Config, built: BuiltModel, rows: int) -> None:
@@ -210,14 +308,14 @@ def _require_paddable(config: Config, backend: Backend, built: BuiltModel, loss:
     raise no_padding(config, backend.row_shards, reason)
 
 
-def _watch_routers(config: Config, built: BuiltModel, task: Task, policy: ShardPolicy) -> None:
-    """Count the choices of a transformers model's routers, and balance them. Raises ConfigError for a router loss or
-    biases that the model, the task or compiled layers can't have."""
+def routers_of(config: Config, built: BuiltModel, task: Task, policy: ShardPolicy) -> "Routers | None":
+    """Return what counts the choices of a transformers model's routers, and balances them; None: nothing does. Raises
+    ConfigError for a router loss or biases that the model, the task or compiled layers can't have."""
     has_loss, compiles = bool(built.config.get("output_router_logits")), config.compile
     # A loop over layers would keep the counts of its trace.
     counts_loads = not compiles.scan_layers and built.config and expert_modules(built.model)
     if not (has_loss or config.model.router_bias_rate or counts_loads):
-        return
+        return None
     from portable_fsdp.models.routers import Routers
 
     if has_loss and (task.name != CAUSAL_LM.name or compiles.enabled or compiles.scan_layers):
@@ -230,7 +328,7 @@ def _watch_routers(config: Config, built: BuiltModel, task: Task, policy: ShardP
             f"  Set {fix}output_router_logits=false in model.architecture (in a folder: in its config.json)."
         )
     rate, drops = config.model.router_bias_rate, config.sharding.expert_capacity is not None
-    cast(Any, built.model).routers = Routers(built.model, policy.tensor, rate, has_loss=has_loss, drops=drops)
+    return Routers(built.model, policy.tensor, rate, has_loss=has_loss, drops=drops)
 
 
 def shard(make: Callable[[], nn.Module], config: Config, backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -277,7 +375,7 @@ def _laid_out(
     config: Config, backend: Backend, model: nn.Module, policy: ShardPolicy, fill: Fill | None, ties: dict[str, str]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Lay out a meta model on the engine and make its optimizer. Without `fill` neither uses memory."""
-    drawing = [*dropouts(model, by_keys=policy.draws_by_keys), *_batch_norms(model)]
+    drawing = [*dropouts(model, by_keys=policy.draws is not None), *_batch_norms(model)]
     if drawing and fill is not None:
         log.warning(
             "model: %s%s: dropout and batch norm make losses depend on the number of devices (docs/any_model.md)",

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint.format import Evaluated, committed_steps
-from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.manager import Checkpoints, Resumed, ResumePoint
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.tokenize import Tokenizer
@@ -107,61 +107,29 @@ def open_run(
 
     `given`: the config before `auto` was resolved. `held` closes the resources of the run. *collective*
     """
-    process = engine.process.index
-    configure_log(process)
-    log.info("loading transformers and the data")
-    run_file = held.enter_context(run_log(process))
-    log.debug("transformers imported")
-    held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
-    check_with_engine(config, engine)
-    url = metadata_server(config.run.preemption) if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    if url is not None:
-        from portable_fsdp.runtime.preemption import watched
-
-        held.enter_context(watched(url, stop.request))
-    if config.checkpoint.export and exporter is not None:
-        on_process_0(engine, partial(exporter.require_room, config))
-    check_model(config, engine)
-    corpus = open_data(config, engine)
-    log.info("building the model")
-    steps = total_steps(config, len(corpus.rows))
-    # Lock out other runs before the search for a checkpoint.
-    on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
-    training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
-    require_same_model(engine, training.built.config)
-    log.debug("model and optimizer built")
+    run_file = _check(config, engine, held, stop, exporter)
+    corpus, steps, training = _build(config, engine, held)
     evaluator = build_evaluator(config, engine, training, corpus)
     sampler = build_sampler(config, engine, training, corpus.tokenizer)
 
     checkpoints = held.enter_context(open_checkpoints(config, engine, training, corpus))
-    named = on_process_0(engine, lambda: last_save(Path(config.run.dir) / "events.jsonl"))
-    point = checkpoints.find(config.checkpoint.resume, named)
-    resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
-    log.debug("checkpoint loaded" if resumed else "no checkpoint found")
-    if resumed is not None and resumed.drops_nothing:
-        vars(training.model)["dropout_draws"].switch_off()
-        if process == 0:
-            log.info("model.dropout: 0, as in the run so far; model.dropout=published would change it")
+    point, resumed = _resume(config, engine, training, checkpoints)
     cost = training.trial.cost if training.trial else None
     start = run_start(config, given, engine, training.built.size, steps, resumed, cost)
     is_new = resumed is None or any(change.name == "observe.profile" for change in resumed.changes)
     check_profile(config, steps, start.step, is_new=is_new)
-
     last, eval_every = min(steps, config.train.stop_at or steps), config.train.eval_every if evaluator else None
     limits = Limits(last, config.checkpoint.every, eval_every, config.train.patience, config.train.sample_every)
-    history = resumed.evaluation if resumed and evaluator else None
-    evaluated = resumed.evaluation.step if resumed and resumed.evaluation else 0
-    if history is not None and evaluator is not None and history.rows != evaluator.fingerprint:
-        log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
-        history = None
     prints = os.environ.get("LOCAL_RANK", "0") == "0"
-    watchdog = held.enter_context(Watchdog(start.folder, process, config.run.step_timeout_s, prints=prints))
+    watchdog = held.enter_context(
+        Watchdog(start.folder, engine.process.index, config.run.step_timeout_s, prints=prints)
+    )
     engine.watch(watchdog)
     checkpoints.on_part = watchdog.note_part
     grace = Grace()
     observers = Callbacks([RunFiles(), Console(), grace], [*_displays(config), *callbacks], engine)
+    evaluated = resumed.evaluation.step if resumed and resumed.evaluation else 0
     is_own = point is not None and point.is_own
-    misses_evaluation = is_own and evaluated < start.step and limits.evaluates(start.step)
     run = OpenRun(
         start,
         engine,
@@ -179,19 +147,81 @@ def open_run(
         watchdog,
         grace,
         step=start.step,
-        history=history,
+        history=_history(resumed, evaluator),
         last_checkpoint=resumed.path if resumed else None,
-        misses_evaluation=misses_evaluation,
+        misses_evaluation=is_own and evaluated < start.step and limits.evaluates(start.step),
     )
+    _begin(run, run_file, keep_output)
+    return run
+
+
+def _check(config: Config, engine: Backend, held: ExitStack, stop: StopRequest, exporter: Exporter | None) -> RunLog:
+    """Open the log and check what needs no data; returns the run's own log. *collective*"""
+    process = engine.process.index
+    configure_log(process)
+    log.info("loading transformers and the data")
+    run_file = held.enter_context(run_log(process))
+    log.debug("transformers imported")
+    held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
+    check_with_engine(config, engine)
+    url = metadata_server(config.run.preemption) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    if url is not None:
+        from portable_fsdp.runtime.preemption import watched
+
+        held.enter_context(watched(url, stop.request))
+    if config.checkpoint.export and exporter is not None:
+        on_process_0(engine, partial(exporter.require_room, config))
+    return run_file
+
+
+def _begin(run: OpenRun, run_file: RunLog, keep_output: Callable[[Path, int], None]) -> None:
+    """Tell the callbacks, and keep the output in the run's folder. *collective*"""
     try:
-        on_process_0(engine, lambda: run.callbacks.call(Callback.on_start, start))
+        on_process_0(run.engine, lambda: run.callbacks.call(Callback.on_start, run.start))
     except UserExit as error:
         _record_failure(run, error)
         raise
-    if process == 0:
-        run_file.open(start.folder)
-    keep_output(start.folder, process)
-    return run
+    if run.engine.process.index == 0:
+        run_file.open(run.start.folder)
+    keep_output(run.start.folder, run.engine.process.index)
+
+
+def _build(config: Config, engine: Backend, held: ExitStack) -> tuple[Corpus, int, Training]:
+    """Return the data, the steps of the whole run, and the training. *collective*"""
+    check_model(config, engine)
+    corpus = open_data(config, engine)
+    log.info("building the model")
+    steps = total_steps(config, len(corpus.rows))
+    # Lock out other runs before the search for a checkpoint.
+    on_process_0(engine, lambda: held.enter_context(sole_run(Path(config.run.dir))))
+    training = build_training(config, engine, corpus.tokenizer, rows=corpus.rows)
+    require_same_model(engine, training.built.config)
+    log.debug("model and optimizer built")
+    return corpus, steps, training
+
+
+def _resume(
+    config: Config, engine: Backend, training: Training, checkpoints: Checkpoints
+) -> tuple[ResumePoint | None, Resumed | None]:
+    """Find the checkpoint of `checkpoint.resume` and load it. *collective*"""
+    named = on_process_0(engine, lambda: last_save(Path(config.run.dir) / "events.jsonl"))
+    point = checkpoints.find(config.checkpoint.resume, named)
+    resumed = None if point is None else checkpoints.load(point, training.model, training.optimizer)
+    log.debug("checkpoint loaded" if resumed else "no checkpoint found")
+    if resumed is not None and resumed.drops_nothing and training.step.draws is not None:
+        training.step.draws.switch_off()
+        if engine.process.index == 0:
+            log.info("model.dropout: 0, as in the run so far; model.dropout=published would change it")
+    return point, resumed
+
+
+def _history(resumed: Resumed | None, evaluator: Evaluator | None) -> Evaluated | None:
+    """Return the evaluations so far, unless the evaluation data changed."""
+    history = resumed.evaluation if resumed and evaluator else None
+    if history is not None and evaluator is not None and history.rows != evaluator.fingerprint:
+        log.info("the evaluation data changed; discarding the previous best (step %d)", history.best_step)
+        return None
+    return history
 
 
 def _record_early(config: Config, engine: Backend, run_file: RunLog, error: BaseException | None) -> None:

@@ -8,7 +8,8 @@ rows, and gradients are corrected once all counts are known.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,19 +25,9 @@ if TYPE_CHECKING:  # models without dropout and experts don't load these
     from portable_fsdp.models.dropout import Draws
     from portable_fsdp.models.routers import Routers
 
-Step = Callable[..., Metrics]
-"""`step(batches, lr, control)`, see `train_step`."""
-
 Sums = dict[str, Tensor]
 """0-dim sums divided by the expected count of the step: `loss`, the losses so far, and `share`, the actual count. With
 experts also `loads`, and for a router loss `balance`, see `models.routers.Routers`."""
-
-
-def drawing(model: nn.Module) -> AbstractContextManager[Callable[..., Any]]:
-    """Context of forward and backward, with `run(function, batch)`, which returns `function(batch)`: torch's dropouts
-    draw by the keys of the batch, see `models.dropout`."""
-    draws: Draws | None = vars(model).get("dropout_draws")  # set by `train.build`
-    return nullcontext(lambda function, batch: function(batch)) if draws is None else draws.drawing()
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer, keeps: Tensor) -> None:
@@ -56,28 +47,6 @@ def expected_count(backend: Backend, task: Task, batch: Batch, counts: Tensor, a
     return torch.where(counts == 0, 1.0, counts)
 
 
-def add_gradients(
-    backend: Backend, model: nn.Module, task: Task, batch: Batch, expected: Tensor, sums: Sums, *, last: bool
-) -> Sums:
-    """Run forward and backward of a micro batch; returns `sums` plus those of this batch. *collective*"""
-    routers: Routers | None = vars(model).get("routers")  # set by `train.build`
-    of_routers = Sums()
-    scale = 1.0 if backend.loss_scaler is None else backend.loss_scaler.scale
-    with backend.accumulate(last, model), drawing(model) as run:
-        if routers is not None:
-            routers.open(backend.device)
-        loss_sum, count, _ = run(partial(task.scores, model), batch)
-        mean = loss_sum / expected
-        if routers is not None:
-            of_routers = routers.take(backend.sum, balance=sums.get("balance"))
-            if "loads" in sums:
-                of_routers["loads"] = of_routers["loads"] + sums["loads"]
-            if routers.has_loss:
-                routers.prepare_backward(of_routers["balance"], scale)
-        (mean if backend.loss_scaler is None else mean * scale).backward()
-    return {"loss": sums["loss"] + mean.detach(), "share": sums["share"] + count.detach() / expected, **of_routers}
-
-
 def mean_loss(backend: Backend, model: nn.Module, task: Task, sums: Sums) -> tuple[Tensor, Tensor]:
     """Return (mean loss of the global batch, whether nothing counts in it), 0-dim. Corrects gradients by the count that
     the task returned, if it wasn't known before. *collective*"""
@@ -90,6 +59,150 @@ def mean_loss(backend: Backend, model: nn.Module, task: Task, sums: Sums) -> tup
     return torch.where(is_empty, 0.0, loss), is_empty
 
 
+@dataclass(frozen=True)
+class TrainStep:
+    """The step that `train_step` makes. `dataclasses.replace` makes another step of the same model."""
+
+    backend: Backend
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    accumulation: int
+    max_grad_norm: float | None
+    task: Task
+    draws: "Draws | None" = None  # dropout by keys of the batch
+    routers: "Routers | None" = None  # of experts
+
+    def __call__(
+        self, batches: Sequence[Batch], lr: float | Tensor | None = None, control: Sequence[float] = ()
+    ) -> Metrics:
+        """Run one step, see `train_step`. *collective*"""
+        self._check(batches, lr, control)
+        count, *votes = control or (0.0,)
+        numbers, groups = step_numbers(self.optimizer, float(cast(float, lr))), self.optimizer.param_groups
+        numbers |= {"loss": 0.0, "share": 0.0, "first": 0.0, "later": 1.0}
+        placed = self.backend.place({name: torch.tensor(number) for name, number in numbers.items()})
+        numbers_of_process = [count if self.backend.counts_rows else 0.0, *votes]
+        placed_control = {"control": self.backend.place_control(numbers_of_process)}
+        rates = [group["lr"] for group in groups]
+        set_step_numbers(self.optimizer, numbers, placed)
+        if not self._drops_in_program:
+            self.backend.zero_gradients(self.optimizer, keep=self.accumulation > 1)
+        sums = {name: placed[name] for name in ("loss", "share")}
+        if self.routers is not None and self.accumulation > 1:
+            sums |= self.backend.place(self.routers.zeros(), axes=())
+            if self.routers.has_loss:
+                for batch in batches:
+                    sums["balance"] = self._run_count_choices(batch, sums["balance"])["balance"]
+        if self.accumulation == 1:
+            metrics = self._run_update(sums, batches[0], placed_control, placed["first"])
+        else:
+            results = sums
+            for number, batch in enumerate(batches, start=1):
+                keeps = placed["first" if number == 1 else "later"]
+                results = self._run_micro_batch(batch, placed_control, sums, keeps, number == self.accumulation)
+                sums = {name: results[name] for name in sums}
+            metrics = self._run_update(results)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        return metrics
+
+    def _check(self, batches: object, lr: object, control: Sequence[float]) -> None:
+        """Raise ConfigError for arguments that aren't those of a step."""
+        if not isinstance(lr, Real | Tensor):
+            raise ConfigError("step: needs the learning rate, a number.\n  Write step(batches, config.optim.lr).")
+        if (isinstance(lr, Tensor) and lr.numel() != 1) or not math.isfinite(float(cast(float, lr))):
+            raise ConfigError(f"step: expected one finite learning rate, found {lr}.")
+        each = cast(Sequence[object], batches) if isinstance(batches, list | tuple) else None
+        if each is None or len(each) != self.accumulation:
+            actual = f"a {type(batches).__name__}" if each is None else len(each)
+            fix = "Write step([batch], lr), with as many batches as train_step(accumulation=...) says"
+            raise ConfigError(f"step: expected a list of {self.accumulation} micro batches, found {actual}.\n  {fix}.")
+        placed = [value for batch in each for value in as_batch(batch).values()]
+        if any(value.device.type != self.backend.device.type for value in placed):
+            raise ConfigError("step: a batch isn't on the engine's device.\n  Write step([engine.place(batch)], lr).")
+        if self.task.counts_labels and not control:
+            fix = "Write step(batches, lr, [count]), or for a loss of your own train_step(..., task=your_function)"
+            raise ConfigError(f"step: {self.task.name} needs the count of losses.\n  {fix}.")
+
+    @property
+    def _drops_in_program(self) -> bool:
+        """A compiled micro batch accumulates into existing gradients; the first one zeroes them."""
+        return self.accumulation > 1 and self.backend.expected_compilations > 0
+
+    @cached_property
+    def _run_micro_batch(self) -> Callable[..., Metrics]:
+        return self.backend.compile(self._micro_batch, "micro_batch")
+
+    @cached_property
+    def _run_update(self) -> Callable[..., Metrics]:
+        return self.backend.compile(self._update, "train_step" if self.accumulation == 1 else "update")
+
+    @cached_property
+    def _run_count_choices(self) -> Callable[..., Metrics]:
+        return self.backend.compile(self._count_choices, "count_choices")
+
+    def drawing(self) -> AbstractContextManager[Callable[..., Any]]:
+        """Context of forward and backward, with `run(function, batch)`, which returns `function(batch)`: torch's
+        dropouts draw by the keys of the batch, see `models.dropout`."""
+        return nullcontext(lambda function, batch: function(batch)) if self.draws is None else self.draws.drawing()
+
+    def _count_choices(self, batch: Batch, balance: Tensor) -> Metrics:
+        """Count the choices of routers in a forward without gradients. *collective*"""
+        assert self.routers is not None
+        self.routers.open(self.backend.device)
+        with self.backend.evaluate(), self.drawing() as run:
+            run(partial(run_layers, self.model), batch)
+        return {"balance": balance + self.routers.take(self.backend.sum)["balance"]}
+
+    def _micro_batch(self, batch: Batch, control: Batch, sums: Sums, keeps: Tensor, last: bool) -> Metrics:
+        if self._drops_in_program:
+            drop_gradients(self.optimizer, keeps)
+        totals = self.backend.sum_control(control["control"])
+        expected = expected_count(self.backend, self.task, batch, totals[0], self.accumulation)
+        return self._add_gradients(batch, expected, sums, last=last) | {"votes": totals[1:]}
+
+    def _add_gradients(self, batch: Batch, expected: Tensor, sums: Sums, *, last: bool) -> Sums:
+        """Run forward and backward of a micro batch; returns `sums` plus those of this batch. *collective*"""
+        routers, scaler, of_routers = self.routers, self.backend.loss_scaler, Sums()
+        scale = 1.0 if scaler is None else scaler.scale
+        with self.backend.accumulate(last, self.model), self.drawing() as run:
+            if routers is not None:
+                routers.open(self.backend.device)
+            loss_sum, count, _ = run(partial(self.task.scores, self.model), batch)
+            mean = loss_sum / expected
+            if routers is not None:
+                of_routers = routers.take(self.backend.sum, balance=sums.get("balance"))
+                if "loads" in sums:
+                    of_routers["loads"] = of_routers["loads"] + sums["loads"]
+                if routers.has_loss:
+                    routers.prepare_backward(of_routers["balance"], scale)
+            (mean if scaler is None else mean * scale).backward()
+        return {"loss": sums["loss"] + mean.detach(), "share": sums["share"] + count.detach() / expected, **of_routers}
+
+    def _update(self, sums: Metrics, *only: Any) -> Metrics:
+        """Run after the last micro batch; `only`: arguments of the only micro batch, which runs in the same program."""
+        backend, optimizer = self.backend, self.optimizer
+        if only:
+            batch, control, keeps = only
+            sums = self._micro_batch(batch, control, sums, keeps, last=True)
+        loss, is_empty = mean_loss(backend, self.model, self.task, sums)
+        grad_norm = backend.clip_grad_norm(self.model, self.max_grad_norm)  # undoes loss scaling too
+        grad_norm = torch.where(is_empty, 0.0, grad_norm)
+        metrics: Metrics = {}
+        is_skipped = is_empty
+        if backend.loss_scaler is not None:
+            overflows = ~grad_norm.isfinite()
+            metrics, is_skipped = backend.loss_scaler.update(overflows, is_empty), is_empty | overflows
+        with nothing_changed_if(is_skipped, optimizer):
+            optimizer.step()
+        if self.routers is not None:
+            metrics |= self.routers.finish_step(sums, is_skipped, backend.sum)
+        if self.accumulation == 1:
+            backend.zero_gradients(optimizer, keep=False)
+        metrics |= {"loss": loss, "grad_norm": grad_norm, "is_empty": is_empty.float()}
+        return metrics | ({"votes": sums["votes"]} if len(sums["votes"]) else {})
+
+
 def train_step(
     backend: Backend,
     model: nn.Module,
@@ -98,7 +211,9 @@ def train_step(
     accumulation: int,
     max_grad_norm: float | None,
     task: Task | TaskFunction = CAUSAL_LM,
-) -> Step:
+    draws: "Draws | None" = None,
+    routers: "Routers | None" = None,
+) -> TrainStep:
     """Make the step of a run: `step(batches, lr, control)` with `accumulation` placed micro batches is one update.
 
     `control`: numbers of this process. The first is the count of its losses over all micro batches, from `Batches`; the
@@ -120,96 +235,11 @@ def train_step(
     rates in the optimizer's groups are restored. Calling the step is collective. It raises ConfigError for a wrong
     number of micro batches, one that isn't placed, and missing numbers.
 
+    `draws`, `routers`: of a model that `train.build` makes.
+
     One micro batch compiles to one program; several to two, `micro_batch` and `update`.
     """
     task = task if isinstance(task, Task) else Task(getattr(task, "__name__", "task"), task, counts_labels=False)
-    # A compiled micro batch accumulates into existing gradients; the first one zeroes them.
-    drops_in_program = accumulation > 1 and backend.expected_compilations > 0
     if backend.loss_scaler is not None:
         backend.loss_scaler.require_skippable(optimizer)
-    routers: Routers | None = vars(model).get("routers")
-
-    def count_choices(batch: Batch, balance: Tensor) -> Metrics:
-        assert routers is not None
-        routers.open(backend.device)
-        with backend.evaluate(), drawing(model) as run:
-            run(partial(run_layers, model), batch)
-        return {"balance": balance + routers.take(backend.sum)["balance"]}
-
-    def micro_batch(batch: Batch, control: Batch, sums: Sums, keeps: Tensor, last: bool) -> Metrics:
-        if drops_in_program:
-            drop_gradients(optimizer, keeps)
-        totals = backend.sum_control(control["control"])
-        expected = expected_count(backend, task, batch, totals[0], accumulation)
-        return add_gradients(backend, model, task, batch, expected, sums, last=last) | {"votes": totals[1:]}
-
-    def update(sums: Metrics, *only: Any) -> Metrics:
-        """Run after the last micro batch; `only`: arguments of the only micro batch, which runs in the same program."""
-        if only:
-            batch, control, keeps = only
-            sums = micro_batch(batch, control, sums, keeps, last=True)
-        loss, is_empty = mean_loss(backend, model, task, sums)
-        grad_norm = torch.where(is_empty, 0.0, backend.clip_grad_norm(model, max_grad_norm))  # undoes loss scaling too
-        metrics: Metrics = {}
-        is_skipped = is_empty
-        if backend.loss_scaler is not None:
-            overflows = ~grad_norm.isfinite()
-            metrics, is_skipped = backend.loss_scaler.update(overflows, is_empty), is_empty | overflows
-        with nothing_changed_if(is_skipped, optimizer):
-            optimizer.step()
-        if routers is not None:
-            metrics |= routers.finish_step(sums, is_skipped, backend.sum)
-        if accumulation == 1:
-            backend.zero_gradients(optimizer, keep=False)
-        metrics |= {"loss": loss, "grad_norm": grad_norm, "is_empty": is_empty.float()}
-        return metrics | ({"votes": sums["votes"]} if len(sums["votes"]) else {})
-
-    run_micro_batch = backend.compile(micro_batch, "micro_batch")
-    run_update = backend.compile(update, "train_step" if accumulation == 1 else "update")
-    run_count_choices = None
-    if routers is not None and routers.has_loss and accumulation > 1:
-        run_count_choices = backend.compile(count_choices, "count_choices")
-
-    def step(batches: Sequence[Batch], lr: float | Tensor | None = None, control: Sequence[float] = ()) -> Metrics:
-        if not isinstance(lr, Real | Tensor):
-            raise ConfigError("step: needs the learning rate, a number.\n  Write step(batches, config.optim.lr).")
-        if (isinstance(cast(object, lr), Tensor) and lr.numel() != 1) or not math.isfinite(value := float(lr)):
-            raise ConfigError(f"step: expected one finite learning rate, found {lr}.")
-        if not isinstance(cast(object, batches), list | tuple) or len(batches) != accumulation:
-            actual = len(batches) if isinstance(batches, list | tuple) else f"a {type(batches).__name__}"
-            fix = "Write step([batch], lr), with as many batches as train_step(accumulation=...) says"
-            raise ConfigError(f"step: expected a list of {accumulation} micro batches, found {actual}.\n  {fix}.")
-        if any(value.device.type != backend.device.type for batch in batches for value in as_batch(batch).values()):
-            raise ConfigError("step: a batch isn't on the engine's device.\n  Write step([engine.place(batch)], lr).")
-        if task.counts_labels and not control:
-            fix = "Write step(batches, lr, [count]), or for a loss of your own train_step(..., task=your_function)"
-            raise ConfigError(f"step: {task.name} needs the count of losses.\n  {fix}.")
-        count, *votes = control or (0.0,)
-        numbers, groups = step_numbers(optimizer, value), optimizer.param_groups
-        numbers |= {"loss": 0.0, "share": 0.0, "first": 0.0, "later": 1.0}
-        placed = backend.place({name: torch.tensor(number) for name, number in numbers.items()})
-        placed_control = {"control": backend.place_control([count if backend.counts_rows else 0.0, *votes])}
-        rates = [group["lr"] for group in groups]
-        set_step_numbers(optimizer, numbers, placed)
-        if not drops_in_program:
-            backend.zero_gradients(optimizer, keep=accumulation > 1)
-        sums = {name: placed[name] for name in ("loss", "share")}
-        if routers is not None and accumulation > 1:
-            sums |= backend.place(routers.zeros(), axes=())
-        if run_count_choices is not None:
-            for batch in batches:
-                sums["balance"] = run_count_choices(batch, sums["balance"])["balance"]
-        if accumulation == 1:
-            metrics = run_update(sums, batches[0], placed_control, placed["first"])
-        else:
-            results = sums
-            for number, batch in enumerate(batches, start=1):
-                keeps = placed["first" if number == 1 else "later"]
-                results = run_micro_batch(batch, placed_control, sums, keeps, number == accumulation)
-                sums = {name: results[name] for name in sums}
-            metrics = run_update(results)
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        return metrics
-
-    return step
+    return TrainStep(backend, model, optimizer, accumulation, max_grad_norm, task, draws, routers)

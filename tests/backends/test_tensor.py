@@ -21,9 +21,10 @@ from workers import GetWorkers, Group, marked
 from portable_fsdp.backends.native.groups import Group as TensorGroup
 from portable_fsdp.backends.native.tensor import run_parts, split_model, sum_gradients
 from portable_fsdp.config.schema import TensorWord
-from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.build import build_model
 from portable_fsdp.models.parallel import tensor_plan
 from portable_fsdp.models.plan_trial import require_plan
+from portable_fsdp.models.weights import BuiltModel
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.tensor_plan import WORDS, TensorPlan, split_ranges
 

@@ -22,8 +22,9 @@ from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.config.schema import Lora, Model
 from portable_fsdp.models.architecture import config_to_json
 from portable_fsdp.models.build import build_model
-from portable_fsdp.models.pretrained import Base, fingerprint
+from portable_fsdp.models.pretrained import fingerprint
 from portable_fsdp.models.tensor_files import SafetensorsFolder
+from portable_fsdp.models.weights import Base
 from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow  # peft takes seconds to import

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.layout import full_region
-from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.build import build_model
+from portable_fsdp.models.weights import BuiltModel
 
 VOCABULARY, SEQ_LEN = 101, 24
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from portable_fsdp.attach import set_expert_groups
 from portable_fsdp.models import experts
 
 
@@ -118,7 +119,7 @@ def test_only_chosen_rows_are_multiplied(name: str, divisions: int) -> None:
     dense = experts.dense_experts(block.experts, expected, chosen, weights)
     dense.sum().backward()
     if divisions > 1:
-        block.experts.groups = Devices(divisions, block.experts)
+        set_expert_groups(block, ["experts"], Devices(divisions, block.experts))
     with Products() as products:
         out = block.experts(own, chosen, weights)
         out.sum().backward()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.config.schema import Model, Precision
-from portable_fsdp.models.build import BuiltModel, build_model
-from portable_fsdp.models.weights import seeded
+from portable_fsdp.models.build import build_model
+from portable_fsdp.models.weights import BuiltModel, seeded
 from portable_fsdp.runtime.errors import ConfigError
 
 MODULE = """

@@ -29,9 +29,8 @@ from small_models import (
 
 from portable_fsdp.config.schema import Config, Lora
 from portable_fsdp.layout import full_region
-from portable_fsdp.models.build import BuiltModel
 from portable_fsdp.models.lora import peft_keys, read_as_experts
-from portable_fsdp.models.weights import plain_name
+from portable_fsdp.models.weights import BuiltModel, plain_name
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.build import shard_policy
 

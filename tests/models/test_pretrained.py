@@ -34,9 +34,10 @@ from transformers import AutoModelForCausalLM
 from portable_fsdp.config.schema import Model
 from portable_fsdp.layout import full_region, rows_of_shard
 from portable_fsdp.models import tensor_files
-from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.build import build_model
 from portable_fsdp.models.pretrained import fingerprint
 from portable_fsdp.models.tensor_files import GgufFile
+from portable_fsdp.models.weights import BuiltModel
 from portable_fsdp.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.slow

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from portable_fsdp.attach import load_of
 from portable_fsdp.models.routers import Routers, balanced_routers
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -74,7 +75,7 @@ def test_layers_with_different_numbers_of_experts_have_a_largest_load_but_no_sha
     routers = Routers(model, None, 0.0, has_loss=False, drops=True)
     routers.open(torch.device("cpu"))
     for layer, load in zip(model, ([1.0, 2, 3, 4, 0], [9.0, 1, 2]), strict=True):
-        cast(Any, layer).load.copy_(torch.tensor(load))
+        cast(Tensor, load_of(layer)).copy_(torch.tensor(load))
     metrics = routers.finish_step(routers.take(same), torch.tensor(False), same)
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
         {"expert_load_max": 9 / 5, "experts_dropped": 2 / 20}

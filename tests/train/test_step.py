@@ -13,12 +13,13 @@ from portable_fsdp.backends.contract import Backend, Batch, Metrics
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import full_region
-from portable_fsdp.models.build import BuiltModel, build_model
+from portable_fsdp.models.build import build_model
 from portable_fsdp.models.loss import Loss
+from portable_fsdp.models.weights import BuiltModel
 from portable_fsdp.optim.counting import LossScaler
 from portable_fsdp.optim.optimizer import make_optimizer, parameter_groups
 from portable_fsdp.train.build import shard_policy
-from portable_fsdp.train.step import Step, train_step
+from portable_fsdp.train.step import TrainStep, train_step
 
 VOCABULARY, SEQ_LEN, ROWS, LR = 67, 12, 4, 0.1
 ARCHITECTURE: dict[str, Any] = {
@@ -45,7 +46,7 @@ class Run(NamedTuple):
     built: BuiltModel
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    step: Step
+    step: TrainStep
 
 
 def config(model: dict[str, Any] | None = None, groups: list[dict[str, Any]] | None = None) -> Config:

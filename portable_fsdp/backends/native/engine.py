@@ -9,10 +9,10 @@ runs on the host.
 import logging
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +27,9 @@ from torch.distributed.tensor import zeros as distributed_zeros
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from portable_fsdp.attach import refuse_copies, set_row_parts
 from portable_fsdp.backends import contract
+from portable_fsdp.backends.native.settings import compile_cache, process_settings
 from portable_fsdp.backends.native.units import (
     COLLECTIVES,
     ComputeTime,
@@ -46,7 +48,6 @@ from portable_fsdp.layout import (
     FSDP_AXES,
     LOSS_AXES,
     ROW_AXES,
-    ROW_PARTS,
     Region,
     RowParts,
     Spec,
@@ -60,9 +61,8 @@ from portable_fsdp.layout import (
     state_spec,
 )
 from portable_fsdp.runtime.errors import BackendError, TrainingError, close_after
-from portable_fsdp.runtime.files import cache_folder
 from portable_fsdp.runtime.host import prefer_expandable_segments
-from portable_fsdp.runtime.launchers import detect_launch
+from portable_fsdp.runtime.launchers import Launch, detect_launch
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.native.groups import Group
@@ -74,8 +74,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("portable_fsdp")
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu_dist"}  # of torch.distributed
-MATMUL = {"highest": "highest", "high": "high", "default": "medium"}  # torch's names
-INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@dataclass
+class _Sharded:
+    """What the engine keeps of a model that it sharded."""
+
+    layouts: Mapping[str, Spec]  # of the parameters that checkpoints hold
+    shapes: dict[str, torch.Size]  # of whole weights
+    reduce: torch.dtype  # of sums of gradients
+    plan: "TensorPlan | None"  # of the axis `tensor`
+    prefetch: "Prefetch | None" = None
+    units: list[FSDPModule] = field(default_factory=lambda: [])
 
 
 class NativeBackend(contract.Backend):
@@ -92,79 +102,81 @@ class NativeBackend(contract.Backend):
         hosts = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", count)))
         _check_launch(device, num_devices, count, launch.local_rank)
         require_supported(config, Deployment("native", device, count, hosts))
-        self.device = torch.device(device, launch.local_rank) if device == "cuda" else torch.device("cpu")
-        self.device_name = device
         self._programs: TpuPrograms | None = None
-        if device == "tpu":
-            from portable_fsdp.backends.native import torchtpu
-
-            processes, cache = count if self._owns_group else None, _cache_folder(config)
-            self.device, self.device_name, self._programs = torchtpu.open_chip(processes, cache)
-        if device == "cuda":
-            prefer_expandable_segments()
-            torch.cuda.set_device(self.device)
-            self.device_name = torch.cuda.get_device_name(self.device)
+        self._open_device(device, launch, config)
         if self._owns_group:
-            rank = contract.Partition(launch.rank, launch.world_size)
-            if not launch.is_alone:
-                from portable_fsdp.backends.peers import join
-
-                where = self.device if device == "cuda" else None
-                self._peers = join(_BACKENDS[device], rank, config.run.peer_timeout_s, os.environ, where)
-            else:
-                store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-                dist.init_process_group(_BACKENDS[device], store=store, rank=rank.index, world_size=rank.count)
+            self._join(launch, device, config.run.peer_timeout_s)
         self.process = contract.Partition(dist.get_rank(), dist.get_world_size())
-        self.devices = self.process.count
-        self.expected_compilations = 0
-        self.axes = mesh_axes(config, count, hosts)
-        if (tensor := self.axes.get("tensor", 1)) > count // hosts and self.process.index == 0:
-            log.warning(
-                "sharding.tensor: its %d devices lie on several hosts. Each layer waits for the network between them, "
-                "which is 9 times slower than the links inside a host with H100s (50 and 450 GB/s): set "
-                "sharding.tensor=%d",
-                tensor,
-                math.gcd(tensor, count // hosts),
-            )
-        self.row_shards = count_row_shards(self.axes)
-        self._place = coordinates(self.axes, self.process.index)
-        # Rows lie over the outer axes: processes along `context` and `tensor` feed the same.
-        self.data_shard = contract.Partition(self.process.index * self.row_shards // count, self.row_shards)
-        self._mesh = init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
-        self._fsdp_axes = tuple(axis for axis in FSDP_AXES if self.axes.get(axis, 1) > 1)
-        self._fsdp_size = math.prod(self.axes[axis] for axis in self._fsdp_axes)
-        self._row_parts: RowParts | None = None
-        self.split_tokens: Callable[[contract.Batch], contract.Batch] = dict
-        if "context" in self.axes:
-            from portable_fsdp.backends.native.context import gather_tokens, split_tokens
-
-            group = self._along("context")
-            self._row_parts = RowParts(group.index, group.count, partial(gather_tokens, group))
-            self.split_tokens = partial(split_tokens, parts=self._row_parts)
+        self.devices, self.expected_compilations = self.process.count, 0
+        self._open_mesh(device, mesh_axes(config, count, hosts), count // hosts)
         self._counter = _CollectiveCounter()
         self._counts_collectives = config.model.attention != "flex"  # nor with compiled layers
         self._first_step_is_over = False
         self._compute_time: ComputeTime | None = None
-        self._models: dict[nn.Module, tuple[Prefetch | None, torch.dtype]] = {}  # with the dtype of gradient sums
-        self._units: dict[nn.Module, list[FSDPModule]] = {}
+        self._models: dict[nn.Module, _Sharded] = {}
         self._reshards_later = False  # in `accumulate` and `evaluate`, which reshard all models when they end
-        self._layouts: dict[nn.Module, Mapping[str, Spec]] = {}
-        self._tensor_plans: dict[nn.Module, TensorPlan] = {}
-        self._shapes: dict[nn.Module, dict[str, torch.Size]] = {}  # of whole weights
         self._sums: dict[tuple[int, ...], GradientSums] = {}  # by the ids of the models
         self.offload: ActivationOffload | None = None
         self._update_scales: list[Callable[[], None]] = []  # of weights that are gathered in float8
         self._keeps_gradients = config.memory.cpu_offload  # else their pinned memory would be allocated in each step
         self._syncs_each_micro_batch = config.sharding.sync_each_micro_batch
-        self._matmul_before = _set_matmul_precision(MATMUL[config.precision.matmul])
-        self._compiler = _set_compiler(config) if config.compile.enabled else ExitStack()
-        if device == "cuda":
-            self.runs_blocks = config.compile.compiler in ("auto", "inductor")
-            self._compiler.enter_context(_kernel_order(torch.cuda.get_device_capability(self.device)))
+        self._settings = process_settings(config, self.device)
+        self.runs_blocks = device == "cuda" and config.compile.compiler in ("auto", "inductor")
         if "float16" in config.precision.dtypes:
             from portable_fsdp.optim.counting import LossScaler
 
             self.loss_scaler = LossScaler(config.precision.loss_scale, config.precision.loss_scale_window, self.device)
+
+    def _open_device(self, device: str, launch: Launch, config: Config) -> None:
+        self.device, self.device_name = torch.device("cpu"), device
+        if device == "tpu":
+            from portable_fsdp.backends.native import torchtpu
+
+            processes = launch.world_size if self._owns_group else None
+            self.device, self.device_name, self._programs = torchtpu.open_chip(processes, compile_cache(config))
+        if device == "cuda":
+            prefer_expandable_segments()
+            self.device = torch.device(device, launch.local_rank)
+            torch.cuda.set_device(self.device)
+            self.device_name = torch.cuda.get_device_name(self.device)
+
+    def _join(self, launch: Launch, device: str, timeout_s: float) -> None:
+        """Form the group of the launcher's processes; one that no launcher started is alone."""
+        rank = contract.Partition(launch.rank, launch.world_size)
+        if launch.is_alone:
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(_BACKENDS[device], store=store, rank=rank.index, world_size=rank.count)
+            return
+        from portable_fsdp.backends.peers import join
+
+        where = self.device if device == "cuda" else None
+        self._peers = join(_BACKENDS[device], rank, timeout_s, os.environ, where)
+
+    def _open_mesh(self, device: str, axes: dict[str, int], per_host: int) -> None:
+        self.axes, index = axes, self.process.index
+        if (tensor := axes.get("tensor", 1)) > per_host and index == 0:
+            log.warning(
+                "sharding.tensor: its %d devices lie on several hosts. Each layer waits for the network between them, "
+                "which is 9 times slower than the links inside a host with H100s (50 and 450 GB/s): set "
+                "sharding.tensor=%d",
+                tensor,
+                math.gcd(tensor, per_host),
+            )
+        self.row_shards = count_row_shards(axes)
+        self._place = coordinates(axes, index)
+        # Rows lie over the outer axes: processes along `context` and `tensor` feed the same.
+        self.data_shard = contract.Partition(index * self.row_shards // self.devices, self.row_shards)
+        self._mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self._fsdp_axes = tuple(axis for axis in FSDP_AXES if axes.get(axis, 1) > 1)
+        self._fsdp_size = math.prod(axes[axis] for axis in self._fsdp_axes)
+        self._row_parts: RowParts | None = None
+        self.split_tokens: Callable[[contract.Batch], contract.Batch] = dict
+        if "context" in axes:
+            from portable_fsdp.backends.native.context import gather_tokens, split_tokens
+
+            group = self._along("context")
+            self._row_parts = RowParts(group.index, group.count, partial(gather_tokens, group))
+            self.split_tokens = partial(split_tokens, parts=self._row_parts)
 
     def __exit__(self, *raised: Any) -> None:
         """Close. Raises TrainingError, which names the lost process, in place of a network error."""
@@ -182,9 +194,7 @@ class NativeBackend(contract.Backend):
     def _release(self) -> None:
         if self._programs:
             self._programs.close()
-        _set_matmul_precision(self._matmul_before)
-        self._compiler.close()
-        _forget_layouts()
+        self._settings.close()
         if dist.is_initialized():
             for group in self._mesh.get_all_groups():  # each gloo group has polling threads
                 if group is not dist.group.WORLD:
@@ -205,18 +215,16 @@ class NativeBackend(contract.Backend):
 
             view_tables(model, policy)
         saved = {fqn: spec for fqn, spec in policy.layouts.items() if fqn not in policy.tables}
-        self._root, self._layouts[model] = model, saved
-        self._shapes[model] = {fqn: weight.shape for fqn, weight in model.named_parameters()}
+        shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
+        self._root, self._models[model] = model, (record := _Sharded(saved, shapes, policy.reduce, policy.tensor))
         if self._row_parts is not None:
-            for module in model.modules():  # an attribute, since gradient checkpointing and compilers keep those
-                setattr(module, ROW_PARTS, self._row_parts)
+            set_row_parts(model, self._row_parts)
         if policy.tensor is not None:
             from portable_fsdp.backends.native.tensor import run_parts, split_model
 
             if policy.require_plan is not None:
                 policy.require_plan(run_parts)
-            split_model(model, policy.tensor, self._along("tensor"))
-            self._tensor_plans[model] = policy.tensor
+            split_model(model, policy.tensor, self._along("tensor"), policy.draws)
         if "expert" in self.axes:
             from portable_fsdp.backends.native.experts import distribute_experts
 
@@ -227,17 +235,16 @@ class NativeBackend(contract.Backend):
             self._update_scales.append(use_float8(model, policy, self.device, self._fsdp_size))
         if self._fsdp_size == 1 and not policy.cpu_offload:
             use_in_place(model, policy)
-            self._models[model] = None, policy.reduce
         else:
             from portable_fsdp.backends.native.prefetch import Prefetch
 
             meshes = self._fsdp_mesh(self._fsdp_axes), None
             if "expert" in self.axes:
                 meshes = meshes[0], self._fsdp_mesh([axis for axis in self._fsdp_axes if axis != "expert"])
-            self._models[model] = Prefetch(shard_units(model, policy, *meshes, self.device), policy), policy.reduce
-            self._units[model] = fsdp_units(model)
+            record.prefetch = Prefetch(shard_units(model, policy, *meshes, self.device), policy)
+            record.units = fsdp_units(model)
             model.register_forward_hook(self._reshard_if_alone)
-            contract.refuse_copies(cast(list[nn.Module], self._units[model]))
+            refuse_copies(cast(list[nn.Module], record.units))
             if policy.tables:
                 from portable_fsdp.backends.native.quantised import dequantise_experts
 
@@ -247,8 +254,12 @@ class NativeBackend(contract.Backend):
 
             self.offload = ActivationOffload(self.device)
             self.offload.wrap([model.get_submodule(name) for name in policy.recompute])
-        if fill is None:
-            return model
+        if fill is not None:
+            self._fill(model, policy, fill)
+        return model
+
+    def _fill(self, model: nn.Module, policy: contract.ShardPolicy, fill: contract.Fill) -> None:
+        """Allocate the weights of this process, and set their values."""
         # On a TPU the host's clock would time dispatch alone, and TorchTPU's events wait for copies to the host alone.
         self._compute_time = None if self.device.type == "tpu" else ComputeTime(model, policy.units, self.device)
         materialise(model, policy, self.device)
@@ -257,7 +268,6 @@ class NativeBackend(contract.Backend):
                 for part, own in self._regions(model, fqn, parameter, policy.layouts[fqn]):
                     local, piece = local_part(parameter)[own], fill(fqn, part)
                     local.copy_(piece.view(local.dtype) if fqn in policy.tables else piece)
-        return model
 
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         def zeros(fqn: str, twin: Tensor, group: dict[str, Any]) -> Tensor:
@@ -273,7 +283,7 @@ class NativeBackend(contract.Backend):
             on_device = group.get("fused") or twin.device.type != "cpu"
             return torch.zeros(twin.shape, dtype=twin.dtype, device=parameter.device if on_device else "cpu")
 
-        parameters, layouts = dict(self._root.named_parameters()), self._layouts[self._root]
+        parameters, layouts = dict(self._root.named_parameters()), self._models[self._root].layouts
         # Foreach functions can't mix DTensors and plain tensors: scalars get their own groups.
         kinds = [
             {**group, "params": names}
@@ -328,10 +338,10 @@ class NativeBackend(contract.Backend):
         with self._resharding_later(), sums.summing() if sums else nullcontext(), _explained_errors(models):
             yield
         for model in models if last else ():
-            if model in self._tensor_plans:
+            if (plan := self._models[model].plan) is not None:
                 from portable_fsdp.backends.native.tensor import sum_gradients
 
-                sum_gradients(model, self._tensor_plans[model], self._along("tensor"))
+                sum_gradients(model, plan, self._along("tensor"))
 
     def _gradient_sums(self, models: list[nn.Module]) -> GradientSums | None:
         """The all-reduce of gradients that FSDP2 doesn't reduce, rebuilt when the set of trainable weights changes;
@@ -345,13 +355,13 @@ class NativeBackend(contract.Backend):
         if sums is None or [*map(id, trained)] != [*map(id, sums.parameters)]:
             if sums:
                 sums.close()
-            reduce = self._models[models[0]][1]
+            reduce = self._models[models[0]].reduce
             sums = self._sums[key] = GradientSums(trained, cast(dist.ProcessGroup, self._group(LOSS_AXES)), reduce)
         return sums
 
     def _gather_first(self, models: Iterable[nn.Module]) -> None:
         for model in models:
-            if prefetch := self._models[model][0]:
+            if prefetch := self._models[model].prefetch:
                 prefetch.before_forward()
 
     def unshard(self, module: nn.Module) -> None:
@@ -375,13 +385,13 @@ class NativeBackend(contract.Backend):
             yield
         finally:
             self._reshards_later = before
-            for units in self._units.values():
-                reshard_all(units)
+            for record in self._models.values():
+                reshard_all(record.units)
 
     def _reshard_if_alone(self, model: nn.Module, *_: Any) -> None:
         """Reshard after the root's forward where no context does: a backward may never come."""
         if not self._reshards_later:
-            reshard_all(self._units[model])
+            reshard_all(self._models[model].units)
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> None:
         if not keep and not self._keeps_gradients:
@@ -397,9 +407,10 @@ class NativeBackend(contract.Backend):
     def clip_grad_norm(self, model: nn.Module, limit: float | None) -> Tensor:
         # On local shards, in float32, and reduced on the device: with cpu_offload gradients are on the host.
         cut_by: dict[tuple[str, ...], list[Tensor]] = {}
+        layouts = self._models[model].layouts
         for fqn, parameter in model.named_parameters():
             if parameter.grad is not None:
-                axes = tuple(sorted(cutting_axes(self._layouts[model][fqn])))  # one sum, whichever dimension is split
+                axes = tuple(sorted(cutting_axes(layouts[fqn])))  # one sum, whichever dimension is split
                 cut_by.setdefault(axes, []).append(local_part(parameter.grad))
         gradients = [gradient for part in cut_by.values() for gradient in part]
         squares = [self._sum_of_shards(self._squared_norm(part), axes) for axes, part in cut_by.items()]
@@ -481,14 +492,16 @@ class NativeBackend(contract.Backend):
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
         buffers = contract.persistent_buffers(model)  # not compared: statistics of each process's rows may differ
+        tensors = contract.checkpoint_tensors(model, optimizer, self._models[model].layouts)
         return {
             key: self._tensor_state(model, fqn, tensor, spec, is_compared=key not in buffers)
-            for key, (tensor, spec, fqn) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
+            for key, (tensor, spec, fqn) in tensors.items()
         }
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
+        tensors = contract.checkpoint_tensors(model, optimizer, self._models[model].layouts)
         with torch.no_grad():
-            for key, (tensor, spec, fqn) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
+            for key, (tensor, spec, fqn) in tensors.items():
                 for part, own in self._regions(model, fqn, tensor, spec):
                     local = local_part(tensor)[own]
                     if local.device.type == "cpu" and local.is_contiguous():
@@ -530,7 +543,8 @@ class NativeBackend(contract.Backend):
         if "tensor" in cutting_axes(spec):
             from portable_fsdp.tensor_plan import packed_regions
 
-            return packed_regions(shape, spec, self.axes, self._place, self._tensor_plans[model].parts[fqn].sizes)
+            plan = cast("TensorPlan", self._models[model].plan)
+            return packed_regions(shape, spec, self.axes, self._place, plan.parts[fqn].sizes)
         part = region(shape, spec, self.axes, self._place)
         is_empty = any(cut.start >= cut.stop for cut in part)
         return [] if is_empty else [(part, full_region([cut.stop - cut.start for cut in part]))]
@@ -548,73 +562,8 @@ class NativeBackend(contract.Backend):
 
     def _whole_shape(self, model: nn.Module, fqn: str, tensor: Tensor, spec: Spec) -> tuple[int, ...]:
         """The shape on all devices of the weight `fqn` or of its optimizer state; DTensor knows FSDP's axes alone."""
-        sizes = zip(tensor.shape, self._shapes[model].get(fqn, tensor.shape), spec, strict=False)
+        sizes = zip(tensor.shape, self._models[model].shapes.get(fqn, tensor.shape), spec, strict=False)
         return tuple(whole if cuts[:1] in (("tensor",), ("expert",)) else size for size, whole, cuts in sizes)
-
-
-def _set_matmul_precision(precision: str) -> str:
-    """Set torch's float32 matmul precision for this process; return the previous one."""
-    with warnings.catch_warnings():
-        # torch 2.9 names a newer setting, which inductor of 2.9 can't read; this one holds for every torch since.
-        warnings.filterwarnings(
-            "ignore", message="Please use the new API settings to control TF32", category=UserWarning
-        )
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(precision)
-    return before
-
-
-def _set_compiler(config: Config) -> ExitStack:
-    """Set torch.compile's options for this process, until the result is closed."""
-    import torch._dynamo.config as dynamo
-    import torch._functorch.config as functorch
-
-    settings, chosen = ExitStack(), _cache_folder(config)
-    if chosen or INDUCTOR_CACHE not in os.environ:
-        folder = chosen or cache_folder(os.environ) / "inductor"
-        before = {name: value for name, value in os.environ.items() if name == INDUCTOR_CACHE}
-        os.environ[INDUCTOR_CACHE] = str(folder)
-        settings.callback(lambda: (os.environ.pop(INDUCTOR_CACHE, None), os.environ.update(before)))
-    # A layer has a program for each shape of a batch and the loss two, each in training and in evaluation.
-    limit = max(dynamo.recompile_limit, 4 * config.data.shapes)
-    settings.enter_context(cast(Any, dynamo).patch(recompile_limit=limit))
-    if config.memory.gradient_checkpointing == "budget":
-        settings.enter_context(cast(Any, functorch).patch(activation_memory_budget=config.memory.budget))
-    settings.callback(torch.compiler.reset)  # else programs of these layers count toward the limit of the next engine's
-    return settings
-
-
-# GPUs on which cuDNN's attention takes less time than torch's first choice, flash attention 2. Training shapes on H100:
-# 1.7 to 2.3 times as fast; on A100 0.82, A10G 0.93, L40S 1.00, RTX PRO 6000 0.88 (github.com/huggingface/transformers,
-# pull 48163). B200: 1.24 to 1.98 times flash attention 4 (github.com/sgl-project/sglang, pull 33655).
-_CUDNN_FIRST = ((9, 0), (10, 0))
-
-
-def _kernel_order(capability: tuple[int, int]) -> AbstractContextManager[object]:
-    """Context in which torch tries attention kernels in the order of their speed on a GPU of this capability."""
-    if capability not in _CUDNN_FIRST:
-        return nullcontext()  # torch's order
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, flash, efficient, SDPBackend.MATH], set_priority=True)
-
-
-def _cache_folder(config: Config) -> Path | None:
-    """Create `compile.cache_dir`, if it is set. Raises BackendError now; inductor would fail in the first step."""
-    if config.compile.cache_dir is None:
-        return None
-    folder = Path(config.compile.cache_dir).expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise BackendError(
-            f"compile.cache_dir: can't write into the folder {folder}: {error.strerror}.\n"
-            "  Name another folder, or set compile.cache_dir=null."
-        ) from error
-    return folder
 
 
 def _check_launch(device: str, num_devices: int | None, world_size: int, local_rank: int) -> None:
@@ -656,12 +605,6 @@ def _scale(tensors: list[Tensor], factor: Tensor) -> None:
     factor = factor.to(tensors[0].device)
     for tensor in tensors:
         tensor.mul_(factor)
-
-
-def _forget_layouts() -> None:
-    """Clear DTensor's cache of layouts: an equal mesh, opened later, would get one whose groups are destroyed."""
-    cast(Any, DTensor)._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-    getattr(cast(Any, torch)._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # newer torch
 
 
 def _placements(spec: Spec, names: Sequence[str] | None) -> list[Placement]:

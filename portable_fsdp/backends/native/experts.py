@@ -4,10 +4,10 @@
 """
 
 from functools import partial
-from typing import Any, cast
 
 from torch import nn
 
+from portable_fsdp.attach import set_expert_groups
 from portable_fsdp.backends.contract import ShardPolicy, parameter_slots, put_parameter
 from portable_fsdp.backends.native.groups import Group, exchange
 from portable_fsdp.runtime.errors import BackendError
@@ -32,5 +32,4 @@ def distribute_experts(model: nn.Module, policy: ShardPolicy, group: Group, shar
             put_parameter(slots, own, weight.requires_grad)
     assert policy.process_experts is not None
     groups = policy.process_experts(group.count, policy.expert_capacity, partial(exchange, group))
-    for name in policy.experts:
-        cast(Any, model.get_submodule(name)).groups = groups
+    set_expert_groups(model, policy.experts, groups)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from portable_fsdp.backends.contract import Forward, parameter_slots, put_parameter
+from portable_fsdp.attach import change_attributes
+from portable_fsdp.backends.contract import Forward, KeyedDraws, parameter_slots, put_parameter
 from portable_fsdp.backends.native.groups import Group, enter, gather, leave, split
 from portable_fsdp.backends.native.units import forward_of, local_part
 from portable_fsdp.layout import rows_of_shard
@@ -36,9 +37,9 @@ _BARRIER_TIMEOUT_S = 60.0  # of the threads of a trial
 # ------------------------------------------------------------------------------------------------------------ modules
 
 
-def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
+def split_model(model: Any, plan: TensorPlan, group: Group, draws: KeyedDraws | None) -> None:
     """Replace weights on meta by this process's parts, and forwards by those that cross the group where `plan` says."""
-    replace, draws = _replacing(), vars(model).get("dropout_draws")  # `models.dropout.Draws`
+    replace = _replacing()
     outside = group.index if plan.splits_rows else None  # the part of the tokens between blocks
     if draws is not None:
         draws.slice = outside
@@ -51,7 +52,7 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
             shape[part.dim] = sum(own.stop - own.start for own in split_ranges(part.sizes, group.index, group.count))
             put_parameter(slots, weight.new_empty(shape), weight.requires_grad)
     for name, values in plan.attributes.items():
-        vars(model.get_submodule(name)).update(values)
+        change_attributes(model.get_submodule(name), values)
     for name, word in plan.words.items():
         module = model.get_submodule(name)
         layer = getattr(module, "base_layer", module)
@@ -75,7 +76,7 @@ def split_model(model: Any, plan: TensorPlan, group: Group) -> None:
         elif draws is not None and layer is not module:
             replace(module, _whole, draws.move)
         if isinstance(getattr(layer, "nf", None), int):  # transformers' Conv1D: its outputs
-            layer.nf = layer.weight.shape[1]
+            change_attributes(layer, {"nf": layer.weight.shape[1]})
     for name in plan.blocks:
         is_experts = plan.words.get(name) == EXPERTS
         replace(model.get_submodule(name), _experts if is_experts else _block, group, plan.splits_rows)
@@ -306,7 +307,7 @@ def run_parts(copies: Sequence[nn.Module], plan: TensorPlan, run: Callable[[nn.M
         group = _ThreadGroup(index, len(copies), slots, barrier)
         whole = {fqn: model.get_parameter(fqn) for fqn in plan.parts}
         try:
-            split_model(model, plan, group)
+            split_model(model, plan, group, None)
             with torch.no_grad():
                 for fqn, weight in whole.items():
                     model.get_parameter(fqn).copy_(plan.part_of(fqn, weight, index))

@@ -160,7 +160,7 @@ def prepare_layer(
     """
     layer, compiler = model.get_submodule(name), policy.compile_backend if name in policy.layers else None
     # torch.compile can't trace the counts of dropouts inside a checkpoint, so the checkpoint goes around.
-    is_outside = policy.draws_by_keys and compiler is not None
+    is_outside = policy.draws is not None and compiler is not None
     if name in policy.recompute and not is_outside:
         recompute(layer, policy, whole=holds_units, forward=forward)
     if compiler is not None:
@@ -173,7 +173,7 @@ def prepare_layer(
 
 def require_saved_ops(policy: ShardPolicy, *, compiles: bool) -> None:
     """Raise BackendError for `memory.save_ops` in layers that can't keep the outputs of single operations."""
-    if policy.draws_by_keys and policy.save_ops and compiles:
+    if policy.draws is not None and policy.save_ops and compiles:
         raise BackendError(
             "memory.save_ops: a compiled layer with dropout is recomputed as a whole.\n"
             "  Set memory.save_ops=[], compile.enabled=false, memory.gradient_checkpointing=budget, or model.dropout=0."

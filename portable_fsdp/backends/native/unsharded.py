@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from portable_fsdp.backends.contract import Forward, ShardPolicy, refuse_copies
+from portable_fsdp.attach import refuse_copies
+from portable_fsdp.backends.contract import Forward, ShardPolicy
 from portable_fsdp.backends.native.units import (
     ROOT,
     cast_inputs,

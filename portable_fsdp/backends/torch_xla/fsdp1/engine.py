@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from portable_fsdp.attach import refuse_copies
 from portable_fsdp.backends import contract
 from portable_fsdp.backends.nested import tensors_in
 from portable_fsdp.backends.torch_xla.fsdp1.shards import Shard, check_rows, shards_of
@@ -87,7 +88,7 @@ class XlaFsdp1Backend(PjrtBackend):
                     # The gathered tensor is a plain attribute of the module, which Python finds before this table.
                     place.module._parameters[place.leaf] = shard.parameter
         self._xla.sync(wait=True)
-        contract.refuse_copies(model.modules())
+        refuse_copies(model.modules())
         return model
 
     def _put_zeros(self, places: dict[str, list[contract.ParameterSlot]]) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from portable_fsdp.attach import refuse_copies, set_expert_groups
 from portable_fsdp.backends import contract
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
@@ -142,7 +143,7 @@ class XlaBackend(PjrtBackend):
             quantised.use_tables(model, policy, Layouts(self.mesh, self.axes), barrier)
             fill = None if fill is None else partial(quantised.expanded_piece, fill, policy)
         self._wrap_forwards(model, policy)
-        contract.refuse_copies(model.modules())
+        refuse_copies(model.modules())
         for fqn, shared in contract.parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
@@ -176,8 +177,7 @@ class XlaBackend(PjrtBackend):
         has_kernel = self._tensors.for_tpu and tensor == 1
         if policy.experts and (has_kernel or "expert" in self.axes):
             groups = MeshExperts(layouts, policy.expert_capacity, has_kernel=has_kernel)
-            for name in policy.experts:
-                cast(Any, model.get_submodule(name)).groups = groups
+            set_expert_groups(model, policy.experts, groups)
         blocks_of_experts = dict.fromkeys(name.rpartition(".")[0] for name in policy.experts if context > 1)
         for name in blocks_of_experts:
             if name not in policy.layers:  # else the block has attention, which isn't computed token by token

@@ -52,7 +52,7 @@ class LayerLoop:
         self._layouts, self._gather, self._recompute = layouts, gather, bool(policy.recompute)
         self._products, self._offload = "matmul" in policy.save_ops, offload
         self._between = rows_between(policy)
-        self._draws = vars(model).get("dropout_draws")  # `models.dropout.Draws`
+        self._draws = policy.draws
         self._body = next(iter(layers.values())).forward
         self._names = list(layers)
         # Keyed by whether autograd records: the call of the layers, and the body for it. scan keeps the first
