@@ -211,7 +211,7 @@ def _dropouts(built: BuiltModel, opened: _Opened) -> BuiltModel:
     model = opened.asked.model
     if not (opened.rates or model.dropout):
         return built
-    from portable_fsdp.models.dropout_rates import choose_dropouts
+    from portable_fsdp.models.dropout import choose_dropouts
 
     return replace(built, dropout=choose_dropouts(built.model, model, opened.rates))
 

@@ -16,8 +16,8 @@ from torch._dynamo.exc import TorchDynamoException
 
 from portable_fsdp.backends.contract import Backend, Fill, MakeOptimizer, ShardPolicy
 from portable_fsdp.backends.native.engine import NativeBackend
-from portable_fsdp.backends.native.quantised import view_tables
 from portable_fsdp.backends.native.units import prepare_layers
+from portable_fsdp.backends.native.unsharded import view_tables
 from portable_fsdp.config.describe import with_settings, with_value
 from portable_fsdp.config.schema import Config, Sharding
 from portable_fsdp.plan.fake_step import empty_batch, ranks, rows_of

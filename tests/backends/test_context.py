@@ -15,7 +15,7 @@ from test_experts import EVEN
 from test_tensor import GPT2
 from workers import GetWorkers, Group, marked, marked_meshes
 
-from portable_fsdp.backends.native.context import split_tokens
+from portable_fsdp.backends.native.groups import split_tokens
 from portable_fsdp.layout import RowParts
 from portable_fsdp.models.build import build_model
 from portable_fsdp.runtime.errors import ConfigError, DataError

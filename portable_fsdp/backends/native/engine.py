@@ -40,7 +40,7 @@ from portable_fsdp.backends.native.units import (
     reshard_all,
     shard_units,
 )
-from portable_fsdp.backends.native.unsharded import GradientSums, use_in_place
+from portable_fsdp.backends.native.unsharded import GradientSums, dequantise_experts, use_in_place, view_tables
 from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
@@ -172,7 +172,7 @@ class NativeBackend(contract.Backend):
         self._row_parts: RowParts | None = None
         self.split_tokens: Callable[[contract.Batch], contract.Batch] = dict
         if "context" in axes:
-            from portable_fsdp.backends.native.context import gather_tokens, split_tokens
+            from portable_fsdp.backends.native.groups import gather_tokens, split_tokens
 
             group = self._along("context")
             self._row_parts = RowParts(group.index, group.count, partial(gather_tokens, group))
@@ -211,8 +211,6 @@ class NativeBackend(contract.Backend):
         # torch.compile makes no program, or one for each layer, while a dispatch mode is active.
         self._counts_collectives &= policy.compile_backend is None
         if policy.tables:
-            from portable_fsdp.backends.native.quantised import view_tables
-
             view_tables(model, policy)
         saved = {fqn: spec for fqn, spec in policy.layouts.items() if fqn not in policy.tables}
         shapes = {fqn: weight.shape for fqn, weight in model.named_parameters()}
@@ -226,7 +224,7 @@ class NativeBackend(contract.Backend):
                 policy.require_plan(run_parts)
             split_model(model, policy.tensor, self._along("tensor"), policy.draws)
         if "expert" in self.axes:
-            from portable_fsdp.backends.native.experts import distribute_experts
+            from portable_fsdp.backends.native.groups import distribute_experts
 
             distribute_experts(model, policy, self._along("expert"), self._fsdp_size // self.axes["expert"])
         if policy.products != "auto":
@@ -246,8 +244,6 @@ class NativeBackend(contract.Backend):
             model.register_forward_hook(self._reshard_if_alone)
             refuse_copies(cast(list[nn.Module], record.units))
             if policy.tables:
-                from portable_fsdp.backends.native.quantised import dequantise_experts
-
                 dequantise_experts(model, policy)
         if policy.offload_activations:
             from portable_fsdp.backends.native.offload import ActivationOffload

@@ -1,10 +1,23 @@
-"""The processes along an axis of the mesh, their collectives, and autograd functions of these."""
+"""The processes along an axis of the mesh, their collectives, and autograd functions of these; then the axes `context`
+and `expert`, which need little more (`tensor` has a file).
 
+Along `context` processes get the same rows, and hold a part of their tokens. Attention gathers the keys and values of
+whole rows, once a layer; its backward sums their gradients and scatters them. All other layers work on a token alone,
+and positions are those of whole rows. Along `expert` each process holds a part of each layer's experts:
+`models/experts.py` has the algorithm, which reads nothing on the host; this file has its all-to-all.
+"""
+
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from portable_fsdp.attach import set_expert_groups
+from portable_fsdp.backends.contract import Batch, ShardPolicy, parameter_slots, put_parameter
+from portable_fsdp.layout import RowParts
+from portable_fsdp.runtime.errors import BackendError, DataError
 
 
 class Group:
@@ -98,3 +111,57 @@ def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
 def exchange(group: Group, tensor: Tensor) -> Tensor:
     """Exchange equal parts of dimension 0, and their gradients."""
     return _crossing(tensor, group, 0, type(group).exchange, type(group).exchange)
+
+
+# ------------------------------------------------------------------------------------------------- the axis `context`
+
+_OF_TOKENS = ("input_ids", "labels", "positions", "is_last")
+"""The tensors of a batch that are split; `segments` stay whole, since queries see the documents of all keys."""
+
+
+def gather_tokens(group: Group, tokens: Tensor) -> Tensor:
+    """Implement `RowParts.gather` for the processes that split a row."""
+    first, second = enter(tokens, group, 0).unflatten(0, (group.count, 2, -1)).unbind(1)
+    return torch.cat([first, second.flip(0)]).flatten(0, 1)
+
+
+def split_tokens(batch: Batch, parts: RowParts) -> Batch:
+    """Cut the rows of a batch of text on the host, and add their positions. Raises DataError for a length that the
+    devices don't divide."""
+    if (ids := batch.get("input_ids")) is None:
+        return batch
+    length = ids.shape[1]
+    if length % (2 * parts.count):
+        raise DataError(
+            f"sharding.context={parts.count}: expected rows whose tokens are a multiple of {2 * parts.count}, found "
+            f"{length}.\n  Pad the rows (data.buckets), or set sharding.context=1."
+        )
+    if "segments" not in batch:  # else positions may restart
+        batch = {**batch, "positions": torch.arange(length).expand_as(ids)}
+    own = torch.tensor(parts.positions(length))
+    return {name: value[:, own] if name in _OF_TOKENS else value for name, value in batch.items()}
+
+
+# -------------------------------------------------------------------------------------------------- the axis `expert`
+
+
+def distribute_experts(model: nn.Module, policy: ShardPolicy, group: Group, shards: int) -> None:
+    """Replace the weights of experts, on meta, by the part of this process in `group`, and let them exchange rows.
+
+    Runs after the axis `tensor` has split them. `shards`: devices over which FSDP shards each part, along dimension 1.
+    Raises BackendError if they don't divide it.
+    """
+    for fqn, slots in parameter_slots(model).items():
+        if fqn.rpartition(".")[0] in policy.experts:
+            weight = model.get_parameter(fqn)
+            if weight.shape[1] % shards:
+                raise BackendError(
+                    f"backend native: sharding.expert: {fqn} {[*weight.shape]}: FSDP shards its dimension 1 over "
+                    f"{shards} devices, which don't divide {weight.shape[1]}.\n  Use another number of devices, or "
+                    "another sharding.expert."
+                )
+            own = weight.new_empty((len(weight) // group.count, *weight.shape[1:]))
+            put_parameter(slots, own, weight.requires_grad)
+    assert policy.process_experts is not None
+    groups = policy.process_experts(group.count, policy.expert_capacity, partial(exchange, group))
+    set_expert_groups(model, policy.experts, groups)

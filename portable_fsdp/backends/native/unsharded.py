@@ -2,7 +2,8 @@
 
 FSDP2 would copy each unit's weights into a buffer and out of it, though there is nothing to gather. Here a weight whose
 compute dtype isn't the parameter's is cast when its block runs, and again in backward. Replicas sum their gradients in
-buckets during backward.
+buckets during backward. Quantised weights use the same casts: FSDP2 gathers their bytes, viewed as the compute dtype,
+since it refuses integers.
 """
 
 # A storage's address has no public name.
@@ -41,6 +42,8 @@ from portable_fsdp.backends.weight_uses import (
     weight_uses,
 )
 from portable_fsdp.config.describe import is_inside
+from portable_fsdp.layout import weight_spec
+from portable_fsdp.quantised.layers import quantised_modules
 from portable_fsdp.runtime.errors import BackendError
 
 # The bucket_cap_mb of torch's DistributedDataParallel: large enough for a link, small enough to start early.
@@ -268,3 +271,31 @@ def _parts(flat: Tensor, bucket: list[nn.Parameter]) -> list[Tensor]:
     sizes = [parameter.numel() for parameter in bucket]
     parts = flat[: sum(sizes)].split(sizes)
     return [part.view_as(parameter) for part, parameter in zip(parts, bucket, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- quantised weights
+
+
+def view_tables(model: nn.Module, policy: ShardPolicy) -> None:
+    """View each table, on meta, as the compute dtype of its module, so that FSDP2 doesn't cast it. Raises BackendError
+    for experts in compiled layers."""
+    for name, module in quantised_modules(model).items():
+        if policy.compile_backend is not None and not module.quantised.in_forward:
+            raise BackendError(
+                f"backend native: precision.frozen: {name}: a compiled layer would keep its dequantised experts until "
+                "backward.\n  Set compile.enabled=false, or precision.frozen=bfloat16."
+            )
+        for leaf in module.quantised.tables:
+            viewed = module._parameters[leaf].view(dtype_of(name, policy))
+            module._parameters[leaf] = nn.Parameter(viewed, requires_grad=False)
+
+
+def dequantise_experts(model: nn.Module, policy: ShardPolicy) -> None:
+    """Let modules of experts in units use dequantised weights, which autograd doesn't keep."""
+    casts, modules = Casts(), quantised_modules(model)
+    experts = {name: module for name, module in modules.items() if not module.quantised.in_forward}
+    for name, module in experts.items():
+        uses = [Use(module, leaf, dtype_of(name, policy), weight_spec(2)) for leaf in module.quantised.tables]
+        casts.around(module, uses)
+    if experts:
+        cast(Any, model).forward = casts.around_all(model.forward, keep=True, has_tables=True)
