@@ -213,7 +213,8 @@ def _dropouts(built: BuiltModel, opened: _Opened) -> BuiltModel:
         return built
     from portable_fsdp.models.dropout import choose_dropouts
 
-    return replace(built, dropout=choose_dropouts(built.model, model, opened.rates))
+    has_kernels = opened.made.model.config._attn_implementation in (STATIC, FLEX) and model.attention != "static"
+    return replace(built, dropout=choose_dropouts(built.model, model, opened.rates, has_kernels=has_kernels))
 
 
 def _experts(built: BuiltModel, opened: _Opened) -> BuiltModel:

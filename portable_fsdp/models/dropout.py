@@ -29,7 +29,6 @@ from torch.nn import functional as F
 from portable_fsdp.attach import change_attributes, row_parts_of, switch_off_attention_dropout
 from portable_fsdp.config import schema
 from portable_fsdp.layout import RowParts
-from portable_fsdp.models.attention import FLEX, STATIC
 from portable_fsdp.runtime.errors import ConfigError
 
 T = TypeVar("T")
@@ -413,12 +412,12 @@ def _taking_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 # ----------------------------------------------------------------------------------------------------- which apply
 
 
-def choose_dropouts(model: nn.Module, section: schema.Model, rates: dict[str, float]) -> str:
-    """Switch off the dropout of attention whose kernels can't draw, unless model.attention=static; describe the rest.
+def choose_dropouts(model: nn.Module, section: schema.Model, rates: dict[str, float], *, has_kernels: bool) -> str:
+    """Switch off the dropout of attention whose kernels can't draw; describe the rest.
 
-    `rates`: of `architecture.set_dropout`. Raises ConfigError for a number that sets nothing.
+    `rates`: of `architecture.set_dropout`. `has_kernels`: attention runs by such kernels. Raises ConfigError for a
+    number that sets nothing.
     """
-    has_kernels = cast(Any, model).config._attn_implementation in (STATIC, FLEX) and section.attention != "static"
     if has_kernels:
         switch_off_attention_dropout(model)
     whole = [key for key, rate in rates.items() if not rate]

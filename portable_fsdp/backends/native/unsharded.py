@@ -43,7 +43,6 @@ from portable_fsdp.backends.weight_uses import (
 )
 from portable_fsdp.config.describe import is_inside
 from portable_fsdp.layout import weight_spec
-from portable_fsdp.quantised.layers import quantised_modules
 from portable_fsdp.runtime.errors import BackendError
 
 # The bucket_cap_mb of torch's DistributedDataParallel: large enough for a link, small enough to start early.
@@ -279,6 +278,8 @@ def _parts(flat: Tensor, bucket: list[nn.Parameter]) -> list[Tensor]:
 def view_tables(model: nn.Module, policy: ShardPolicy) -> None:
     """View each table, on meta, as the compute dtype of its module, so that FSDP2 doesn't cast it. Raises BackendError
     for experts in compiled layers."""
+    from portable_fsdp.quantised.layers import quantised_modules
+
     for name, module in quantised_modules(model).items():
         if policy.compile_backend is not None and not module.quantised.in_forward:
             raise BackendError(
@@ -292,6 +293,8 @@ def view_tables(model: nn.Module, policy: ShardPolicy) -> None:
 
 def dequantise_experts(model: nn.Module, policy: ShardPolicy) -> None:
     """Let modules of experts in units use dequantised weights, which autograd doesn't keep."""
+    from portable_fsdp.quantised.layers import quantised_modules
+
     casts, modules = Casts(), quantised_modules(model)
     experts = {name: module for name, module in modules.items() if not module.quantised.in_forward}
     for name, module in experts.items():
