@@ -125,7 +125,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(
         [
             *("# What a step is expected to take", "", "Written by `python benchmarks/step_time.py --write`.", ""),
-            "Plans at the speeds that published runs reach (time_bounds.md), to compare versions by. Nothing is timed.",
+            "Plans at the speeds that published runs reach (expected_times.md). To compare versions; nothing is timed.",
             *("", *lines, ""),
         ]
     )

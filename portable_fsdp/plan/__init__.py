@@ -5,5 +5,5 @@ May import everything below `train`, and `train`. Read `result.py` first, then `
   for the memory that a device's kernels and torch's allocator add, `repeated_layers.py` traces few of equal layers.
 - `tpu_compiler.py` traces the step (`tpu_trace.py`) and compiles it, each in a process of its own; `tpu_program.py` and
   `hlo.py` read the TPU compiler's output.
-- `target.py` parses `--on` and knows the hardware's figures, `time.py` computes the bound and the expected time.
+- `target.py` parses `--on` and knows the hardware's figures, `time.py` computes the expected time.
 """

@@ -5,12 +5,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from portable_fsdp.config.describe import Settings, autos, with_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.tuning import Tuning, read_tuning
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.observe.run_files import read_jsonl
@@ -50,11 +48,7 @@ def _parser() -> CommandParser:
     add("--memory", metavar="GiB", type=at_least(0, float), help=memory)
     axis = "plan each of a key's values, as in --over=train.micro_batch=1,2,4; several keys: all combinations"
     add("--over", action="append", default=[], metavar="key=value,...", help=axis)
-    add(
-        "--compare",
-        metavar="PATH",
-        help="a run's folder, or CONFIG.tuning.json: compare what was measured with the plan",
-    )
+    add("--compare", metavar="RUN", help="a run's folder: print its measured figures beside the planned ones")
     parser.switch("--json", "one JSON object")
     return parser
 
@@ -105,19 +99,15 @@ def _plan(options: argparse.Namespace, worker: Worker) -> int:
 
 
 def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: PlanOf, worker: Worker) -> int:
-    tuning = _tuning(Path(options.compare), target) if options.compare and Path(options.compare).is_file() else None
     tokens = None if config.data.factory else config.train.global_batch * config.data.seq_len  # None: from the plan
-    is_run = options.compare and tuning is None
-    measured = _measured(options.compare, tokens) if is_run and tokens else None
+    measured = _measured(options.compare, tokens) if options.compare and tokens else None
     best = Tried(settings={})
     if is_search := bool(autos(config)):
         best = search.fastest_that_fits(config, target, plan_of, worker, to_stderr)
     plan = best.plan or plan_of({})
-    if tuning is not None and tuning.engine != plan.backend:
-        raise UsageError(f"--compare={options.compare}: measured on {tuning.where}, this plan is for {plan.backend}.")
-    if is_run:
-        measured = measured or _measured(options.compare, plan.time.tokens_per_step)
-    comparison = None if measured is None else compare(plan.time, measured, plan.expected)
+    if options.compare:
+        measured = measured or _measured(options.compare, plan.tokens_per_step)
+    comparison = None if measured is None else compare(measured, plan.tokens_per_step)
     if not options.json:
         to_stdout(f"auto chooses {best.words}\n\n{result.text(plan)}" if best.fits else result.text(plan))
     measures: list[Tried] = []
@@ -132,13 +122,10 @@ def _one(options: argparse.Namespace, config: Config, target: Target, plan_of: P
             "measures": [tried.model_dump(mode="json") for tried in measures],
             "measured": None if comparison is None else comparison.model_dump(mode="json"),
             "chosen": best.settings if best.fits else None,
-            "measured_over_expected": None if tuning is None else tuning.over_expected,
         }
         to_stdout(json.dumps(plan.model_dump(mode="json") | rest))
     elif comparison is not None:
-        to_stdout(result.comparison_text(comparison))
-    elif tuning is not None:
-        to_stdout(result.calibrated_text(plan, tuning.over_expected))
+        to_stdout(result.comparison_text(plan, comparison))
     if measures:
         (to_stderr if options.json else to_stdout)(result.measures_text(measures))
     return EXIT_USAGE if is_search and not best.fits else EXIT_FINISHED
@@ -174,7 +161,7 @@ def _sweep(points: list[Settings], attempt: Callable[[Settings], Tried], *, as_j
 
 def _rank(plan: Plan) -> tuple[bool, float, int]:
     """Sort key: plans that fit first, then the fastest, then the smallest memory."""
-    rate = plan.expected_tokens_per_second_per_device or plan.time.tokens_per_second_per_device or 0.0
+    rate = plan.expected_tokens_per_second_per_device or 0.0
     return plan.memory.verdict == "does not fit", -rate, plan.memory.peak_bytes
 
 
@@ -189,19 +176,6 @@ def _axes(texts: Sequence[str]) -> dict[str, list[str]]:
         if not equals or "." not in key or not all(split):
             raise ConfigError(f"--over={word}: expected a key with values, as in --over=train.micro_batch=1,2,4.")
     return axes
-
-
-def _tuning(path: Path, target: Target) -> Tuning:
-    """Read a record of `tune`. Raises UsageError if it says nothing about the speed of this hardware."""
-    tuning, measured = read_tuning(path), ""
-    with suppress(ConfigError):
-        measured = parse_target(f"{tuning.device_name}:{tuning.devices}").hardware.name
-    if measured != target.hardware.name:
-        where = f"measured on {tuning.where}, this plan is for {target.hardware.device_name}"
-        raise UsageError(f"--compare={path}: a record of other hardware: {where}.")
-    if not tuning.over_expected:
-        raise UsageError(f"--compare={path}: none of its candidates has an expected time.")
-    return tuning
 
 
 def _measured(name: str, tokens: int) -> list[MeasuredStep]:

@@ -63,12 +63,6 @@ from portable_fsdp.train.measures import control_numbers, tokens_and_flops
 # hosts need no more, issues/864). Not measured by us.
 COMMUNICATOR_BYTES = 24 * 2 * (10 + 2) * 2**20
 
-L2_BYTES = 126 * 10**6
-"""L2 cache of B200, the largest of the known GPUs (jax-ml.github.io/scaling-book/gpus)."""
-
-VMEM_BYTES = 170 * 2**20
-"""On-chip memory of v4 with CMEM and spMEM, the largest of the known TPUs (arXiv 2304.01433, table 4)."""
-
 TPU_NOTE = (
     "memory is a lower bound: inputs and outputs of operations, one at a time, as TorchTPU runs them. Unknown: scratch "
     "and code of their programs, tpu_dist's buffers, gaps of the allocator. A product by a gathered weight may need "
@@ -97,25 +91,22 @@ def plan_memory(config: Config, target: Target) -> EnginePlan:
     group, preferably a separate one: FSDP2 and DTensor keep caches.
     """
     with without_garbage_collection():
-        recorder, training, host_bytes, frozen, _ = _record(config, target)
+        recorder, training, host_bytes, _ = _record(config, target)
     events, calls = replay(recorder.log)
     is_compiled, rates = config.compile.enabled is True, rates_of(target)
     left_out = split_batch(config, target.devices // devices_per_row(config)).accumulation - MICRO_BATCHES
     programs = [*calls[:2], *calls[1:2] * left_out, *calls[2:]]  # the micro batches left out equal the second
     runs = [entry for program in calls for entry in program if isinstance(entry, CollectiveRun)]
     sent = {run.collective: _sent_by(run.collective, target) for run in runs}
-    blocks = peak(events)
-    memory = _memory(recorder, events, blocks, sent, target, host_bytes)
-    on_chip = VMEM_BYTES if recorder.is_tpu else L2_BYTES
+    memory = _memory(recorder, events, peak(events), sent, target, host_bytes)
     operations = operations_of(programs, sent, is_compiled=is_compiled)
-    traffic = least_traffic(blocks, frozen, is_compiled=is_compiled, on_chip=on_chip)
     notes = ("planned as an eager step: a compiled one needs less memory.",) * is_compiled
     if config.precision.products != "auto":
         notes += ("planned with bfloat16 products: float8 products take less time.",)
     return EnginePlan(
         model=facts_of(training, config.data.seq_len),
         memory=memory,
-        work=_work(programs, sent, traffic),
+        work=_work(programs, sent),
         method=f"The trainer's own step, on fake tensors with torch {importlib.metadata.version('torch')}; not run.",
         notes=(*notes, TPU_NOTE) if recorder.is_tpu else notes,
         expected=expected_time(operations, rates) if rates and recorder.is_gpu else None,
@@ -172,7 +163,6 @@ class _Recorded(NamedTuple):
     recorder: Recorder  # its log is that of the whole model
     training: Training  # its model may have fewer of the layers that are equal
     host_bytes: int  # of weights, gradients, optimizer state and activations that are offloaded
-    frozen: set[str]  # weights of the whole model
     pattern: Pattern | None  # None: all layers were traced
 
 
@@ -224,7 +214,7 @@ def record_layers(config: Config, target: Target, *, whole: bool) -> _Recorded:
             del placed
     planned = cast(_Planned, backend)
     host_bytes = _host_bytes(training, planned.pattern) + (backend.offload.host_bytes if backend.offload else 0)
-    return _Recorded(recorder, training, host_bytes, planned.frozen, planned.pattern)
+    return _Recorded(recorder, training, host_bytes, planned.pattern)
 
 
 @contextmanager
@@ -248,7 +238,6 @@ class _Planned:
         self._backend, self._fake, self._recorder, self._whole = backend, fake, recorder, whole
         self._compiles = compiles
         self.pattern: Pattern | None = None
-        self.frozen = set[str]()
         backend.device = recorder.device
 
     def __getattr__(self, name: str) -> Any:
@@ -257,7 +246,6 @@ class _Planned:
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:
         device = self._backend.device
         require_saved_ops(policy, compiles=self._compiles)
-        self.frozen = {fqn for fqn, weight in model.named_parameters() if not weight.requires_grad}
         if not self._whole and (pattern := find_pattern(model, policy)):
             policy, self.pattern = keep(model, policy, pattern), pattern
         for module in model.modules():
@@ -384,20 +372,6 @@ def _seen_by(recorder: Recorder) -> Generator[None]:
 # -------------------------------------------------------------------------------------------------------- the result
 
 
-def least_traffic(
-    blocks: Iterable[Block], frozen: Collection[str], *, is_compiled: bool, on_chip: int = L2_BYTES
-) -> float:
-    """Return the least memory traffic in bytes: each of `blocks`, which live at the peak, is written and read once.
-
-    Leaves out `frozen` weights (FQNs; only a few rows of a table may be read) and `on_chip` bytes. For a compiled step
-    it counts only weights, gradients and optimizer state: fused kernels may avoid the rest.
-    """
-    counted = [block for block in blocks if block.name not in frozen and not block.name.endswith("workspace")]
-    if is_compiled:
-        counted = [block for block in counted if block.part in ("weights", "gradients", "optimizer")]
-    return 2.0 * max(0, sum(block.bytes for block in counted) - on_chip)
-
-
 def _sent_by(collective: Collective, target: Target) -> dict[str, float]:
     """Return link -> least bytes that a device sends over it; an all-reduce circles the ring twice."""
     ranks, size = collective.ranks, collective.bytes * (2 if collective.kind == "all_reduce" else 1)
@@ -405,11 +379,10 @@ def _sent_by(collective: Collective, target: Target) -> dict[str, float]:
     return over_links(target.levels, size, members=len(ranks), stride=ranks[-1] - ranks[-2], exchanges=exchanges)
 
 
-def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float]], memory_bytes: float) -> Work:
+def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float]]) -> Work:
     flops: defaultdict[str, float] = defaultdict(float)
     collectives: defaultdict[str, Moved] = defaultdict(Moved)
     links: defaultdict[str, float] = defaultdict(float)
-    exchanged: defaultdict[str, float] = defaultdict(float)
     for entry in chain.from_iterable(programs):
         if isinstance(entry, KernelRun):
             if entry.flops:
@@ -421,15 +394,7 @@ def _work(programs: list[Timeline], sent: Mapping[Collective, Mapping[str, float
         collectives[f"{collective.kind} {collective.dtype}"] += Moved(1, collective.bytes, ring)
         for link, size in sent[collective].items():
             links[link] += size
-            if collective.kind == "all_to_all":
-                exchanged[link] += size
-    return Work(
-        matmul_flops=flops,
-        memory_bytes=memory_bytes,
-        collectives=collectives,
-        sent_bytes=links,
-        exchanged_bytes=exchanged,
-    )
+    return Work(matmul_flops=flops, collectives=collectives, sent_bytes=links)
 
 
 def operations_of(

@@ -1,9 +1,8 @@
-"""Planner: a config and a target become a plan; memory and work from the engine's own planner, then the time bounds."""
+"""Planner: a config and a target become a plan; memory, work and time from the engine's own planner."""
 
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -14,9 +13,9 @@ from portable_fsdp.backends.refusals import Deployment, require_supported
 from portable_fsdp.config.describe import default_of, option_names, plain_values, value_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import devices_per_row, split_note
-from portable_fsdp.plan.result import EnginePlan, Expected, Plan, Progress, Time
+from portable_fsdp.models.flops import peak_flops
+from portable_fsdp.plan.result import EnginePlan, ModelFacts, Plan, Progress
 from portable_fsdp.plan.target import Target
-from portable_fsdp.plan.time import bound
 from portable_fsdp.plan.tpu_compiler import failure_message, load_entry, plan_compiled, save_entry
 from portable_fsdp.runtime.child import Worker, WorkerFailedError
 from portable_fsdp.runtime.errors import BackendError
@@ -54,13 +53,9 @@ def make_plan(
     is_compiled = methods[engine] == "compiled step"
     planned = plan_compiled(config, target, progress) if is_compiled else _fake_step(config, target, worker, progress)
     split = split_note(config, target.devices // devices_per_row(config))
-    notes = [*planned.notes, *([f"{split}."] if split else [])]
-    if target.devices > target.chips and planned.work.sent_bytes.pop("ici", 0):  # counted by device, not by chip
-        notes.append("two devices share a chip's links: ici traffic isn't bounded.")
+    notes = [*planned.notes, *([f"{split}."] if split else []), *_notes(planned.model)]
     model, tokens = planned.model, config.train.global_batch * planned.model.tokens_per_row
     flops = None if model.flops_per_token is None else model.flops_per_token * tokens / target.devices
-    compute = config.precision.compute
-    time = bound(planned.work, target, tokens_per_step=tokens, model_flops_per_device=flops, compute=compute)
     return Plan(
         on=target.text,
         hardware=target.in_words,
@@ -70,10 +65,13 @@ def make_plan(
         parameters=model.parameters,
         memory=planned.memory,
         work=planned.work,
-        time=time,
-        expected=planned.expected and _no_shorter(planned.expected, time),
+        tokens_per_step=tokens,
+        model_flops_per_device=flops,
+        peak_flops=peak_flops(target.hardware.device_name, config.precision.compute),
+        expected=planned.expected,
+        expected_note=_expected_note(target, is_compiled),
         method=planned.method,
-        notes=(*notes, *_notes(target, planned, time)),
+        notes=tuple(notes),
         planned_in_s=perf_counter() - began,
     )
 
@@ -82,15 +80,6 @@ def _settings(config: Config, without: tuple[str, ...]) -> dict[str, Any]:
     changed = (k for k in option_names() if k.startswith(SECTIONS) and value_of(config, k) != default_of(k))
     keys = dict.fromkeys((*SETTINGS, *changed))
     return {key: plain_values(value_of(config, key)) for key in keys if key not in without}
-
-
-def _no_shorter(expected: Expected, time: Time) -> Expected:
-    """Raise the expected time to the bound: copies into on-chip memory, which it counts as free, bind small steps."""
-    missing = (time.seconds or 0.0) - expected.seconds
-    if missing <= 0:
-        return expected
-    parts = {**expected.parts, "copies": expected.parts.get("copies", 0.0) + missing}
-    return expected.model_copy(update={"seconds": expected.seconds + missing, "parts": parts})
 
 
 def _fake_step(config: Config, target: Target, worker: Worker, progress: Progress) -> EnginePlan:
@@ -134,16 +123,19 @@ def _versions() -> tuple[str, ...]:
     return (*versions, hashlib.sha256(b"".join(sources)).hexdigest())
 
 
-def _notes(target: Target, planned: EnginePlan, time: Time) -> Iterator[str]:
-    """Yield notes that the reader needs to interpret the figures."""
-    model = planned.model
-    if model.rows:
-        counted = "; each counts as one token" if model.tokens_per_row == 1 else ""
-        yield f"planned for the first rows of data.factory: {model.rows}{counted}. Larger rows take more."
-    reached = target.hardware.reached
-    if planned.expected is None and target.hardware.kind != "cpu":
-        yield f"no expected time: no published run shows what {target.hardware.device_name} reaches."
-    elif planned.expected and reached and not reached.source.startswith("fitted"):
-        yield f"the expected time uses shares of the peak that are {reached.source}."
-    for link in planned.work.sent_bytes.keys() - time.links_s.keys():
-        yield f"no bandwidth of {link} is known: its traffic isn't bounded."
+def _notes(model: ModelFacts) -> list[str]:
+    """Return the note that a reader of figures for `data.factory` needs."""
+    if not model.rows:
+        return []
+    counted = "; each counts as one token" if model.tokens_per_row == 1 else ""
+    return [f"planned for the first rows of data.factory: {model.rows}{counted}. Larger rows take more."]
+
+
+def _expected_note(target: Target, is_compiled: bool) -> str:
+    """Return `Plan.expected_note`."""
+    name, reached = target.hardware.device_name, target.hardware.reached
+    if reached is None:
+        return f"no published run shows what {name} reaches"
+    if target.hardware.kind == "tpu" and not is_compiled:
+        return "on TPUs only a plan of xla has one"
+    return "" if reached.source.startswith("fitted") else f"by shares of the peak that are {reached.source}"

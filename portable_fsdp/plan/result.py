@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, computed_field
@@ -88,11 +87,9 @@ class Work(_Result):
     """One device's work in one step."""
 
     matmul_flops: dict[str, float]  # dtype of the factors -> FLOPs; a multiply-add counts two
-    memory_bytes: float  # least traffic between the device's memory and its processor
     collectives: dict[str, Moved]
     """Kind and dtype (`all_gather bfloat16`) -> calls, bytes of full tensors, sent_bytes of one device in a ring."""
     sent_bytes: dict[str, float]  # link (`ici`, `nvlink`, `network`) -> bytes that one device sends over it
-    exchanged_bytes: dict[str, float] = {}  # its part by all-to-all, which switches can't reduce (GPUs)
 
 
 class Expected(_Result):
@@ -106,65 +103,14 @@ class Expected(_Result):
 
 
 class EnginePlan(_Result):
-    """An engine's plan of a step; the bounds of its time follow from `work`."""
+    """An engine's plan of a step."""
 
     model: ModelFacts
     memory: DeviceMemory
     work: Work
     method: str  # how the figures were computed, and what they don't cover
     notes: tuple[str, ...] = ()  # further facts for the user
-    expected: Expected | None = None  # None: no measured run shows what this hardware reaches
-
-
-class Time(_Result):
-    """Lower bounds of a step's time by roofline, each as if everything else were free."""
-
-    compute_s: float | None  # None: no peak known for this device and dtype
-    memory_s: float | None
-    links_s: dict[str, float]  # by link; links without a known bandwidth are left out
-    devices: int
-    tokens_per_step: int  # of the global batch
-    # In a step, as the trainer counts them for MFU: all of attention, without recomputation.
-    model_flops_per_device: float | None
-    peak_flops: float | None  # of one device in the compute dtype, for MFU
-
-    @computed_field
-    @property
-    def bounds(self) -> dict[str, float]:
-        """Known bounds by name."""
-        named = {"compute": self.compute_s, "memory": self.memory_s, **self.links_s}
-        return {name: seconds for name, seconds in named.items() if seconds is not None}
-
-    @computed_field
-    @property
-    def seconds(self) -> float | None:
-        """Lower bound of the step time; None for unknown hardware."""
-        return max(self.bounds.values(), default=None)
-
-    @computed_field
-    @property
-    def binds(self) -> str | None:
-        """The name of the longest bound."""
-        return max(self.bounds, key=self.bounds.__getitem__, default=None)
-
-    @computed_field
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Upper bound, over all devices."""
-        return self.tokens_per_step / self.seconds if self.seconds else None
-
-    @computed_field
-    @property
-    def tokens_per_second_per_device(self) -> float | None:
-        return self.tokens_per_second / self.devices if self.tokens_per_second else None
-
-    @computed_field
-    @property
-    def mfu(self) -> float | None:
-        """Upper bound. It may exceed 1: MFU counts all of attention, the bound half."""
-        if not self.seconds or not self.peak_flops or self.model_flops_per_device is None:
-            return None
-        return self.model_flops_per_device / self.seconds / self.peak_flops
+    expected: Expected | None = None  # None: unknown, as `Plan.expected`
 
 
 class Plan(_Result):
@@ -179,8 +125,13 @@ class Plan(_Result):
     parameters: int
     memory: DeviceMemory
     work: Work
-    time: Time
-    expected: Expected | None  # None: no measured run shows what this hardware reaches
+    tokens_per_step: int  # of the global batch
+    # In a step, as the trainer counts them for MFU: all of attention, without recomputation.
+    model_flops_per_device: float | None
+    peak_flops: float | None  # of one device in the compute dtype, for MFU
+    expected: Expected | None  # None: unknown
+    # Whose shares of the peak the expected time takes, or why it is unknown; empty: those of runs on this hardware.
+    expected_note: str
     method: str  # how the figures were computed, and what they don't cover
     notes: tuple[str, ...] = ()
     planned_in_s: float
@@ -188,24 +139,22 @@ class Plan(_Result):
     @computed_field
     @property
     def expected_tokens_per_second_per_device(self) -> float | None:
-        return self.time.tokens_per_step / self.devices / self.expected.seconds if self.expected else None
+        return self.tokens_per_step / self.devices / self.expected.seconds if self.expected else None
 
     @computed_field
     @property
     def expected_mfu(self) -> float | None:
-        flops, peak = self.time.model_flops_per_device, self.time.peak_flops
+        flops, peak = self.model_flops_per_device, self.peak_flops
         return flops / peak / self.expected.seconds if self.expected and flops and peak else None
 
 
 class Comparison(_Result):
-    """A measured run compared with its plan."""
+    """What a run measured, to compare with its plan."""
 
     steps: int  # measured steps, without the first ones
     seconds: float  # median step time
     tokens_per_second: float  # over all devices, at that median
     mfu: float | None  # median; None if the run recorded none
-    ratio: float | None  # measured seconds / bound; below 1 the bound, or the plan, is wrong
-    expected_ratio: float | None  # measured seconds / expected seconds
 
 
 class Tried(BaseModel):
@@ -241,22 +190,20 @@ def text(plan: Plan) -> str:
     """Format a whole plan as text."""
     settings = ", ".join(f"{key}={yaml_value(value)}" for key, value in plan.settings.items())
     lines = [f"{plan.on}: {plan.hardware}, backend {plan.backend}", f"{_count(plan.parameters)} parameters; {settings}"]
-    lines += ["", *_memory_lines(plan.memory), "", *_expected_lines(plan), *_time_lines(plan.time), ""]
+    lines += ["", *_memory_lines(plan.memory), "", *_expected_lines(plan), ""]
     lines += [*(f"note: {note}" for note in plan.notes), f"{plan.method} Planned in {plan.planned_in_s:.0f} s."]
     return "\n".join(lines)
 
 
 def sweep_text(tried: Sequence[Tried], keys: Sequence[str]) -> str:
     """Format a table with a row per plan, in order; `keys`: the settings to show."""
-    is_expected = all(each.plan is None or each.plan.expected for each in tried)
-    rate_title = "tokens/s per device, " + ("expected" if is_expected else "at most")
-    rows = [(*keys, "GiB", "verdict", rate_title, "bound by")]
+    rows = [(*keys, "GiB", "verdict", "tokens/s per device, expected")]
     for setting in tried:
         if plan := setting.plan:
-            rate = plan.expected_tokens_per_second_per_device if is_expected else plan.time.tokens_per_second_per_device
+            rate = plan.expected_tokens_per_second_per_device
             memory = (f"{plan.memory.peak_bytes / _GIB:.2f}", plan.memory.verdict)
-            time = ("unknown" if rate is None else f"{rate:,.0f}", plan.time.binds or "unknown")
-            rows.append((*(setting.settings.get(key, "-") for key in keys), *memory, *time))
+            speed = "unknown" if rate is None else f"{rate:,.0f}"
+            rows.append((*(setting.settings.get(key, "-") for key in keys), *memory, speed))
     return table(rows, right=(len(keys), len(keys) + 2))
 
 
@@ -269,24 +216,19 @@ def measures_text(tried: Sequence[Tried]) -> str:
     return "\n".join([f"It fits with {last.line}.", *(tried_before if before else [])])
 
 
-def comparison_text(run: Comparison) -> str:
-    """Format the comparison of a run with its plan."""
-    expected = "" if run.expected_ratio is None else f", {run.expected_ratio:.2f} times the expected time"
-    ratio = "" if run.ratio is None else f", {run.ratio:.2f} times the bound"
-    mfu = "" if run.mfu is None else f", mfu {run.mfu:.1%}"
-    return (
-        f"measured over {run.steps} steps: {_seconds(run.seconds)} per step{expected}{ratio}; "
-        f"{run.tokens_per_second:,.0f} tokens/s in total{mfu}"
-    )
-
-
-def calibrated_text(plan: Plan, ratios: Sequence[float]) -> str:
-    """Format what this plan's step takes if it is off by as much as those that were measured. `ratios`: measured over
-    expected seconds."""
-    middle = median(ratios)
-    seconds = "" if plan.expected is None else f": this step, {_seconds(middle * plan.expected.seconds)}"
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} candidates"
-    return f"measured there: {middle:.2f} times the expected time ({spread}){seconds}"
+def comparison_text(plan: Plan, run: Comparison) -> str:
+    """Format a table of the run's figures beside those of its plan."""
+    seconds, rate = plan.expected and plan.expected.seconds, plan.expected_tokens_per_second_per_device
+    figures = [
+        ("s a step", seconds, run.seconds, ".4g"),
+        ("tokens/s in total", rate and rate * plan.devices, run.tokens_per_second, ",.0f"),
+        ("mfu", plan.expected_mfu, run.mfu, ".1%"),
+    ]
+    rows = [("", "planned", f"measured in {run.steps} steps")]
+    for name, planned, measured, form in figures:
+        planned, measured = ("-" if value is None else format(value, form) for value in (planned, measured))
+        rows.append((name, planned, measured))
+    return table(rows, right=(1, 2))
 
 
 def _memory_lines(memory: DeviceMemory) -> list[str]:
@@ -314,27 +256,17 @@ def _memory_lines(memory: DeviceMemory) -> list[str]:
 def _expected_lines(plan: Plan) -> list[str]:
     expected, each = plan.expected, plan.expected_tokens_per_second_per_device
     if expected is None or each is None:
-        return []
+        return [f"time of a step: unknown, since {plan.expected_note}"]
     spent = sorted(expected.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in spent)
     mfu = "" if plan.expected_mfu is None else f"; mfu {plan.expected_mfu:.0%}"
-    lines = [f"time of a step, expected: {_seconds(expected.seconds)}", f"  {parts}"]
+    note = f", {plan.expected_note}" if plan.expected_note else ""
+    lines = [f"time of a step, expected: {_seconds(expected.seconds)}{note}", f"  {parts}"]
     shown = {kind: size for kind, size in expected.synchronous_bytes.items() if size >= 0.005 * _GIB}
     if shown:
         sent = ", ".join(f"{kind} {size / _GIB:.2f} GiB" for kind, size in shown.items())
         lines.append(f"  sent while compute waits: {sent}")
     return [*lines, f"  {each:,.0f} tokens/s per device, {each * plan.devices:,.0f} in total{mfu}"]
-
-
-def _time_lines(time: Time) -> list[str]:
-    rate, each = time.tokens_per_second, time.tokens_per_second_per_device
-    if time.seconds is None or rate is None or each is None:
-        return ["time of a step: no bound, since this device's peak and bandwidths are unknown"]
-    mfu = "" if time.mfu is None else f"; mfu at most {time.mfu:.0%}"
-    lines = [f"time of a step, at least: {_seconds(time.seconds)}, bound by {time.binds}"]
-    lines.append("  " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in time.bounds.items()))
-    lines.append(f"  at most {each:,.0f} tokens/s per device, {rate:,.0f} in total{mfu}")
-    return lines
 
 
 def _bar(size: int, most: int) -> str:

@@ -29,9 +29,6 @@ class Figure(NamedTuple):
 
     value: float  # bytes, or bytes/s that one device can send while it receives as much
     source: str
-    # Switches that reduce and multicast halve the bytes of a ring: a gather then mostly receives and a reduction mostly
-    # sends, and both may run at once.
-    in_switch: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +94,10 @@ def _hardware(name: str, row: dict[str, Any]) -> Hardware:
     )
 
 
-def _figure(text: str, source: str, *remarks: str) -> Figure:
+def _figure(text: str, source: str) -> Figure:
     """Parse a figure like `80 GiB`, with its source."""
     number, unit = text.split()
-    return Figure(float(number) * UNITS[unit], source, "reduces in switches" in remarks)
+    return Figure(float(number) * UNITS[unit], source)
 
 
 # ---------------------------------------------------------------------------------------------------- what --on names

@@ -1,8 +1,6 @@
-"""Lower bound of a step's time by roofline (compute, memory traffic, traffic over each link), and its expected time.
+"""Expected time of a step: the operations of one device, simulated at the speeds that measured runs reach (`Rates`).
 
-The bound assumes the vendor's speed, the most favourable split and routing, and that everything else is free. Published
-runs took 1.2 to 3.4 times as long (benchmarks/results/time_bounds.md). `expected_time` simulates the operations of one
-device at the speeds that measured runs reach (`Rates`).
+benchmarks/results/expected_times.md compares it with published runs.
 """
 
 import math
@@ -14,49 +12,17 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 
 from portable_fsdp.models.flops import peak_flops
-from portable_fsdp.plan.result import Comparison, Expected, Time, Work
+from portable_fsdp.plan.result import Comparison, Expected
 from portable_fsdp.plan.target import Target
 from portable_fsdp.runtime.errors import UsageError
 
-ITEM_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "s8": 1}
+DTYPES = ("float32", "tf32", "bfloat16", "float16", "s8")
+"""Of the factors of products whose peaks vendors state."""
 
 WARM_UP_STEPS = 5
 
 GPU_KERNEL_S = 4e-6
 """Least time between the starts of two GPU kernels. A guess; it doesn't matter for large kernels."""
-
-
-def bound(
-    work: Work, target: Target, *, tokens_per_step: int, model_flops_per_device: float | None, compute: str = "bfloat16"
-) -> Time:
-    """Return the bounds of a step that does `work` on each device of `target`; MFU is a share of the peak in `compute`.
-
-    `model_flops_per_device`: FLOPs of the model in a step, as the trainer counts them for MFU. If a link's switches do
-    part of the work (`Figure.in_switch`), half the bytes count, but for an all-to-all: a gather then mostly receives
-    and a reduction mostly sends, and an all-reduce sends once.
-    """
-    name = target.hardware.device_name
-    # Fall back to bfloat16's peak if the vendor states none: no product of 16 or 32 bits is faster, and one of 8 bits
-    # takes at least half of its time.
-    times = [
-        flops / peak / (2 if dtype == "s8" else 1)
-        for dtype, flops in work.matmul_flops.items()
-        if (peak := peak_flops(name, dtype) or peak_flops(name, "bfloat16"))
-    ]
-    memory = target.hardware.memory_bandwidth
-    return Time(
-        compute_s=sum(times) if times else None,
-        memory_s=work.memory_bytes / memory.value if memory else None,
-        links_s={
-            name: (sent + work.exchanged_bytes.get(name, 0) if link.in_switch else 2 * sent) / link.value / 2
-            for name, sent in work.sent_bytes.items()
-            if sent and (link := target.link(name)) and link.value
-        },
-        devices=target.devices,
-        tokens_per_step=tokens_per_step,
-        model_flops_per_device=model_flops_per_device,
-        peak_flops=peak_flops(name, compute),
-    )
 
 
 def over_links(
@@ -85,9 +51,6 @@ def over_links(
         sent[link] = full_bytes * (1 - 1 / taken) * (inside * taken / size if exchanges else 1 / inside)
         inside, left, stride = inside * taken, left // taken, 1
     return {link: value for link, value in sent.items() if value and link not in ("chip", "host")}
-
-
-# -------------------------------------------------------------------------------------------------- expected times
 
 
 class Rates(NamedTuple):
@@ -189,7 +152,7 @@ def expected_time(operations: Iterable[ScheduleEntry], rates: Rates) -> Expected
 def rates_of(target: Target) -> Rates | None:
     """Return the target's rates; None if the peak, the memory's bandwidth or the reached shares are unknown."""
     hardware, reached = target.hardware, target.hardware.reached
-    peaks = {dtype: peak for dtype in ITEM_BYTES if (peak := peak_flops(hardware.device_name, dtype))}
+    peaks = {dtype: peak for dtype in DTYPES if (peak := peak_flops(hardware.device_name, dtype))}
     if reached is None or hardware.memory_bandwidth is None or "bfloat16" not in peaks:
         return None
     return Rates(
@@ -236,8 +199,8 @@ def measured_steps(rows: Sequence[Mapping[str, Any]], tokens_per_step: int) -> l
     return steps
 
 
-def compare(time: Time, steps: Sequence[MeasuredStep], expected: Expected | None = None) -> Comparison:
-    """Compare a run's median step with the bound and the expected time of its plan.
+def compare(steps: Sequence[MeasuredStep], tokens_per_step: int) -> Comparison:
+    """Return the figures of a run's median step, to compare with its plan.
 
     Leaves out the first steps, which compile and warm up: WARM_UP_STEPS, or all but the last.
     """
@@ -247,8 +210,6 @@ def compare(time: Time, steps: Sequence[MeasuredStep], expected: Expected | None
     return Comparison(
         steps=len(measured),
         seconds=seconds,
-        tokens_per_second=time.tokens_per_step / seconds,
+        tokens_per_second=tokens_per_step / seconds,
         mfu=statistics.median(shares) if shares else None,
-        ratio=seconds / time.seconds if time.seconds else None,
-        expected_ratio=seconds / expected.seconds if expected else None,
     )

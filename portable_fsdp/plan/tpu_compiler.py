@@ -45,6 +45,7 @@ from portable_fsdp.plan.tpu_program import (
     notes_of,
     read_compiled,
     times_run,
+    traffic_of,
     work_of,
 )
 from portable_fsdp.runtime.child import Child, Ended, Worker, WorkerFailedError
@@ -94,7 +95,13 @@ def plan_compiled(config: Config, target: Target, progress: Progress = lambda st
     method = f"The trainer's own step, compiled by {compiler_version()} for this slice; not run."
     memory = memory_of(compiled, target.limit_bytes)
     step = [Loop(times_run(name, accumulation), [program.operations]) for name, program in compiled.items()]
-    expected = expected_time(step, rates) if (rates := rates_of(target)) else None
+    expected, bandwidth = None, target.hardware.memory_bandwidth
+    if (rates := rates_of(target)) and bandwidth:
+        expected = expected_time(step, rates)
+        # Copies into on-chip memory, which the schedule counts as free, bind small steps.
+        if (missing := traffic_of(compiled, accumulation) / bandwidth.value - expected.seconds) > 0:
+            parts = {**expected.parts, "copies": expected.parts.get("copies", 0.0) + missing}
+            expected = expected.model_copy(update={"seconds": expected.seconds + missing, "parts": parts})
     model = traced.model
     return EnginePlan(model=model, memory=memory, work=work, method=method, notes=tuple(notes), expected=expected)
 

@@ -271,7 +271,6 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
     flops: defaultdict[str, float] = defaultdict(float)
     collectives: defaultdict[str, Moved] = defaultdict(Moved)
     sent: Counter[str] = Counter()
-    memory_bytes = 0.0
     for name, compiled in programs.items():
         times = times_run(name, accumulation)
         for factors, count in (*compiled.matmul_flops.items(), *compiled.kernel_flops.items()):
@@ -286,14 +285,22 @@ def work_of(programs: Mapping[str, Compiled], accumulation: int) -> Work:
                 words = "+".join(DTYPES.get(dtype, dtype) for dtype in dtypes.split("+"))
                 collectives[f"{kind} {words}{suffix}"] += moved * times
                 sent[link] += moved.sent_bytes * times
-        # Arguments updated in place and temporaries at the peak are written and read, outputs written. Arguments that
-        # are only read are left out: of a table it may be a few rows.
-        memory_bytes += times * (2.0 * (compiled.updated_bytes + compiled.live_bytes) + compiled.output_bytes)
     return Work(
         matmul_flops=flops,
-        memory_bytes=memory_bytes,
         collectives=dict(sorted(collectives.items())),
         sent_bytes={link: size for link, size in sent.items() if size},
+    )
+
+
+def traffic_of(programs: Mapping[str, Compiled], accumulation: int) -> float:
+    """Return the bytes that a step moves to and from memory at least.
+
+    Arguments updated in place and temporaries at the peak are written and read, outputs written. Arguments that are
+    only read are left out: of a table it may be a few rows.
+    """
+    return sum(
+        times_run(name, accumulation) * (2.0 * (each.updated_bytes + each.live_bytes) + each.output_bytes)
+        for name, each in programs.items()
     )
 
 

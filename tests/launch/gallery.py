@@ -60,7 +60,7 @@ class Stated(NamedTuple):
     """`# plan h100:8 train.micro_batch=2: fits, 61.2 of 78.6 GiB, 8.60 s`: a target, overrides, and what a plan says;
     in a second line, what `auto` takes there.
 
-    The seconds are the expected time of a step; the lower bound where none is expected.
+    The seconds are the expected time of a step; None where it is unknown.
     """
 
     on: str
@@ -68,12 +68,13 @@ class Stated(NamedTuple):
     verdict: str
     gib: float
     limit_gib: float
-    seconds: float
+    seconds: float | None
     chosen: str = ""
 
     def __str__(self) -> str:
         where = " ".join([self.on, *self.overrides])
-        line = f"# plan {where}: {self.verdict}, {self.gib:.2f} of {self.limit_gib:.2f} GiB, {self.seconds:.3g} s"
+        line = f"# plan {where}: {self.verdict}, {self.gib:.2f} of {self.limit_gib:.2f} GiB"
+        line += "" if self.seconds is None else f", {self.seconds:.3g} s"
         return f"{line}\n#   auto: {self.chosen}" if self.chosen else line
 
 
@@ -81,11 +82,12 @@ def stated_plans(config: Path) -> dict[str, Stated]:
     """Parse the plans in a config's head comment, by line; fails for a plan line of another form."""
     plans: dict[str, Stated] = {}
     for lines in re.findall(r"^# plan .*(?:\n#   auto: .*)?", config.read_text(encoding="utf-8"), re.MULTILINE):
-        form = r"# plan (\S+)((?: \S+=\S+)*): (fits|fits by recomputing), ([\d.]+) of ([\d.]+) GiB, ([\d.]+) s"
+        form = r"# plan (\S+)((?: \S+=\S+)*): (fits|fits by recomputing), ([\d.]+) of ([\d.]+) GiB(?:, ([\d.]+) s)?"
         match = re.fullmatch(form + r"(?:\n#   auto: (.*))?", lines)
         assert match, f"{config.name}: {lines}"
-        on, words, verdict, *numbers, chosen = match.groups(default="")
-        plans[lines] = Stated(on, tuple(words.split()), verdict, *map(float, numbers), chosen=chosen)
+        on, words, verdict, gib, limit_gib, seconds, chosen = match.groups(default="")
+        figures = float(gib), float(limit_gib), float(seconds) if seconds else None
+        plans[lines] = Stated(on, tuple(words.split()), verdict, *figures, chosen=chosen)
     return plans
 
 
@@ -144,10 +146,10 @@ def plan_again(config: Path, stated: Stated) -> Tried:
 def as_stated(tried: Tried, overrides: tuple[str, ...]) -> Stated:
     plan = tried.plan
     assert plan is not None
-    memory, seconds = plan.memory, plan.expected.seconds if plan.expected else plan.time.seconds
+    memory, seconds = plan.memory, plan.expected and plan.expected.seconds
     gib, limit_gib = memory.peak_bytes / 2**30, (memory.limit_bytes or 0) / 2**30
     chosen = " ".join(override_words(tried.settings))
-    return Stated(plan.on, overrides, memory.verdict, gib, limit_gib, seconds or 0.0, chosen)
+    return Stated(plan.on, overrides, memory.verdict, gib, limit_gib, seconds, chosen)
 
 
 def cell_of(stated: Stated) -> str:

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from workers import Group, Workers
 
 from portable_fsdp.config.schema import Config
-from portable_fsdp.plan.fake_step import COMMUNICATOR_BYTES, L2_BYTES, least_traffic, plan_memory
-from portable_fsdp.plan.memory_trace import Block
+from portable_fsdp.plan.fake_step import COMMUNICATOR_BYTES, plan_memory
 from portable_fsdp.plan.planner import make_plan
 from portable_fsdp.plan.result import DeviceMemory, Work
 from portable_fsdp.plan.target import parse_target
@@ -148,17 +147,6 @@ def test_options_together_are_planned(worker: Worker) -> None:
         assert (memory.host_bytes > 0) == config.memory.cpu_offload
 
 
-def test_the_least_traffic_is_what_must_cross() -> None:
-    """Written and read: what is trained, and in an eager step what lives at the peak. In 10^9 bytes."""
-    weight, frozen = Block(10**9, 0, "weights", "head.weight", ""), Block(3 * 10**9, 0, "weights", "table.weight", "")
-    moment = Block(2 * 10**9, 0, "optimizer", "exp_avg/head.weight", "")
-    kept, scratch = Block(5 * 10**9, 0, "activations", "mm", ""), Block(10**9, 0, "temporaries", "cuBLAS workspace", "")
-    blocks = [weight, frozen, moment, kept, scratch]
-    assert least_traffic(blocks, frozenset({"table.weight"}), is_compiled=False) == 2 * (8 * 10**9 - L2_BYTES)
-    assert least_traffic(blocks, frozenset({"table.weight"}), is_compiled=True) == 2 * (3 * 10**9 - L2_BYTES)
-    assert least_traffic([scratch], frozenset(), is_compiled=False) == 0
-
-
 def _part(planned: Plans, name: str, part: str) -> int:
     return planned[name][0].parts[part]
 
@@ -204,8 +192,6 @@ def test_other_options_move_what_they_say(more_planned: Plans) -> None:
     assert flops["grouped"]["bfloat16"] < flops["experts"]["bfloat16"]  # two of four experts
     exchanged = more_planned["exchanged"][1]
     sent = sum(moved.bytes for kind, moved in exchanged.collectives.items() if kind.startswith("all_to_all"))
-    links = {"nvlink": sent * 3 / 8, "network": sent * 4 / 8}  # of eight pieces three stay on the host, four leave it
-    assert exchanged.exchanged_bytes == pytest.approx(links)
     assert sent > 0
     # Blocks of flex attention need no mask: the batch's positions and segments come on top, and rotary tables (cosines
     # and sines, 64 wide) for each row; of the blocks themselves some numbers.

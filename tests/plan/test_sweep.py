@@ -40,14 +40,13 @@ def config(
 
 
 def plan(peak: int) -> Plan:
-    step = {"devices": 8, "tokens_per_step": 800, "model_flops_per_device": 1.0, "peak_flops": 1.0}
     values: dict[str, Any] = {
         **{"on": "h100:8", "hardware": "8 x NVIDIA H100", "devices": 8, "backend": "native", "settings": {}},
         **{"parameters": 1, "method": "", "planned_in_s": 0},
         "memory": {"parts": {"weights": peak}, "limit_bytes": LIMIT},
-        "work": {"matmul_flops": {}, "memory_bytes": 0, "collectives": {}, "sent_bytes": {}},
-        "time": {"compute_s": 1.0, "memory_s": None, "links_s": {}, **step},
-        "expected": None,
+        "work": {"matmul_flops": {}, "collectives": {}, "sent_bytes": {}},
+        **{"tokens_per_step": 800, "model_flops_per_device": 1.0, "peak_flops": 1.0},
+        **{"expected": None, "expected_note": "nobody measured it"},
     }
     return Plan.model_validate(values)
 
@@ -244,22 +243,17 @@ def test_no_measure_is_refused(engine: str, device: str, memory: dict[str, Any],
 
 
 def test_a_row_for_each_plan() -> None:
-    peaks = {"8": 2**30, "1": 5}
-    tried = [Tried(settings={"train.micro_batch": rows}, plan=plan(peak)) for rows, peak in peaks.items()]
+    expected = Expected(seconds=1.0, parts={}, synchronous_bytes={})
+    plans = {"8": plan(2**30), "1": plan(5).model_copy(update={"expected": expected})}
+    tried = [Tried(settings={"train.micro_batch": rows}, plan=each) for rows, each in plans.items()]
     assert [line.split() for line in sweep_text(tried, ["train.micro_batch"]).splitlines()[1:]] == [
-        ["8", "1.00", "does", "not", "fit", "100", "compute"],
-        ["1", "0.00", "fits", "100", "compute"],
+        ["8", "1.00", "does", "not", "fit", "unknown"],
+        ["1", "0.00", "fits", "100"],
     ]
 
 
-def test_a_plan_without_a_bound_or_a_limit() -> None:
+def test_a_plan_without_a_time_or_a_limit() -> None:
     known = plan(5)
-    unknown = known.model_copy(
-        update={
-            "time": known.time.model_copy(update={"compute_s": None}),
-            "memory": known.memory.model_copy(update={"limit_bytes": None}),
-        }
-    )
-    assert "time of a step: no bound" in text(unknown)
+    unknown = known.model_copy(update={"memory": known.memory.model_copy(update={"limit_bytes": None})})
+    assert "time of a step: unknown, since nobody measured it" in text(unknown)
     assert "0.00 GiB: unknown" in text(unknown)
-    assert "bound by compute" in text(known)

@@ -21,6 +21,7 @@ from portable_fsdp.plan.tpu_program import (
     notes_of,
     part_of,
     read_compiled,
+    traffic_of,
     work_of,
 )
 from portable_fsdp.runtime.files import cache_folder
@@ -164,7 +165,8 @@ def test_work_counts_kernels_and_both_links(compiled: Compiled) -> None:
     gathered = Moved(1, 2048, 1792)
     assert work.collectives == {"all_gather bfloat16": gathered, "all_reduce bfloat16 between slices": two_slices}
     assert work.sent_bytes == {"ici": 1792, "network": 4096}
-    assert work.memory_bytes == 2 * (2048 + 4096 + 5120) + 16  # the batch is only read
+    traffic = traffic_of({"train_step": compiled}, accumulation=1)
+    assert traffic == 2 * (2048 + 4096 + 5120) + 16  # the batch is only read
 
 
 def test_with_accumulation_the_fuller_program_counts_beside_all_that_rests(compiled: Compiled) -> None:

@@ -1,7 +1,6 @@
 """`python -m portable_fsdp.tune`: candidates that fail are rows with their reason, and the fastest is written."""
 
 import math
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from portable_fsdp.config.schema import Config
 from portable_fsdp.config.tuning import Candidate, Tuning, read_tuning, tuning_file
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.parity.record import PlaceRecord, PlaceTask
-from portable_fsdp.plan.__main__ import main as plan
 from portable_fsdp.runtime.child import Worker
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.tune.__main__ import Tuner, _chosen, main
@@ -250,34 +248,3 @@ def test_a_run_of_few_steps_of_an_own_model(tmp_path: Path) -> None:
     tuning = read_tuning(tuning_file(path))
     assert "no repeated blocks" in tuning.candidates[0].problem
     assert any(each.seconds for each in tuning.candidates)
-
-
-def test_a_plan_reads_a_record_of_its_hardware(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path)
-    words = [f"--config={path}", "--on=h100:1", f"--compare={tuning_file(path)}"]
-    record = Tuning(
-        config="small.yaml",
-        base={},
-        engine="native",
-        device_name="cpu",
-        devices=1,
-        versions={},
-        candidates=[
-            Candidate(settings={"train.micro_batch": "1"}, expected=0.5, seconds=0.6),
-            Candidate(settings={"train.micro_batch": "2"}, expected=0.4, seconds=0.44),
-            Candidate(settings={"train.micro_batch": "4"}, expected=0.3, problem="out of memory"),
-        ],
-        chosen={},
-    )
-    tuning_file(path).write_text(record.model_dump_json())
-    assert plan(words) == 2
-    assert "a record of other hardware: measured on 1 x cpu, backend native" in capsys.readouterr().err
-    record.device_name = "NVIDIA H100 80GB HBM3"
-    tuning_file(path).write_text(record.model_dump_json())
-    assert plan(words) == 0
-    text = capsys.readouterr().out
-    found = re.search(
-        r"expected: (\S+) ms\n(?:.*\n)*measured there: 1\.15 .*\(1\.10 to 1\.20, 2 .*step, (\S+) ms", text
-    )
-    assert found is not None
-    assert float(found[2]) == pytest.approx(1.15 * float(found[1]), rel=0.01)
