@@ -29,6 +29,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from portable_fsdp.config.describe import changed_values
+from portable_fsdp.convert.read import load_config
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 NEEDED = ("torch", "transformers", "pydantic", "absl", "yaml", "safetensors", "tokenizers", "psutil", "numpy", "xxhash")
@@ -139,13 +142,15 @@ class Benchmark:
         path = Path(shutil.copy(CONFIG, self.folder))  # tune writes beside it
         words = [f"--config={path}", f"--minutes={max(seconds - TUNE_S, 1) / 60}", f"--device={self.device}"]
         words += ["--backend=native", "--num_devices=1", *TUNED_WORK.overrides(self.tiny), *self.overrides]
-        began, record = time.monotonic(), path.with_suffix(".tuning.json")
-        ended = self._run(["-m", "portable_fsdp.tune", *words], seconds)
-        # It writes the record after each candidate: what was measured counts although it failed, or ran out of time.
-        self.result["tuning"] = (json.loads(record.read_text()) if record.exists() else {}) | ended
+        began, tuned = time.monotonic(), path.with_suffix(".tuned.yaml")
+        self.result["tuning"] = self._run(["-m", "portable_fsdp.tune", *words], seconds)
         self.result["tuning"]["process_seconds"] = time.monotonic() - began
-        if record.exists():  # else the file has no name yet
-            self.result["environment"]["device"] = self.result["tuning"]["device_name"]
+        # It writes the file after each candidate: what was measured counts although it failed, or ran out of time.
+        if tuned.exists():
+            given = load_config(path, [*TUNED_WORK.overrides(self.tiny), *self.overrides])
+            lines = [line[2:] for line in tuned.read_text().splitlines() if line.startswith("#")]
+            self.result["tuning"] |= {"measured": lines, "chosen": changed_values(given, load_config(tuned))}
+            self.result["environment"]["device"] = re.findall(r" measured on \d+ x (.*), backend ", lines[0])[0]
             self.write()
         print("\n".join(_tuning_lines(self.result["tuning"])), flush=True)
 
@@ -376,14 +381,11 @@ def _ratio_lines(row: dict[str, Any]) -> list[str]:
 
 
 def _tuning_lines(tuning: dict[str, Any]) -> list[str]:
-    """The candidates of tune, and its choice; or why there is none."""
+    """What tune measured, and its choice; or why there is none."""
     failed = [f"tune: {tuning['status']}: {tuning['error'].strip()[-300:]}"] if "error" in tuning else []
     if "chosen" not in tuning:
         return failed
-    lines = [*failed, f"tune: {len(tuning['candidates'])} candidates in {tuning['process_seconds']:.0f} s; s a step:"]
-    for candidate in tuning["candidates"]:
-        cell = candidate["problem"][:100] or f"{candidate['seconds']:.4f}"
-        lines.append(f"  {cell}: {_words(candidate['settings'])}")
+    lines = [*failed, f"tune: {tuning['process_seconds']:.0f} s", *tuning["measured"]]
     return [*lines, f"  chosen: {_words(tuning['chosen'])}"]
 
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from loop_overhead import RESULTS, cpu_model
 
-from portable_fsdp.config.describe import Settings, with_settings
-from portable_fsdp.config.tuning import read_tuning, tuning_file
+from portable_fsdp.config.describe import Settings, changed_values, with_settings
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.parity.__main__ import run_place
 from portable_fsdp.parity.record import Place, PlaceTask, RunTask
@@ -53,14 +52,15 @@ def main() -> None:
         path.write_bytes(CONFIG.read_bytes())
         words = [f"--config={path}", "--device=cpu", f"--backend={options.engine}", "--num_devices=2"]
         assert tune([*words, f"--minutes={options.minutes}"]) == 0
-        took, tuning = time.monotonic() - began, read_tuning(tuning_file(path))
+        took = time.monotonic() - began
+        tuned = changed_values(load_config(path), load_config(path.with_suffix(".tuned.yaml")))
     axes = AXES[options.engine]
     points: list[Settings] = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     seconds = [[measured(options.engine, point)] for point in points]
     best = sorted(range(len(points)), key=lambda n: seconds[n][0])[:3]
     chosen: list[float] = []
     for again in range(3):
-        chosen.append(measured(options.engine, tuning.chosen))
+        chosen.append(measured(options.engine, tuned))
         for number in best if again else []:
             seconds[number].append(measured(options.engine, points[number]))
     fastest = min(best, key=lambda n: min(seconds[n]))
@@ -69,13 +69,12 @@ def main() -> None:
         "ratio": ratio,
         "goal": GOAL,
         "minutes": took / 60,
-        "chosen": {"settings": tuning.chosen, "seconds": chosen},
+        "chosen": {"settings": tuned, "seconds": chosen},
         "fastest": {"settings": points[fastest], "seconds": seconds[fastest]},
         "grid": [{"settings": point, "seconds": each} for point, each in zip(points, seconds, strict=True)],
-        "candidates": [each.model_dump(mode="json") for each in tuning.candidates],
     }
     print(f"{options.engine}: ratio {ratio:.2f} (goal: <= {GOAL}); tune took {took / 60:.1f} minutes")
-    print(f"chosen {tuning.chosen} {chosen}; fastest {points[fastest]} {seconds[fastest]}")
+    print(f"chosen {tuned} {chosen}; fastest {points[fastest]} {seconds[fastest]}")
     out = RESULTS / "tuned_choice.json"
     results = json.loads(out.read_text()) if out.is_file() else {}
     results |= {options.engine: result, "cpu": cpu_model(), "cores": os.cpu_count()}

@@ -54,7 +54,6 @@ def _parser() -> CommandParser:
     overrides_help = "override a key of the config: optim.lr=3e-4"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides_help)
     parser.config_flags("YAML file; examples are in configs/")
-    parser.switch("--tuned", "use what portable_fsdp.tune measured for this config, on the same devices and versions")
     parser.switch("--verbose", "print when each part of the start ends, up to step 1")
     parser.auto_flags(FLAGS)
     return parser
@@ -91,11 +90,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         except PortableFSDPError as error:  # no such device here
             return [str(error), *problems_of(config, None)]
 
-    loaded, tuning = _read(options, problems_beside), None
-    if options.tuned:
-        from portable_fsdp.config.tuning import read_tuning, tuning_file
-
-        read_tuning(tuning := tuning_file(Path(options.config)))  # raises before any process starts
+    loaded = _read(options, problems_beside)
     device, backend = resolve(options.device, options.backend)
     processes = _processes(launch, device, backend, num_devices)
     is_counted = spec_of(backend).launcher_counts_devices
@@ -152,7 +147,6 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         check_devices=check_devices,
         keep_output=output.begin,
         exporter=exporter,
-        tuning=tuning,
     )
 
 

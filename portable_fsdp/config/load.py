@@ -109,9 +109,12 @@ def _named(option: str, value: object) -> object:
     return f"{value.__module__}:{name}"
 
 
-def config_text(config: Config) -> str:
-    """Format the resolved config as YAML; `read_file` reads it back to an equal Config."""
-    return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+def config_text(config: Config, *, only_set: bool = False) -> str:
+    """Format the resolved config as YAML; `read_file` reads it back to an equal Config. `only_set`: without keys that
+    nobody set."""
+    return yaml.dump(
+        config.model_dump(exclude_unset=only_set), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120
+    )
 
 
 def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]]:

@@ -38,7 +38,7 @@ from portable_fsdp.runtime.errors import (
     UsageError,
 )
 from portable_fsdp.runtime.files import read_regular, write_text_atomically
-from portable_fsdp.runtime.launchers import detect_launch, hosts_of
+from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.runtime.signals import end_with_agent, end_with_parent
 from portable_fsdp.train.preflight import check_config
 
@@ -195,17 +195,15 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
     """
     parent, path = argv
     task, launch = PlaceTask.model_validate_json(Path(path).read_bytes()), detect_launch(os.environ)
-    place, record_number = task.place, launch.local_rank  # among the processes of one parent
+    place = task.place
     if launch.is_alone:
         end_with_parent(int(parent))
-        of_host = place.devices // hosts_of(place.device, os.environ)
-        processes = local_processes(place.device, place.engine, of_host)
+        processes = local_processes(place.device, place.engine, place.devices)
         code = run_in_processes(processes, launch, place.device, place.engine, task.module, argv)
         if code is not None:
             return code
     elif os.getppid() == int(parent):
         end_with_parent(int(parent))
-        record_number = launch.rank
     end_with_agent(os.environ)
     from portable_fsdp.parity.recorder import run
 
@@ -215,7 +213,7 @@ def work(argv: list[str], prepare: Callable[["Training"], None] = lambda trainin
         write_text_atomically(Path(f"{task.out}.error"), str(error))
         return error.exit_code
     text = "\n".join(record.model_dump_json() for record in records)
-    write_text_atomically(Path(f"{task.out}.{record_number}"), text)
+    write_text_atomically(Path(f"{task.out}.{launch.rank}"), text)
     return EXIT_FINISHED
 
 

@@ -1,5 +1,4 @@
-"""Resolve the keys that are `auto`: what `tune` measured if the run asks for it, the values that this run had before if
-it resumes, else the fastest by plan.
+"""Resolve the keys that are `auto`: the values that this run had before if it resumes, else the fastest by plan.
 
 A training run doesn't import the planner: process 0 starts `plan` as a child process.
 """
@@ -11,21 +10,25 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-import yaml
-from pydantic import ValidationError
-
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.open import open_backend, resolve
 from portable_fsdp.backends.refusals import Deployment, refusals, require_supported
-from portable_fsdp.config.describe import autos, with_settings, with_value, without_plan
+from portable_fsdp.config.describe import (
+    autos,
+    option_names,
+    value_of,
+    with_settings,
+    with_value,
+    without_plan,
+    yaml_value,
+)
 from portable_fsdp.config.load import config_text, read_file
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.tuning import first_problem, place_words, read_tuning, speed_settings
-from portable_fsdp.observe.run_files import read_jsonl, versions
+from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.child import Child
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.command import configure_log
-from portable_fsdp.runtime.errors import ConfigError, UsageError
+from portable_fsdp.runtime.errors import ConfigError, UsageError, without_passwords
 from portable_fsdp.runtime.host import host_identity
 
 log = logging.getLogger("portable_fsdp")
@@ -38,22 +41,25 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_RANK", "TORCHELASTIC_", "SL
 PLANNED = ("train.micro_batch", "memory.gradient_checkpointing", "memory.save_ops", "compile.")
 """Prefixes of the keys that a plan sets."""
 
+SPEED = (
+    *("model.", "data.", "sharding.", "precision.", "memory.", "compile."),
+    *("train.task", "train.micro_batch", "train.global_batch", "optim.name", "optim.factory"),
+)
+"""Prefixes of the keys that decide how fast a step is, and what fits."""
 
-def resolve_auto(
-    config: Config, *, device: str, backend: str, num_devices: int | None, tuning: Path | None = None
-) -> Config:
+
+def resolve_auto(config: Config, *, device: str, backend: str, num_devices: int | None) -> Config:
     """Return the config with values for `auto`, identical on all processes. *collective*
 
-    `tuning`: a record of `tune`; its settings are used if it holds for these devices, versions and this config, else
-    the log says why not. Opens a separate engine: the programs of one depend on the values. Raises BackendError if the
-    engine refuses `auto`, ConfigError if nothing fits, UsageError for an invalid record.
+    Opens a separate engine: the programs of one depend on the values. Raises BackendError if the
+    engine refuses `auto`, ConfigError if nothing fits.
     """
     device, backend = resolve(device, backend)
     place = Deployment(backend, device)
     require_supported(config, place)
     fallback = without_plan(config)
     is_planned = bool(autos(config)) and not refusals(with_value(config, "train.micro_batch", "auto"), place)
-    if not is_planned and tuning is None:
+    if not is_planned:
         return fallback
     with open_backend(fallback, device=device, backend=backend, num_devices=num_devices) as engine:
         configure_log(engine.process.index)
@@ -61,33 +67,14 @@ def resolve_auto(
         sharing = hosts.count(host_identity()) if device == "cpu" else 1
         limit_bytes = min(engine.gather(((memory and memory.limit_bytes) or 0) // sharing))
 
-        def choose() -> dict[str, str] | None:
-            chosen = None if tuning is None else _tuned(config, engine, tuning)
-            if not chosen and is_planned:
-                chosen = _kept(config, engine) or _planned(config, engine, limit_bytes)
-            return chosen
-
-        chosen = on_process_0(engine, choose)
+        chosen = on_process_0(engine, lambda: _kept(config, engine) or _planned(config, engine, limit_bytes))
     return with_settings(fallback, chosen or {})
 
 
-def _tuned(config: Config, engine: Backend, path: Path) -> dict[str, str] | None:
-    """Return what was measured as the fastest; None if the record doesn't hold here. Raises UsageError for an invalid
-    record."""
-    tuning, here = read_tuning(path), place_words(engine.name, engine.device_name, engine.devices)
-    if differences := list(tuning.differences(config, here, versions())):
-        log.warning("--tuned: %s is not used: %s", path, "; ".join(differences))
-        return None
-    log.info("--tuned: the settings of %s", path)
-    try:
-        Config.model_validate(with_settings(config, tuning.chosen).model_dump(warnings=False))
-    except yaml.YAMLError as error:
-        problem = f"{error}".partition("\n")[0]
-    except ValidationError as error:
-        problem = first_problem(error)
-    else:
-        return tuning.chosen
-    raise UsageError(f"{path}: chosen: {problem}.\n  Run tune again.")
+def _speed_settings(config: Config) -> dict[str, str]:
+    """Return the values of the keys that decide the speed, in YAML, without passwords."""
+    keys = (key for key in option_names() if key.startswith(SPEED))
+    return {key: without_passwords(yaml_value(value_of(config, key))) for key in keys}
 
 
 def _kept(config: Config, engine: Backend) -> dict[str, str] | None:
@@ -99,7 +86,7 @@ def _kept(config: Config, engine: Backend) -> dict[str, str] | None:
     with suppress(UsageError, LookupError, OSError):  # written by another release, or incomplete: plan again
         saved = read_file(path).config
         start = [event for event in read_jsonl(path.with_name("events.jsonl")) if event["event"] == "start"][-1]
-        if speed_settings(saved) == speed_settings(config) and now.items() <= start.items() and start["chosen"]:
+        if _speed_settings(saved) == _speed_settings(config) and now.items() <= start.items() and start["chosen"]:
             chosen = {key: value for key, value in start["chosen"].items() if key.startswith(PLANNED)}
             log.info("auto: as before in this run (%s)", path)
             return chosen

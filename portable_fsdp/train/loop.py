@@ -55,25 +55,23 @@ def train(
     callbacks: Sequence[Callback] = (),
     keep_output: Callable[[Path, int], None] = lambda run, process: None,
     exporter: Exporter | None = None,
-    tuning: Path | None = None,
 ) -> int:
     """Run the config on an engine, resuming according to `checkpoint.resume`; returns the exit code of `launch`.
 
     Every process of the run calls it. `check_devices` is called with the number of devices as soon as the engine has
     counted them, and may raise. `callbacks` observe the run, see `observe/callbacks.py`. `keep_output` is called with
     the run's folder, once it exists, and the index of this process. `exporter` implements `checkpoint.export`:
-    `portable_fsdp.formats.exporting`. `tuning`: a record of `tune`, whose settings are used where it holds. Raises the
-    errors of runtime/errors.py.
+    `portable_fsdp.formats.exporting`. Raises the errors of runtime/errors.py.
     """
     if config.checkpoint.export and exporter is None:
         raise ConfigError("checkpoint.export=true: call train(config, exporter=portable_fsdp.formats.exporting).")
     with StopRequest() as stop, user_code():
         try:
             given = config
-            if autos(config) or tuning:
+            if autos(config):
                 from portable_fsdp.train.auto import resolve_auto
 
-                config = resolve_auto(config, device=device, backend=backend, num_devices=num_devices, tuning=tuning)
+                config = resolve_auto(config, device=device, backend=backend, num_devices=num_devices)
                 log.debug("auto resolved")
             opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
             with opened as engine, ExitStack() as held, user_code():

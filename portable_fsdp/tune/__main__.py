@@ -8,16 +8,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
 from portable_fsdp.backends.open import count_devices, resolve, spec_of
 from portable_fsdp.backends.refusals import Deployment, refusals
-from portable_fsdp.config.describe import Settings, changed_values, with_settings, without_plan, yaml_value
+from portable_fsdp.config.describe import Settings, changed_values, with_settings, without_plan
+from portable_fsdp.config.load import config_text
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.tuning import Candidate, Tuning, speed_settings, tuning_file
-from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.observe.run_files import versions
 from portable_fsdp.parity.record import (
@@ -62,7 +62,7 @@ from portable_fsdp.tune.search import NEAR, axes, climb, own, references
 
 DESCRIPTION = """Measure which settings are fastest on the devices that are here: a few steps each on the config's data.
 
-Writes CONFIG.tuned.yaml with the keys that changed, and CONFIG.tuning.json with all figures."""
+Writes CONFIG.tuned.yaml: the config with the fastest settings, to start with launch, and all figures as comments."""
 EXIT_CODES = "exit code: 0; 2 usage or config error; 1 if the reference fails; 130 for Ctrl-C"
 FLAGS = {
     "device": "auto | cpu | cuda | tpu, as for launch",
@@ -99,7 +99,7 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
 
     def tune(options: argparse.Namespace) -> int:
         path, config, place = _read(options)
-        runner = Runner(place, timedelta(minutes=options.minutes + 10))
+        runner = Runner(timedelta(minutes=options.minutes + 10))
         if runner.launch.rank > 0:
             runner.follow()
             return EXIT_FINISHED
@@ -109,10 +109,10 @@ def main(argv: list[str], worker: str = _WORKER) -> int:
                 tuner.run()
         finally:
             runner.end()
-        to_stdout(_table(tuner.tuning, device=place.device))
-        if tuner.problem_of_files:
-            raise TrainingError(tuner.problem_of_files)
-        to_stdout(f"written: {path.with_suffix('.tuned.yaml')}, {tuning_file(path)}")
+        to_stdout(tuner.table)
+        if tuner.problem_of_file:
+            raise TrainingError(tuner.problem_of_file)
+        to_stdout(f"written: {tuner.file}\nstart it: python -m portable_fsdp.launch --config={tuner.file}")
         return EXIT_INTERRUPTED if tuner.is_interrupted else EXIT_FINISHED
 
     return run_command(_parser(), argv, tune, say=say_once_per_host)
@@ -122,51 +122,72 @@ def _read(options: argparse.Namespace) -> tuple[Path, Config, Deployment]:
     if options.config is None:
         raise UsageError("tune: --config=FILE is required.")
     path = Path(options.config)
-    config = without_side_effects(read_config(options.config, options.overrides, options.imports, os.environ).config)
+    config = read_config(options.config, options.overrides, options.imports, os.environ).config
     try:
         device, engine = resolve(options.device, options.backend)
     except PortableFSDPError as error:
         raise UsageError(f"{error}\n  {ELSEWHERE}") from None
     launch, hosts = detect_launch(os.environ), 1
-    is_counted = spec_of(engine).launcher_counts_devices  # else --num_devices counts those of all hosts
     if launch.is_alone:
-        hosts = hosts_of(device, os.environ)
-        most = count_devices(device) * (1 if is_counted else hosts)
-        number = number_of("num_devices", options.num_devices) or most
-        if device != "cpu" and number > most:
-            raise UsageError(f"tune: --num_devices: expected at most {most}, found {number}.\n  {ELSEWHERE}")
-        devices = number * hosts if is_counted else number
-    elif not is_counted:
-        raise UsageError(
-            f"tune: backend {engine}: expected a start without a launcher, once on each host, found "
-            f"{launch.description}."
-        )
+        if (hosts := hosts_of(device, os.environ)) > 1:
+            raise UsageError(f"tune: expected the TPUs of one host, found a slice of {hosts} hosts.\n  {ELSEWHERE}")
+        most = count_devices(device)
+        devices = number_of("num_devices", options.num_devices) or most
+        if device != "cpu" and devices > most:
+            raise UsageError(f"tune: --num_devices: expected at most {most}, found {devices}.\n  {ELSEWHERE}")
+    elif not spec_of(engine).launcher_counts_devices:
+        raise UsageError(f"tune: backend {engine}: expected a start without a launcher, found {launch.description}.")
     else:
         devices = launch.world_size
         hosts = max(1, devices // int({**os.environ, **launch.variables}.get("LOCAL_WORLD_SIZE", devices)))
     place = Deployment(engine, device, devices, hosts)
-    check_config(without_plan(config), place)
+    check_config(without_plan(without_side_effects(config)), place)
     if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"tune: {path.parent}: not writable; {tuning_file(path).name} goes there.")
+        raise UsageError(f"tune: {path.parent}: not writable; {_tuned_file(path).name} goes there.")
     return path, config, place
 
 
+def _tuned_file(path: Path) -> Path:
+    return path.with_suffix(".tuned.yaml")
+
+
+@dataclass
+class Candidate:
+    """Settings with what was measured, or why they were not used."""
+
+    settings: Settings  # what differs from the config
+    expected: float | None = None  # seconds of a step, by plan; None: the hardware's speed isn't known
+    seconds: float | None = None  # median of a step; on CPUs process 0's processor time, which others disturb less
+    spread: float | None = None  # largest less smallest, seconds
+    trials: int = 0  # `seconds` and `spread` are those of the fastest
+    memory_bytes: int | None = None  # peak of the fullest device of process 0
+    loss_difference: float | None = None  # largest relative one from the reference
+    problem: str = ""
+    trial_s: float = 0.0  # seconds of the first trial, with start and compilation
+
+    @property
+    def words(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "the config's own settings"
+
+
 class Tuner:
-    """Measures candidates one after the other, within `limit_s` seconds, and writes the record after each."""
+    """Measures candidates one after the other, within `limit_s` seconds, and writes the tuned config after each."""
 
     def __init__(
         self, path: Path, config: Config, place: Deployment, runner: Runner, plans: Worker, limit_s: float, worker: str
     ) -> None:
-        self._path, self._given, self._config = path, config, without_plan(config)
+        self._path, self.file, self._untuned = path, _tuned_file(path), config
+        self._given = without_side_effects(config)
+        self._config = without_plan(self._given)
         self._place, self._runner, self._worker = place, runner, worker
         self._began, self._limit_s = time.monotonic(), limit_s
-        self._candidates: list[Candidate] = []
+        self.candidates: list[Candidate] = []  # the reference first
         self._reference: PlaceRecord | None = None
         self._bound = bounds(config).loss
         self._plans = plans
         self._target: Target | None = None  # of plans; None: the speed that this hardware reaches isn't known
         self._number = 0  # of trials, for the log
-        self.is_interrupted, self.problem_of_files = False, ""
+        self.is_interrupted, self.problem_of_file = False, ""
 
     def run(self) -> None:
         """Measure the reference, the config's own settings, the plan's choice, and then candidates while time is left.
@@ -179,7 +200,7 @@ class Tuner:
                     f"tune: --minutes={self._limit_s / 60:g} is less than one candidate needs: the reference had not "
                     "finished.\n  Give it more."
                 )
-            raise TrainingError(f"tune: no reference ran: {self._candidates[-1].problem}")
+            raise TrainingError(f"tune: no reference ran: {self.candidates[-1].problem}")
         if self._place.device in spec_of(self._place.engine).planned_by:
             with suppress(ConfigError):  # hardware that no plan knows
                 target = parse_target(f"{self._reference.device_name}:{self._place.devices}")
@@ -196,14 +217,14 @@ class Tuner:
     def _measure_again(self) -> tuple[Settings, float]:
         """Measure those near the fastest again; return the settings and seconds of the one that is the fastest then."""
         while self._has_time:
-            usable = [each for each in self._candidates if not each.problem]
+            usable = [each for each in self.candidates if not each.problem]
             limit_s = NEAR * min(map(_seconds, usable))
             near = [each for each in usable if _seconds(each) <= limit_s and each.trial_s < self._left]
             candidate = min(near, key=lambda each: (each.trials, each.seconds), default=None)
             if candidate is None or candidate.trials >= TRIALS:
                 break
             self._announce(f"{candidate.words} (again)")
-            again = Candidate(settings=candidate.settings, trial_s=candidate.trial_s)
+            again = Candidate(candidate.settings, trial_s=candidate.trial_s)
             self._try(again)
             candidate.trials += again.problem != TIME_IS_OVER
             if again.problem.startswith((OUT_OF_MEMORY, LOSS)) and len(usable) > 1:
@@ -211,24 +232,41 @@ class Tuner:
             elif _seconds(again) < _seconds(candidate):
                 candidate.seconds, candidate.spread = again.seconds, again.spread
             self._write()
-        fastest = _fastest(self._candidates)
+        fastest = _fastest(self.candidates)
         return own(with_settings(self._config, fastest.settings)), _seconds(fastest)
 
     @property
-    def tuning(self) -> Tuning:
-        """The record so far."""
+    def table(self) -> str:
+        """A row per candidate, the fastest first."""
+        seconds_title = "processor s a step" if self._place.device == "cpu" else "s a step"
+        rows = [("settings", "expected s", seconds_title, "spread", "trials", "GiB", "loss differs by", "")]
+        for each in sorted(self.candidates, key=lambda each: (bool(each.problem), _seconds(each))):
+            expected, seconds, spread = (
+                "-" if value is None else f"{value:.4f}" for value in (each.expected, each.seconds, each.spread)
+            )
+            memory = "-" if each.memory_bytes is None else f"{each.memory_bytes / 2**30:.2f}"
+            loss = "-" if each.loss_difference is None else f"{each.loss_difference:.1g}"
+            rows.append((each.words, expected, seconds, spread, str(each.trials), memory, loss, each.problem))
+        return table(rows, right=(1, 2, 3, 4, 5))
+
+    @property
+    def text(self) -> str:
+        """The tuned config, with what was measured as comments."""
         assert self._reference is not None
-        return Tuning(
-            config=str(self._path),
-            base=speed_settings(self._given),
-            engine=self._place.engine,
-            device_name=self._reference.device_name,
-            devices=self._place.devices or 1,
-            versions=versions(),
-            candidates=self._candidates,
-            own=(mine := self._settings(own(self._config))),
-            chosen=_chosen(self._candidates, mine),
-        )
+        mine = self._settings(own(self._config))  # with auto: what a run takes without a plan
+        chosen = _chosen(self.candidates, mine)
+        seconds, before = (_seconds_of(self.candidates, each) for each in (chosen, mine))
+        where = f"{self._place.devices or 1} x {self._reference.device_name}, backend {self._place.engine}"
+        lines = [f"{self._path}, measured on {where}:"]
+        if seconds is None:
+            lines.append("The time was too short to measure the config's own settings, so nothing changes.")
+        else:
+            ratio = f", {before / seconds:.2f} times as fast as {Candidate(mine).words}" if before else ""
+            lines.append(f"{seconds:.4f} s a step{ratio}.")
+            lines.append(f"Changed: {Candidate(chosen).words}" if chosen else "Nothing was faster, so nothing changes.")
+        lines += ["", *self.table.splitlines(), "", ", ".join(f"{name} {of}" for name, of in versions().items())]
+        comments = "\n".join(f"# {line}".rstrip() for line in lines)
+        return f"{comments}\n{config_text(with_settings(self._untuned, chosen), only_set=True)}"
 
     @property
     def _left(self) -> float:
@@ -242,7 +280,7 @@ class Tuner:
     @property
     def _usual_s(self) -> float:
         """Seconds of the trial of the fastest; 0 if nothing ran."""
-        return _fastest(self._candidates).trial_s if self._reference else 0.0
+        return _fastest(self.candidates).trial_s if self._reference else 0.0
 
     def _settings(self, settings: Settings) -> Settings:
         """Return what these settings change in the config as it was given."""
@@ -275,16 +313,16 @@ class Tuner:
         """Run a candidate, unless an equal one ran; return the median seconds of a step, infinity if memory is short,
         None if it is refused, can't be used, or no time is left."""
         settings = self._settings(settings)
-        known = next((c for c in self._candidates if c.settings == settings), None)
+        known = next((c for c in self.candidates if c.settings == settings), None)
         if known is None:
             config = with_settings(self._given, settings)
             if not self._has_time or refusals(config, self._place):
                 return None
-            known = Candidate(settings=settings)
+            known = Candidate(settings)
             self._announce(known.words)
             known.expected, known.problem = self._expected(config)
             self._try(known)
-            self._candidates.append(known)
+            self.candidates.append(known)
             self._write()
         if known.problem:
             return math.inf if known.problem.startswith(OUT_OF_MEMORY) else None
@@ -314,14 +352,13 @@ class Tuner:
         to_stderr(f"   {candidate.problem or f'{candidate.seconds:.3f} s a step'}")
 
     def _write(self) -> None:
-        """Write both files. A full disk doesn't end the tuning: its table is worth having."""
-        self.problem_of_files = ""
+        """Write the file. A full disk doesn't end the tuning: its table is worth having."""
+        self.problem_of_file = ""
         if self._reference is not None:
             try:
-                write_text_atomically(tuning_file(self._path), self.tuning.model_dump_json(indent=1) + "\n")
-                write_text_atomically(self._path.with_suffix(".tuned.yaml"), tuned_yaml(self.tuning))
+                write_text_atomically(self.file, self.text)
             except OSError as error:
-                self.problem_of_files = f"{tuning_file(self._path)}: can't be written: {error.strerror}"
+                self.problem_of_file = f"{self.file}: can't be written: {error.strerror}"
 
     def _expected(self, config: Config) -> tuple[float | None, str]:
         """Return the expected seconds, None if unknown, and why the candidate isn't worth a run, if it isn't."""
@@ -334,7 +371,7 @@ class Tuner:
         seconds = plan.expected.seconds if plan.expected else None
         if plan.memory.verdict == "does not fit":
             return seconds, f"{OUT_OF_MEMORY} by plan: {plan.memory.peak_bytes / 2**30:.1f} GiB"
-        best = _fastest(self._candidates).expected
+        best = _fastest(self.candidates).expected
         if seconds and best and seconds > SLOWER * best:
             return seconds, f"by plan {seconds / best:.2f} times the time of the fastest"
         return seconds, ""
@@ -390,42 +427,6 @@ def _chosen(candidates: Sequence[Candidate], mine: Settings) -> Settings:
 
 def _seconds_of(candidates: Sequence[Candidate], settings: Settings) -> float | None:
     return next((each.seconds for each in candidates if each.settings == settings and not each.problem), None)
-
-
-def _table(tuning: Tuning, device: str) -> str:
-    """Format a row per candidate, the fastest first."""
-    seconds_title = "processor s a step" if device == "cpu" else "s a step"
-    rows = [("settings", "expected s", seconds_title, "spread", "trials", "GiB", "loss differs by", "")]
-    order = sorted(tuning.candidates, key=lambda each: (bool(each.problem), _seconds(each)))
-    for each in order:
-        expected, seconds, spread = (
-            "-" if value is None else f"{value:.4f}" for value in (each.expected, each.seconds, each.spread)
-        )
-        memory = "-" if each.memory_bytes is None else f"{each.memory_bytes / 2**30:.2f}"
-        loss = "-" if each.loss_difference is None else f"{each.loss_difference:.1g}"
-        rows.append((each.words, expected, seconds, spread, str(each.trials), memory, loss, each.problem))
-    return table(rows, right=(1, 2, 3, 4, 5))
-
-
-def tuned_yaml(tuning: Tuning) -> str:
-    """Format the keys that changed as YAML, with the figures as comments."""
-    seconds, before = (_seconds_of(tuning.candidates, each) for each in (tuning.chosen, tuning.own))
-    lines = [f"# {tuning.config}, measured on {tuning.where}:"]
-    if seconds is None:
-        lines.append("# The time was too short to measure the config's own settings, so nothing changes.")
-    else:
-        mine = Candidate(settings=tuning.own).words  # with auto: what a run takes without a plan
-        ratio = f", {before / seconds:.2f} times as fast as {mine}" if before else ""
-        lines.append(f"# {seconds:.4f} s a step{ratio}.")
-        if not tuning.chosen:
-            lines.append("# Nothing was faster, so nothing changes.")
-    sections: dict[str, list[str]] = {}
-    for key, value in tuning.chosen.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, []).append(f"  {name}: {yaml_value(parse(value)[1])}")
-    for section, keys in sections.items():
-        lines += [f"{section}:", *keys]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

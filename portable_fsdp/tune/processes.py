@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,13 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from portable_fsdp.backends.refusals import Deployment
 from portable_fsdp.parity.__main__ import run_place
 from portable_fsdp.parity.record import PlaceRecord, PlaceTask
-from portable_fsdp.runtime.errors import ConfigError, PortableFSDPError, TrainingError, UsageError
-from portable_fsdp.runtime.launchers import Launch, detect_launch, problem_of_tpu_hosts, tpu_workers
+from portable_fsdp.runtime.errors import PortableFSDPError, TrainingError
+from portable_fsdp.runtime.launchers import detect_launch
 
-_PORT = 29477  # of a slice's store; candidates use TorchTPU's 29500 and libtpu's
 _SLACK_S = 60.0  # for the answers of other processes, after a candidate's limit
 
 
@@ -31,28 +28,17 @@ class _Order(BaseModel):
 
 
 class Runner:
-    """Runs candidates in child processes: those of this host, or one for each process that a launcher started, or for
-    each host of a TPU slice."""
+    """Runs candidates in child processes: those of this host, or one for each process that a launcher started."""
 
-    def __init__(self, place: Deployment, limit: timedelta) -> None:
+    def __init__(self, limit: timedelta) -> None:
         """`limit`: the longest that a process waits for another."""
         self.launch, self._number = detect_launch(os.environ), 0
         self._store: Any = None
-        self._is_slice = self.launch.is_alone and (place.hosts or 1) > 1
-        if self._is_slice:
-            self.launch = _of_slice(self.launch)
-        if self._is_slice or not self.launch.is_alone:
+        if not self.launch.is_alone:
             from portable_fsdp.runtime.rendezvous import open_store
 
-            environment = {**os.environ, **self.launch.variables}
-            try:
-                self._store = open_store(environment, limit, serves=self.launch.rank == 0)
-            except ConfigError as error:
-                if not self._is_slice:
-                    raise
-                raise UsageError(f"tune: port {_PORT} of this host is in use, perhaps by another tune.") from error
-            if not self._is_slice:
-                os.environ.update(self.launch.variables)
+            os.environ.update(self.launch.variables)
+            self._store = open_store(os.environ, limit, serves=self.launch.rank == 0)
 
     def run(self, task: PlaceTask, limit_s: float) -> PlaceRecord:
         """Run a task; process 0 calls it. Raises as `run_place`: the error of the process that failed first."""
@@ -103,8 +89,6 @@ class Runner:
 
     def _part(self, order: _Order) -> PlaceRecord | None:
         environment = {"MASTER_PORT": str(order.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        if self._is_slice:  # where each candidate's processes find each other as those of a run
-            environment = {}
         record, failure, checked_at = None, [], time.monotonic()
 
         def others_failed() -> bool:
@@ -127,18 +111,6 @@ class Runner:
 
     def _key(self, name: str) -> str:
         return f"portable_fsdp_tune/{self._number}/{name}"
-
-
-def _of_slice(launch: Launch) -> Launch:
-    """Return the launch of a TPU slice's hosts, each a process, with a store on the first one. Raises UsageError for
-    several slices, or if the environment doesn't number the hosts."""
-    if (slices := os.environ.get("MEGASCALE_NUM_SLICES") or "1") != "1":
-        raise UsageError(f"tune: expected one TPU slice, found MEGASCALE_NUM_SLICES={slices}.")
-    if problem := problem_of_tpu_hosts(os.environ):
-        raise UsageError(f"tune: {problem}")
-    hosts, rank = tpu_workers(os.environ), os.environ["TPU_WORKER_ID"]
-    variables = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(_PORT), "RANK": rank, "WORLD_SIZE": str(len(hosts))}
-    return replace(launch, rank=int(rank), world_size=len(hosts), variables=variables)
 
 
 def _run_part(order: _Order, environment: dict[str, str], others_failed: Callable[[], bool]) -> PlaceRecord:

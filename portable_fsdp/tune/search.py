@@ -11,7 +11,6 @@ from portable_fsdp.backends.open import spec_of
 from portable_fsdp.backends.refusals import Deployment
 from portable_fsdp.config.describe import Settings, default_of, value_of, yaml_value
 from portable_fsdp.config.schema import Config
-from portable_fsdp.config.tuning import TUNED
 from portable_fsdp.layout import devices_per_row, micro_batches
 from portable_fsdp.plan.search import CHECKPOINTING, COMPILE, MODES, ROWS
 
@@ -19,6 +18,13 @@ COMPILER = (COMPILE, "compile.backend", "compile.cache_dir", "compile.scan_layer
 RECOMPUTATION = ("memory.save_ops", "memory.every", "memory.classes", "memory.budget")
 STRATEGY, ATTENTION, PREFETCH = "sharding.strategy", "model.attention", "sharding.forward_prefetch"
 OFFLOAD, CPU_OFFLOAD, REDUCE = "memory.offload", "memory.cpu_offload", "precision.reduce"
+TUNED = (
+    *("memory.gradient_checkpointing", "memory.save_ops", "memory.every", "memory.budget", "memory.classes"),
+    *("memory.offload", "memory.cpu_offload", "compile.enabled", "compile.backend", "compile.cache_dir"),
+    *("compile.scan_layers", "train.micro_batch", "sharding.strategy", "sharding.forward_prefetch"),
+    *("model.attention", "precision.reduce"),
+)
+"""The keys that a tuning may change: none changes the curve beyond the rounding of the config's dtypes."""
 NEAR = 1.15
 """Equal trials mostly differ by less, even on shared machines (benchmarks/README.md)."""
 

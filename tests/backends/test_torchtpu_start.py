@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 from portable_fsdp.backends.native.torchtpu import check_launch
-from portable_fsdp.config.tuning import read_tuning
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.errors import EXIT_STOPPED, EXIT_USAGE, BackendError
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES
@@ -43,7 +42,6 @@ def start(
     *arguments: str,
     chips: int | None,
     log: str = "log",
-    module: str = "portable_fsdp.launch",
     **variables: str,
 ) -> "subprocess.Popen[Any]":
     """A command, on a host that seems to have this many chips; None: as it is, without the stand-in for a chip."""
@@ -54,7 +52,7 @@ def start(
     if chips is not None:
         paths = [ROOT, ROOT / "tests/torchtpu", ROOT / "tests/torchtpu/at_start"]
         environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TEST_TORCHTPU_CHIPS": str(chips)}
-    command = [sys.executable, "-m", module, "--config=tiny.yaml", *arguments]
+    command = [sys.executable, "-m", "portable_fsdp.launch", "--config=tiny.yaml", *arguments]
     with (folder / log).open("w") as file:
         return subprocess.Popen(
             command, cwd=folder, env={**environment, **variables}, stdout=file, stderr=file, start_new_session=True
@@ -151,31 +149,6 @@ def test_two_hosts_are_one_run(folder: Path, free_port: int) -> None:
     assert len(losses(folder)) == 3
     (begin,) = [row for row in read_jsonl(folder / "run" / "events.jsonl") if row["event"] == "start"]
     assert begin["devices"] == 2
-
-
-@pytest.mark.proof
-def test_tune_runs_each_candidate_on_both_hosts(folder: Path, free_port: int) -> None:
-    slice_ = {"TPU_WORKER_HOSTNAMES": "localhost,localhost", "TEST_TORCHTPU_PORT": str(free_port)}
-    hosts = [
-        start(
-            folder,
-            *("--device=tpu", "--minutes=1.5", "train.steps=8"),
-            module="portable_fsdp.tune",
-            chips=1,
-            log=f"host{n}",
-            TPU_WORKER_ID=str(n),
-            **slice_,
-        )
-        for n in (0, 1)
-    ]
-    codes = [end_of(process) for process in hosts]
-    texts = [(folder / f"host{n}").read_text() for n in (0, 1)]
-    assert codes == [0, 0], [text[-2000:] for text in texts]
-    record = read_tuning(folder / "tiny.tuning.json")
-    assert (record.engine, record.devices) == ("native", 2)
-    assert sum(each.seconds is not None for each in record.candidates) > 1
-    assert "written: tiny.tuned.yaml" in texts[0]
-    assert "written" not in texts[1]
 
 
 @pytest.fixture
