@@ -18,14 +18,14 @@ COMMANDS = {
     "launch": "train a model; rerun to resume",
     "explain": "show what each engine does with each option of a config, and where its value comes from",
     "plan": "estimate memory and time on hardware that you don't have",
-    "checkpoint": "list, show, verify, compare, export, import and prune checkpoints",
+    "checkpoint": "list, show, verify, diff, export and import checkpoints",
     "evaluate": "print loss and perplexity of a run, checkpoint or exported model on any data",
-    "sample": "print samples from an exported model",
+    "sample": "print samples from an export or a model folder",
     "tune": "measure which settings are fastest on the devices that are here",
     "parity": "run the first steps on several engines and name the layer where they diverge",
     "report": "draw the history of a run, or send its metrics to a tracker",
     "doctor": "check this host: packages, devices, network, disk",
-    "examples": "write the example configs and launch scripts into a new folder",
+    "examples": "write configs, launch scripts and example programs into a new folder",
 }
 
 _EXAMPLES = ("configs", "launch", "examples")

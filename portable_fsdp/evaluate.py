@@ -127,7 +127,8 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
         layers.override(text)
     config = loaded(layers).config
     if not is_named and config.data.eval_split is None:
-        raise ConfigError(f"{source}: the run has no validation set.\n  Name data: data.path=FILE, ...")
+        words = f"{'' if config.data.path else 'data.source=text '}data.path=FILE"
+        raise ConfigError(f"{source}: the run has no validation set.\n  Name data: {words}.")
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 0})})
     return checkpoint, config, config.data.eval_split is not None
 
@@ -144,6 +145,11 @@ def _require_model_folder(source: str, path: Path) -> None:
         raise ConfigError(f"{source}: {problem}.\n  {fix}.")
     if (path / "events.jsonl").is_file():
         raise ConfigError(f"{source}: a run without a checkpoint.\n  Name a run with a checkpoint, or a model.")
+    if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
+        raise ConfigError(
+            f"{source}: neither a run, nor a checkpoint, nor a model: it has no config.json and no GGUF file.\n"
+            "  Name one of these."
+        )
 
 
 def _result(config: "Config", engine: "Backend", checkpoint: Path | None, is_validation: bool) -> dict[str, Any]:

@@ -130,13 +130,14 @@ def _next_commands(start: RunStart, end: RunEnd) -> Iterator[str]:
     """Yield commands as they are typed, without those that this run can't have."""
     config, data, run, last = start.config, start.config.data, shlex.quote(str(start.folder)), end.last_checkpoint
     saved = run if config.checkpoint.dir is None else shlex.quote(str(last))
+    exports = config.checkpoint.export and end.outcome in ("finished", "no improvement")
     is_text = config.train.task == "causal_lm" and data.factory is None
     commands = {
         f"report {run}": True,
         f"evaluate {saved}": last and data.eval_split,
         f"evaluate {saved} {'' if data.path else 'data.source=text '}data.path=FILE": last
         and (is_text and not data.eval_split and not data.mixture),
-        f"checkpoint export {saved} {shlex.quote(str(start.folder / 'export'))}": last and not config.checkpoint.export,
+        f"checkpoint export {saved} {shlex.quote(str(start.folder / 'export'))}": last and not exports,
         f'sample {run} --prompt="The "': last and is_text,
     }
     yield from (f"    python -m portable_fsdp.{command}" for command, fits in commands.items() if fits)
