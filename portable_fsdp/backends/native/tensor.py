@@ -37,7 +37,7 @@ _BARRIER_TIMEOUT_S = 60.0  # of the threads of a trial
 # ------------------------------------------------------------------------------------------------------------ modules
 
 
-def split_model(model: Any, plan: TensorPlan, group: Group, draws: KeyedDraws | None) -> None:
+def split_model(model: Any, plan: TensorPlan, group: Group, draws: KeyedDraws | None = None) -> None:
     """Replace weights on meta by this process's parts, and forwards by those that cross the group where `plan` says."""
     replace = _replacing()
     outside = group.index if plan.splits_rows else None  # the part of the tokens between blocks
@@ -307,7 +307,7 @@ def run_parts(copies: Sequence[nn.Module], plan: TensorPlan, run: Callable[[nn.M
         group = _ThreadGroup(index, len(copies), slots, barrier)
         whole = {fqn: model.get_parameter(fqn) for fqn in plan.parts}
         try:
-            split_model(model, plan, group, None)
+            split_model(model, plan, group)
             with torch.no_grad():
                 for fqn, weight in whole.items():
                     model.get_parameter(fqn).copy_(plan.part_of(fqn, weight, index))
