@@ -34,9 +34,10 @@ python -m portable_fsdp.launch --config=configs/quickstart.yaml --import=tests/c
 - You may omit prefixes (`fsdp_`, `dynamo_` ...). Case doesn't matter; `true`, `yes`, `on` and `1` are one value;
   numbers select strategies as in accelerate's menus; an unquoted `NO` is the word. Null and keys that begin with `_`,
   `//` or `#` set nothing.
-- The launcher decides the number of processes and hosts, and the device. A file's `num_processes`, and `num_machines`
-  under torchrun and by hand, must equal those of the start.
-- A key that its own tool doesn't read sets nothing; `explain` says to whom it applies.
+- The launcher decides the number of processes and hosts, and the device. A run whose devices differ from the file's
+  `num_processes` warns, and keeps the global batch that the file describes.
+- A key that its own tool doesn't read beside the file's other keys sets nothing. The run warns and names the nearest
+  key of ours, unless the config has that value anyway.
 - The file's other keys show its tool: `distributed_type` is accelerate's; TrainingArguments and an `fsdp_config` by
   itself are Trainer's; elsewhere (axolotl) every name counts.
 

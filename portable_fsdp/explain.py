@@ -30,7 +30,7 @@ from portable_fsdp.config.describe import (
 )
 from portable_fsdp.config.load import Loaded
 from portable_fsdp.config.schema import Config
-from portable_fsdp.convert.facts import Import, check_launcher_facts
+from portable_fsdp.convert.facts import Import
 from portable_fsdp.convert.read import read_config
 from portable_fsdp.convert.table import flag_hint
 from portable_fsdp.layout import describe_mesh, mesh_axes
@@ -105,8 +105,6 @@ def _explain(options: argparse.Namespace) -> str:
         raise ConfigError(f"--write={options.write}: needs --config or --import.")
     if loaded is not None and options.strict:
         _require_accepted(loaded, deployments[0])
-    elif loaded is not None and deployments[0].devices is not None:
-        _check_launch(loaded, deployments[0])
     if loaded is not None and options.write is not None:
         _write(Path(options.write), translation(loaded))
     answers = _answers(requested or option_names(), deployments, loaded)
@@ -210,16 +208,7 @@ def _require_accepted(loaded: Loaded, deployment: Deployment) -> None:
     """Raise the errors that a run on this deployment would raise about its config alone."""
     if loaded.config.train.steps is not None:  # else the steps follow from the data
         check_schedule(loaded.config.optim, loaded.config.train.steps)
-    _check_launch(loaded, deployment)
     require_supported(loaded.config, deployment)
-
-
-def _check_launch(loaded: Loaded, deployment: Deployment) -> None:
-    """Raise ConfigError if an imported file names other devices or hosts than this deployment."""
-    # torchrun sets it in the run's environment; on a TPU slice an accelerate file doesn't count the hosts.
-    hosts = {"GROUP_WORLD_SIZE": str(deployment.hosts)} if deployment.hosts and deployment.device != "tpu" else {}
-    environ = {**os.environ, **hosts}
-    check_launcher_facts(loaded.imports, processes=deployment.devices, environ=environ, device=deployment.device)
 
 
 # --------------------------------------------------------------------------------------------------------- answers

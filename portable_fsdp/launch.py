@@ -93,25 +93,8 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     loaded = _read(options, problems_beside)
     device, backend = resolve(options.device, options.backend)
     processes = _processes(launch, device, backend, num_devices)
-    is_counted = spec_of(backend).launcher_counts_devices
-
-    def check_devices(devices: int | None, counted_by: str = f"backend {backend}") -> None:
-        if loaded.imports:
-            from portable_fsdp.convert.facts import check_launcher_facts
-
-            # A TPU VM may still be one of several: its engine asks the slice.
-            alone = launch.kind == "plain" and device != "tpu"
-            check_launcher_facts(
-                loaded.imports,
-                processes=devices,
-                environ=os.environ,
-                device=device,
-                counted_by=counted_by,
-                by_hand=alone,
-            )
-
-    check_devices((processes if launch.is_alone else launch.world_size) if is_counted else None, "the launcher")
-    check_config(loaded.config, _deployment(launch, device, backend, num_devices))
+    place = _deployment(launch, device, backend, num_devices)
+    check_config(loaded.config, place)
     config = _config_of_start(loaded.config, launch)
     if hosts := elastic_hosts(os.environ):
         _check_elastic(config, launch, device, backend, hosts)
@@ -130,7 +113,10 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
     log.debug("config read")
     if launch.rank == 0:
         loading = f"loading torch{' and torch_xla' * backend.startswith('xla')}"
-        to_stderr("\n".join([f"started by {launch.description}", *_settings_of_environment(loaded), loading]))
+        devices = launch.world_size if spec_of(backend).launcher_counts_devices else place and place.devices
+        warnings = [text for imported in loaded.imports for text in imported.warnings(loaded.config, devices)]
+        settings = _settings_of_environment(loaded)
+        to_stderr("\n".join([f"started by {launch.description}", *settings, *warnings, loading]))
     from portable_fsdp.train.loop import train
 
     log.debug("torch imported")
@@ -144,7 +130,6 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         device=device,
         backend=backend,
         num_devices=num_devices,
-        check_devices=check_devices,
         keep_output=output.begin,
         exporter=exporter,
     )

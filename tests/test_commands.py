@@ -138,16 +138,6 @@ def test_a_script_is_no_config_and_a_missing_run_no_hub_id(
     assert is_hub_id("org/name")
 
 
-def test_explain_compares_a_file_with_the_devices_also_without_strict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "theirs.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\n")
-    words = [f"--import={tmp_path / 'theirs.yaml'}", f"--config={ROOT}/configs/quickstart.yaml", "--device=cuda"]
-    for strict in ([], ["--strict"]):
-        assert explain.main([*words, "--num_devices=16", *strict]) == 2
-        assert "num_processes: expected 16" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor", "examples", "sample"}))  # which need none so far
 def test_a_command_without_its_packages_says_what_to_install(command: str) -> None:

@@ -1,14 +1,15 @@
-"""Keys of a foreign file and the options they set (`read.py` and `rules.py` fill them in); the launcher's facts."""
+"""Keys of a foreign file and the options they set (`read.py` and `rules.py` fill them in); the warnings of a run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from portable_fsdp.config.describe import value_of
+from portable_fsdp.config.schema import Config
 from portable_fsdp.convert.table import (
     ENVIRONMENT,
     FSDP,
-    NO,
     OFF,
     TRAINER,
     YES,
@@ -18,8 +19,6 @@ from portable_fsdp.convert.table import (
     in_words,
     key_table,
 )
-from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.launchers import tpu_workers
 
 BY_ACCELERATE, BY_TRAINER = "accelerate", "Trainer"
 _DEFAULT = "default of Trainer"
@@ -37,7 +36,8 @@ class KeyEntry(NamedTuple):
     option: str = ""  # our option, or the fact (`~name`), that it sets
     value: object = None  # the value of that option
     remark: str = ""  # about the option, or why the key sets nothing
-    fact: str = ""  # the launcher's fact: num_processes, num_machines, use_cpu, device
+    fact: str = ""  # the launcher's fact: num_processes, num_machines
+    is_lost: bool = False  # without effect: a run warns
 
     @property
     def text(self) -> str:
@@ -68,19 +68,34 @@ class Import:
     settings: dict[str, KeyEntry] = field(default_factory=lambda: {})  # by option
     launcher: list[KeyEntry] = field(default_factory=lambda: [])
     not_needed: list[KeyEntry] = field(default_factory=lambda: [])
-    total: tuple[KeyEntry, int] | None = None  # the key and the devices of dp_replicate_size * dp_shard_size
     problems: list[tuple[int, str]] = field(default_factory=lambda: [])
 
     def add_problem(self, at: KeyEntry, text: str) -> None:
         self.problems.append((at.line, f"{at.where}: {at.key}: {text}"))
 
-    def ignore(self, entry: KeyEntry, reason: str) -> None:
-        self.not_needed.append(entry._replace(remark=reason))
+    def ignore(self, entry: KeyEntry, reason: str, is_lost: bool = False) -> None:
+        """List a key that sets nothing; `is_lost`: no other key sets its option either."""
+        nearest = f"; nearest key of ours: {entry.option}" if is_lost and entry.option else ""
+        self.not_needed.append(entry._replace(remark=reason + nearest, is_lost=is_lost))
 
     def number(self, fact: str) -> int | None:
         """Return a launcher's fact as a number; None if the file doesn't set it, or sets auto."""
         texts = [entry.text.strip() for entry in self.launcher if entry.fact == fact]
         return int(texts[0]) if texts and texts[0].isdecimal() else None
+
+    def warnings(self, config: Config, devices: int | None) -> Iterator[str]:
+        """Yield a sentence for num_processes other than the run's devices, and for each key of a file without effect.
+
+        `devices`: on all hosts; None if only the engine knows them. No variable has a warning: it may be a default of
+        `accelerate launch`.
+        """
+        if devices is not None and self.number("num_processes") not in (None, devices):
+            note = next(note for note in self.launcher if note.fact == "num_processes")
+            batch = config.train.global_batch
+            yield f"{note.quote}, but the run has {devices} device(s); train.global_batch is {batch} all the same"
+        for note in (note for note in self.not_needed if note.line and note.is_lost):
+            if not note.option or value_of(config, note.option) != note.value:
+                yield f"{note.quote} has no effect: {note.remark}"
 
 
 @dataclass
@@ -116,11 +131,10 @@ class ForeignFacts:
         absent = ((key, text) for key, text in key_table().training_defaults.items() if key not in read | self.failed)
         return [KeyEntry(TRAINER, key, text, 0, _DEFAULT) for key, text in absent]
 
-    def unread(self, row: KeyRow, outcome: KeyOutcome) -> str:
-        """Return why the tool doesn't read a key; empty if it does."""
+    def is_read(self, row: KeyRow, outcome: KeyOutcome) -> bool:
+        """Return whether the tool reads a key, as `read_by` says."""
         read_by = outcome.read_by or row.read_by
-        is_read = any(all(map(self._holds, who.split(" with "))) for who in read_by.split(" or "))
-        return "" if is_read else f"applies only to {read_by}"
+        return any(all(map(self._holds, who.split(" with "))) for who in read_by.split(" or "))
 
     def _holds(self, term: str) -> bool:
         key, is_value, word = term.partition("=")
@@ -163,48 +177,3 @@ class ForeignFacts:
         if option not in self.overridden:
             text = f"{second.text} contradicts {first.key}: {first.text} ({first.where}); keep one."
             self.result.add_problem(second, text)
-
-
-# ------------------------------------------------------------------------------------------------ the launcher's facts
-
-
-def check_launcher_facts(
-    imports: Iterable[Import],
-    *,
-    processes: int | None,
-    environ: Mapping[str, str],
-    device: str = "",
-    counted_by: str = "the launcher",
-    by_hand: bool = False,
-) -> None:
-    """Raise ConfigError if num_processes, num_machines or the device of a file differs from the actual launch.
-
-    `processes`: on all hosts, one per device (xla: the number of devices); None if only the engine knows it. The number
-    of hosts comes from torchrun. `device`: that of `--device`; `by_hand`: nothing starts processes on other hosts.
-    """
-    hosts = environ.get("GROUP_WORLD_SIZE", "")
-    machines = int(hosts) if hosts.isdecimal() else 1 if by_hand else None
-    if tpu_workers(environ):  # `accelerate config` doesn't ask for the hosts of a TPU: it writes 1 on each of them
-        machines = None
-    actual = {"num_processes": processes, "num_machines": machines}
-    problems: list[str] = []
-    for imported in imports:
-        for note in imported.launcher:
-            number, expected = imported.number(note.fact), actual.get(note.fact)
-            if number is not None and expected is not None and number != expected:
-                problems.append(f"{note.where}: {note.key}: expected {expected} ({counted_by}), found {note.text}.")
-            if device and _device(note) not in ("", device):
-                problems.append(f"{note.where}: {note.key}: expected device {device} (--device), found {note.text}.")
-        if imported.total is not None and processes is not None and imported.total[1] != processes:
-            by = imported.total[0]
-            problems.append(f"{by.where}: {by.key}: expected {processes} devices ({counted_by}), found {by.text}.")
-    if problems:
-        flags = "--num_devices, torchrun's --nproc-per-node, --nnodes" + ", --device" * bool(device)
-        raise ConfigError("\n".join(problems) + f"\n  Change the file, or launch to match it ({flags}).")
-
-
-def _device(note: KeyEntry) -> str:
-    """Return the device that a key selects (`use_cpu: true`, ACCELERATE_TORCH_DEVICE=cuda:0), or an empty string."""
-    if note.fact == "use_cpu":
-        return "cpu"
-    return note.text.partition(":")[0] if note.fact == "device" and note.text.lower() not in NO else ""

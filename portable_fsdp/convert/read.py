@@ -15,7 +15,7 @@ from portable_fsdp.config.describe import Key, nearest, yaml_value
 from portable_fsdp.config.load import MAX_PROBLEMS, LayeredValues, Loaded, Origin, ProblemsOf, loaded, parse_file
 from portable_fsdp.config.schema import Config
 from portable_fsdp.config.yaml_text import NULL_TAG
-from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry, check_launcher_facts
+from portable_fsdp.convert.facts import ForeignFacts, Import, KeyEntry
 from portable_fsdp.convert.rules import combine
 from portable_fsdp.convert.table import (
     ACCELERATE,
@@ -37,7 +37,7 @@ from portable_fsdp.convert.table import (
     outcome_of,
 )
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.launchers import detect_launch, is_by_accelerate
+from portable_fsdp.runtime.launchers import is_by_accelerate
 
 _LAUNCHER = "accelerate launch"
 _SECRET = ("hub_token", "aws_access_key_id", "aws_secret_access_key")  # messages and translations repeat values
@@ -64,14 +64,9 @@ def load_config(
     Values of overrides are YAML; `model.architecture.hidden_size=64` sets a key inside that mapping. An empty section
     has all defaults. `imports` are accelerate or Trainer configs that supply defaults and may not contradict our file;
     `path` may be one itself. `environ` (os.environ, or None) supplies further defaults if `accelerate launch` started
-    this process; it may not contradict an accelerate file. The processes and hosts in files must match the launcher's.
-    Raises ConfigError with all problems in one message.
+    this process; it may not contradict an accelerate file. Raises ConfigError with all problems in one message.
     """
-    result = read_config(path, overrides, imports, environ)
-    if environ is not None and result.imports:
-        count = detect_launch(environ).world_size  # one process may drive any number of devices
-        check_launcher_facts(result.imports, processes=count if count > 1 else None, environ=environ)
-    return result.config
+    return read_config(path, overrides, imports, environ).config
 
 
 def read_config(
@@ -81,7 +76,7 @@ def read_config(
     environ: Mapping[str, str] | None = None,
     problems_of: ProblemsOf = lambda config: (),
 ) -> Loaded:
-    """Like `load_config`, with the origin of each option and the imports; doesn't compare files with the launcher.
+    """Like `load_config`, with the origin of each option and the imports.
 
     `problems_of` finds further problems where some keys are wrong; the error has both.
     """
@@ -95,7 +90,7 @@ def read_config(
         layers.override(text)
     launched = _numbers({fact: environ.get(name, "") for fact, name in _NUMBERS.items() if is_by_accelerate(environ)})
     numbers = dict(launched)
-    for _, root in reversed(files):  # the first file counts; check_launcher_facts compares with the launcher
+    for _, root in reversed(files):  # the first file counts
         numbers |= _numbers({str(key.value): str(v.value) for key, v in _pairs(root) if isinstance(v, ScalarNode)})
     results = [_lay_file(layers, file, root, numbers) for file, root in files]
     results += _lay_environment(layers, environ, results, launched)
@@ -298,6 +293,18 @@ def _raw(node: Node) -> Raw:
 _JOINED = {"~lora": "model.lora", "~bits": "precision.frozen"}
 """Prefixes of facts -> the option that they set together."""
 
+_NEAREST = {
+    **_JOINED,
+    "~eval_steps": "train.eval_every",
+    "~min_num_params": "sharding.min_num_params",
+    "~mixed": "precision.compute",
+    "~recompute": "memory.gradient_checkpointing",
+    "~reshard": "sharding.strategy",
+    "~reshard_word": "sharding.strategy",
+    "~strategy": "sharding.strategy",
+}
+"""Facts, or prefixes of them -> the option to name if such a key has no effect."""
+
 
 def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
     """Read the keys one by one, then combine them into options; keys that set none are listed as not needed."""
@@ -311,7 +318,7 @@ def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
     for entry in facts.absent_defaults():
         row = cast(KeyRow, find(TRAINER, entry.key))
         options = outcome_of(row, entry.raw).options
-        if not facts.unread(row, row) and facts.keys.keys().isdisjoint(options):
+        if facts.is_read(row, row) and facts.keys.keys().isdisjoint(options):
             facts.keys |= {option: entry._replace(option=option, value=value) for option, value in options.items()}
     facts.numbers = {**facts.numbers, **{fact: number for fact in _NUMBERS if (number := facts.result.number(fact))}}
     facts.options.update({name: setting for name, setting in facts.keys.items() if not name.startswith("~")})
@@ -323,7 +330,11 @@ def _read_entries(entries: Iterable[KeyEntry], facts: ForeignFacts) -> None:
         family = setting.option.partition(".")[0]  # `~lora` of `~lora.r`
         if (setting.line, setting.key) not in used and family not in joined:
             reason = reasons.get(setting.option) or reasons.get(family)
-            facts.result.ignore(setting, reason or "another key or an override decides, or sets the same value")
+            reason = reason or "another key or an override decides, or sets the same value"
+            option = _nearest(setting.option)
+            is_decided = {option, _ALTERNATIVES.get(option, option)} & (facts.options.keys() | facts.given.keys())
+            is_lost = bool(option and setting.value and not is_decided)
+            facts.result.ignore(setting._replace(option=option), reason, is_lost)
 
 
 def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
@@ -331,8 +342,10 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
     outcome = _outcome(facts, row, entry)
     if outcome is None:
         return
-    if reason := facts.unread(row, outcome):
-        facts.result.ignore(entry, reason)
+    if not facts.is_read(row, outcome):
+        option, value = next(iter(outcome.options.items()), (outcome.override, None))
+        unread = entry._replace(option=_nearest(option), value=value)
+        facts.result.ignore(unread, "its tool doesn't read it here", is_lost=outcome.kind in ("set", "refuse"))
         return
     if outcome.kind != "set":
         _compare_with_earlier(facts, row, entry)
@@ -353,6 +366,11 @@ def _read(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> None:
                 problem = f"{entry.text} can't be honoured: {outcome.refuse}.\n  Fix: {outcome.fixes}."
                 facts.result.add_problem(entry, problem)
                 facts.failed.add(row.name)
+
+
+def _nearest(option: str) -> str:
+    """Return our option for an option or fact; empty if there is none."""
+    return _NEAREST.get(option.partition(".")[0], "") if option.startswith("~") else option
 
 
 def _outcome(facts: ForeignFacts, row: KeyRow, entry: KeyEntry) -> KeyOutcome | None:

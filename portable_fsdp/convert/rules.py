@@ -137,8 +137,6 @@ def _sizes(facts: ForeignFacts, strategy: str, word: KeyEntry) -> None:
     text = f"{text} = {product}" if len(sizes) > 1 else text
     if processes is not None and product != processes:
         facts.result.add_problem(shards, f"expected {factors} = num_processes = {processes}, found {text}.")
-    facts.result.total = (shards._replace(key=factors, raw=text), product)
-    return None
 
 
 def _units(facts: ForeignFacts) -> None:

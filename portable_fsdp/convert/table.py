@@ -48,7 +48,7 @@ class KeyOutcome(BaseModel):
     remark: str = ""
     ignore: str | None = None  # why the key has no effect
     launcher: str | None = None  # what the launcher decides here
-    fact: str = ""  # the launcher's fact that the value is compared with
+    fact: str = ""  # the launcher's number that other keys are combined with
     refuse: str | None = None  # why no engine can honour it
     fix: str = "leave it out"  # the fix in the file
     override: str = ""  # an override of this option also resolves the refusal

@@ -51,16 +51,14 @@ def train(
     device: str = "auto",
     backend: str = "auto",
     num_devices: int | None = None,
-    check_devices: Callable[[int], None] = lambda devices: None,
     callbacks: Sequence[Callback] = (),
     keep_output: Callable[[Path, int], None] = lambda run, process: None,
     exporter: Exporter | None = None,
 ) -> int:
     """Run the config on an engine, resuming according to `checkpoint.resume`; returns the exit code of `launch`.
 
-    Every process of the run calls it. `check_devices` is called with the number of devices as soon as the engine has
-    counted them, and may raise. `callbacks` observe the run, see `observe/callbacks.py`. `keep_output` is called with
-    the run's folder, once it exists, and the index of this process. `exporter` implements `checkpoint.export`:
+    Every process of the run calls it. `callbacks` observe the run, see `observe/callbacks.py`. `keep_output` is called
+    with the run's folder, once it exists, and the index of this process. `exporter` implements `checkpoint.export`:
     `portable_fsdp.formats.exporting`. Raises the errors of runtime/errors.py.
     """
     if config.checkpoint.export and exporter is None:
@@ -75,7 +73,6 @@ def train(
                 log.debug("auto resolved")
             opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
             with opened as engine, ExitStack() as held, user_code():
-                check_devices(engine.devices)
                 log.debug("engine opened")
                 run = open_run(config, given, engine, held, stop, callbacks, keep_output, exporter)
                 with recorded(run):

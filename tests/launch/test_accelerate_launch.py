@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cli import PROGRAMS, PYTHON, TINY, committed, finish, losses, tiny_config
+from cli import PROGRAMS, TINY, committed, finish, losses, tiny_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -39,17 +39,6 @@ def test_the_file_of_accelerate_launch_counts(tmp_path: Path) -> None:
     assert config["memory"]["gradient_checkpointing"] == "full"
     assert config["precision"]["compute"] == "bfloat16"
     assert config["precision"]["reduce"] == "float32"  # the override goes first
-
-
-@pytest.mark.proof
-@pytest.mark.xla
-def test_processes_of_a_file_are_devices_under_xla(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs.yaml"
-    theirs.write_text("distributed_type: XLA\nnum_processes: 4\n")
-    start = [*PYTHON, "--device=cpu", "--backend=xla", f"--config={tiny_config(tmp_path)}", f"--import={theirs}"]
-    run = finish([*start, "--num_devices=2"], tmp_path, 2)
-    assert f"{theirs}:2: num_processes: expected 2 (backend xla), found 4." in run.err
-    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------------------------- the same file, by both of us
