@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from portable_fsdp.backends.open import ENGINES, spec_of
 from portable_fsdp.config.describe import (
     default_of,
     description_of,
+    needs_of,
     option_names,
     shortened,
     value_of,
     with_value,
     yaml_value,
 )
-from portable_fsdp.config.schema import Config
-from portable_fsdp.config.yaml_text import parse
+from portable_fsdp.config.schema import Config, Needs
 from portable_fsdp.layout import INNER_AXES, devices_per_row, split_batch
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 
@@ -94,22 +94,17 @@ def refused_each(case: str, reasons: Mapping[str, str], *fixes: str, when: When 
     return tuple(chain.from_iterable(rules))
 
 
-def without(setting: str, options: str, reason: str, beside: str = "") -> tuple[Rule, ...]:
-    """Return rules for options that need `setting`: `key=value`, or any other than the default if that is null or 1.
-
-    `beside`: further settings that the fix by that setting needs.
-    """
-    key, _, value = setting.partition("=")
-    default, expected = default_of(key), parse(value)[1] if value else None
-    takes_any = default in (None, 1)
+def _of_needs(option: str, needs: Needs) -> tuple[Rule, ...]:
+    """Return the rule of an option that the schema says needs another setting."""
+    default = default_of(needs.key)
 
     def is_missing(config: Config, _: Deployment) -> bool:
-        actual = value_of(config, key)
-        may_be = actual == "auto" and expected is True
-        return actual == default if takes_any else actual != expected and not may_be
+        value = value_of(config, needs.key)
+        return yaml_value(value) not in needs.words if needs.words else value == default
 
-    fixes = [setting + beside] if value else []
-    return refused(f"{options} without {key if takes_any else setting}", reason, *fixes, when=is_missing)
+    setting = f"{needs.key}={'|'.join(needs.words)}" if needs.words else needs.key
+    fixes = filter(None, [needs.fix])
+    return refused(f"{option} without {setting}", "it applies only with that", *fixes, when=is_missing)
 
 
 def excluded_by(key: str, reasons: Mapping[str, str], *fixes: str) -> tuple[Rule, ...]:
@@ -117,14 +112,6 @@ def excluded_by(key: str, reasons: Mapping[str, str], *fixes: str) -> tuple[Rule
     default = default_of(key)
     fixes += (f"{key}={yaml_value(default)}",)
     return refused_each(f"with {key}", reasons, *fixes, when=lambda c, p: value_of(c, key) != default)
-
-
-def _only_for(option: str, *optimizers: str) -> tuple[Rule, ...]:
-    return refused(
-        f"{option} with an optimizer other than {', '.join(optimizers)}",
-        "no other optimizer has it",
-        when=lambda c, p: c.optim.factory is not None or c.optim.name not in optimizers,
-    )
 
 
 # ---------------------------------------------------------------------------------------------- conditions and fixes
@@ -241,8 +228,6 @@ def divisors(whole: int | None) -> list[int]:
 SMALL_STEPS = "a bias is the sum of small steps, which bfloat16 would round away"
 _NO_MORE_DIGITS = "bfloat16 weights hold no more digits to compute with"
 _TIED = "a tied weight belongs to one unit that holds both modules, or to the root"
-_NEVER_EVALUATES = "without eval_every the run never evaluates"
-_NEVER_SAMPLES = "without sample_every the run never samples"
 _WHOLE_MATRICES = {
     "optim.name=adafactor|muon|adamw8bit": "it reads whole matrices or blocks, and a device holds a part",
     "optim.factory": "your optimizer may read whole matrices, and a device holds a part",
@@ -288,12 +273,6 @@ RULES = (
         lambda c, p: c.sharding.is_hybrid and _groups(c, p.devices) == 1,
         lambda c, p: (_strategy(c, _within(c)),),
     ),
-    *refused(
-        "sharding.replicas without a hybrid strategy",
-        "only HYBRID_SHARD and HYBRID_SHARD_ZERO2 have replicas of a sharded model",
-        "sharding.strategy=HYBRID_SHARD",
-        when=lambda c, p: not c.sharding.is_hybrid,
-    ),
     Rule(
         "sharding.replicas with a hybrid strategy and one replica",
         "one replica (null: one per host) is FULL_SHARD, or SHARD_GRAD_OP for HYBRID_SHARD_ZERO2",
@@ -325,11 +304,6 @@ RULES = (
         ("sharding.min_num_params=100000000", "sharding.wrap=TRANSFORMER_BASED_WRAP"),
     ),
     # --- tensor parallelism
-    *without(
-        "sharding.tensor=2",
-        "sharding.sequence_parallel sharding.plan",
-        "they say how the devices of the axis tensor split a model",
-    ),
     *(_axis_rule(axis) for axis in ("tensor", "context", "expert")),
     *excluded_by(
         "sharding.tensor",
@@ -345,10 +319,13 @@ RULES = (
     ),
     *excluded_by(
         "sharding.context",
-        {
-            "model.attention=sdpa|eager|flex": "its devices exchange keys and values in the static attention",
-            "train.task": "only a causal language model's rows are split",
-        },
+        {"model.attention=sdpa|eager|flex": "its devices exchange keys and values in the static attention"},
+    ),
+    Rule(
+        "train.task with sharding.context",
+        "only a causal language model's rows are split",
+        lambda c, p: c.sharding.context > 1 and c.train.task != "causal_lm",
+        ("sharding.context=1", "train.task=causal_lm"),
     ),
     Rule(
         "sharding.context that does not divide the tokens of a row",
@@ -360,7 +337,6 @@ RULES = (
         ),
     ),
     Rule("sharding.context for a model with its own attention, or layers without any", "the error names the layer"),
-    *without("sharding.expert=2", "sharding.expert_capacity", "it bounds what the axis exchanges"),
     *excluded_by(
         "sharding.expert",
         {
@@ -384,18 +360,14 @@ RULES = (
         "the error names the module and the sizes that fit; sharding.plan changes a plan",
     ),
     # --- optimizer
-    *excluded_by("optim.factory", {"optim.name": "the factory makes the optimizer"}),
+    *excluded_by(
+        "optim.factory", {"optim.name optim.momentum optim.betas optim.eps": "the factory makes the optimizer"}
+    ),
     Rule(
         "optim.momentum of Muon",
         "without momentum Muon would orthogonalize each step's gradient alone",
         lambda c, p: (c.optim.name, c.optim.factory, c.optim.momentum) == ("muon", None, 0.0),
         ("optim.momentum=0.95", "optim.name=adamw"),
-    ),
-    *refused(
-        "optim.min_lr_ratio with optim.schedule=constant",
-        "a constant learning rate has no floor",
-        "optim.schedule=cosine",
-        when=lambda c, p: c.optim.schedule == "constant",
     ),
     # --- precision
     *refused(
@@ -429,7 +401,6 @@ RULES = (
     *refused(
         "precision.loss_scale precision.loss_scale_window where nothing computes in float16",
         "only float16 needs loss scaling",
-        "precision.compute=float16",
         when=lambda c, p: "float16" not in c.precision.dtypes,
     ),
     *refused(
@@ -485,7 +456,7 @@ RULES = (
         "train.task causal_lm with model.factory",
         "it needs a transformers model",
         lambda c, p: c.model.factory is not None and c.train.task == "causal_lm",
-        ("train.task=MODULE:FUNCTION", "train.task=image_classification"),
+        ("train.task=MODULE:FUNCTION", "train.task=image_classification and data.factory=MODULE:FUNCTION"),
     ),
     *refused_each(
         "with model.factory",
@@ -500,16 +471,11 @@ RULES = (
         },
         when=lambda c, p: c.model.factory is not None,
     ),
-    *refused(
+    Rule(
         "train.sample_every without text",
         "samples need a causal language model and its tokenizer",
-        when=lambda c, p: c.train.task != "causal_lm" or c.data.factory is not None,
-    ),
-    *refused(
-        "train.sample_every without train.sample_prompts",
-        "there is no text to continue",
-        "train.sample_prompts=['The ']",
-        when=lambda c, p: not c.train.sample_prompts,
+        lambda c, p: c.train.sample_every is not None and (c.train.task != "causal_lm" or c.data.factory is not None),
+        ("train.sample_every=null and train.sample_prompts=[]",),
     ),
     # --- checkpoints
     *refused(
@@ -527,49 +493,15 @@ RULES = (
         ),
         ("checkpoint.merge_adapters=true", "checkpoint.export=false"),
     ),
-    # --- options that need another one
-    *without("sharding.wrap=SIZE_BASED_WRAP", "sharding.min_num_params", "only SIZE_BASED_WRAP chooses units by size"),
-    *without(
-        "sharding.backward_prefetch=BACKWARD_PRE",
-        "sharding.backward_prefetch_units",
-        "BACKWARD_POST gathers one unit ahead, NO_PREFETCH none",
-    ),
-    *_only_for("optim.momentum", "sgd", "muon"),
-    *_only_for("optim.betas", "adamw", "adam", "lion", "muon", "adamw8bit"),
-    *_only_for("optim.eps", "adamw", "adam", "muon", "adamw8bit"),
-    *without("optim.schedule=wsd", "optim.decay_ratio", "only wsd has a separate decay"),
-    *without(
-        "memory.gradient_checkpointing=selective",
-        "memory.every",
-        "no other mode selects by layer number",
-        " and memory.save_ops=[]",
-    ),
-    *without(
-        "memory.gradient_checkpointing=selective",
-        "memory.save_ops",
-        "full recomputes every operation, none keeps all",
-        " and memory.every=null",
-    ),
-    *refused(
-        "memory.classes without gradient checkpointing of modules",
-        "nothing is recomputed by class",
-        "memory.gradient_checkpointing=full",
-        when=lambda c, p: not recomputes_modules(c),
-    ),
-    *without("memory.gradient_checkpointing=budget", "memory.budget", "no other mode has a budget"),
-    *without("precision.compute=bfloat16", "precision.products", "8-bit products replace those in bfloat16"),
-    *without("data.eval_split=5%", "train.eval_every", "there is no validation set"),
-    *without("train.eval_every", "train.eval_on_start train.eval_batches train.patience", _NEVER_EVALUATES),
-    *without("train.sample_every", "train.sample_prompts train.sample_tokens", _NEVER_SAMPLES),
-    *without("checkpoint.keep=1", "checkpoint.keep_every", "without keep, every checkpoint is kept"),
-    *without("model.lora", "checkpoint.merge_adapters", "there are no adapters to merge"),
 )
 
 
 @cache
 def rules_of(engine: str) -> tuple[Rule, ...]:
-    """All rules of an engine: the common ones, its own, and one for each setting of another engine's section."""
-    rules = [*RULES, *spec_of(engine).rules]
+    """All rules of an engine: the common ones, one for each key that needs another setting, its own, and one for each
+    setting of another engine's section."""
+    needing = (_of_needs(option, needs) for option in option_names() if (needs := needs_of(option)))
+    rules = [*RULES, *chain.from_iterable(needing), *spec_of(engine).rules]
     for owner in ENGINES:
         if owner != engine and owner in Config.model_fields:
             options = " ".join(option for option in option_names() if option.startswith(f"{owner}."))
@@ -626,28 +558,12 @@ def _batch_problem(config: Config, devices: int | None) -> str | None:
 
 
 def fixes_of(rule: Rule, config: Config, place: Deployment) -> tuple[str, ...]:
-    """The fixes that no rule refuses in turn. If each is refused, all: the next refusal then names its fixes."""
+    """The fixes of a refusal, without engines that the device doesn't usually have. Another rule may refuse what a fix
+    sets beside other settings of the config; the next refusal then names its fixes."""
     fixes = rule.fixes(config, place) if callable(rule.fixes) else rule.fixes
     packages = {engine: spec_of(engine).packages.get(place.device) for engine in ENGINES}
     elsewhere = {f"--backend={name}" for name, package in packages.items() if package is None or not package.is_usual}
-    fixes = tuple(fix for fix in fixes if fix not in elsewhere)
-    return tuple(fix for fix in fixes if _leads_out(fix, rule, config, place)) or fixes
-
-
-def _leads_out(fix: str, rule: Rule, config: Config, place: Deployment) -> bool:
-    """Whether, with `fix`, neither the rule's option nor a key that the fix sets is refused."""
-    settings = dict(_settings(fix))
-    place = place._replace(engine=settings.pop("--backend", place.engine))
-    for key, value in settings.items():
-        config = with_value(config, key, value)
-    others = (other for option in {rule.option, *settings} for other in _rules_about(place.engine, option))
-    return not any(other.when is not None and other.when(config, place) for other in others)
-
-
-@cache
-def _settings(fix: str) -> tuple[tuple[str, Any], ...]:
-    settings = (setting.partition("=") for setting in fix.split(" and "))
-    return tuple((key, parse(text)[1]) for key, _, text in settings)
+    return tuple(fix for fix in fixes if fix not in elsewhere)
 
 
 # ---------------------------------------------------------------------------------------------------------- verdicts

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from portable_fsdp.config.data import PERCENT
-from portable_fsdp.config.schema import Config
+from portable_fsdp.config.schema import Config, Needs
 from portable_fsdp.config.yaml_text import Dumper, parse
 from portable_fsdp.runtime.errors import ConfigError
 
@@ -55,6 +55,11 @@ def option_names() -> tuple[str, ...]:
 def description_of(option: str) -> str:
     """Return the description of `section.key`, on one line."""
     return " ".join((_known()[tuple(option.split("."))].description or "").split())
+
+
+def needs_of(option: str) -> Needs | None:
+    """Return the setting without which `section.key` has no effect; None if it has one alone."""
+    return next((note for note in _known()[tuple(option.split("."))].metadata if isinstance(note, Needs)), None)
 
 
 def value_of(config: Config, option: str) -> Any:

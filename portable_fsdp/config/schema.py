@@ -18,6 +18,19 @@ TASKS = "causal_lm|seq2seq_lm|masked_lm|sequence_classification|token_classifica
 """Tasks of transformers models."""
 
 
+class Needs:
+    """In the annotation of a key: the setting without which it has no effect. Every engine then refuses the key.
+
+    `Needs("memory.gradient_checkpointing=full|selective")`: one of these words; without words: any other value than the
+    default. `fix`: the settings that a message proposes, by default the first word; empty: none but the key's default.
+    """
+
+    def __init__(self, setting: str, fix: str | None = None) -> None:
+        self.key, _, words = setting.partition("=")
+        self.words = words.split("|") if words else []
+        self.fix = f"{self.key}={self.words[0]}" if fix is None and words else fix or ""
+
+
 class Run(Section):
     dir: str = Field(default="runs/run", min_length=1)
     """local folder for all output of the run"""
@@ -168,22 +181,24 @@ class Train(Section):
     """clip the global gradient norm to this value; null: no clipping"""
     log_every: int = Field(default=10, ge=1)
     """steps between console lines"""
-    eval_every: int | None = Field(default=None, ge=1)
+    eval_every: Annotated[int | None, Needs("data.eval_split", "data.eval_split=5%")] = Field(default=None, ge=1)
     """steps between evaluations on data.eval_split, and after the last step; null: never"""
-    eval_on_start: bool = False
+    eval_on_start: Annotated[bool, Needs("train.eval_every")] = False
     """also evaluate before the first step, as a baseline"""
-    eval_batches: int | None = Field(default=None, ge=1)
+    eval_batches: Annotated[int | None, Needs("train.eval_every")] = Field(default=None, ge=1)
     """evaluate at most this many batches of train.global_batch sequences, spread evenly over the validation set;
     null: all rows"""
-    patience: int | None = Field(default=None, ge=1)
+    patience: Annotated[int | None, Needs("train.eval_every")] = Field(default=None, ge=1)
     """stop after this many evaluations without improvement; null: never"""
     stop_at: int | None = Field(default=None, ge=1)
     """stop at this step; the schedule still spans train.steps"""
-    sample_every: int | None = Field(default=None, ge=1)
+    sample_every: Annotated[int | None, Needs("train.sample_prompts", "train.sample_prompts=['The ']")] = Field(
+        default=None, ge=1
+    )
     """steps between samples generated from train.sample_prompts, and after the last step; null: never"""
-    sample_prompts: tuple[str, ...] = Field(default=(), strict=False)
+    sample_prompts: Annotated[tuple[str, ...], Needs("train.sample_every")] = Field(default=(), strict=False)
     """prompts that the model completes"""
-    sample_tokens: int = Field(default=64, ge=1)
+    sample_tokens: Annotated[int, Needs("train.sample_every")] = Field(default=64, ge=1)
     """maximum number of new tokens per prompt"""
 
     @property
@@ -221,11 +236,13 @@ class Optim(Section):
     """your own optimizer: `module:function` (docs/optimizers.md)"""
     lr: float = Field(default=3e-4, gt=0)
     """peak learning rate"""
-    betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.95), strict=False)
+    betas: Annotated[tuple[DecayRate, DecayRate], Needs("optim.name=adamw|adam|lion|muon|adamw8bit")] = Field(
+        default=(0.9, 0.95), strict=False
+    )
     """betas of AdamW, Adam and Lion (decay rates of the moments)"""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: Annotated[float, Needs("optim.name=adamw|adam|muon|adamw8bit")] = Field(default=1e-8, gt=0)
     """epsilon of AdamW and Adam"""
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: Annotated[float, Needs("optim.name=sgd|muon")] = Field(default=0.0, ge=0, lt=1)
     """momentum of SGD and Muon"""
     weight_decay: float = Field(default=0.1, ge=0)
     """decoupled weight decay of matrices; adam: added to the gradient (L2)"""
@@ -233,9 +250,9 @@ class Optim(Section):
     """shape of the learning rate after warmup; wsd: warmup, stable, decay"""
     warmup_steps: Annotated[int, Ge(0)] | Annotated[str, PERCENT] = 0
     """steps of linear warmup, or their share of all steps (`5%`), rounded up"""
-    min_lr_ratio: float = Field(default=0.1, gt=0, le=1)
+    min_lr_ratio: Annotated[float, Needs("optim.schedule=cosine|linear|wsd")] = Field(default=0.1, gt=0, le=1)
     """final learning rate of the schedule as a share of lr; never 0, which would make XLA recompile"""
-    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    decay_ratio: Annotated[float, Needs("optim.schedule=wsd")] = Field(default=0.2, gt=0, le=1)
     """share of train.steps in the decay phase of wsd"""
     groups: tuple[OptimGroup, ...] = Field(default=(), strict=False)
     """parameter groups with their own lr or weight decay; the first match counts"""
@@ -258,14 +275,16 @@ class Sharding(Section):
     """FULL_SHARD: shard parameters, gradients and optimizer state (ZeRO-3); SHARD_GRAD_OP: keep gathered parameters
     until backward (ZeRO-2); NO_SHARD: replicate (DDP); HYBRID_SHARD, HYBRID_SHARD_ZERO2: ZeRO-3 or ZeRO-2 within a
     replica, DDP across replicas"""
-    replicas: int | None = Field(default=None, ge=1)
+    replicas: Annotated[int | None, Needs("sharding.strategy=HYBRID_SHARD|HYBRID_SHARD_ZERO2")] = Field(
+        default=None, ge=1
+    )
     """number of replicas under HYBRID_SHARD*; null: one per host"""
     reshard_after_forward: int | None = Field(default=None, ge=2)
     """after forward, reshard parameters over this many devices only (between FULL_SHARD and SHARD_GRAD_OP); null: as
     the strategy"""
     expert: int = Field(default=1, ge=1)
     """expert parallelism: this many devices divide the experts of a mixture, and exchange tokens in each layer"""
-    expert_capacity: float | None = Field(default=None, ge=1)
+    expert_capacity: Annotated[float | None, Needs("sharding.expert")] = Field(default=None, ge=1)
     """with expert: room for tokens in exchanges, in multiples of an even load; tokens beyond it are dropped; null: room
     for all"""
     context: int = Field(default=1, ge=1)
@@ -273,9 +292,9 @@ class Sharding(Section):
     tensor: int = Field(default=1, ge=1)
     """tensor parallelism: this many neighbouring devices get the same rows and split attention heads, MLPs and the
     vocabulary"""
-    sequence_parallel: bool | Literal["auto"] = "auto"
+    sequence_parallel: Annotated[bool | Literal["auto"], Needs("sharding.tensor")] = "auto"
     """with tensor: between attention and MLPs each device holds a part of each row's tokens; auto: if they divide"""
-    plan: dict[str, TensorWord] = Field(default={})
+    plan: Annotated[dict[str, TensorWord], Needs("sharding.tensor")] = Field(default={})
     """with tensor: name pattern of modules -> word of a tensor-parallel plan, before transformers' own plan"""
     wrap: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
     """FSDP units, whose parameters are gathered and freed together: the model's layers, modules of at least
@@ -285,13 +304,13 @@ class Sharding(Section):
     TRANSFORMER_BASED_WRAP"""
     wrap_modules: tuple[str, ...] = Field(default=(), strict=False)
     """name patterns of additional modules to wrap as units"""
-    min_num_params: int | None = Field(default=None, ge=1)
+    min_num_params: Annotated[int | None, Needs("sharding.wrap=SIZE_BASED_WRAP")] = Field(default=None, ge=1)
     """minimum number of parameters of a unit under SIZE_BASED_WRAP"""
     forward_prefetch: int = Field(default=0, ge=0)
     """units to prefetch in forward; 0: the engine's default"""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = "BACKWARD_PRE"
     """in backward, all-gather the next units before computing the current unit's gradients, after it, or on demand"""
-    backward_prefetch_units: int = Field(default=1, ge=1)
+    backward_prefetch_units: Annotated[int, Needs("sharding.backward_prefetch=BACKWARD_PRE")] = Field(default=1, ge=1)
     """units to prefetch in backward"""
     sync_each_micro_batch: bool = True
     """reduce gradients over shards after each micro batch; false: once per step, which keeps unsharded gradients in
@@ -330,7 +349,9 @@ class Precision(Section):
     modules: dict[str, DType] = Field(default={})
     """name pattern of modules -> compute dtype, such as float32 for norms, a router or the head; the first match
     counts"""
-    products: Literal["auto", "float8", "float8_rowwise", "int8"] = "auto"
+    products: Annotated[Literal["auto", "float8", "float8_rowwise", "int8"], Needs("precision.compute=bfloat16")] = (
+        "auto"
+    )
     """matrix products of linear layers inside the model's layers; auto: compute dtype; float8: one scale per tensor,
     float8_rowwise: one per row (GPUs); int8: TPU v5e and v5p"""
     matmul: Literal["highest", "high", "default"] = "highest"
@@ -352,19 +373,26 @@ class Precision(Section):
         return {self.compute, *self.modules.values()}
 
 
+_SELECTIVE = "memory.gradient_checkpointing=selective"
+
+
 class Memory(Section):
     gradient_checkpointing: Literal["auto", "none", "full", "selective", "budget"] = "none"
     """recompute activations in backward; full: every layer; selective: every memory.every-th layer, or all outputs
     except those of memory.save_ops; budget: compiled layers keep a share (memory.budget), recompute the rest; auto: the
     fastest by plan of none, selective and full that fits into memory; full on an engine without a planner"""
-    budget: float = Field(default=0.5, ge=0, le=1)
+    budget: Annotated[float, Needs("memory.gradient_checkpointing=budget", "")] = Field(default=0.5, ge=0, le=1)
     """budget: share of a compiled layer's activations to keep; torch.compile's partitioner recomputes the rest,
     cheapest first"""
-    every: int | None = Field(default=None, ge=1)
+    every: Annotated[int | None, Needs(_SELECTIVE, f"{_SELECTIVE} and memory.save_ops=[]")] = Field(default=None, ge=1)
     """selective: recompute every n-th layer, starting with the first"""
-    save_ops: tuple[Literal["matmul", "attention"], ...] = Field(default=(), strict=False)
+    save_ops: Annotated[
+        tuple[Literal["matmul", "attention"], ...], Needs(_SELECTIVE, f"{_SELECTIVE} and memory.every=null")
+    ] = Field(default=(), strict=False)
     """selective: operations whose outputs every layer keeps"""
-    classes: tuple[str, ...] = Field(default=(), strict=False)
+    classes: Annotated[tuple[str, ...], Needs("memory.gradient_checkpointing=full|selective")] = Field(
+        default=(), strict=False
+    )
     """module classes to recompute instead of the layers: parts of a layer, or containers of several"""
     offload: Literal["none", "activations"] = "none"
     """activations: keep the inputs of recomputed layers in host memory until backward"""
@@ -401,7 +429,7 @@ class Checkpoint(Section):
     """save in the background; a step waits only for the copy to host memory"""
     keep: int | None = Field(default=None, ge=1)
     """number of newest checkpoints to keep; null: all"""
-    keep_every: int | None = Field(default=None, ge=1)
+    keep_every: Annotated[int | None, Needs("checkpoint.keep", "checkpoint.keep=1")] = Field(default=None, ge=1)
     """with keep: also keep the checkpoints of every n-th step"""
     resume: str = "auto"
     """auto: the run's newest complete checkpoint; none: a new run; or the path or URL of a checkpoint"""
@@ -414,7 +442,7 @@ class Checkpoint(Section):
     """check before loading; full: the hash of every file; size: file sizes; off: only the manifest"""
     export: bool = False
     """at the end, export to run.dir/export in Hugging Face format; with model.lora: peft adapters"""
-    merge_adapters: bool = False
+    merge_adapters: Annotated[bool, Needs("model.lora")] = False
     """with model.lora: export the full model with the adapters merged"""
 
     @field_validator("dir")

@@ -70,7 +70,7 @@ def test_a_text_ends_with_an_end_and_a_request_to_stop_ends_all(tmp_path: Path) 
     ("settings", "message"),
     [
         ({"sample_every": 2}, r"train\.sample_every=2.*without train\.sample_prompts"),
-        ({"sample_prompts": ["a"]}, r"train\.sample_prompts.*without sample_every the run never samples"),
+        ({"sample_prompts": ["a"]}, r"train\.sample_prompts.*without train\.sample_every"),
         ({**SAMPLED, "sample_prompts": ["a", ""]}, r"the prompt '' has no tokens; give some text"),
         (
             {**SAMPLED, "sample_prompts": ["a" * 21]},

@@ -11,7 +11,6 @@ from portable_fsdp.backends.refusals import (
     refused,
     refused_each,
     shards_of_a_replica,
-    without,
 )
 from portable_fsdp.config.schema import Config
 
@@ -107,7 +106,12 @@ RULES = (
         _reshard_does_not_fit,
         _reshard_that_fits,
     ),
-    *without("compile.enabled=true", "compile.backend", "nothing is compiled by it"),
+    *refused(
+        "compile.backend without compile.enabled=true",
+        "nothing is compiled by it",
+        "compile.enabled=true",
+        when=lambda c, p: c.compile.enabled is False,
+    ),
     Rule(
         "compile.backend on cpu",
         "inductor would build C++ for this host, which is neither tested nor fast",
@@ -147,7 +151,7 @@ RULES = (
         {"precision.products=float8": "shards would be cast on the host, where they are kept"},
         "precision.products=float8_rowwise",
     ),
-    *refused("precision.products=int8 on native", "only XLA has it", "precision.products=float8", "--backend=xla"),
+    *refused("precision.products=int8 on native", "only XLA has it", "--backend=xla"),
     *refused(
         "compile.scan_layers on native",
         "only XLA compiles a loop over layers; torch.compile already shares one program between equal layers",

@@ -25,16 +25,21 @@ RULES = (
     *refused_each(
         "on XLA",
         {
-            "model.attention=sdpa|eager": (
-                "transformers then reads a mask on the host in every step, which adds a program and a wait"
-            ),
             "model.attention=flex": "torch has no kernel of flex_attention for it",
-            "model.experts=grouped_mm": "it sorts tokens by expert, into shapes that XLA doesn't know when it compiles",
-            "sharding.reshard_after_forward": "weights are either sharded over all devices of a replica or gathered",
             "memory.gradient_checkpointing=budget": "the partitioner of torch.compile applies the budget",
             "compile.cache_dir": (
                 "torch_xla 2.9 writes compiled programs but can't load them (github.com/pytorch/xla/issues/9094)"
             ),
+        },
+    ),
+    *refused_each(
+        "on XLA",
+        {
+            "model.attention=sdpa|eager": (
+                "transformers then reads a mask on the host in every step, which adds a program and a wait"
+            ),
+            "model.experts=grouped_mm": "it sorts tokens by expert, into shapes that XLA doesn't know when it compiles",
+            "sharding.reshard_after_forward": "weights are either sharded over all devices of a replica or gathered",
             "precision.products=float8|float8_rowwise": "compiled for v6e it takes 1.11 times as long as bfloat16",
             "optim.name=adamw8bit": "bitsandbytes has no kernel for it",
             "memory.cpu_offload": "torch_xla keeps parameters and optimizer state in device memory",
@@ -197,12 +202,6 @@ _FLOAT32_ONLY = "XlaFullyShardedDataParallel takes float32 weights only"
 
 FSDP1_RULES = (
     *refused(
-        "precision.master on xla_fsdp1",
-        _FLOAT32_ONLY,
-        "--backend=xla",
-        when=lambda c, p: c.precision.compute != "float32",
-    ),
-    *refused(
         "precision.frozen=bfloat16|nf4|nf4_double|int8 on xla_fsdp1",
         _FLOAT32_ONLY,
         "--backend=xla",
@@ -211,6 +210,7 @@ FSDP1_RULES = (
     *refused_each(
         "on xla_fsdp1",
         {
+            "precision.master": _FLOAT32_ONLY,
             "precision.cast_inputs": "XlaFullyShardedDataParallel casts the inputs of each unit",
             "precision.modules": "XlaFullyShardedDataParallel casts a whole unit to one compute dtype",
             "precision.products=int8": "its layers are torch's",
@@ -219,11 +219,16 @@ FSDP1_RULES = (
             "optim.factory": "an optimizer may need whole matrices, and a device has flat parts of them",
             "sharding.tensor": "XlaFullyShardedDataParallel shards over all devices",
             "sharding.context sharding.expert": "XlaFullyShardedDataParallel gives each device its own rows",
-            "memory.offload": "torch_xla's checkpoint keeps the inputs of recomputed layers in device memory",
             "compile.scan_layers": "each unit's module gathers its own weights, one layer after the other",
-            "train.micro_batch=auto": "it has no planner",
         },
         "--backend=xla",
+    ),
+    *refused_each(
+        "on xla_fsdp1",
+        {
+            "memory.offload": "torch_xla's checkpoint keeps the inputs of recomputed layers in device memory",
+            "train.micro_batch=auto": "it has no planner",
+        },
     ),
     Rule(
         "memory.save_ops on xla_fsdp1",
