@@ -57,8 +57,6 @@ def engine_names_outside_backends(modules: Modules) -> list[str]:
             case _:
                 compared = []
         names = {constant.value for constant in compared if isinstance(constant, ast.Constant)} & ENGINES
-        if at.startswith("formats/__init__.py:"):
-            names -= {"xla_fsdp1"}  # also the name of torch_xla's format of checkpoints
         problems += [f"{at}: {name} is an engine's name" for name in names]
     return problems
 

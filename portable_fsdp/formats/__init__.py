@@ -5,14 +5,11 @@ training run loads `huggingface` or `peft` when it exports, and no other. Read f
 `importing.py`, `exporting.py`, then any format.
 """
 
-FORMATS = ("huggingface", "dcp", "gguf", "safetensors", "torch", "xla_fsdp1")
+FORMATS = ("huggingface", "dcp", "gguf", "safetensors", "torch")
 """The formats that we import, in the order in which `--format auto` tries them."""
 
-EXPORTS = {"huggingface": "model/", "dcp": "", "torch": "model/", "safetensors": "model/", "peft": "model/"}
+EXPORTS = {"huggingface": "model/", "dcp": "", "safetensors": "model/", "peft": "model/"}
 """Format that we export -> prefix of the checkpoint's files that it needs."""
-
-SINGLE_FILE = ("torch", "safetensors")
-"""Exports that are one file; the others are folders."""
 
 OF_TRANSFORMERS = ("huggingface", "peft")
 """Exports with a place for adapters and a tokenizer."""

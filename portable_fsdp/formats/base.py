@@ -6,8 +6,7 @@ the order of our files.
 
 import json
 import reprlib
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +23,7 @@ from portable_fsdp.formats import MODULES
 from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.models.weights import names_of_weights
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.files import read_regular
+from portable_fsdp.runtime.files import parse_json, read_regular
 from portable_fsdp.runtime.hub import import_transformers
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -117,14 +116,37 @@ def check_shape(where: str, shape: object) -> tuple[int, ...]:
     return sizes
 
 
-@contextmanager
-def torch_saving(path: Path) -> Generator[None]:
-    """Turn the RuntimeError that torch.save's zip writer raises for a failed write into an OSError."""
+def open_folder(
+    folder: Path, index: str, single: str, open_file: Callable[[Path], ForeignCheckpoint]
+) -> ForeignCheckpoint:
+    """Open the files that transformers' `index` lists, or the file `single`, and config.json if the folder has one.
+
+    Raises `CheckpointError`.
+    """
+    weight_map = _weight_map(folder, index) if (folder / index).exists() else None
+    holders: dict[str, ForeignCheckpoint] = {}
+    for name in [single] if weight_map is None else sorted(set(weight_map.values())):
+        file = open_file(file_inside(folder, name))
+        holders |= {key: file for key in file.tensors if weight_map is None or weight_map.get(key) == name}
+    for key, name in sorted((weight_map or {}).items()):
+        if key not in holders:
+            raise CheckpointError(f"{folder}: {name} has no tensor {key}, which {index} lists")
+    tensors = {key: file.tensors[key] for key, file in holders.items()}
+    config = config_of(folder) if (folder / "config.json").is_file() else None
+    return ForeignCheckpoint(tensors, lambda key: holders[key].read(key), 0, config)
+
+
+def _weight_map(folder: Path, index: str) -> dict[str, str]:
+    """Read the index: key -> plain name of a file."""
+    path = file_inside(folder, index)
     try:
-        yield
-    except RuntimeError as error:
-        cause = error.__context__ or error  # the first failure; closing the writer raises a second one
-        raise OSError(f"{path.name}: {(str(cause).splitlines() or [''])[0]}") from error
+        content = parse_json(read_regular(path, folder))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+    weight_map = cast(dict[str, object], content).get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: expected a weight_map (tensor -> file), found {str(weight_map)[:80]}")
+    return {key: file_inside(folder, name).name for key, name in cast(dict[str, object], weight_map).items()}
 
 
 # ------------------------------------------------------------------------- the model's names, by transformers' config

@@ -14,7 +14,6 @@ SHARDED_STATE_DICT (a folder with `pytorch_model_fsdp_0/` and `optimizer_0/`): t
 """
 
 import gc
-import io
 import logging
 import math
 import os
@@ -35,7 +34,6 @@ from portable_fsdp.checkpoint.storage import store_of
 from portable_fsdp.checkpoint.store import Advance, Reader
 from portable_fsdp.formats import base
 from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
-from portable_fsdp.formats.single_file import check_members
 from portable_fsdp.formats.unpickle import Record, read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
@@ -217,14 +215,12 @@ def _read(key: str, tensor: Chunked) -> Tensor:
 
 
 def _load(key: str, entry: TensorEntry, chunk: Chunk) -> Tensor:
+    from torch.distributed.checkpoint.utils import _create_file_view  # pyright: ignore[reportPrivateUsage]
+
     try:
         with chunk.path.open("rb") as file:
-            part: Any = _View(file, chunk.start, chunk.length)
-            check_members(str(chunk.path), part)
-            part.seek(0)
-            value = torch.load(part, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
+            part = _create_file_view(file, chunk.start, chunk.length)
+            value = torch.load(cast(Any, part), map_location="cpu", weights_only=True)
     except Exception as error:  # damage raises errors of many classes
         first_line = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"{chunk.path}: {key}: {type(error).__name__}: {first_line}") from None
@@ -239,31 +235,6 @@ def _step(tensor: Chunked) -> int:
     if tensor.entry.shape != () or "int" not in tensor.entry.dtype:
         return 0
     return max(0, int(_read("step", tensor).item()))
-
-
-class _View(io.RawIOBase):
-    """A part of a file as a separate file. (torch's own view seeks wrongly from the end, as zipfile needs.)"""
-
-    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self._file.seek(start)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
-        return self._file.seek(self._start + max(0, origin + offset)) - self._start
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def readinto(self, buffer: Any, /) -> int:
-        left = max(0, self._length - self.tell())
-        return self._file.readinto(memoryview(buffer)[: min(left, len(buffer))])
 
 
 def _expect(folder: Path, kind: str | type[dict[Any, Any]], value: Any) -> Any:
@@ -283,8 +254,11 @@ def _write_file(
         for key, entry in entries.items():
             start = file.tell()
             tensor = converted(key, read(key), entry.dtype)
-            with base.torch_saving(path):
+            try:
                 torch.save(tensor, cast(Any, file))
+            except RuntimeError as error:  # of its zip writer, for a failed write
+                cause = error.__context__ or error  # the first failure; closing the writer raises a second one
+                raise OSError(f"{path.name}: {(str(cause).splitlines() or [''])[0]}") from error
             del tensor
             gc.collect(0)  # torch.save leaves the tensor in a young reference cycle
             places[key] = (path.name, start, file.tell() - start)

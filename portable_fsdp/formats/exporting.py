@@ -22,7 +22,7 @@ from portable_fsdp.checkpoint.storage import part_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.tokenize import Tokenizer
-from portable_fsdp.formats import EXPORTS, SINGLE_FILE
+from portable_fsdp.formats import EXPORTS
 from portable_fsdp.formats.base import ExportOptions, load_format
 from portable_fsdp.models.tensor_files import MARK, hashes_of
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -40,7 +40,7 @@ def export_checkpoint(checkpoint: Path, name: str, target: Path, options: Export
     Hashes the files that it needs first. Replaces an older export in `target` once the new one is complete. Raises
     `CheckpointError`: a damaged checkpoint, other files in `target`.
     """
-    is_file = name in SINGLE_FILE
+    is_file = name == "safetensors"
     (require_new if is_file else require_replaceable)(target)
     with Reader(checkpoint) as reader:
         write = load_format(name).export(reader, options)

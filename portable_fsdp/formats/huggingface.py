@@ -15,12 +15,13 @@ import yaml
 from torch import Tensor, nn
 
 from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors, run_name
-from portable_fsdp.checkpoint.safetensors import Stored, byte_chunks, groups, header_of, read_tensor, write_file
+from portable_fsdp.checkpoint.safetensors import byte_chunks, groups, write_file
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Lora, Model
 from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.formats import base as formats
 from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
+from portable_fsdp.formats.single_file import open_safetensors
 from portable_fsdp.layout import full_region
 from portable_fsdp.models import lora
 from portable_fsdp.models.architecture import mapping_of
@@ -30,7 +31,7 @@ from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
 from portable_fsdp.models.weights import RandomWeights, WeightFill, plain_name
 from portable_fsdp.quantised.layers import holds_inputs_first
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, printable
-from portable_fsdp.runtime.files import parse_json, read_regular, write_text_atomically
+from portable_fsdp.runtime.files import read_regular, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_folder
 
 log = logging.getLogger("portable_fsdp")
@@ -73,32 +74,7 @@ def export_model(reader: Reader, options: ExportOptions) -> Callable[[Path], Non
 
 def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
     """Open the folder's weights, and its config.json if it has one. Holds one tensor. Raises `CheckpointError`."""
-    stored: dict[str, tuple[Path, Stored]] = {}
-    weight_map = _weight_map(path) if (path / INDEX).exists() else None
-    for name in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
-        file = formats.file_inside(path, name)
-        for key, tensor in header_of(file).items():
-            if weight_map is None or weight_map.get(key) == name:
-                stored[key] = file, tensor
-    for key, name in sorted((weight_map or {}).items()):
-        if key not in stored:
-            raise CheckpointError(f"{path}: {name} has no tensor {key}, which {INDEX} lists")
-    config = formats.config_of(path) if (path / "config.json").is_file() else None
-    entries = {key: tensor.entry for key, (_, tensor) in stored.items()}
-    return ForeignCheckpoint(entries, lambda key: read_tensor(*stored[key]), 0, config)
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Read the index: key -> plain name of a file."""
-    path = formats.file_inside(folder, INDEX)
-    try:
-        index = parse_json(read_regular(path, folder))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
-    weight_map = cast(dict[str, object], index).get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: expected a weight_map (tensor -> file), found {str(weight_map)[:80]}")
-    return {key: formats.file_inside(folder, name).name for key, name in cast(dict[str, object], weight_map).items()}
+    return formats.open_folder(path, INDEX, SINGLE, open_safetensors)
 
 
 def _task_of(manifest: Manifest) -> str:

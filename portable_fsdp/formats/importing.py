@@ -44,7 +44,7 @@ def import_checkpoint(
         is_verified = path.is_dir() and require_as_exported(path)
     except ConfigError as error:
         raise CheckpointError(f"import {error}") from None
-    if kind != "torch" and not is_verified:  # torch.save's files have CRC-32s
+    if not is_verified:
         log.warning("import %s: %s has no checksum: damage that leaves it readable stays unnoticed", path, kind)
     model_config = None if config is None else base.config_of(config)
     source: ForeignCheckpoint = base.load_format(kind).open_checkpoint(path, trust_metadata=trust_metadata)

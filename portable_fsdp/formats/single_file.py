@@ -1,11 +1,11 @@
-"""Formats with the whole model in one file: torch.save, safetensors, and GGUF (llama.cpp; import only)."""
+"""Formats with the whole model in one file: safetensors, and for import torch.save (also transformers' folders of such
+files) and GGUF (llama.cpp)."""
 
 import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import IO, Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from portable_fsdp.backends.contract import dtype_name
 from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.safetensors import byte_chunks, header_of, read_tensor, write_file
-from portable_fsdp.checkpoint.storage import require_regular, store_of
+from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.formats import base
 from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
@@ -22,15 +22,20 @@ from portable_fsdp.models.tensor_files import GgufFile, is_gguf
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.hub import import_transformers
 
+_INDEX = "pytorch_model.bin.index.json"
+_SINGLE = "pytorch_model.bin"
 _NESTED = ("model", "state_dict", "model_state_dict")
 
 # ---------------------------------------------------------------------------------------------------------- torch.save
 
 
 def is_torch(path: Path) -> bool:
-    """Whether `path` is the zip that torch.save writes, whatever its suffix."""
-    if not path.is_file():
-        return False
+    """Whether `path` is the zip that torch.save writes, whatever its suffix, or transformers' index or folder of such
+    files."""
+    if path.is_dir():
+        return any((path / name).is_file() for name in (_INDEX, _SINGLE))
+    if not path.is_file() or path.name == _INDEX:
+        return path.is_file()
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
@@ -39,87 +44,40 @@ def is_torch(path: Path) -> bool:
 
 
 def _open_torch(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
+    """Open a file, or all files of transformers' folder or index, with its config.json. Raises `CheckpointError`."""
+    if path.is_dir() or path.name == _INDEX:
+        return base.open_folder(path if path.is_dir() else path.parent, _INDEX, _SINGLE, _open_torch_file)
+    return _open_torch_file(path)
+
+
+def _open_torch_file(path: Path) -> ForeignCheckpoint:
     """Open a dict of tensors, perhaps under `model` or `state_dict`; read with `weights_only`, mapped.
 
     Holds a copy of one tensor beside the page cache. Ignores other values of the dict. Raises `CheckpointError`.
     """
-    tensors = tensor_dict(path, load_mapped(path))
-    entries = {key: entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()}
-    return ForeignCheckpoint(entries, lambda key: tensors[key].clone(memory_format=torch.contiguous_format))
-
-
-def _export_torch(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
-    """Export {FQN: tensor} for `torch.load(path, weights_only=True)`; all names of a tied weight share one storage.
-
-    torch.save reads the tensors from mapped files beside the target, which need the same disk space again.
-    """
-    tensors = base.weights_of(reader, options.dtype)
-    aliases = base.aliases_of(reader)
-
-    def write(path: Path) -> None:
-        with TemporaryDirectory(prefix=f"{path.name}-", dir=path.parent) as folder:
-            saved: dict[str, Tensor] = {}
-            for number, (key, entry) in enumerate(tensors.items()):
-                file = Path(folder) / str(number)
-                store_of(file).write(file, byte_chunks(reader.read_whole, key, entry))
-                options.advance(entry.nbytes)
-                tensor = torch.empty(0, dtype=torch.uint8)
-                if entry.nbytes:
-                    tensor = torch.from_file(str(file), size=entry.nbytes, dtype=torch.uint8)
-                tensor = tensor.view(getattr(torch, entry.dtype)).reshape(entry.shape)
-                saved |= dict.fromkeys(aliases.get(key, [key]), tensor)
-            with base.torch_saving(path):
-                torch.save(saved, path)
-
-    return write
-
-
-TORCH = ForeignFormat(is_torch, _open_torch, _export_torch)
-
-
-def load_mapped(path: Path) -> Any:
-    """Call `torch.load` with `weights_only`, its tensors mapped from the file. Raises `CheckpointError`."""
     require_regular(path, path.name)
     if not is_torch(path):
         raise CheckpointError(
             f"{path}: not a file of torch.save in zip format (torch 1.6 or newer).\n"
             "  Load it with torch and save it again."
         )
-    with path.open("rb") as file:
-        check_members(str(path), file)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # refusals of weights_only, and damage, raise many classes
         first = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
             f"{path}: torch.load(weights_only=True) failed: {type(error).__name__}: {first}\n"
             "  Nothing was executed. Save only the tensors: torch.save(model.state_dict(), ...)."
         ) from None
+    tensors = _tensor_dict(path, value)
+    entries = {key: _entry_of(f"{path}: {key}", tensor) for key, tensor in tensors.items()}
+    return ForeignCheckpoint(entries, lambda key: tensors[key].clone(memory_format=torch.contiguous_format))
 
 
-def check_members(where: str, file: IO[bytes]) -> None:
-    """Check the CRC-32 of each member of a zip of torch.save, which torch doesn't, a MiB at a time.
-
-    Raises `CheckpointError` for a member that differs, or is compressed: torch.save writes none, and a few bytes may
-    expand to terabytes.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for member in archive.infolist():
-                if member.compress_type != zipfile.ZIP_STORED:
-                    raise CheckpointError(
-                        f"{where}: {member.filename:.200}: expected uncompressed bytes, found compressed ones"
-                    )
-                with archive.open(member) as content:
-                    while content.read(1 << 20):
-                        pass
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, OSError) as error:
-        raise CheckpointError(
-            f"{where}: damaged since torch.save wrote it: {error!s:.300}.\n  Copy it again."
-        ) from None
+TORCH = ForeignFormat(is_torch, _open_torch)
 
 
-def tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
+def _tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
     """Return the tensors by name, of the dict or of the model's dict inside it. Raises `CheckpointError`."""
     outer = cast(dict[object, object], value) if isinstance(value, dict) else {}
     inner = next((outer[name] for name in _NESTED if isinstance(outer.get(name), dict)), outer)
@@ -132,7 +90,7 @@ def tensor_dict(path: Path, value: object) -> dict[str, Tensor]:
     return tensors
 
 
-def entry_of(where: str, tensor: Tensor) -> TensorEntry:
+def _entry_of(where: str, tensor: Tensor) -> TensorEntry:
     """Return shape and dtype. Raises `CheckpointError` for anything but a plain tensor with its own bytes."""
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPE_BYTES or tensor.layout != torch.strided or tensor.device.type != "cpu":
@@ -148,7 +106,7 @@ def entry_of(where: str, tensor: Tensor) -> TensorEntry:
 # --------------------------------------------------------------------------------------------------- safetensors, GGUF
 
 
-def _open_safetensors(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
+def open_safetensors(path: Path) -> ForeignCheckpoint:
     require_regular(path, path.name)
     stored = header_of(path)
     entries = {key: tensor.entry for key, tensor in stored.items()}
@@ -186,6 +144,8 @@ def _open_gguf(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 
 
 SAFETENSORS = ForeignFormat(
-    lambda path: path.is_file() and path.suffix == ".safetensors", _open_safetensors, _export_safetensors
+    lambda path: path.is_file() and path.suffix == ".safetensors",
+    lambda path, *, trust_metadata: open_safetensors(path),
+    _export_safetensors,
 )
 GGUF = ForeignFormat(is_gguf, _open_gguf)

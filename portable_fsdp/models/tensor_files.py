@@ -81,8 +81,9 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         raise ConfigError(
             f"{_KEY}: expected {SINGLE} or {INDEX} in {folder}, found {others[0] if others else 'neither'}.\n"
             "  For a GGUF file set model.gguf_file. A pickle may run any code when it is opened, and is never "
-            "downloaded:\n"
-            "  if you trust it, convert it once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(ANOTHER)."
+            "downloaded.\n  Convert it once, read as data only, and name the folder that you export to:\n"
+            f"    python -m portable_fsdp.checkpoint import {folder} RUN\n"
+            f"    python -m portable_fsdp.checkpoint export RUN ANOTHER --tokenizer {folder}"
         )
     absent = sorted({path.name for path in files.values() if not path.is_file()})
     if absent:

@@ -265,7 +265,11 @@ def test_a_checkpoint_that_holds_its_base_exports_the_same(tmp_path: Path) -> No
 def test_merging_finds_the_base_or_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, model = train(tmp_path, "llama")
     export = ["export", str(path), str(tmp_path / "export"), "--tokenizer", "none"]
-    for words in (["--format", "torch"], ["--format", "dcp"], ["--format", "peft", "--base", str(tmp_path / "base")]):
+    for words in (
+        ["--format", "safetensors"],
+        ["--format", "dcp"],
+        ["--format", "peft", "--base", str(tmp_path / "base")],
+    ):
         assert main([*export, *words]) == 2
     printed = capsys.readouterr().err
     assert printed.count("the checkpoint leaves out the base model of its adapters: ") == 2

@@ -63,7 +63,7 @@ print(json.dumps(both_ways("large", COUNT, ROWS)))
     ("source", "format"),
     [
         ("huggingface", "safetensors"),
-        *(pytest.param(name, name, marks=pytest.mark.proof) for name in ("dcp", "torch")),
+        *(pytest.param(*pair, marks=pytest.mark.proof) for pair in (("dcp", "dcp"), ("torch", "safetensors"))),
     ],
 )
 def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: str, format: str) -> None:

@@ -1,5 +1,6 @@
 """Other formats, out and in: other tools' own libraries write what we read, and read what we write."""
 
+import json
 import pickle
 import re
 import shutil
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import MODELS, TIED, assert_same, build, dcp_save, export, save, tensors_in, trained, weights
+from foreign_models import MODELS, SMALL, TIED, assert_same, build, dcp_save, export, save, tensors_in, trained, weights
 from plain_backend import PlainBackend, checkpoints, named_tensors, small_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_torch_load
+from transformers import AutoModelForCausalLM
 
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main, prune
@@ -29,6 +31,7 @@ from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
 
+OPT = {"model_type": "opt", **SMALL, "ffn_dim": 24, "max_position_embeddings": 32, "word_embed_proj_dim": 16}
 UNTIED_OR_TIED = pytest.mark.parametrize("architecture", [MODELS["llama"], TIED], ids=["untied", "tied"])
 
 
@@ -137,47 +140,26 @@ def test_chunks_of_many_ranks_are_put_together(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ single files
 
 
-@UNTIED_OR_TIED
-def test_a_plain_script_loads_the_torch_file(tmp_path: Path, architecture: dict[str, Any]) -> None:
-    model, optimizer = trained(architecture)
-    export(save(tmp_path, model, optimizer), "torch", tmp_path / "m.pt")
-    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
-    assert_same(loaded, model.state_dict())
-    head, embedding = loaded["lm_head.weight"], loaded["model.embed_tokens.weight"]
-    assert (head.data_ptr() == embedding.data_ptr()) == bool(architecture.get("tie_word_embeddings"))
-    mapped = torch.load(tmp_path / "m.pt", weights_only=True, mmap=True)
-    assert_same(mapped, model.state_dict())
-
-    model.config.save_pretrained(tmp_path / "config")
-    path = import_checkpoint(tmp_path / "m.pt", tmp_path / "run", config=tmp_path / "config" / "config.json")
-    assert_same(tensors_in(path), weights(model))
-
-
-@pytest.mark.parametrize("format", ["torch", "safetensors"])
-def test_a_single_file_has_the_requested_dtype_and_replaces_nothing(tmp_path: Path, format: str) -> None:
-    def read(target: Path) -> dict[str, torch.Tensor]:
-        return load_file(target) if format == "safetensors" else torch.load(target, weights_only=True)
-
+def test_a_single_file_has_the_requested_dtype_and_replaces_nothing(tmp_path: Path) -> None:
     model = build(TIED)
     source, other = save(tmp_path / "run", model), save(tmp_path / "other", build(TIED, seed=1))
-    target = tmp_path / "out" / f"m.{format}"
-    export(source, format, target, dtype="bfloat16")
+    target = tmp_path / "out" / "m.safetensors"
+    export(source, "safetensors", target, dtype="bfloat16")
     expected = model.state_dict()
-    if format == "safetensors":
-        del expected["lm_head.weight"]  # a tied weight stands once
-    assert_same(read(target), {key: tensor.bfloat16() for key, tensor in expected.items()})
+    del expected["lm_head.weight"]  # a tied weight stands once
+    assert_same(load_file(target), {key: tensor.bfloat16() for key, tensor in expected.items()})
     with pytest.raises(CheckpointError, match="it already exists"):
-        export(source, format, target)
+        export(source, "safetensors", target)
     target.unlink()
 
     def export_the_other(_: int) -> None:
         if not target.exists() and any(target.parent.glob(f".{target.name}.*")):
-            export(other, format, target)
+            export(other, "safetensors", target)
 
     with pytest.raises(CheckpointError, match=r"it already exists\. Name another file"):
-        export(source, format, target, advance=export_the_other)
+        export(source, "safetensors", target, advance=export_the_other)
     key = "model.embed_tokens.weight"
-    assert torch.equal(read(target)[key], build(TIED, seed=1).state_dict()[key])  # the first of two stands
+    assert torch.equal(load_file(target)[key], build(TIED, seed=1).state_dict()[key])  # the first of two stands
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
@@ -188,6 +170,34 @@ def test_torch_files_of_others_are_imported(tmp_path: Path, nest: str | None) ->
     assert_same(tensors_in(import_checkpoint(tmp_path / "m.bin", tmp_path / "run")), tensors)
 
 
+@pytest.mark.parametrize("layout", ["single", "sharded", "by index"])
+def test_transformers_folders_of_torch_files_are_imported(tmp_path: Path, layout: str) -> None:
+    """As OPT is published: float16, without the prefix `model.`, the tied head beside the embedding."""
+    model = build(OPT).half()
+    state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    folder = tmp_path / "opt"
+    index = folder / "pytorch_model.bin.index.json"
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    if layout == "single":
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        weight_map = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(state)}
+        for file in set(weight_map.values()):
+            torch.save({name: state[name] for name in state if weight_map[name] == file}, folder / file)
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    source = index if layout == "by index" else folder
+    assert detect(source) == "torch"
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    assert_same(tensors_in(tmp_path / "run/checkpoints/step-00000000"), weights(model))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "hub"), "--tokenizer", "none"]) == 0
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype="auto").state_dict(), model.state_dict())
+    if layout == "sharded":
+        (folder / "pytorch_model-00002-of-00002.bin").unlink()
+        with pytest.raises(CheckpointError, match=r"no such file: .*pytorch_model-00002-of-00002\.bin"):
+            import_checkpoint(folder, tmp_path / "other")
+
+
 def test_every_dtype_that_we_store_goes_through_all_formats(tmp_path: Path) -> None:
     names = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
     tensors = {name: torch.arange(6).reshape(2, 3).to(getattr(torch, name)) for name in names}
@@ -195,7 +205,7 @@ def test_every_dtype_that_we_store_goes_through_all_formats(tmp_path: Path) -> N
     tensors |= {name: torch.ones(3).to(getattr(torch, name)) for name in ("float8_e4m3fn", "float8_e5m2")}
     torch.save(tensors, tmp_path / "all.pt")
     path = import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
-    for format in ("torch", "safetensors", "dcp"):
+    for format in ("safetensors", "dcp"):
         export(path, format, tmp_path / f"x.{format}")
         if format == "safetensors":
             save_file(tensors, tmp_path / "theirs.safetensors")

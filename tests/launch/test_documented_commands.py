@@ -5,11 +5,13 @@ that they name, as it parses every command and runs each `explain`; test_templat
 """
 
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cli import FAKE_LAUNCHERS, PROGRAMS, SMALL_LLAMA, committed, finish, launch, losses, started, two_tasks
 from documented import ROOT, Command, commands, program_of
 
@@ -132,18 +134,17 @@ def test_variables_before_a_script_are_read_by_it() -> None:
 # ----------------------------------------------------------------------------------- migrating.md, foreign_formats.md
 
 
-def first_block(page: str) -> list[list[str]]:
-    """The words after `python -m MODULE` of each command."""
-    text = (ROOT / "docs" / page).read_text()
-    block = text.partition("```bash\n")[2].partition("```")[0]
-    return [command.words[3:] for command in commands(f"```bash\n{block}```\n", page)]
+def blocks(page: str) -> list[list[list[str]]]:
+    """Of each block of commands, the words after `python -m MODULE` of each one."""
+    texts = re.findall(r"^```bash\n.*?^```\n", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [[command.words[3:] for command in commands(text, page)] for text in texts]
 
 
 @pytest.mark.proof
 def test_an_accelerate_file_and_a_folder_of_text_are_a_training(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, explained = first_block("migrating.md")
+    train, explained = blocks("migrating.md")[0]
     (checkout / "corpus").mkdir()
     for number in range(3):
         text = f"Text {number} of a newcomer, line after line, in a file of its own.\n" * 40
@@ -167,9 +168,24 @@ def test_conversions_of_the_page_keep_every_value(folder: Path) -> None:
     """And what was exported and imported is trained on."""
     flags = ("--device=cpu", "--config=tiny.yaml")
     assert launch(*flags, "run.dir=runs/demo") == 0
-    for words in first_block("foreign_formats.md"):
+    conversions, of_pickles = blocks("foreign_formats.md")
+    for words in conversions:
         assert main(words) == 0, words
     assert sorted(path.name for path in Path("runs").iterdir()) == ["demo", "imported", "titan"]
+    page = (ROOT / "docs/foreign_formats.md").read_text()
+    [line] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(line, {})
+    saved = torch.load("model.pt", weights_only=True)
+    with Reader(resolve(Path("runs/demo"))) as reader:
+        assert saved.keys() == {key for key in reader.manifest.tensors if "/" not in key}
+        assert all(torch.equal(tensor, reader.read_whole(key)) for key, tensor in saved.items())
+    shutil.copytree("hub", "opt")
+    torch.save(saved, "opt/pytorch_model.bin")
+    Path("opt/model.safetensors").unlink()
+    Path("opt/portable_fsdp.json").unlink()
+    for words in of_pickles:
+        assert main(words) == 0, words
+    assert launch(*flags, "run.dir=from", "model.architecture=null", "model.pretrained=opt-safetensors") == 0
     with Reader(resolve(Path("runs/demo"))) as a, Reader(resolve(Path("runs/titan"))) as b:
         assert a.manifest.tensors.keys() == b.manifest.tensors.keys()
         assert (a.manifest.step, a.manifest.ties) == (b.manifest.step, b.manifest.ties)
