@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,8 +26,6 @@ WIDTH = 120
 
 def _parser() -> CommandParser:
     parser = CommandParser("doctor", DESCRIPTION, epilog=EXIT_CODES)
-    help = "a run's folder: check its free space and write permission"
-    parser.add_argument("--run_dir", type=Path, default=Path("runs"), metavar="FOLDER", help=help)
     help = "timeout in seconds for opening an engine, and for the other hosts"
     parser.add_argument("--limit_s", type=at_least(1, float), default=60.0, help=help)
     parser.switch("--json", "print one JSON object")
@@ -37,10 +34,10 @@ def _parser() -> CommandParser:
 
 def main(argv: list[str]) -> int:
     """Print the report; return the exit code. `argv`: the arguments after the program's name."""
-    return run_command(_parser(), argv, lambda options: _examine(options.run_dir, options.limit_s, options.json))
+    return run_command(_parser(), argv, lambda options: _examine(options.limit_s, options.json))
 
 
-def _examine(run_dir: Path, limit_s: float, as_json: bool) -> int:
+def _examine(limit_s: float, as_json: bool) -> int:
     """Print one report per host. A host's other processes only take part in opening the engine."""
     findings = {"launcher": checked(lambda: checks.check_launcher(os.environ))}
     launch = detect_launch(os.environ) if findings["launcher"].state == "ok" else None
@@ -50,7 +47,7 @@ def _examine(run_dir: Path, limit_s: float, as_json: bool) -> int:
         if launch is not None:
             device = "cuda" if gpus and visible not in checks.NO_GPU else "cpu"
             findings["engines"] = checked(partial(checks.start_engines, engines, children, launch, device, limit_s))
-        host = {} if launch and launch.local_rank else _host_checks(run_dir, gpus, visible)
+        host = {} if launch and launch.local_rank else _host_checks(gpus, visible)
         findings |= {name: checked(check) for name, check in (host | engines).items()}
     if not (launch and launch.local_rank):
         return _print(findings, as_json)
@@ -60,18 +57,12 @@ def _examine(run_dir: Path, limit_s: float, as_json: bool) -> int:
     return EXIT_FINISHED  # with another code the launcher would end the process that reports
 
 
-def _host_checks(run_dir: Path, gpus: int, visible: str | None) -> dict[str, Callable[[], Finding]]:
+def _host_checks(gpus: int, visible: str | None) -> dict[str, Callable[[], Finding]]:
     chips = tpu_chips()
-    locking = [str(path) for path in [*chips, *Path("/sys/class/infiniband").glob("*")]]
     return {
         "python": lambda: checks.check_python(sys.version_info[:3]),
         "packages": checks.check_packages,
         "extras": checks.check_extras,
-        "shared memory": checks.check_shared_memory,
-        "run folder": lambda: checks.check_disk(run_dir),
-        "temporary files": lambda: checks.check_disk(Path(tempfile.gettempdir())),
-        "open files": checks.check_open_files,
-        "locked memory": lambda: checks.check_locked_memory(locking),
         "gpu": lambda: checks.check_gpu(gpus, visible),
         "tpu": lambda: checks.check_tpu(chips, os.environ),
         "tpu in use": lambda: checks.check_tpu_is_free(chips),

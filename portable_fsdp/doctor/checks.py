@@ -6,12 +6,9 @@ launcher all processes open an engine together, as a run does. They open no TPU 
 
 import os
 import platform
-import resource
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
     from portable_fsdp.backends.open import Package
 
 OURS = "portable-fsdp"
-MIN_BYTES = GIB = 2**30  # with docker's default /dev/shm of 64 MiB NCCL fails: "no space left on device"
-MIN_FILES, USUAL_FILES = 256, 1024
 NO_GPU = ("", "-1")  # values of CUDA_VISIBLE_DEVICES that hide all GPUs
 ANSWER = "engine: "  # prefix of the child's answer; libraries print to stdout too
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -128,48 +123,6 @@ def check_extras() -> Finding:
         else:
             states.append(f"{extra} complete")
     return Finding("warning" if mend else "ok", "; ".join(states), mend)
-
-
-def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Check /dev/shm, through which NCCL's processes of one host communicate."""
-    size = shutil.disk_usage(folder)
-    room = f"{folder}: {size.free / GIB:.2f} GiB free of {size.total / GIB:.2f}"
-    mend = f"in a container: --shm-size=16g or --ipc=host; else delete files in {folder}"
-    return Finding("warning", room, mend) if size.free < MIN_BYTES else Finding("ok", room)
-
-
-def check_disk(folder: Path) -> Finding:
-    """Check free disk space and write permission where `folder` is or would be."""
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    mend = f"free space in {place}, or choose a folder on another disk (run.dir, TMPDIR)"
-    try:
-        with tempfile.TemporaryFile(dir=place):  # mode bits don't show a read-only disk
-            free = shutil.disk_usage(place).free
-    except OSError as error:
-        return Finding("failed", f"{place}: can't be written to: {error.strerror}", mend)
-    room = f"{free / GIB:.1f} GiB free at {place}"
-    return Finding("failed", room, mend) if free < MIN_BYTES else Finding("ok", room)
-
-
-def check_open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = f"{soft} (ulimit -n), hard limit {hard}"
-    if soft == resource.RLIM_INFINITY or soft >= USUAL_FILES:
-        return Finding("ok", limits)
-    mend = f"ulimit -n {USUAL_FILES}"
-    if hard != resource.RLIM_INFINITY and hard < USUAL_FILES:
-        mend += ", after raising nofile in /etc/security/limits.conf (docker: --ulimit nofile)"
-    return Finding("failed" if soft < MIN_FILES else "warning", limits, mend)
-
-
-def check_locked_memory(needed_by: Sequence[str]) -> Finding:
-    """Check the limit on locked memory. `needed_by`: hardware of this host that registers memory: InfiniBand, TPUs."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB (ulimit -l)"
-    if soft == resource.RLIM_INFINITY or not needed_by:
-        return Finding("ok", limit)
-    mend = "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: srun --propagate=MEMLOCK)"
-    return Finding("warning", f"{limit}, too low for {', '.join(needed_by)}", mend)
 
 
 def check_gpu(files: int, visible: str | None) -> Finding:
