@@ -1,4 +1,4 @@
-"""List, show, verify, compare, convert or delete checkpoints: `python -m portable_fsdp.checkpoint COMMAND PATH`.
+"""List, show, verify, compare or convert checkpoints: `python -m portable_fsdp.checkpoint COMMAND PATH`.
 
 PATH is the folder or URL of a checkpoint, or of a run, which means its newest checkpoint; `export` uses the best by its
 evaluations, as the run does. `--json` prints one object for scripts. Exit code: 0; 1 where `diff` finds a
@@ -8,21 +8,20 @@ difference; 2 for a usage error or a checkpoint that can't be read; 130 for Ctrl
 import argparse
 import json
 import logging
-import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from portable_fsdp.checkpoint import commit, format, report
 from portable_fsdp.checkpoint.format import Manifest, read_manifest
-from portable_fsdp.checkpoint.storage import MANIFEST, exists, is_link, locate, store_of
+from portable_fsdp.checkpoint.storage import MANIFEST, exists, locate, store_of
 from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS
 from portable_fsdp.runtime import errors
-from portable_fsdp.runtime.command import CommandParser, at_least, to_stderr, to_stdout
+from portable_fsdp.runtime.command import CommandParser, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.host import in_units
 
@@ -93,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     diff = add("diff", _diff, "compare two: tensors' names, shapes and dtypes, configs; exit code 1 if they differ")
     diff("a", metavar="A", **path)
     diff("b", metavar="B", **path)
-    diff("--values", action="store_true", help="compare the tensors' values too")
     export = add("export", _export, "write a checkpoint in another format")
     export("path", type=locate, metavar="PATH", help="a checkpoint's folder, or a run's (its best)")
     target_help = "a local folder (new, empty, or an earlier export), or a new file"
@@ -112,11 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     imports("--dtype", **dtype)
     trust_help = "read pickled metadata (dcp), as data: names that aren't torch's metadata are refused"
     imports("--trust_metadata", action="store_true", help=trust_help)
-    prune = add("prune", _prune, "delete older checkpoints")
-    prune("path", **run)
-    prune("--keep", type=at_least(1, int), required=True, metavar="N", help="keep the newest N of each run")
-    prune("--keep_every", type=at_least(1, int), metavar="K", help="also keep steps that are multiples of K")
-    prune("--dry_run", action="store_true", help="print what would be deleted")
     return parser
 
 
@@ -172,20 +165,8 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    paths = resolve(options.a), resolve(options.b)
-    from portable_fsdp.checkpoint.store import Reader, value_differences
-
-    with Reader(paths[0]) as a, Reader(paths[1]) as b:
-        differences = report.differences(a.manifest, b.manifest)
-        if options.values:
-            with _progress("compare", a.manifest.bytes) as advance:
-                differences["values"] = value_differences(a, b, advance)
-            differences["is_equal"] = differences["is_equal"] and not differences["values"]
-    text = report.differences_text(differences)
-    if options.values:  # JSON has no NaN
-        values = differences["values"].items()
-        differences["values"] = {key: str(value) if math.isnan(value) else value for key, value in values}
-    _print(options, differences, text)
+    differences = report.differences(*(read_manifest(resolve(path)) for path in (options.a, options.b)))
+    _print(options, differences, report.differences_text(differences))
     return errors.EXIT_FINISHED if differences["is_equal"] else errors.EXIT_FAILED
 
 
@@ -264,80 +245,6 @@ def _import(options: argparse.Namespace) -> None:
         raise CheckpointError(f"import {options.source}: can't be read: {error}") from error
     data = report.facts(path, read_manifest(path))
     _print(options, data, f"{path}: imported {data['model']['tensors']} tensors, {in_units(data['bytes'])}")
-
-
-def _prune(options: argparse.Namespace) -> None:
-    folder = checkpoints_in(options.path)[0].parent
-    pruned = prune(folder, options.keep, options.keep_every, dry_run=options.dry_run)
-    freed, verb = sum(pruned.deleted.values()), "would delete" if options.dry_run else "deleted"
-    total = len(pruned.deleted) + len(pruned.kept)
-    lines = [f"{verb} {path.name}: {in_units(size)}" for path, size in pruned.deleted.items()]
-    lines += [f"skipped {path.name}: {reason}" for path, reason in pruned.left_alone.items()]
-    lines.append(f"{folder}: {verb} {len(pruned.deleted)} of {total} checkpoints, {in_units(freed)}")
-    data: dict[str, Any] = {"deleted": list(map(str, pruned.deleted)), "kept": list(map(str, pruned.kept))}
-    data["left_alone"] = {str(path): reason for path, reason in pruned.left_alone.items()}
-    _print(options, data | {"bytes": freed, "dry_run": options.dry_run}, "\n".join(lines))
-
-
-class Pruned(NamedTuple):
-    """Checkpoints, newest first: kept and deleted ones with their bytes, skipped ones with the reason."""
-
-    kept: dict[Path, int]
-    deleted: dict[Path, int]
-    left_alone: dict[Path, str]
-
-
-def prune(folder: Path, keep: int, keep_every: int | None = None, *, dry_run: bool = False) -> Pruned:
-    """Delete older intact checkpoints directly below `folder`, of each run. One process.
-
-    Each run (`run.name`) keeps its newest `keep`, steps that `keep_every` divides, and the best of its evaluations by
-    the newest checkpoint. Intact: files have the sizes of the manifest, and there is no other file. Hashes the
-    newest of each run first, and deletes nothing if one is damaged. A killed deletion leaves the checkpoint whole, or
-    debris that the next `prune` and the run's next save remove. Raises `CheckpointError`.
-    """
-    from portable_fsdp.checkpoint.store import Reader
-
-    pruned = Pruned({}, {}, {})
-    runs: dict[str, dict[int, Path]] = {}  # the checkpoints of each run by step
-    for path in format.committed_steps(folder):
-        try:
-            manifest = _require_ours(path)
-            runs.setdefault(format.run_of(manifest), {})[manifest.step] = path
-            pruned.kept[path] = manifest.bytes
-        except CheckpointError as error:
-            pruned.left_alone[path] = str(error).splitlines()[0]
-    if not runs:
-        raise CheckpointError(f"prune {folder}: no intact checkpoint (step-00000500)")
-    outdated: dict[Path, str] = {}
-    for run, paths in runs.items():
-        with Reader(paths[max(paths)]) as newest:
-            newest.verify()
-            best = newest.manifest.evaluation and newest.manifest.evaluation.best_step
-        outdated.update((paths[step], run) for step in commit.outdated(list(paths), keep, keep_every, best))
-    for path in [path for path in pruned.kept if path in outdated]:
-        pruned.deleted[path] = pruned.kept.pop(path)
-    if not dry_run:
-        commit.remove_half_deleted(folder)
-        for path in reversed(pruned.deleted):
-            commit.delete(path, outdated[path])
-    return pruned
-
-
-def _require_ours(path: Path) -> Manifest:
-    """Refuse a link, a damaged checkpoint, and one with other files. Raises `CheckpointError`."""
-    from portable_fsdp.checkpoint.store import Reader
-
-    if is_link(path):
-        raise CheckpointError(f"checkpoint {path.name}: expected a folder, found a link")
-    with Reader(path) as reader:
-        reader.verify_sizes()
-        manifest = reader.manifest
-    files = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
-    # A deletion that was killed at its start leaves a mark.
-    others = sorted(files - {file.name for file in manifest.files} - {MANIFEST, *commit.MARKS})
-    if others:
-        raise CheckpointError(f"checkpoint {path.name}: {others[0]} isn't in its manifest")
-    return manifest
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from portable_fsdp.runtime.host import in_units
 log = logging.getLogger("portable_fsdp")
 
 MARK = "attempt.json"
-MARKS = {MARK, f"{MARK}.part"}  # the second one is left by a kill while the mark is written
+_MARKS = {MARK, f"{MARK}.part"}  # the second one is left by a kill while the mark is written
 _DELETED = "deleted"  # the attempt in the mark of a checkpoint that is being deleted
 
 
@@ -96,7 +96,7 @@ def _other_owner(path: Path, run: str) -> str | None:
 
 def _is_debris_of(path: Path, run: str) -> bool:
     """Whether `run` may delete a folder. One without mark and files has no owner: a kill came before its mark."""
-    return _read_mark(path).get("run") == run or set(store_of(path).names(path)) <= MARKS - {MARK}
+    return _read_mark(path).get("run") == run or set(store_of(path).names(path)) <= _MARKS - {MARK}
 
 
 def remove_debris(run_folder: Path, run: str) -> None:
@@ -106,18 +106,11 @@ def remove_debris(run_folder: Path, run: str) -> None:
         if _is_debris_of(path, run):
             discard(path)
     for path in format.committed_steps(run_folder):
-        marks = MARKS.intersection(store.names(path))
+        marks = _MARKS.intersection(store.names(path))
         with suppress(CheckpointError):  # a manifest that can't be read: the owner of the mark is unknown
             if marks and format.run_of(format.read_manifest(path)) == run:
                 for name in marks:
                     store.remove(path / name)
-
-
-def remove_half_deleted(run_folder: Path) -> None:
-    """Delete the debris of killed deletions of any run: no reader opens it."""
-    for path in store_of(run_folder).unfinished(run_folder):
-        if _read_mark(path).get("attempt") == _DELETED:
-            discard(path)
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -284,8 +277,8 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
         return cause
     before = "Then"
     if cause and error.errno != errno.EFBIG:
-        prune = f" (python -m portable_fsdp.checkpoint prune {folder} --keep 1)" if len(steps) > 1 else ""
-        before = f"Free room there{prune} and"
+        older = " (delete older checkpoints; checkpoint.keep=N does so after each save)" if len(steps) > 1 else ""
+        before = f"Free room there{older} and"
     saved = f"The last saved checkpoint is {steps[0]}." if steps else "No checkpoint was saved before it."
     rerun = f"{before} rerun the same command: it {f'resumes from {steps[0].name}' if steps else 'starts over'}."
     elsewhere = "Or save elsewhere: checkpoint.dir=ANOTHER" + (f" checkpoint.resume={steps[0]}" if steps else "") + "."

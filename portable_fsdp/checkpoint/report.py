@@ -120,12 +120,11 @@ def differences_text(differences: Mapping[str, Any]) -> str:
     rows += [(key, "only in A") for key in differences["only_in_a"]]
     rows += [(key, "only in B") for key in differences["only_in_b"]]
     rows += [(key, f"{a} -> {b}") for key, (a, b) in differences["tensors"].items()]
-    rows += [(key, f"values differ by at most {value:.6g}") for key, value in differences.get("values", {}).items()]
     for name in ("config", "model_config", "base", "data", "written_by"):
         rows += [(f"{name}: {key}", f"{a!r} -> {b!r}") for key, (a, b) in differences[name].items()]
     if differences["step"][0] != differences["step"][1]:
         rows.append(("step", f"{differences['step'][0]} -> {differences['step'][1]}"))
-    compared = "tensors (names, shapes, dtypes" + (", values)" if "values" in differences else ")")
+    compared = "tensors (names, shapes, dtypes)"
     verdict = f"equal: {compared} and configs" if differences["is_equal"] else f"different: {compared} or configs"
     return "\n".join(filter(None, [table(rows) if rows else "", verdict]))
 

@@ -6,7 +6,6 @@ its HuggingFaceStorageReader opens `model/` too.
 """
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -37,7 +36,6 @@ def no_progress(_: int) -> None: ...
 
 
 _ALL = Partition(0, 1)
-_ELEMENTS_AT_ONCE = 1 << 22  # in a comparison
 _MAX_OPEN = 64  # files at a time: many systems allow a process 1,024, and a checkpoint may have more
 
 
@@ -305,40 +303,3 @@ def touching(tensor: format.TensorEntry, slices: Region) -> list[tuple[int, Regi
 
     numbers = np.flatnonzero((first < last).all(axis=1)).tolist()
     return [(tensor.files[k], overlap(k, offsets[k]), overlap(k, begin)) for k in numbers]
-
-
-def value_differences(a: Reader, b: Reader, advance: Advance = no_progress) -> dict[str, float]:
-    """Map keys to the largest absolute difference, for tensors of equal shape whose bits or values differ.
-
-    NaN if only one of them has a NaN. Holds a few MiB, or one row. Raises `CheckpointError`.
-    """
-    largest: dict[str, float] = {}
-    for key, tensor in a.manifest.tensors.items():
-        other = b.manifest.tensors.get(key)
-        if other is None or other.shape != tensor.shape:
-            continue
-        gaps = [gap for box in _boxes(tensor.shape) if (gap := _gap(a.read(key, box), b.read(key, box))) is not None]
-        if gaps:
-            largest[key] = math.nan if any(map(math.isnan, gaps)) else max(gaps)
-        advance(tensor.nbytes)
-    return largest
-
-
-def _boxes(shape: tuple[int, ...]) -> Iterator[Region]:
-    if not shape:
-        yield ()
-        return
-    rows = max(1, _ELEMENTS_AT_ONCE // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], rows):
-        yield (slice(start, min(start + rows, shape[0])), *(slice(0, size) for size in shape[1:]))
-
-
-def _gap(a: Tensor, b: Tensor) -> float | None:
-    """Return the largest difference; None for equal bits, or for equal values of two dtypes."""
-    if a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
-        return None
-    left, right = a.double(), b.double()
-    same = (left == right) | (left.isnan() & right.isnan())
-    if same.all():
-        return None if a.dtype != b.dtype else 0.0
-    return float((left - right)[~same].abs().max())

@@ -239,8 +239,8 @@ def test_a_checkpoint_leaves_out_its_base(tmp_path: Path, capsys: pytest.Capture
     assert manifest.left_out.keys() | manifest.tensors.keys() >= dict(model.named_parameters()).keys()
     assert not [key for key in manifest.left_out if "lora_" in key or "/" in key]
     assert manifest.ties == {"lm_head.weight": "model.embed_tokens.weight"}
-    for command in (["verify"], ["show"], ["list"], ["prune", "--keep=1"]):
-        assert main([command[0], str(tmp_path), *command[1:]]) == 0
+    for command in ("verify", "show", "list"):
+        assert main([command, str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert f"left out: {tmp_path / 'base'} (fingerprint " in printed
     assert f"{sum(parameter.numel() for parameter in model.parameters()):,}" in printed  # of the whole model

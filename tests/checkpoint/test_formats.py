@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_torch_loa
 from transformers import AutoModelForCausalLM
 
 from portable_fsdp.checkpoint import commit
-from portable_fsdp.checkpoint.__main__ import main, prune
+from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.format import IMPORTED, Manifest
 from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.formats.importing import detect, import_checkpoint
@@ -327,14 +327,13 @@ def test_a_target_that_cant_be_written_is_named(tmp_path: Path, hub: Path) -> No
 
 
 def test_no_run_deletes_an_import(tmp_path: Path, hub: Path) -> None:
-    """Neither its retention nor `prune` for its sake, also where the run has no name."""
+    """Also where the run has no name."""
     imported = import_checkpoint(hub, tmp_path / "checkpoints")
     ours = checkpoints(tmp_path / "checkpoints", PlainBackend(), {"keep": 1}, config={"run": {"name": None}})
     for step in (5, 6):
         ours.save(step, *small_model(seed=step), (0, 0))
     assert store_of(tmp_path).names(tmp_path / "checkpoints") == [imported.name, "step-00000006"]
     ours.save(7, *small_model(seed=7), (0, 0))
-    assert prune(tmp_path / "checkpoints", 1).deleted == {}
     assert store_of(tmp_path).names(tmp_path / "checkpoints") == [imported.name, "step-00000007"]
 
 

@@ -52,8 +52,8 @@ def test_a_full_disk_names_the_folder_and_the_way_out_on_all_processes(tmp_path:
     assert printed[1].startswith(f"  No space left in {run}: 40 KiB are needed.")
     assert printed[2] == f"  The last saved checkpoint is {run / steps[-1]}."
     assert printed[3] == (
-        f"  Free room there (python -m portable_fsdp.checkpoint prune {run} --keep 1) and rerun the same command: it "
-        f"resumes from {steps[-1]}."
+        "  Free room there (delete older checkpoints; checkpoint.keep=N does so after each save) and rerun the same "
+        f"command: it resumes from {steps[-1]}."
     )
     assert printed[4] == f"  Or save elsewhere: checkpoint.dir=ANOTHER checkpoint.resume={run / steps[-1]}."
 

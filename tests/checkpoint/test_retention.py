@@ -1,4 +1,4 @@
-"""What retention and `checkpoint prune` delete, and what they never touch; the best checkpoint by its evaluations."""
+"""What retention deletes, and what it never touches; the best checkpoint by its evaluations."""
 
 import errno
 import json
@@ -13,12 +13,11 @@ import pytest
 from plain_backend import PlainBackend, checkpoints, flip_last_byte, load, names, save_once, small_model
 
 from portable_fsdp.checkpoint import commit
-from portable_fsdp.checkpoint.__main__ import main, prune
+from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.commit import outdated
 from portable_fsdp.checkpoint.format import Evaluated, read_manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.checkpoint.storage import locate, store_of
-from portable_fsdp.runtime.errors import CheckpointError
 
 Evaluations = Mapping[int, Evaluated | None]
 
@@ -50,10 +49,6 @@ def plain(*steps: int) -> Evaluations:
 
 def left(run: Path) -> list[int]:
     return [int(name.removeprefix("step-")) for name in store_of(run).names(run / "checkpoints")]
-
-
-def numbers(paths: Mapping[Path, object]) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in paths]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +113,23 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(
     assert [(saved.step, saved.removed) for saved in ours.finished()] == [(1, ()), (2, ()), (3, ()), (4, (3,))]
 
 
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_a_killed_deletion_does_not_block_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    run = tmp_path if place == "folder" else locate(f"memory://{uuid.uuid4().hex}")
+    save(run, plain(10, 20))
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "discard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            commit.delete(run / "checkpoints" / "step-00000010", "a")
+    assert len(store_of(run).names(run / "checkpoints")) == 2
+    save(run, plain(10))
+    assert left(run) == [10, 20]
+
+
 def test_the_best_stays_until_a_better_one_is_committed(tmp_path: Path) -> None:
     ours, kept = opened(tmp_path, keep=1), list[list[int]]()
     for step, evaluation in {**EVALUATIONS, 5: evaluated(5, 1.0, 5, 1.0)}.items():
@@ -134,8 +146,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_another_process_knows_the_best_too(run: Path, tmp_path: Path) -> None:
-    """A run that was killed and started again deletes as it would have before; so does prune. One that starts from its
-    weights begins without evaluations."""
+    """A run that was killed and started again deletes as it would have before. One that starts from its weights begins
+    without evaluations."""
     source = str(run / "checkpoints" / "step-00000002")
     for number, settings in enumerate(({}, {"load": "weights_only"})):
         new = opened(tmp_path / f"new{number}", resume=source, **settings)
@@ -144,9 +156,6 @@ def test_another_process_knows_the_best_too(run: Path, tmp_path: Path) -> None:
     assert load(again, *small_model(seed=9)).evaluation == EVALUATIONS[4]
     save(again, {5: evaluated(5, 2.75, 2, 2.0)})
     assert left(run) == [2, 5]
-    save(run, {6: evaluated(6, 2.75, 2, 2.0)})
-    assert numbers(prune(run / "checkpoints", 1).deleted) == [5]
-    assert left(run) == [2, 6]
 
 
 def test_list_and_show_print_evaluations(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,85 +195,3 @@ def test_export_takes_the_best_of_a_run(run: Path, capsys: pytest.CaptureFixture
     line, content = exported(run)
     assert line.startswith(f"{newest} (the newest: step-00000002, the best by its evaluation, is gone): exported to ")
     assert content == last
-
-
-# -------------------------------------------------------------------------------------------------------------- prune
-
-
-def test_prune_deletes_older_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path, plain(10, 20, 30, 40))
-    assert main(["prune", str(tmp_path), "--keep", "1", "--keep_every", "20", "--dry_run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines[:2]] == ["would delete step-00000030", "would delete step-00000010"]
-    assert "would delete 2 of 4 checkpoints" in lines[2]
-    assert len(left(tmp_path)) == 4
-    size = sum(path.stat().st_size for path in (tmp_path / "checkpoints" / "step-00000010").rglob("*.safetensors"))
-    assert main(["prune", str(tmp_path), "--keep", "2", "--json"]) == 0
-    pruned = json.loads(capsys.readouterr().out)
-    assert pruned["bytes"] == 2 * size
-    assert [Path(path).name for path in pruned["deleted"]] == ["step-00000020", "step-00000010"]
-    assert left(tmp_path) == [30, 40]
-    flip_last_byte(next((tmp_path / "checkpoints" / "step-00000040" / "model").iterdir()))
-    with pytest.raises(CheckpointError, match="xxh3_128"):  # nothing is deleted for a newest that is damaged
-        prune(tmp_path / "checkpoints", 1)
-    assert left(tmp_path) == [30, 40]
-
-
-def test_prune_leaves_alone_what_is_not_whole_or_not_ours(tmp_path: Path) -> None:
-    save(tmp_path, plain(10, 20, 30, 40))
-    folder, elsewhere = tmp_path / "checkpoints", save_once(tmp_path / "other", step=5, count=1, devices=1)
-    (folder / "step-00000010" / "notes.txt").write_text("mine")
-    (folder / "step-00000020" / "manifest.json").unlink()
-    (folder / "step-00000050.tmp-0a1b2c3d").mkdir()
-    (folder / "best").mkdir()
-    (folder / "step-00000005").symlink_to(elsewhere)
-    (folder / "step-00000060").mkdir()
-    (folder / "step-00000030" / f"{commit.MARK}.part").touch()  # a deletion that was killed as it began
-    pruned = prune(folder, 1)
-    assert (numbers(pruned.kept), numbers(pruned.deleted)) == ([40], [30])
-    assert sorted(numbers(pruned.left_alone)) == [5, 10, 20, 60]
-    assert len(names(folder)) == 7
-    assert (elsewhere / "manifest.json").exists()
-
-
-def test_prune_keeps_the_newest_of_each_run_in_a_folder(tmp_path: Path) -> None:
-    for name, steps in (("one", (10, 20)), ("two", (30, 40))):
-        save(tmp_path, plain(*steps), name)
-    assert numbers(prune(tmp_path / "checkpoints", 1).deleted) == [30, 10]
-    assert left(tmp_path) == [20, 40]
-    next((tmp_path / "checkpoints" / "step-00000020" / "model").iterdir()).write_bytes(b"")
-    assert numbers(prune(tmp_path / "checkpoints", 1).left_alone) == [20]
-
-
-@pytest.mark.parametrize("place", ["folder", "store"])
-def test_a_killed_prune_leaves_nothing_that_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    run = tmp_path if place == "folder" else locate(f"memory://{uuid.uuid4().hex}")
-
-    def kill_a_prune() -> None:
-        save(run, plain(10, 20))
-
-        def killed(_: Path) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(commit, "discard", killed)
-            with pytest.raises(KeyboardInterrupt):
-                prune(run / "checkpoints", 1)
-        assert len(store_of(run).names(run / "checkpoints")) == 2
-
-    kill_a_prune()
-    prune(run / "checkpoints", 1)  # the next prune removes it
-    assert left(run) == [20]
-    store_of(run).remove(run / "checkpoints" / "step-00000020")
-    kill_a_prune()
-    save(run, plain(10))  # and so does the run, which it doesn't block
-    assert left(run) == [10, 20]
-
-
-def test_prune_leaves_what_may_be_a_save_at_work(tmp_path: Path) -> None:
-    save(tmp_path, plain(10, 20), "one")
-    folder = tmp_path / "checkpoints"
-    for step, run in ((5, "one"), (6, "two"), (30, "one"), (31, "")):
-        commit.begin(folder / f"step-{step:08d}", run)
-    prune(folder, 1)
-    assert [name.partition(".")[0][-2:] for name in names(folder)] == ["05", "06", "20", "30", "31"]

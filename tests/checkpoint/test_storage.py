@@ -159,9 +159,6 @@ def test_commands_take_urls(url: str, capsys: pytest.CaptureFixture[str]) -> Non
         json.loads(out)
         assert main([*command, f"{url}/nothing"]) == 2
         assert f"{url}/nothing" in capsys.readouterr().err
-    assert main(["prune", url, "--keep", "1"]) == 0
-    assert names(f"{url}/checkpoints") == steps(6)
-    assert "deleted 1 of 2 checkpoints" in capsys.readouterr().out
 
 
 def expect_no_answer(url: str) -> None:

@@ -17,7 +17,7 @@ from documented import ROOT, Command, commands, program_of
 
 from portable_fsdp import explain
 from portable_fsdp.checkpoint.__main__ import main, resolve
-from portable_fsdp.checkpoint.store import Reader, value_differences
+from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.convert.read import load_config
 
 pytestmark = pytest.mark.slow
@@ -189,7 +189,7 @@ def test_conversions_of_the_page_keep_every_value(folder: Path) -> None:
     with Reader(resolve(Path("runs/demo"))) as a, Reader(resolve(Path("runs/titan"))) as b:
         assert a.manifest.tensors.keys() == b.manifest.tensors.keys()
         assert (a.manifest.step, a.manifest.ties) == (b.manifest.step, b.manifest.ties)
-        assert value_differences(a, b) == {}
+        assert all(torch.equal(a.read_whole(key), b.read_whole(key)) for key in a.manifest.tensors)
     new = ["checkpoint.resume=runs/imported/checkpoints/step-00000000", "checkpoint.load=weights_only"]
     assert launch(*flags, "run.dir=new", *new, "train.stop_at=2") == 0
     assert losses(folder / "new")[0] < losses(folder / "runs/demo")[0] - 0.05  # from trained weights

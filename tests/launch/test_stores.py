@@ -71,9 +71,6 @@ def test_commands_and_a_damaged_object_that_is_noticed_and_saved_anew(
     assert main(["list", url]) == 0
     assert re.findall(r"step-0000000\d", capsys.readouterr().out) == [f"step-0000000{step}" for step in (5, 4, 3)]
     assert main(["verify", "--all", url]) == 0
-    assert main(["prune", url, "--keep", "1"]) == 0
-    assert "deleted 2 of 3 checkpoints" in capsys.readouterr().out
-    assert folders(url) == ["step-00000005"]
     expect_loaded(url, 5)
 
     shard = next(iter((save(url, 10) / "model").iterdir()))
@@ -87,7 +84,7 @@ def test_commands_and_a_damaged_object_that_is_noticed_and_saved_anew(
     assert (resumed.step, len(resumed.passed_over)) == (5, 1)
     ours.save(10, *small_model(seed=10), (0, 10))
     expect_loaded(url, 10)
-    assert folders(url) == ["step-00000005", "step-00000010", "step-00000010.damaged-1"]
+    assert folders(url) == [*(f"step-0000000{step}" for step in (3, 4, 5)), "step-00000010", "step-00000010.damaged-1"]
 
 
 def test_a_tensor_larger_than_a_part_of_an_upload(url: str) -> None:
