@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from torch import Tensor, nn
 
-from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors, run_name
+from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors
 from portable_fsdp.checkpoint.safetensors import byte_chunks, groups, write_file
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Lora, Model
-from portable_fsdp.config.yaml_text import parse
 from portable_fsdp.formats import base as formats
 from portable_fsdp.formats.base import ExportOptions, ForeignCheckpoint, ForeignFormat
 from portable_fsdp.formats.single_file import open_safetensors
@@ -30,7 +28,7 @@ from portable_fsdp.models.pretrained import PretrainedWeights, fingerprint, open
 from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
 from portable_fsdp.models.weights import RandomWeights, WeightFill, plain_name
 from portable_fsdp.quantised.layers import holds_inputs_first
-from portable_fsdp.runtime.errors import CheckpointError, ConfigError, printable
+from portable_fsdp.runtime.errors import CheckpointError, ConfigError
 from portable_fsdp.runtime.files import read_regular, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_folder
 
@@ -130,53 +128,40 @@ def _write_weights(
 
 
 def _write_card(folder: Path, manifest: Manifest, library: str, opened_by: str | None) -> None:
-    """Write README.md: base model, license, data, how to load. `opened_by`: the class of `library` that opens it.
+    """Write README.md: base model, license, data sets, how to load. `opened_by`: the class of `library` that opens it.
 
-    Names in a checkpoint are untrusted: each is in a code span or in YAML. Local paths are cut to their last part.
+    Names in a checkpoint are untrusted, and local ones private: the card has only ids of the hub.
     """
-
-    def without_subset(name: str) -> str:
-        return re.split("[:@]", name)[0]  # of org/name[:subset][@revision]
-
-    def public(name: str) -> str:
-        return name if is_hub_id(without_subset(name)) else Path(name).absolute().name
-
-    def code(text: str) -> str:
-        return "`" + " ".join(printable(text).split()).replace("`", "'") + "`"  # in which nothing is Markdown or HTML
+    from huggingface_hub import ModelCard, ModelCardData
 
     model, data = manifest.config.get("model", {}), manifest.config.get("data", {})
-    base, sources = str(model.get("pretrained") or ""), data.get("mixture") or [data]
-    paths = [str(source.get("path") or source.get("source") or "") for source in sources]
-    on_hub = [path for path, source in zip(paths, sources, strict=True) if source.get("source") == "huggingface"]
-    front = {
-        "library_name": library,
-        "license": _license(base),
-        "base_model": base.partition("@")[0] if is_hub_id(base) else None,
-        "datasets": [name for name in map(without_subset, on_hub) if is_hub_id(name)],
-    }
-    facts = {
-        "Base model": public(base) if base else "none: trained from scratch",
-        "License": front["license"] or "unknown: see the base model and the data",
-        "Data": data.get("factory") or ", ".join(map(public, paths)),
-        "Checkpoint": f"step {manifest.step}",
-    }
-    text = f"---\n{yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False)}---\n\n"
-    text += f"# {code(run_name(manifest.config) or 'model')}\n\n"
-    text += "".join(f"- {name}: {code(str(value))}\n" for name, value in facts.items())
+    base = str(model.get("pretrained") or "")
+    sources = [source for source in data.get("mixture") or [data] if source.get("source") == "huggingface"]
+    base_id, *data_ids = (
+        re.split("[:@]", str(name))[0] for name in (base, *(source.get("path") for source in sources))
+    )
+    front = ModelCardData(
+        base_model=base_id if is_hub_id(base_id) else None,
+        datasets=list(filter(is_hub_id, data_ids)) or None,
+        library_name=library,
+        license=_license(base) if base else None,
+    )
     how = _LOAD_STATE_DICT
     if opened_by and opened_by.isidentifier():
         how = f'from {library} import {opened_by}\n\nmodel = {opened_by}.from_pretrained("FOLDER")'
-    text += f"\n```python\n{how}\n```\n"
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    title = f"# Step {manifest.step} of a run of portable_fsdp"
+    ModelCard(f"---\n{front.to_yaml()}\n---\n\n{title}\n\n```python\n{how}\n```\n").save(folder / "README.md")
 
 
-def _license(base: str) -> str:
-    """Return the license that a local base's README.md states; empty if unknown."""
-    with suppress(OSError, ValueError, yaml.YAMLError, AttributeError, IndexError):
+def _license(base: str) -> str | None:
+    """Return the license that a local base's README.md states; None if unknown."""
+    from huggingface_hub import ModelCard
+
+    with suppress(Exception):  # no such file, or one that the hub's parser refuses in many classes
         text = read_regular(Path(base) / "README.md", Path(base)).decode()
-        license = parse(text.split("---")[1])[1].get("license") if text.startswith("---") else ""
-        return license if isinstance(license, str) else ""
-    return ""
+        license = cast(Any, ModelCard(text).data).license if text.startswith("---") else None
+        return license if isinstance(license, str) else None
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------- adapters (LoRA)

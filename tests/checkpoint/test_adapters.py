@@ -201,8 +201,7 @@ def test_peft_opens_the_adapters(tmp_path: Path, name: str) -> None:
     assert sorted(file.name for file in (tmp_path / "export").iterdir()) == ["README.md", *files]
     card = (tmp_path / "export/README.md").read_text()
     assert "AutoPeftModelForCausalLM.from_pretrained" in card
-    assert "- Base model: `base`\n" in card  # not where it was on this host
-    assert str(tmp_path) not in card
+    assert str(tmp_path) not in card  # where its base was on this host
 
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     plain = logits(base)

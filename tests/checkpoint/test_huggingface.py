@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from foreign_models import MODELS, TIED, assert_same, build, export, save, tensors_in, weights
+from huggingface_hub import ModelCard
 from plain_backend import PlainBackend, checkpoints, flip_last_byte, load, names
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -67,7 +68,24 @@ def test_an_export_opens_with_equal_weights(tmp_path: Path, name: str, tied: boo
     assert names(tmp_path / "export") == ["README.md", *files]
     card = (tmp_path / "export/README.md").read_text()
     assert f'model = {type(model).__name__}.from_pretrained("FOLDER")' in card
-    assert card.count("Checkpoint: `step ") == card.count("License: ") == card.count("Data: ") == 1
+    assert "\n# Step " in card
+
+
+def test_the_card_of_an_export_names_base_license_and_data_and_no_path(tmp_path: Path) -> None:
+    build(MODELS["llama"]).save_pretrained(tmp_path / "base")
+    (tmp_path / "base/README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    paths = {"org/rows:subset@main": "huggingface", "<b>/rows": "huggingface", str(tmp_path / "a.txt"): "text"}
+    sources = [{"source": source, "path": path} for path, source in paths.items()]
+    for name, pretrained in (("local", str(tmp_path / "base")), ("hub", "org/base@v1")):
+        config = {"model": {"pretrained": pretrained}, "data": {"mixture": sources}}
+        export_llama(
+            save(tmp_path / name / "checkpoints", build(MODELS["llama"]), config=config), tmp_path / name / "out"
+        )
+        text = (tmp_path / name / "out/README.md").read_text()
+        data, is_local = cast(Any, ModelCard(text).data), name == "local"
+        assert (data.license, data.base_model) == (("apache-2.0", None) if is_local else (None, "org/base"))
+        assert (data.datasets, data.library_name) == (["org/rows"], "transformers")
+        assert str(tmp_path) not in text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
