@@ -24,7 +24,7 @@ COMMANDS = {
     "tune": "measure which settings are fastest on the devices that are here",
     "parity": "run the first steps on several engines and name the layer where they diverge",
     "report": "draw the history of a run, or send its metrics to a tracker",
-    "doctor": "check this host: packages, devices, network, disk",
+    "doctor": "check this host: packages, devices, engines, rendezvous",
     "examples": "write configs, launch scripts and example programs into a new folder",
 }
 
