@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from portable_fsdp.backends.contract import Backend, Partition
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.commit import Index, merge
-from portable_fsdp.checkpoint.format import (
+from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.manifests import (
     DataPosition,
     FileEntry,
     Manifest,
@@ -40,7 +41,6 @@ from portable_fsdp.checkpoint.format import (
     folder_of,
     manifest_text,
 )
-from portable_fsdp.checkpoint.manager import Checkpoints
 from portable_fsdp.checkpoint.store import Reader, touching
 from portable_fsdp.config.schema import Checkpoint, Config
 from portable_fsdp.layout import rows_of_shard

@@ -92,7 +92,7 @@ def _evaluate(options: argparse.Namespace, argv: list[str], output: KeptOutput) 
 def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool]":
     """Return the checkpoint (None: a model folder), the config, and whether to evaluate its validation set."""
     from portable_fsdp.checkpoint.__main__ import resolve
-    from portable_fsdp.checkpoint.format import MANIFEST, best_checkpoint, checkpoints_below, read_manifest
+    from portable_fsdp.checkpoint.manifests import MANIFEST, best_checkpoint, checkpoints_below, read_manifest
     from portable_fsdp.checkpoint.storage import exists, locate
     from portable_fsdp.config.load import LayeredValues, loaded
 
@@ -135,7 +135,7 @@ def _read(source: str, overrides: list[str]) -> "tuple[Path | None, Config, bool
 
 def _require_model_folder(source: str, path: Path) -> None:
     """Raise ConfigError for a source that is neither a model folder nor a hub id."""
-    from portable_fsdp.checkpoint.format import checkpoints_below
+    from portable_fsdp.checkpoint.manifests import checkpoints_below
     from portable_fsdp.runtime.hub import is_hub_id
 
     if not path.is_dir() and not is_hub_id(source):

@@ -101,9 +101,9 @@ class KeyedDraws(Protocol):
     """Dropout by keys of the rows (`models.dropout.Draws`), as engines see it; explained there."""
 
     argument: str
-    slice: int | None
+    chunk: int | None
 
-    def move(self, slice: int | None, part: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]: ...
+    def move(self, chunk: int | None, part: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]: ...
 
     def rows_of(self, layers: Sequence[str]) -> Tensor: ...
 

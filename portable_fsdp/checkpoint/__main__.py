@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from portable_fsdp.checkpoint import commit, format, report
-from portable_fsdp.checkpoint.format import Manifest, read_manifest
+from portable_fsdp.checkpoint import commit, manifests, report
+from portable_fsdp.checkpoint.manifests import Manifest, read_manifest
 from portable_fsdp.checkpoint.storage import MANIFEST, exists, locate, store_of
 from portable_fsdp.formats import EXPORTS, FORMATS, OF_TRANSFORMERS
 from portable_fsdp.runtime import errors
@@ -64,7 +64,7 @@ def resolve(path: Path) -> Path:
 
 def checkpoints_in(path: Path) -> list[Path]:
     """List a run's checkpoints, newest first, from its folder or its `checkpoints/`. Raises `CheckpointError`."""
-    if checkpoints := format.checkpoints_below(path):
+    if checkpoints := manifests.checkpoints_below(path):
         return checkpoints
     raise CheckpointError(f"{path}: no checkpoint; name a checkpoint (step-00000500) or a run's folder with one")
 
@@ -173,7 +173,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     newest = resolve(options.path)
     is_run = newest != options.path.resolve()
-    path, reason = format.best_checkpoint(newest, read_manifest(newest).evaluation if is_run else None)
+    path, reason = manifests.best_checkpoint(newest, read_manifest(newest).evaluation if is_run else None)
     from portable_fsdp.formats.base import ExportOptions
     from portable_fsdp.formats.exporting import export_checkpoint
 

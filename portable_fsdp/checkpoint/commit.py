@@ -27,7 +27,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from portable_fsdp.checkpoint import format
+from portable_fsdp.checkpoint import manifests
 from portable_fsdp.checkpoint.storage import FOLDERS, MANIFEST, read_file, require_regular, store_of
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 from portable_fsdp.runtime.host import in_units
@@ -39,24 +39,24 @@ _MARKS = {MARK, f"{MARK}.part"}  # the second one is left by a kill while the ma
 _DELETED = "deleted"  # the attempt in the mark of a checkpoint that is being deleted
 
 
-class ReplicaDigest(format.StrictModel):
+class ReplicaDigest(manifests.StrictModel):
     """A digest of a piece that several processes or devices hold, and the number of this replica."""
 
     key: str
-    offset: format.Dims
-    shape: format.Dims
+    offset: manifests.Dims
+    shape: manifests.Dims
     replica: int
     digest: str
 
 
-class Index(format.StrictModel):
+class Index(manifests.StrictModel):
     """`index-00003-1f3a5c7e.json`: the files of one process, or its error. Its tensors number its own files."""
 
     attempt: str
     process: int
     error: str | None = None
-    files: tuple[format.FileEntry, ...] = ()
-    tensors: dict[str, format.TensorEntry] = Field(default_factory=dict)
+    files: tuple[manifests.FileEntry, ...] = ()
+    tensors: dict[str, manifests.TensorEntry] = Field(default_factory=dict)
     copies: tuple[ReplicaDigest, ...] = ()
 
 
@@ -91,7 +91,7 @@ def _other_owner(path: Path, run: str) -> str | None:
     owner = _read_mark(path).get("run")
     if owner in (run, None):
         return None
-    return "an import" if owner == format.IMPORTED else f"run {owner!r}" if owner else "a run without a name"
+    return "an import" if owner == manifests.IMPORTED else f"run {owner!r}" if owner else "a run without a name"
 
 
 def _is_debris_of(path: Path, run: str) -> bool:
@@ -105,10 +105,10 @@ def remove_debris(run_folder: Path, run: str) -> None:
     for path in store.unfinished(run_folder):
         if _is_debris_of(path, run):
             discard(path)
-    for path in format.committed_steps(run_folder):
+    for path in manifests.committed_steps(run_folder):
         marks = _MARKS.intersection(store.names(path))
         with suppress(CheckpointError):  # a manifest that can't be read: the owner of the mark is unknown
-            if marks and format.run_of(format.read_manifest(path)) == run:
+            if marks and manifests.run_of(manifests.read_manifest(path)) == run:
                 for name in marks:
                     store.remove(path / name)
 
@@ -163,19 +163,19 @@ def collect(
 
 
 def merge(
-    all_tensors: Mapping[str, format.TensorEntry], indexes: Iterable[Index]
-) -> tuple[tuple[format.FileEntry, ...], dict[str, format.TensorEntry]]:
+    all_tensors: Mapping[str, manifests.TensorEntry], indexes: Iterable[Index]
+) -> tuple[tuple[manifests.FileEntry, ...], dict[str, manifests.TensorEntry]]:
     """Merge the files of all processes, and the pieces of each tensor. Raises `CheckpointError` for another shape or
     dtype than in `all_tensors`."""
-    files: list[format.FileEntry] = []
-    merged = {key: format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in all_tensors.items()}
+    files: list[manifests.FileEntry] = []
+    merged = {key: manifests.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in all_tensors.items()}
     for index in indexes:
         for key, written in index.tensors.items():
             tensor = merged.get(key)
             if tensor is None or (written.shape, written.dtype) != (tensor.shape, tensor.dtype):
                 raise CheckpointError(
-                    f"process {index.process} wrote {key} as {format.describe(written)}, "
-                    f"process 0 has it as {format.describe(tensor)}: all processes must hold the same model"
+                    f"process {index.process} wrote {key} as {manifests.describe(written)}, "
+                    f"process 0 has it as {manifests.describe(tensor)}: all processes must hold the same model"
                 )
             tensor.files.extend(len(files) + number for number in written.files)
             tensor.offsets.extend(written.offsets)
@@ -192,20 +192,20 @@ def set_aside(final: Path) -> None:
         store.move(final, next(path for path in aside if not store.names(path)))
 
 
-def commit(final: Path, attempt: str, manifest: format.Manifest, indexes: Sequence[Index]) -> None:
+def commit(final: Path, attempt: str, manifest: manifests.Manifest, indexes: Sequence[Index]) -> None:
     """Make `final` appear, whole, at one instant. Only process 0, after `collect`."""
     store = store_of(final)
     folder = store.temporary_of(final, attempt)
-    format.check_manifest(manifest, final.name)
+    manifests.check_manifest(manifest, final.name)
     for index in indexes:
         store.remove(folder / _index_name(index.process, attempt))
     _require_files(folder, manifest)
-    store.commit(folder, final, format.manifest_text(manifest).encode())
+    store.commit(folder, final, manifests.manifest_text(manifest).encode())
     require_regular(final / MANIFEST, final.name)
     store.remove(final / MARK)
 
 
-def _require_files(folder: Path, manifest: format.Manifest) -> None:
+def _require_files(folder: Path, manifest: manifests.Manifest) -> None:
     """Check that every file exists and has its length, before retention deletes an older one: else CheckpointError."""
     store = store_of(folder)
     sizes = {f"{part}/{name}": size for part in FOLDERS for name, size in store.sizes(folder / part).items()}
@@ -272,7 +272,7 @@ def way_out(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
     """
     cause = cause_of(error, folder, needed_bytes)
     try:
-        steps = format.committed_steps(folder)
+        steps = manifests.committed_steps(folder)
     except Exception:  # the storage that failed may not answer here either
         return cause
     before = "Then"

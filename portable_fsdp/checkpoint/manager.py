@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from portable_fsdp.backends.contract import Backend, Read, TensorState
-from portable_fsdp.checkpoint import commit, format, resume
+from portable_fsdp.checkpoint import commit, manifests, resume
 from portable_fsdp.checkpoint.commit import Index, way_out
-from portable_fsdp.checkpoint.format import Saved
-from portable_fsdp.checkpoint.resume import Difference, ResumePoint, together
+from portable_fsdp.checkpoint.manifests import Saved
+from portable_fsdp.checkpoint.resume import Difference, ResumePoint
 from portable_fsdp.checkpoint.snapshot import Background, Digests, Snapshot, require_equal
 from portable_fsdp.checkpoint.storage import MANIFEST, is_link, locate, store_of
 from portable_fsdp.checkpoint.store import OwnPart, Reader, entries_without_pieces, new_manifest, remove_files
 from portable_fsdp.config import schema
 from portable_fsdp.layout import Region
-from portable_fsdp.runtime import collective_errors
+from portable_fsdp.runtime.collective_errors import on_process_0, together
 from portable_fsdp.runtime.errors import CheckpointError, Closing
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Resumed:
     changes: tuple[Difference, ...]
     weights_only: bool
     passed_over: tuple[str, ...]  # why newer checkpoints were skipped
-    evaluation: format.Evaluated | None = None  # from a checkpoint of this run only
+    evaluation: manifests.Evaluated | None = None  # from a checkpoint of this run only
     drops_nothing: bool = False  # the model's rates of dropout don't apply, as in the run so far
 
 
@@ -93,7 +93,7 @@ class Checkpoints(Closing):
         self._settings = settings or schema.Checkpoint()
         self._data, self._ties = data or Fingerprint(), dict(ties or {})
         self._base, self._fingerprint = base, base and _fingerprint_of(base)
-        self._run, self._wait_s = format.run_name(config), wait_s
+        self._run, self._wait_s = manifests.run_name(config), wait_s
         self._search = resume.Search(self.folder, backend, self._settings)
         self._has_saved = False
         self._unfinished: Path | None = None  # the folder of the last save until its commit
@@ -103,7 +103,7 @@ class Checkpoints(Closing):
         self.on_part: Callable[[], None] = lambda: None
         """Called once this process has written its part of a checkpoint."""
         resume.check_allow(self._settings.allow, config)
-        format.check_json({"config": config, "model_config": model_config})
+        manifests.check_json({"config": config, "model_config": model_config})
 
     def save(
         self,
@@ -111,7 +111,7 @@ class Checkpoints(Closing):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         position: tuple[int, int],
-        evaluation: format.Evaluated | None = None,
+        evaluation: manifests.Evaluated | None = None,
     ) -> Path:
         """Save the state after `step`; returns the folder of the commit, which follows later with `async_save`.
 
@@ -121,12 +121,12 @@ class Checkpoints(Closing):
         """
         began = time.perf_counter()
         self.wait()
-        final = format.step_folder(self.folder, step)
+        final = manifests.step_folder(self.folder, step)
         as_error = partial(self._as_error, final, None)
-        attempt = collective_errors.on_process_0(self._backend, lambda: self._begin(final), as_error)
+        attempt = on_process_0(self._backend, lambda: self._begin(final), as_error)
         self._unfinished = self._store.temporary_of(final, attempt)
 
-        def take() -> tuple[format.Manifest, OwnPart]:
+        def take() -> tuple[manifests.Manifest, OwnPart]:
             state, digests = self._backend.state(model, optimizer), Digests()
             manifest = self._manifest(step, position, evaluation, state)
             # One tensor after another: on XLA its pieces are copies on the host.
@@ -134,7 +134,7 @@ class Checkpoints(Closing):
             pieces = self._snapshot.take(mine) if self._settings.async_save else dict(mine)
             return manifest, OwnPart(manifest.tensors, pieces, digests.result())
 
-        taken = self._together(f"checkpoint of step {step}", take)
+        taken = self._save_together(f"checkpoint of step {step}", take)
         self._background.start(partial(self._write, final, attempt, *taken, began, time.perf_counter() - began))
         if not self._settings.async_save:
             self.wait()
@@ -142,7 +142,7 @@ class Checkpoints(Closing):
 
     def wait(self) -> None:
         """Wait for the commit of a background save; raises its error on all processes."""
-        self._together("checkpoint", self._background.wait)
+        self._save_together("checkpoint", self._background.wait)
 
     @property
     def is_saving(self) -> bool:
@@ -164,15 +164,15 @@ class Checkpoints(Closing):
         """Wait a few seconds for a background save, then cancel its wait for other processes."""
         self._background.cancel(after_s=_LAST_CHANCE_S)
 
-    def _together(self, subject: str, work: Callable[[], T]) -> T:
+    def _save_together(self, subject: str, work: Callable[[], T]) -> T:
         """Run `work` on all processes; delete the partial files if the save fails."""
         try:
-            return together(self._backend, subject, work)
+            return together(self._backend, work, resume.error_about(subject))
         except CheckpointError:
             unfinished, self._unfinished = self._unfinished, None
             if unfinished is not None and self._backend.process.index == 0:
                 with suppress(Exception):  # the next save removes the rest
-                    if format.step_of(unfinished) is None or not self._store.is_committed(unfinished):
+                    if manifests.step_of(unfinished) is None or not self._store.is_committed(unfinished):
                         commit.discard(unfinished)
             raise
 
@@ -195,9 +195,9 @@ class Checkpoints(Closing):
         self,
         step: int,
         position: tuple[int, int],
-        evaluation: format.Evaluated | None,
+        evaluation: manifests.Evaluated | None,
         state: Mapping[str, TensorState],
-    ) -> format.Manifest:
+    ) -> manifests.Manifest:
         """Make the manifest without files and pieces, which the processes write."""
         tensors, base, scaler = entries_without_pieces(state), self._fingerprint, self._backend.loss_scaler
         if self._base is not None and base is not None:
@@ -212,9 +212,9 @@ class Checkpoints(Closing):
             step=step,
             config=self._config,
             model_config=self._model_config,
-            data=format.DataPosition(epoch=position[0], position=position[1], **self._data._asdict()),
+            data=manifests.DataPosition(epoch=position[0], position=position[1], **self._data._asdict()),
             evaluation=evaluation,
-            loss_scale=scaler and format.LossScale.model_validate(scaler.state()),
+            loss_scale=scaler and manifests.LossScale.model_validate(scaler.state()),
             base=base,
             ties=self._ties,
             files=(),
@@ -222,7 +222,7 @@ class Checkpoints(Closing):
         )
 
     def _write(
-        self, final: Path, attempt: str, manifest: format.Manifest, part: OwnPart, began: float, blocked: float
+        self, final: Path, attempt: str, manifest: manifests.Manifest, part: OwnPart, began: float, blocked: float
     ) -> None:
         """Write this process's part, in the background; process 0 commits and deletes outdated checkpoints."""
         try:
@@ -252,22 +252,22 @@ class Checkpoints(Closing):
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, OSError):
-                message += way_out(error, self.folder, format.bytes_of_tensors(part.tensors))
+                message += way_out(error, self.folder, manifests.bytes_of_tensors(part.tensors))
             remove_files(folder, process)  # makes room on a full disk for the index
             index = Index(attempt=attempt, process=process, error=message)
         commit.write_index(folder, index)
         self.on_part()
         return index
 
-    def _as_error(self, final: Path, manifest: format.Manifest | None, error: Exception) -> CheckpointError:
+    def _as_error(self, final: Path, manifest: manifests.Manifest | None, error: Exception) -> CheckpointError:
         """The error that all processes raise when one could not write, with the fix."""
-        failure = resume.as_checkpoint_error(f"checkpoint {final.name}", error)
+        failure = resume.error_about(f"checkpoint {final.name}")(error)
         if not isinstance(error, OSError):
             return failure
-        needed = 0 if manifest is None else format.bytes_of_tensors(manifest.tensors)
+        needed = 0 if manifest is None else manifests.bytes_of_tensors(manifest.tensors)
         return CheckpointError(f"{failure}{way_out(error, self.folder, needed)}")
 
-    def _commit(self, final: Path, attempt: str, manifest: format.Manifest) -> None:
+    def _commit(self, final: Path, attempt: str, manifest: manifests.Manifest) -> None:
         folder, count = self._store.temporary_of(final, attempt), self._backend.process.count
         indexes = commit.collect(folder, attempt, count, self._wait_s, self._background.cancelled)
         require_equal(indexes, manifest.tensors, final, "replicas" in self._settings.allow)
@@ -281,9 +281,9 @@ class Checkpoints(Closing):
         removed: list[int] = []
         try:
             if self._own is None:
-                paths = filter(self._is_own, format.committed_steps(self.folder))
-                self._own = {format.step_of(path) or 0: path for path in paths}
-            self._own[format.step_of(committed) or 0] = committed
+                paths = filter(self._is_own, manifests.committed_steps(self.folder))
+                self._own = {manifests.step_of(path) or 0: path for path in paths}
+            self._own[manifests.step_of(committed) or 0] = committed
             for step in commit.outdated(list(self._own), self._settings.keep, self._settings.keep_every, best):
                 commit.delete(self._own.pop(step), self._run)
                 removed.append(step)
@@ -298,11 +298,11 @@ class Checkpoints(Closing):
         try:
             with Reader(path) as reader:
                 reader.verify_sizes()
-                return format.run_of(reader.manifest) == self._run
+                return manifests.run_of(reader.manifest) == self._run
         except CheckpointError:
             return False
 
-    def find(self, resume: str, last_save: format.NamedSave | None = None) -> ResumePoint | None:
+    def find(self, resume: str, last_save: manifests.NamedSave | None = None) -> ResumePoint | None:
         """Find the checkpoint to resume from, or None for a new run. `resume`: `auto`, `none`, or an address.
         `last_save`: the newest save that the run's events name.
 
@@ -312,16 +312,16 @@ class Checkpoints(Closing):
         """
         return self._search.find(resume, last_save)
 
-    def note_evaluation(self, path: Path, evaluation: format.Evaluated) -> None:
+    def note_evaluation(self, path: Path, evaluation: manifests.Evaluated) -> None:
         """Replace the evaluation of a committed checkpoint, atomically, by one made after its save."""
 
         def write() -> None:
-            manifest = format.read_manifest(path).model_copy(update={"evaluation": evaluation})
+            manifest = manifests.read_manifest(path).model_copy(update={"evaluation": evaluation})
             store = store_of(path)
-            store.write(path / MANIFEST, [format.manifest_text(manifest).encode()])
+            store.write(path / MANIFEST, [manifests.manifest_text(manifest).encode()])
             store.sync(path)
 
-        collective_errors.on_process_0(self._backend, write, partial(self._as_error, path, None))
+        on_process_0(self._backend, write, partial(self._as_error, path, None))
 
     def load(self, source: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
         """Check that the checkpoint fits, and overwrite model and optimizer with it.
@@ -331,7 +331,8 @@ class Checkpoints(Closing):
         again, or exit.
         """
         subject = f"checkpoint {source.path.name}"
-        return together(self._backend, subject, lambda: self._load(source, model, optimizer))
+        load = partial(self._load, source, model, optimizer)
+        return together(self._backend, load, resume.error_about(subject))
 
     def _load(self, source: ResumePoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed:
         allow, name, weights_only = self._settings.allow, source.path.name, source.weights_only
@@ -368,11 +369,11 @@ class Checkpoints(Closing):
         )
 
 
-def _fingerprint_of(base: "Base") -> format.BaseFingerprint:
+def _fingerprint_of(base: "Base") -> manifests.BaseFingerprint:
     """Fingerprint the base, without tensors; at the start, since the files may change later."""
     from portable_fsdp.models.pretrained import fingerprint
 
-    return format.BaseFingerprint(
+    return manifests.BaseFingerprint(
         pretrained=base.pretrained,
         gguf_file=base.gguf_file,
         fingerprint=fingerprint(base.file),
@@ -389,7 +390,7 @@ def _read_from(reader: Reader, expected: Mapping[str, TensorState], base: "Base 
         if base is not None and key in base.names:
             value = base.fill(key, slices).to(expected[key].dtype)
             return value if into is None else into.copy_(value)
-        if not weights_only or format.folder_of(key) == "model":
+        if not weights_only or manifests.folder_of(key) == "model":
             return reader.read(key, slices, into)
         if into is not None:
             return into.zero_()

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.checkpoint import format
+from portable_fsdp.checkpoint import manifests
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.config.describe import changed
 from portable_fsdp.runtime.errors import CheckpointError, StoreError, table
 from portable_fsdp.runtime.host import in_units
 
 
-def facts(path: Path, manifest: format.Manifest) -> dict[str, Any]:
+def facts(path: Path, manifest: manifests.Manifest) -> dict[str, Any]:
     """Describe a checkpoint for `--json`. Sizes in bytes, times in UTC."""
     return {
         "path": str(path),
@@ -30,7 +30,7 @@ def facts(path: Path, manifest: format.Manifest) -> dict[str, Any]:
     }
 
 
-def summary(path: Path, manifest: format.Manifest) -> str:
+def summary(path: Path, manifest: manifests.Manifest) -> str:
     """Describe a checkpoint for a terminal."""
     lines = [
         f"checkpoint  {path}",
@@ -63,7 +63,7 @@ def listing(paths: Iterable[Path]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in paths:
         try:
-            row = facts(path, format.read_manifest(path))
+            row = facts(path, manifests.read_manifest(path))
             rows.append({key: row[key] for key in row if key not in FOLDERS})
         except StoreError:
             raise
@@ -93,10 +93,10 @@ def listing_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(lines, right=(2, 3))
 
 
-def differences(a: format.Manifest, b: format.Manifest) -> dict[str, Any]:
+def differences(a: manifests.Manifest, b: manifests.Manifest) -> dict[str, Any]:
     """Compare two checkpoints, a's value before b's. `is_equal` covers tensors and configs, not the keys after it."""
     described = {
-        key: [format.describe(m.tensors[key]) for m in (a, b)] for key in sorted(a.tensors.keys() & b.tensors.keys())
+        key: [manifests.describe(m.tensors[key]) for m in (a, b)] for key in sorted(a.tensors.keys() & b.tensors.keys())
     }
     fingerprints = [{"fingerprint": m.base.fingerprint} if m.base else {} for m in (a, b)]
     result: dict[str, Any] = {
@@ -133,21 +133,21 @@ def time_text(saved: str) -> str:
     return saved[:19].replace("T", " ")
 
 
-def _tensors(manifest: format.Manifest, folder: str) -> dict[str, format.TensorEntry]:
-    return {key: tensor for key, tensor in manifest.tensors.items() if format.folder_of(key) == folder}
+def _tensors(manifest: manifests.Manifest, folder: str) -> dict[str, manifests.TensorEntry]:
+    return {key: tensor for key, tensor in manifest.tensors.items() if manifests.folder_of(key) == folder}
 
 
-def _content(manifest: format.Manifest, folder: str) -> dict[str, int]:
+def _content(manifest: manifests.Manifest, folder: str) -> dict[str, int]:
     tensors = _tensors(manifest, folder)
     return {
         "tensors": len(tensors),
         "elements": _elements(tensors),
-        "bytes": format.bytes_of_tensors(tensors),
+        "bytes": manifests.bytes_of_tensors(tensors),
         "files": sum(file.name.startswith(folder + "/") for file in manifest.files),
     }
 
 
-def _elements(tensors: Mapping[str, format.TensorEntry]) -> int:
+def _elements(tensors: Mapping[str, manifests.TensorEntry]) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 
@@ -159,7 +159,7 @@ def _writer_text(by: Mapping[str, Any]) -> str:
     )
 
 
-def _shapes(tensors: Iterable[tuple[str, format.TensorEntry]]) -> list[str]:
+def _shapes(tensors: Iterable[tuple[str, manifests.TensorEntry]]) -> list[str]:
     """Format one line for equal names and shapes in all layers: `layers.*.norm.weight  float32 [8]  x 2`."""
-    alike = Counter((re.sub(r"\.\d+\.", ".*.", key), format.describe(tensor)) for key, tensor in tensors)
+    alike = Counter((re.sub(r"\.\d+\.", ".*.", key), manifests.describe(tensor)) for key, tensor in tensors)
     return [f"{name}  {text}" + (f"  x {count}" if count > 1 else "") for (name, text), count in alike.items()]

@@ -7,17 +7,16 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.checkpoint import format
+from portable_fsdp.checkpoint import manifests
 from portable_fsdp.checkpoint.storage import exists, locate, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import changed, default_of, plain_values, shortened
-from portable_fsdp.runtime import collective_errors
+from portable_fsdp.runtime.collective_errors import on_process_0, together
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError, StoreError, table, without_passwords
 
 log = logging.getLogger("portable_fsdp")
@@ -35,15 +34,14 @@ class ResumePoint(NamedTuple):
     weights_only: bool = False
 
 
-def as_checkpoint_error(subject: str, error: Exception) -> CheckpointError:
-    """Return a CheckpointError as it is; wrap any other error, with its class and message."""
-    is_ours = isinstance(error, CheckpointError)
-    return error if is_ours else CheckpointError(f"{subject}: {type(error).__name__}: {error}")
+def error_about(subject: str) -> Callable[[Exception], CheckpointError]:
+    """Return a function that returns a CheckpointError as it is, and wraps any other error, with class and message."""
 
+    def wrapped(error: Exception) -> CheckpointError:
+        is_ours = isinstance(error, CheckpointError)
+        return error if is_ours else CheckpointError(f"{subject}: {type(error).__name__}: {error}")
 
-def together(backend: Backend, subject: str, work: Callable[[], T]) -> T:
-    """Run `work` by `collective_errors.together`, with CheckpointErrors about `subject`. *collective*"""
-    return collective_errors.together(backend, work, partial(as_checkpoint_error, subject))
+    return wrapped
 
 
 class Search:
@@ -55,10 +53,10 @@ class Search:
         self._backend = backend
         self._settings = settings
 
-    def find(self, resume: str, last_save: format.NamedSave | None) -> ResumePoint | None:
+    def find(self, resume: str, last_save: manifests.NamedSave | None) -> ResumePoint | None:
         """Find the checkpoint to resume from; see `Checkpoints.find`. *collective*"""
         self._require_shared()
-        names = self._on_process_0(lambda: [path.name for path in format.committed_steps(self._folder)])
+        names = self._on_process_0(lambda: [path.name for path in manifests.committed_steps(self._folder)])
         own = [self._folder / name for name in names]
         if last_save is not None and resume != "none":
             self._compare(last_save, resume, own)
@@ -75,8 +73,8 @@ class Search:
         return self._named(locate(resume), own)
 
     def _on_process_0(self, work: Callable[[], T], subject: str | None = None) -> T:
-        as_error = partial(as_checkpoint_error, subject or f"checkpoints in {self._folder}")
-        return collective_errors.on_process_0(self._backend, work, as_error)
+        as_error = error_about(subject or f"checkpoints in {self._folder}")
+        return on_process_0(self._backend, work, as_error)
 
     def _require_shared(self) -> None:
         """Refuse a folder that isn't writable, or is a different one on another host. Leaves no file."""
@@ -107,7 +105,7 @@ class Search:
                 )
 
         try:
-            together(self._backend, f"checkpoints in {self._folder}", require_probe)
+            together(self._backend, require_probe, error_about(f"checkpoints in {self._folder}"))
         finally:
             self._on_process_0(lambda: store.remove(probed / probe))
 
@@ -131,7 +129,7 @@ class Search:
             )
         return None
 
-    def _compare(self, last_save: format.NamedSave, resume: str, own: list[Path]) -> None:
+    def _compare(self, last_save: manifests.NamedSave, resume: str, own: list[Path]) -> None:
         """Refuse to start over if the run's events name a save; warn if the newest checkpoint is older than that."""
         newest = next(iter(own), None)
         if newest is None and resume != "auto":  # after a full disk: resume from a save, into another folder
@@ -145,10 +143,10 @@ class Search:
                 f"  but there is no checkpoint in {self._folder}. Mount or restore that folder, or set checkpoint.dir "
                 f"to the one\n  that holds it. To start over, without the steps so far: {begin_anew}."
             )
-        if (format.step_of(newest) or 0) < last_save.step and self._backend.process.index == 0:
+        if (manifests.step_of(newest) or 0) < last_save.step and self._backend.process.index == 0:
             log.warning(
                 "the newest checkpoint is of step %d, but %s names a save of step %d: %s",
-                *(format.step_of(newest), last_save.events, last_save.step, last_save.path),
+                *(manifests.step_of(newest), last_save.events, last_save.step, last_save.path),
             )
 
     def _started_from(self, resume: str, own: list[Path]) -> bool:
@@ -157,7 +155,7 @@ class Search:
         def saved_resume() -> object:
             for path in own:
                 try:
-                    return format.read_manifest(path).config.get("checkpoint", {}).get("resume")
+                    return manifests.read_manifest(path).config.get("checkpoint", {}).get("resume")
                 except StoreError:
                     raise
                 except CheckpointError:  # `_newest` skips it
@@ -169,15 +167,15 @@ class Search:
 
     def _named(self, path: Path, own: list[Path]) -> ResumePoint:
         subject = f"checkpoint {path.name}"
-        self._on_process_0(lambda: format.require_checkpoint(path), subject)
+        self._on_process_0(lambda: manifests.require_checkpoint(path), subject)
         reason = self._damage(path)
         if reason is not None:
             raise CheckpointError(reason)
         weights_only = self._settings.load == "weights_only"
         is_own = any(_is_same_place(str(each), str(path)) for each in own)
-        start = 0 if weights_only else self._on_process_0(lambda: format.read_manifest(path).step, subject)
+        start = 0 if weights_only else self._on_process_0(lambda: manifests.read_manifest(path).step, subject)
         newest = next(iter(own), None)
-        if newest is not None and (not is_own or (format.step_of(newest) or 0) > start):
+        if newest is not None and (not is_own or (manifests.step_of(newest) or 0) > start):
             raise CheckpointError(
                 f"checkpoint.resume: from {path} the run would begin at step {start}, but {self._folder} already\n"
                 f"  has {newest.name} of another history. Use checkpoint.resume: auto to resume from that, or "
@@ -201,10 +199,10 @@ class Search:
             except StoreError:
                 raise
             except Exception as error:
-                return str(as_checkpoint_error(subject, error))
+                return str(error_about(subject)(error))
             return None
 
-        reason = together(self._backend, subject, check)
+        reason = together(self._backend, check, error_about(subject))
         return next((each for each in self._backend.gather(reason) if each is not None), None)
 
 
@@ -257,11 +255,11 @@ class Difference(NamedTuple):
 
 
 def differences(
-    manifest: format.Manifest,
+    manifest: manifests.Manifest,
     config: Mapping[str, Any],
     rows: str | None,
     tokenizer: str | None,
-    base: format.BaseFingerprint | None = None,
+    base: manifests.BaseFingerprint | None = None,
     *,
     is_own: bool,
 ) -> list[Difference]:
@@ -289,13 +287,14 @@ def differences(
         changes.pop("model.gguf_file", None)
         if base.fingerprint != manifest.base.fingerprint:
             changes[_BASE] = Difference(_BASE, str(manifest.base), str(base), True)
-    if is_own and format.run_name(manifest.config) != format.run_name(config):
-        changes["run.name"] = Difference("run.name", format.run_name(manifest.config), format.run_name(config), True)
+    before, now = manifests.run_name(manifest.config), manifests.run_name(config)
+    if is_own and before != now:
+        changes["run.name"] = Difference("run.name", before, now, True)
     return sorted(changes.values(), key=lambda change: not change.makes_curve)
 
 
 def require_same_scheme(
-    saved: format.BaseFingerprint | None, now: format.BaseFingerprint | None, checkpoint: str
+    saved: manifests.BaseFingerprint | None, now: manifests.BaseFingerprint | None, checkpoint: str
 ) -> None:
     """Refuse a checkpoint whose base was quantised otherwise than this run's. Raises CheckpointError."""
     old, new = (base and base.scheme for base in (saved, now))
@@ -364,7 +363,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, keys in sections for key, value in cast(dict[str, Any], keys).items()}
 
 
-def continues_without_dropout(manifest: format.Manifest, config: Mapping[str, Any]) -> bool:
+def continues_without_dropout(manifest: manifests.Manifest, config: Mapping[str, Any]) -> bool:
     """Whether a run without `model.dropout` must go on without dropout although its model has rates, since the run that
     saved the checkpoint had none. Older releases had none."""
     ours = _settings(config)

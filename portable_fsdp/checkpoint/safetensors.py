@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, SAFETENSORS_DTYPES, FileEntry, TensorEntry, is_too_large
+from portable_fsdp.checkpoint.manifests import DTYPE_BYTES, SAFETENSORS_DTYPES, FileEntry, TensorEntry, is_too_large
 from portable_fsdp.checkpoint.storage import FileReader, store_of
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.files import parse_json

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from portable_fsdp.backends.contract import Piece
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
-from portable_fsdp.checkpoint.format import TensorEntry, committed_steps, first_rows
+from portable_fsdp.checkpoint.manifests import TensorEntry, committed_steps, first_rows
 from portable_fsdp.checkpoint.safetensors import chunks_of
 from portable_fsdp.runtime.errors import CheckpointError
 from portable_fsdp.runtime.factory import user_code

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from portable_fsdp.backends.contract import Partition, Piece, TensorState, dtype_name
-from portable_fsdp.checkpoint import format, safetensors
+from portable_fsdp.checkpoint import manifests, safetensors
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.safetensors import Stored
 from portable_fsdp.checkpoint.snapshot import digest_of
@@ -39,12 +39,12 @@ _ALL = Partition(0, 1)
 _MAX_OPEN = 64  # files at a time: many systems allow a process 1,024, and a checkpoint may have more
 
 
-def new_manifest(device: str, backend: str, process_count: int, **fields: Any) -> format.Manifest:
+def new_manifest(device: str, backend: str, process_count: int, **fields: Any) -> manifests.Manifest:
     """Make a manifest with the present time and release; `fields`: all other fields of `Manifest`."""
-    return format.Manifest(
+    return manifests.Manifest(
         format_version=1,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        written_by=format.WrittenBy(
+        written_by=manifests.WrittenBy(
             device=device,
             backend=backend,
             process_count=process_count,
@@ -55,19 +55,19 @@ def new_manifest(device: str, backend: str, process_count: int, **fields: Any) -
     )
 
 
-def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, format.TensorEntry]:
+def entries_without_pieces(state: Mapping[str, TensorState]) -> dict[str, manifests.TensorEntry]:
     """Return each tensor's entry with shape and dtype. Raises `CheckpointError` for a dtype we can't store."""
-    entries = {key: format.TensorEntry(shape=tuple(s.shape), dtype=dtype_name(s.dtype)) for key, s in state.items()}
+    entries = {key: manifests.TensorEntry(shape=tuple(s.shape), dtype=dtype_name(s.dtype)) for key, s in state.items()}
     for key, entry in entries.items():
-        if entry.dtype not in format.DTYPE_BYTES:
-            raise CheckpointError(f"{key}: expected a dtype of {', '.join(format.DTYPE_BYTES)}; found {entry.dtype}")
+        if entry.dtype not in manifests.DTYPE_BYTES:
+            raise CheckpointError(f"{key}: expected a dtype of {', '.join(manifests.DTYPE_BYTES)}; found {entry.dtype}")
     return entries
 
 
 class OwnPart(NamedTuple):
     """What one process writes of a state."""
 
-    tensors: Mapping[str, format.TensorEntry]  # all of the state
+    tensors: Mapping[str, manifests.TensorEntry]  # all of the state
     pieces: Mapping[str, Sequence[Piece]]
     digests: Sequence[ReplicaDigest] = ()  # those of numbered pieces join them
 
@@ -76,14 +76,15 @@ class OwnPart(NamedTuple):
 
         Copies pieces on CUDA to the host one by one. Raises OSError, TypeError.
         """
-        tensors = {key: format.TensorEntry(shape=entry.shape, dtype=entry.dtype) for key, entry in self.tensors.items()}
+        entry_of = manifests.TensorEntry
+        tensors = {key: entry_of(shape=entry.shape, dtype=entry.dtype) for key, entry in self.tensors.items()}
         store = store_of(folder)
         # A name, or that of its folder, includes the attempt: a straggler of an earlier one overwrites nothing.
         mark = "" if attempt[:8] in folder.name else f"-{attempt[:8]}"
         shards: dict[str, dict[str, Piece]] = {}
         for key, entry in tensors.items():
             for ordinal, piece in enumerate(piece for piece in self.pieces[key] if piece.data.numel()):
-                name = f"{format.folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
+                name = f"{manifests.folder_of(key)}/shard-{process:05d}-{ordinal:02d}{mark}.safetensors"
                 shards.setdefault(name, {})[key] = piece
                 entry.files.append(list(shards).index(name))
                 entry.offsets.extend(piece.offset)
@@ -97,16 +98,16 @@ class OwnPart(NamedTuple):
 
     def _write_shard(
         self, folder: Path, name: str, pieces: Mapping[str, Piece], digested: list[ReplicaDigest]
-    ) -> format.FileEntry:
+    ) -> manifests.FileEntry:
         """Write one file, and add the digest of each numbered piece to `digested`."""
         metadata = dcp_metadata({key: piece.offset for key, piece in pieces.items()})
-        entries: dict[str, format.TensorEntry] = {}
+        entries: dict[str, manifests.TensorEntry] = {}
         for key, piece in pieces.items():
-            entries[key] = format.TensorEntry(shape=tuple(piece.data.shape), dtype=dtype_name(piece.data.dtype))
+            entries[key] = manifests.TensorEntry(shape=tuple(piece.data.shape), dtype=dtype_name(piece.data.dtype))
             if entries[key].dtype != self.tensors[key].dtype:
                 raise TypeError(f"{key}: a piece is {entries[key].dtype}, the tensor is {self.tensors[key].dtype}")
 
-        def chunks(key: str, _: format.TensorEntry) -> Iterator[memoryview]:
+        def chunks(key: str, _: manifests.TensorEntry) -> Iterator[memoryview]:
             piece, digest = pieces[key], xxhash.xxh3_128()
             for chunk in safetensors.chunks_of(piece.data):
                 if piece.replica is not None:
@@ -134,11 +135,11 @@ class Reader(Closing):
     Opening reads and checks the manifest only. All methods raise `CheckpointError`; none is collective.
     """
 
-    manifest: format.Manifest
+    manifest: manifests.Manifest
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest = manifest = format.read_manifest(folder)
+        self.manifest = manifest = manifests.read_manifest(folder)
         self._store = store_of(folder)
         for name in FOLDERS:
             if is_link(folder / name):
@@ -158,7 +159,7 @@ class Reader(Closing):
     def verify_sizes(self) -> None:
         """Check that every file is plain and has its length."""
         for file in self.manifest.files:
-            format.verify_file(self.folder, file, content=False)
+            manifests.verify_file(self.folder, file, content=False)
 
     def verify(self, part: Partition = _ALL, folder: str = "", advance: Advance = no_progress) -> None:
         """Check sizes, hashes and headers of every `part.count`-th file below `folder`, in sorted order."""
@@ -166,7 +167,7 @@ class Reader(Closing):
         numbers.sort(key=lambda number: self.manifest.files[number].name)
         for number in numbers[part.index :: part.count]:
             file = self.manifest.files[number]
-            format.verify_file(self.folder, file, content=True)
+            manifests.verify_file(self.folder, file, content=True)
             self._file(number)
             advance(file.bytes)
 
@@ -183,11 +184,12 @@ class Reader(Closing):
         in `base` may be in the manifest's base alone. Raises `CheckpointError` with a table of differences, below
         `config`: the differences of the configs."""
         left_out = {key: e for key, e in self.manifest.left_out.items() if key in base and key in expected}
+        kept, describe = ("model",) if weights_only else FOLDERS, manifests.describe
         ours, stored = (
-            {k: format.describe(t) for k, t in tensors.items() if not weights_only or format.folder_of(k) == "model"}
+            {key: describe(tensor) for key, tensor in tensors.items() if manifests.folder_of(key) in kept}
             for tensors in (entries_without_pieces(expected), self.manifest.tensors | left_out)
         )
-        has_state = weights_only or any(format.folder_of(key) == "optimizer" for key in stored)
+        has_state = weights_only or any(manifests.folder_of(key) == "optimizer" for key in stored)
         for aliases, tensors in ((ties, ours), (self.manifest.ties, stored)):
             tensors |= {alias: f"tied to {key}" for alias, key in aliases.items()}
         if weights_only:  # an import without a model's config doesn't know which weights are tied
@@ -211,13 +213,13 @@ class Reader(Closing):
         raise CheckpointError(
             f"checkpoint {self.folder.name}: {len(rows)} tensors differ from those of this model:\n"
             + "".join(f"  {line}\n" for line in config)
-            + f"{format.first_rows(('', 'this model', 'checkpoint'), rows)}\n  {advice}"
+            + f"{manifests.first_rows(('', 'this model', 'checkpoint'), rows)}\n  {advice}"
         )
 
     def _are_equal(self, first: str, second: str) -> bool:
         """Return whether two tensors in the files are the same, bit for bit."""
         stored = [(key, self.manifest.tensors[key]) for key in (first, second) if key in self.manifest.tensors]
-        if len(stored) < 2 or format.describe(stored[0][1]) != format.describe(stored[1][1]):
+        if len(stored) < 2 or manifests.describe(stored[0][1]) != manifests.describe(stored[1][1]):
             return False
         one, other = (safetensors.digest_of(key, self.read_whole, entry) for key, entry in stored)
         return one == other
@@ -270,16 +272,16 @@ class Reader(Closing):
             try:
                 header = safetensors.read_header(source)
             except (OSError, ValueError, RecursionError) as error:
-                raise format.damaged(self.folder, file.name, "a safetensors file", str(error)) from None
+                raise manifests.damaged(self.folder, file.name, "a safetensors file", str(error)) from None
             pieces = self._pieces[number]
             for key in dict.fromkeys([*header, *pieces]):
                 expected = "nothing"
                 if key in pieces:
                     tensor, rank, k = self.manifest.tensors[key], len(self.manifest.tensors[key].shape), pieces[key]
                     expected = f"{tensor.dtype} {tensor.sizes[rank * k : rank * (k + 1)]}"
-                actual = format.describe(header[key].entry if key in header else None)
+                actual = manifests.describe(header[key].entry if key in header else None)
                 if actual != expected:
-                    raise format.damaged(self.folder, file.name, f"{key} as {expected} (manifest.json)", actual)
+                    raise manifests.damaged(self.folder, file.name, f"{key} as {expected} (manifest.json)", actual)
             self._headers[number] = header
         return source
 
@@ -291,7 +293,7 @@ def dcp_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
-def touching(tensor: format.TensorEntry, slices: Region) -> list[tuple[int, Region, Region]]:
+def touching(tensor: manifests.TensorEntry, slices: Region) -> list[tuple[int, Region, Region]]:
     """Return for each piece that overlaps `slices` its file number, and the overlap in the piece and in `slices`."""
     shape = len(tensor.files), len(tensor.shape)
     offsets, sizes = (np.array(rows, dtype=np.int64).reshape(shape) for rows in (tensor.offsets, tensor.sizes))

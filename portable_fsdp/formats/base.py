@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.contract import persistent_buffers
-from portable_fsdp.checkpoint.format import TensorEntry, folder_of, is_too_large
+from portable_fsdp.checkpoint.manifests import TensorEntry, folder_of, is_too_large
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader, no_progress
 from portable_fsdp.formats import MODULES

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry, check_tiling
+from portable_fsdp.checkpoint.manifests import DTYPE_BYTES, TensorEntry, check_tiling
 from portable_fsdp.checkpoint.safetensors import converted, groups
 from portable_fsdp.checkpoint.storage import store_of
 from portable_fsdp.checkpoint.store import Advance, Reader

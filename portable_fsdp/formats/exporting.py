@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.checkpoint.commit import cause_of
-from portable_fsdp.checkpoint.format import Evaluated, Manifest, best_checkpoint
+from portable_fsdp.checkpoint.manifests import Evaluated, Manifest, best_checkpoint
 from portable_fsdp.checkpoint.storage import part_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Config

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.checkpoint.format import Manifest, TensorEntry, bytes_of_tensors
+from portable_fsdp.checkpoint.manifests import Manifest, TensorEntry, bytes_of_tensors
 from portable_fsdp.checkpoint.safetensors import byte_chunks, groups, write_file
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config.schema import Lora, Model
@@ -159,8 +159,8 @@ def _license(base: str) -> str | None:
 
     with suppress(Exception):  # no such file, or one that the hub's parser refuses in many classes
         text = read_regular(Path(base) / "README.md", Path(base)).decode()
-        license = cast(Any, ModelCard(text).data).license if text.startswith("---") else None
-        return license if isinstance(license, str) else None
+        found = cast(Any, ModelCard(text).data).license if text.startswith("---") else None
+        return found if isinstance(found, str) else None
     return None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from portable_fsdp.checkpoint import commit, format
+from portable_fsdp.checkpoint import commit, manifests
 from portable_fsdp.checkpoint.safetensors import byte_chunks, digest_of, groups, write_file
 from portable_fsdp.checkpoint.storage import FOLDERS, store_of
 from portable_fsdp.checkpoint.store import Advance, dcp_metadata, new_manifest, no_progress
@@ -55,23 +55,23 @@ def import_checkpoint(
         raise CheckpointError(f"{path}: no tensors (format {kind})")
     tensors = {key: base.as_dtype(source.tensors[old], None if "/" in key else dtype) for key, old in keys.items()}
     try:
-        is_inner = folder.name == "checkpoints" or format.committed_steps(folder)
-        final = format.step_folder(folder if is_inner else folder / "checkpoints", source.step)
+        is_inner = folder.name == "checkpoints" or manifests.committed_steps(folder)
+        final = manifests.step_folder(folder if is_inner else folder / "checkpoints", source.step)
         store = store_of(final)
         if store.is_committed(final):
             raise CheckpointError(f"import to {final}: this step is committed already. Name another run's folder.")
-        attempt = commit.begin(final, format.IMPORTED)
+        attempt = commit.begin(final, manifests.IMPORTED)
         unfinished = store.temporary_of(final, attempt)
         try:
             files, entries = _write(unfinished, attempt, tensors, lambda key: source.read(keys[key]), advance)
             manifest = new_manifest(
                 device="cpu",
-                backend=f"{format.IMPORT}{kind}",
+                backend=f"{manifests.IMPORT}{kind}",
                 process_count=1,
                 step=source.step,
                 config={},
                 model_config=model_config,
-                data=format.DataPosition(epoch=0, position=0),
+                data=manifests.DataPosition(epoch=0, position=0),
                 ties={} if names is None else names.ties,
                 files=files,
                 tensors=entries,
@@ -103,15 +103,15 @@ def detect(path: Path) -> str:
 def _write(
     folder: Path,
     attempt: str,
-    tensors: Mapping[str, format.TensorEntry],
+    tensors: Mapping[str, manifests.TensorEntry],
     read: Callable[[str], Tensor],
     advance: Advance,
-) -> tuple[tuple[format.FileEntry, ...], dict[str, format.TensorEntry]]:
+) -> tuple[tuple[manifests.FileEntry, ...], dict[str, manifests.TensorEntry]]:
     """Write all tensors; return the files, and each tensor with its one piece (none if it is empty)."""
-    entries = {key: format.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
-    files: list[format.FileEntry] = []
+    entries = {key: manifests.TensorEntry(shape=tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
+    files: list[manifests.FileEntry] = []
     for part in FOLDERS:
-        below = {key: entry for key, entry in entries.items() if format.folder_of(key) == part and entry.nbytes}
+        below = {key: entry for key, entry in entries.items() if manifests.folder_of(key) == part and entry.nbytes}
         for ordinal, keys in enumerate(groups(below, base.MAX_FILE_BYTES) if below else ()):
             name = f"{part}/shard-00000-{ordinal:02d}-{attempt[:8]}.safetensors"  # see `commit.py`
             written = {key: below[key] for key in keys}
@@ -146,7 +146,7 @@ def choose_tensors(source: ForeignCheckpoint, names: ModelNames | None) -> dict[
     matches = {first: [name for name in options if name in source.tensors] for first, options in candidates.items()}
     left_out = [key for key in source.tensors if key.rpartition("/")[2] not in first_of]
     if missing := [first for first, options in matches.items() if not options]:
-        others = [key for key in left_out if format.folder_of(key) == "model"]
+        others = [key for key in left_out if manifests.folder_of(key) == "model"]
         raise CheckpointError(
             f"of the model's {len(matches)} tensors (by its config) the source lacks {missing[0]}"
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")

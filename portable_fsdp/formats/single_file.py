@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from portable_fsdp.backends.contract import dtype_name
-from portable_fsdp.checkpoint.format import DTYPE_BYTES, TensorEntry
+from portable_fsdp.checkpoint.manifests import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.safetensors import byte_chunks, header_of, read_tensor, write_file
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Reader

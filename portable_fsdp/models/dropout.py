@@ -51,7 +51,7 @@ class _Draw(NamedTuple):
     rows: Tensor  # int32 [rows, 2]
     site: int  # its next dropout
     positions: Tensor | None  # int32: those of a row that this device has; None: all
-    slice: int | None  # which of equal parts of the positions it has; None: as `positions` says
+    chunk: int | None  # which of equal parts of the positions it has; None: as `positions` says
     of_layers: Tensor | None  # int32 [rows, scopes, 2]; None: inside a layer
     calls: dict[int, int]  # layer -> its calls so far
 
@@ -62,7 +62,7 @@ class _Now(threading.local):
     draw: _Draw | None = None
     site = 0
     is_drawing = False  # torch.compile can't compare a draw with None
-    slice: int | None = None
+    chunk: int | None = None
     part: tuple[int, int] | None = None  # of heads or features: which part, and its first feature; None: all
 
 
@@ -137,8 +137,8 @@ def _next_keys(draw: _Draw, shape: Sequence[int], start: tuple[int, int, int]) -
         raise ValueError(f"dropout of a tensor {[*shape]}: expected the batch's {rows} rows in dimension 0")
     *outer, tokens = middle or [1]
     heads, first_token, first_feature = start
-    if _now.slice is not None:
-        first_token += _now.slice * tokens
+    if _now.chunk is not None:
+        first_token += _now.chunk * tokens
     if _now.part is not None:
         part, of_part = _now.part
         heads, first_feature = heads + part * math.prod(outer), first_feature if outer else of_part
@@ -280,7 +280,7 @@ class Draws:
     """The sites of a model. Create it before an engine lays the model out, and call `attach` after that."""
 
     argument = _ARGUMENT
-    slice: int | None = None
+    chunk: int | None = None
     """Which of equal parts of the positions this process has in layers; None: all. An engine sets it."""
 
     def __init__(self, model: nn.Module, seed: int, regions: Iterable[str] = ()) -> None:
@@ -302,7 +302,7 @@ class Draws:
     def attach(self) -> None:
         """Let layers get their keys, and recomputed modules what is left of those around them, as an argument."""
         for scope, layer in enumerate(self._layers.values(), start=1):
-            layer.forward = partial(_run_layer, scope, self.slice, layer.forward)
+            layer.forward = partial(_run_layer, scope, self.chunk, layer.forward)
         for module in self._regions:
             module.forward = partial(_run_region, module.forward)
 
@@ -314,11 +314,11 @@ class Draws:
             rates = {name for name in names if isinstance(getattr(module, name), float)}
             change_attributes(module, dict.fromkeys(rates, 0.0))
 
-    def move(self, slice: int | None, part: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]:
+    def move(self, chunk: int | None, part: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]:
         """Tell which part of positions, and of heads or features (which part, its first feature), what follows has;
         return what was before."""
-        before = _now.slice, _now.part
-        _now.slice, _now.part = slice, part
+        before = _now.chunk, _now.part
+        _now.chunk, _now.part = chunk, part
         return before
 
     def rows_of(self, layers: Sequence[str]) -> Tensor:
@@ -359,16 +359,16 @@ def _own_positions(index: int, count: int, tokens: int, device: torch.device) ->
 
 def _set(draw: _Draw | None) -> None:
     _now.draw, _now.site, _now.is_drawing = draw, 0 if draw is None else draw.site, draw is not None
-    _now.slice, _now.part = None if draw is None else draw.slice, None
+    _now.chunk, _now.part = None if draw is None else draw.chunk, None
 
 
-def _run_layer(scope: int, slice: int | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run_layer(scope: int, chunk: int | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a layer with its own keys, then restore those of its caller."""
     around = _now.draw
     if around is None or around.of_layers is None:
         return forward(*args, **kwargs)
     around, call = around._replace(site=_now.site), around.calls.get(scope, 0)
-    draw = _Draw(_rows_of(around, scope), 0, around.positions, slice, None, {})
+    draw = _Draw(_rows_of(around, scope), 0, around.positions, chunk, None, {})
     try:
         return forward(*args, **kwargs, **{_ARGUMENT: draw})
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from portable_fsdp.checkpoint.commit import cause_of
-from portable_fsdp.checkpoint.format import Saved
+from portable_fsdp.checkpoint.manifests import Saved
 from portable_fsdp.config.schema import Config
 from portable_fsdp.observe.goodput import Straggler
 from portable_fsdp.runtime.errors import TrainingError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from portable_fsdp.checkpoint.format import Saved
+from portable_fsdp.checkpoint.manifests import Saved
 from portable_fsdp.config.describe import changed_values, default_of, option_names, shortened, value_of, yaml_value
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd
 from portable_fsdp.observe.goodput import duration, goodput

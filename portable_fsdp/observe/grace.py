@@ -6,7 +6,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from portable_fsdp.checkpoint.format import Saved
+from portable_fsdp.checkpoint.manifests import Saved
 from portable_fsdp.observe.callbacks import Callback, RunStart, StepEnd
 from portable_fsdp.observe.run_files import measured_seconds
 

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from portable_fsdp.checkpoint.format import step_of
+from portable_fsdp.checkpoint.manifests import step_of
 from portable_fsdp.observe.callbacks import Callback, RunEnd, RunStart, StepEnd
 from portable_fsdp.observe.goodput import duration
 from portable_fsdp.runtime.command import stderr_file

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import psutil
 
-from portable_fsdp.checkpoint.format import NamedSave, Saved
+from portable_fsdp.checkpoint.manifests import NamedSave, Saved
 from portable_fsdp.config.describe import changed_values, each_value
 from portable_fsdp.config.load import config_text
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd, RunEnd, RunStart, SamplesEnd, StepEnd

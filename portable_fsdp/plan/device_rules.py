@@ -246,9 +246,9 @@ class CachingAllocator:
         self._in_use: dict[Hashable, tuple[_Pool, int, int]] = {}
         self.reserved = self.peak_reserved = 0
 
-    def malloc(self, key: Hashable, bytes: int, stream: Hashable) -> None:
+    def malloc(self, key: Hashable, needed: int, stream: Hashable) -> None:
         """Allocate a block; `free` with the same key returns it to the stream's pool."""
-        size = max(ROUND_BYTES, _up(bytes, ROUND_BYTES))
+        size = max(ROUND_BYTES, _up(needed, ROUND_BYTES))
         is_small = size <= SMALL_BYTES
         page = SMALL_PAGE_BYTES if is_small else LARGE_PAGE_BYTES
         pool = self._pools.setdefault((stream, is_small), _Pool(page))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from portable_fsdp.checkpoint.format import Evaluated
+from portable_fsdp.checkpoint.manifests import Evaluated
 from portable_fsdp.observe.callbacks import Outcome
 
 

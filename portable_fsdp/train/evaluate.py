@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from portable_fsdp.backends.contract import Backend, Batch, Metrics, Pending
-from portable_fsdp.checkpoint.format import Evaluated
+from portable_fsdp.checkpoint.manifests import Evaluated
 from portable_fsdp.config import schema
 from portable_fsdp.data.packing import Rows, ignore_rows
 from portable_fsdp.data.tokenize import Tokenizer

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from portable_fsdp.backends.open import open_backend
-from portable_fsdp.checkpoint.format import Evaluated, step_folder
+from portable_fsdp.checkpoint.manifests import Evaluated, step_folder
 from portable_fsdp.config.describe import autos
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
 from portable_fsdp.data.batches import Batches

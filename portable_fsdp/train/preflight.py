@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.checkpoint.format import committed_steps, require_checkpoint
+from portable_fsdp.checkpoint.manifests import committed_steps, require_checkpoint
 from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.sources import EXAMPLES, files_of
@@ -38,7 +38,7 @@ def check_config(config: Config, deployment: Deployment | None, *, writes: bool 
     `deployment`: None if it is not known yet; then only the config's own values are checked. `writes`: whether the
     command writes into the run's folders. Raises one error with all problems.
     """
-    _together(_checks(config, deployment, writes=writes))
+    _raise_all(_checks(config, deployment, writes=writes))
 
 
 def problems_of(config: Config, deployment: Deployment | None) -> list[str]:
@@ -76,7 +76,7 @@ def check_hosts(config: Config, engine: str, device: str, hosts: tuple[int, int]
     return f"{words}: the run would end on these numbers of hosts:{''.join(lines)}" if lines else ""
 
 
-def _together(checks: Iterable[Callable[[], None]]) -> None:
+def _raise_all(checks: Iterable[Callable[[], None]]) -> None:
     """Run all checks. Raises the error of the first that fails, with the messages of all."""
     if errors := _errors(checks):
         errors[0].args = ("\n".join(map(str, errors)),)
@@ -165,7 +165,7 @@ def check_with_engine(config: Config, backend: "Backend", *, writes: bool = True
     """Raise on all processes for folders that aren't writable and for a wrong architecture, before minutes of
     tokenizing. *collective*"""
     if writes:
-        on_process_0(backend, lambda: _together(_folders(config)))
+        on_process_0(backend, lambda: _raise_all(_folders(config)))
     if (architecture := config.model.architecture) is not None:
         before_transformers()
         drops = config.model.resolved_dropout != 0

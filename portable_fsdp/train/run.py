@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.checkpoint.format import Evaluated, committed_steps
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed, ResumePoint
+from portable_fsdp.checkpoint.manifests import Evaluated, committed_steps
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.tokenize import Tokenizer

@@ -19,7 +19,7 @@ from workers import GROUPS, GetWorkers, Group, Workers, marked
 
 from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.native.units import local_part
-from portable_fsdp.checkpoint.format import committed_steps
+from portable_fsdp.checkpoint.manifests import committed_steps
 from portable_fsdp.config import schema
 from portable_fsdp.layout import weight_spec
 from portable_fsdp.runtime.errors import CheckpointError

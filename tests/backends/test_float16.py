@@ -151,7 +151,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_processes(
 def test_c2_a_step_reads_nothing_of_the_device_and_sends_no_more(workers: GetWorkers) -> None:
     workers(TWO).run(jobs.reads_nothing_on_the_host, case=replace(CASE, optim=SGD))
     sent = [
-        [(kind, bytes, world) for kind, _, bytes, world in answer["steps"][1]["wire"]]
+        [(kind, size, world) for kind, _, size, world in answer["steps"][1]["wire"]]
         for dtype in ("bfloat16", "float16")
         for answer in workers(TWO).run(jobs.collectives, case=Case(compute=dtype))[:1]
     ]

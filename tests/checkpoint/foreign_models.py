@@ -58,8 +58,8 @@ def save(folder: Path, model: Any, optimizer: torch.optim.Optimizer | None = Non
     return checkpoints(folder, PlainBackend(devices=2), **arguments).save(step, model, state, (0, 0))
 
 
-def export(checkpoint: Path, format: str, target: Path, **options: Any) -> None:
-    export_checkpoint(checkpoint, format, target, ExportOptions(**options))
+def export(checkpoint: Path, kind: str, target: Path, **options: Any) -> None:
+    export_checkpoint(checkpoint, kind, target, ExportOptions(**options))
 
 
 def tensors_in(path: Path) -> Tensors:

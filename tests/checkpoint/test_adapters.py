@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable_fsdp.checkpoint.__main__ import main
-from portable_fsdp.checkpoint.format import read_manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.manifests import read_manifest
 from portable_fsdp.config.schema import Lora, Model
 from portable_fsdp.models.architecture import config_to_json
 from portable_fsdp.models.build import build_model

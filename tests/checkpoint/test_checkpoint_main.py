@@ -167,16 +167,16 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "format",
+    "kind",
     ["huggingface", *(pytest.param(name, marks=pytest.mark.proof) for name in ("dcp", "safetensors"))],
 )
-def test_an_export_without_room_ends_with_2(tmp_path: Path, format: str) -> None:
+def test_an_export_without_room_ends_with_2(tmp_path: Path, kind: str) -> None:
     save(tmp_path / "run", build(MODELS["llama"]), config={})
     program = (
         "import resource, sys\nfrom portable_fsdp.checkpoint.__main__ import main\n"
         "import transformers, torch._subclasses.fake_tensor\n"  # which may write files of their own
         "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
-        f"sys.exit(main(['export', {str(tmp_path / 'run')!r}, {str(tmp_path / 'out')!r}, '--format', {format!r}]))"
+        f"sys.exit(main(['export', {str(tmp_path / 'run')!r}, {str(tmp_path / 'out')!r}, '--format', {kind!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr

@@ -12,7 +12,7 @@ import pytest
 from plain_backend import save_once
 
 from portable_fsdp.backends.contract import Partition
-from portable_fsdp.checkpoint.format import seal
+from portable_fsdp.checkpoint.manifests import seal
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.runtime.errors import CheckpointError
 

@@ -26,7 +26,7 @@ from s3_server import BUCKET, Fault, Faults, s3_server
 
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.commit import MARK
-from portable_fsdp.checkpoint.format import committed_steps, read_manifest
+from portable_fsdp.checkpoint.manifests import committed_steps, read_manifest
 from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.runtime.errors import CheckpointError, StoreError
 

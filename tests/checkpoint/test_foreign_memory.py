@@ -60,14 +60,14 @@ print(json.dumps(both_ways("large", COUNT, ROWS)))
 
 
 @pytest.mark.parametrize(
-    ("source", "format"),
+    ("source", "kind"),
     [
         ("huggingface", "safetensors"),
         *(pytest.param(*pair, marks=pytest.mark.proof) for pair in (("dcp", "dcp"), ("torch", "safetensors"))),
     ],
 )
-def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: str, format: str) -> None:
-    program = [sys.executable, "-c", PROGRAM, str(COUNT), str(ROWS), source, format, str(tmp_path)]
+def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: str, kind: str) -> None:
+    program = [sys.executable, "-c", PROGRAM, str(COUNT), str(ROWS), source, kind, str(tmp_path)]
     folders = [Path(__file__).parents[2], Path(__file__).parent]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **RETURN_FREED_MEMORY}
     done = subprocess.run(program, capture_output=True, text=True, timeout=200, env=environment)

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from portable_fsdp.backends.contract import Partition, Piece, TensorState
-from portable_fsdp.checkpoint import commit, format
+from portable_fsdp.checkpoint import commit, manifests
 from portable_fsdp.checkpoint.commit import Index, merge
-from portable_fsdp.checkpoint.format import (
+from portable_fsdp.checkpoint.manifests import (
     DTYPE_BYTES,
     DataPosition,
     FileEntry,
@@ -94,10 +94,10 @@ def small() -> Manifest:
 
 
 def test_a_manifest_is_written_as_people_and_programs_read_it(tmp_path: Path) -> None:
-    text = format.manifest_text(small())
+    text = manifests.manifest_text(small())
     assert text == GOLDEN
     (tmp_path / "manifest.json").write_text(text)
-    assert format.read_manifest(tmp_path) == small()
+    assert manifests.read_manifest(tmp_path) == small()
 
 
 LEFT_OUT = TensorEntry(shape=(3, 2), dtype="bfloat16")
@@ -106,11 +106,11 @@ BASE: dict[str, Any] = {"pretrained": "org/name", "gguf_file": None, "fingerprin
 
 def test_what_a_base_holds_is_read_back_and_may_be_tied(tmp_path: Path) -> None:
     whole = small().model_copy(
-        update={"base": format.BaseFingerprint(**BASE, tensors={"b": LEFT_OUT}), "ties": {"v": "b"}}
+        update={"base": manifests.BaseFingerprint(**BASE, tensors={"b": LEFT_OUT}), "ties": {"v": "b"}}
     )
-    text = format.manifest_text(whole)
+    text = manifests.manifest_text(whole)
     (tmp_path / "manifest.json").write_text(text)
-    assert format.read_manifest(tmp_path) == whole
+    assert manifests.read_manifest(tmp_path) == whole
     assert whole.left_out == {"b": LEFT_OUT}
 
 
@@ -126,9 +126,9 @@ def test_what_a_base_holds_is_read_back_and_may_be_tied(tmp_path: Path) -> None:
 )
 def test_a_base_of_anything_but_weights_without_pieces_is_refused(key: str, changes: dict[str, Any]) -> None:
     tensors = {key: LEFT_OUT.model_copy(update=changes)}
-    wrong = small().model_copy(update={"base": format.BaseFingerprint(**BASE, tensors=tensors)})
+    wrong = small().model_copy(update={"base": manifests.BaseFingerprint(**BASE, tensors=tensors)})
     with pytest.raises(CheckpointError, match=rf"manifest.json: {key}: expected "):
-        format.check_manifest(wrong, "wrong")
+        manifests.check_manifest(wrong, "wrong")
 
 
 def random_cut(rng: random.Random, shape: tuple[int, ...], offset: tuple[int, ...]) -> list[tuple[Any, Any]]:
@@ -156,27 +156,27 @@ def test_pieces_tile_each_tensor_exactly_once(seed: int) -> None:
         shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(0, 4)))
         boxes = random_cut(rng, shape, (0,) * len(shape))
         rng.shuffle(boxes)
-        format.check_manifest(tiled(shape, boxes), "good")
+        manifests.check_manifest(tiled(shape, boxes), "good")
         for _ in range(5 if shape else 0):  # every box moved or resized by one along one axis
             index, axis, part = rng.randrange(len(boxes)), rng.randrange(len(shape)), rng.randrange(2)
             changed = [list(map(list, box)) for box in boxes]
             changed[index][part][axis] += rng.choice((-1, 1))
             if min(changed[index][part]) >= 0:
                 with pytest.raises(CheckpointError, match=r"manifest\.json: w: expected|overlap|no tensor uses it"):
-                    format.check_manifest(tiled(shape, changed), "bad")
+                    manifests.check_manifest(tiled(shape, changed), "bad")
 
 
 def test_an_overlap_that_a_hole_makes_up_for_is_found() -> None:
     boxes = [((0, 0), (2, 2)), ((1, 1), (2, 2)), ((0, 2), (1, 1))]
     assert sum(a * b for _, (a, b) in boxes) == 9
     with pytest.raises(CheckpointError, match=r"w: the pieces at \[.*\] and \[.*\] overlap"):
-        format.check_manifest(tiled((3, 3), boxes), "bad")
+        manifests.check_manifest(tiled((3, 3), boxes), "bad")
 
 
 def test_the_check_of_many_pieces_is_quick() -> None:
     boxes = [((row, 0), (1, 4)) for row in range(20_000)]
     manifest, began = tiled((20_000, 4), boxes), time.process_time()
-    format.check_manifest(manifest, "many")
+    manifests.check_manifest(manifest, "many")
     assert time.process_time() - began < 5  # pairwise it would take a minute
 
 
@@ -184,9 +184,9 @@ def test_committed_steps_are_found_newest_first(tmp_path: Path) -> None:
     for name in ("step-00000010", "step-00000005", "step-100000000", "step-00000020.tmp", "step-20", "notes"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000030").touch()
-    names = [path.name for path in format.committed_steps(tmp_path)]
+    names = [path.name for path in manifests.committed_steps(tmp_path)]
     assert names == ["step-100000000", "step-00000010", "step-00000005"]
-    assert format.committed_steps(tmp_path / "absent") == []
+    assert manifests.committed_steps(tmp_path / "absent") == []
 
 
 def test_the_index_files_that_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_the_index_files_that_end_the_wait(tmp_path: Path, monkeypatch: pytest.M
 def test_announcing_is_the_last_thing_a_process_does_in_the_folder(tmp_path: Path) -> None:
     """As process 0 may rename the folder at once: fifty commits that race with the announcement."""
     for step in range(50):
-        final = format.step_folder(tmp_path, step)
+        final = manifests.step_folder(tmp_path, step)
         index = Index(attempt=commit.begin(final, "run"), process=0)
         with ThreadPoolExecutor(1) as announcer:
             folder = store_of(final).temporary_of(final, index.attempt)
@@ -236,12 +236,12 @@ def test_a_renamed_folder_and_a_newer_format_are_named(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "manifest.json").write_text(GOLDEN)
     with pytest.raises(CheckpointError, match=r"expected step 8 \(the folder's name\), found step 7"):
-        format.read_manifest(folder)
+        manifests.read_manifest(folder)
     best = folder.rename(tmp_path / "best")
-    assert format.read_manifest(best).step == 7
+    assert manifests.read_manifest(best).step == 7
     (best / "manifest.json").write_text(json.dumps({"format_version": 2}))
     with pytest.raises(CheckpointError, match="expected format_version 1, found 2; saved by a newer portable_fsdp"):
-        format.read_manifest(best)
+        manifests.read_manifest(best)
 
 
 # -------------------------------------------------------------------------------------------------------------- tensors

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
-from portable_fsdp.checkpoint.format import IMPORTED, Manifest
+from portable_fsdp.checkpoint.manifests import IMPORTED, Manifest
 from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.formats.importing import detect, import_checkpoint
 from portable_fsdp.runtime.errors import CheckpointError
@@ -205,18 +205,18 @@ def test_every_dtype_that_we_store_goes_through_all_formats(tmp_path: Path) -> N
     tensors |= {name: torch.ones(3).to(getattr(torch, name)) for name in ("float8_e4m3fn", "float8_e5m2")}
     torch.save(tensors, tmp_path / "all.pt")
     path = import_checkpoint(tmp_path / "all.pt", tmp_path / "run")
-    for format in ("safetensors", "dcp"):
-        export(path, format, tmp_path / f"x.{format}")
-        if format == "safetensors":
+    for kind in ("safetensors", "dcp"):
+        export(path, kind, tmp_path / f"x.{kind}")
+        if kind == "safetensors":
             save_file(tensors, tmp_path / "theirs.safetensors")
             assert_same(load_file(tmp_path / "x.safetensors"), load_file(tmp_path / "theirs.safetensors"))
-        back = import_checkpoint(tmp_path / f"x.{format}", tmp_path / format, trust_metadata=True)
+        back = import_checkpoint(tmp_path / f"x.{kind}", tmp_path / kind, trust_metadata=True)
         imported = tensors_in(back)
         assert imported.keys() == tensors.keys()
         for key, tensor in tensors.items():
             assert imported[key].dtype == tensor.dtype
             assert torch.equal(imported[key].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
-        shutil.rmtree(tmp_path / format)
+        shutil.rmtree(tmp_path / kind)
 
 
 RANK = """

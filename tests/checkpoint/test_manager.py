@@ -26,8 +26,8 @@ from plain_backend import (
 
 from portable_fsdp.backends.contract import Partition, Piece, TensorState
 from portable_fsdp.checkpoint import commit
-from portable_fsdp.checkpoint.format import step_folder
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed, Saved
+from portable_fsdp.checkpoint.manifests import step_folder
 from portable_fsdp.checkpoint.resume import Difference
 from portable_fsdp.checkpoint.snapshot import Snapshot, sum_of_bits
 from portable_fsdp.checkpoint.store import Reader

@@ -15,8 +15,8 @@ from plain_backend import PlainBackend, checkpoints, flip_last_byte, load, names
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.commit import outdated
-from portable_fsdp.checkpoint.format import Evaluated, read_manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.manifests import Evaluated, read_manifest
 from portable_fsdp.checkpoint.storage import locate, store_of
 
 Evaluations = Mapping[int, Evaluated | None]

@@ -15,7 +15,7 @@ from plain_backend import save_once
 
 from portable_fsdp.backends.contract import Partition
 from portable_fsdp.checkpoint import report
-from portable_fsdp.checkpoint.format import MANIFEST, read_manifest, seal
+from portable_fsdp.checkpoint.manifests import MANIFEST, read_manifest, seal
 from portable_fsdp.checkpoint.store import Reader
 
 _ODD: tuple[Any, ...] = (

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from portable_fsdp.checkpoint.format import committed_steps, step_of
+from portable_fsdp.checkpoint.manifests import committed_steps, step_of
 from portable_fsdp.launch import main
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.launchers import LAUNCH_VARIABLES, PORTS

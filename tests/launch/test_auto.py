@@ -7,7 +7,7 @@ from cli import PYTHON, TORCHRUN, events, finish, launch, require_curve, tiny_co
 
 import portable_fsdp as pf
 from portable_fsdp.backends.refusals import Deployment, require_supported
-from portable_fsdp.checkpoint.format import read_manifest
+from portable_fsdp.checkpoint.manifests import read_manifest
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.runtime.errors import BackendError, ConfigError
 

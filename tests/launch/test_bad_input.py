@@ -18,7 +18,7 @@ import torch
 from cli import PYTHON, TINY, TORCHRUN, committed, finish, launch, losses, tiny_config
 from tokenizers import Tokenizer, models
 
-from portable_fsdp.checkpoint.format import hash_file
+from portable_fsdp.checkpoint.manifests import hash_file
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.runtime.host import tpu_chips
 

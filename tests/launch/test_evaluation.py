@@ -13,7 +13,7 @@ from cli import PYTHON, committed, events, finish, launch, losses
 from safetensors.torch import load_file
 
 from portable_fsdp.backends.contract import Batch
-from portable_fsdp.checkpoint.format import read_manifest
+from portable_fsdp.checkpoint.manifests import read_manifest
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.train.evaluate import Evaluation, Evaluator
 

@@ -19,7 +19,7 @@ from cli import PYTHON, TORCHRUN, Started, committed, events, launch, losses, st
 from documented import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from portable_fsdp.checkpoint.format import read_manifest
+from portable_fsdp.checkpoint.manifests import read_manifest
 from portable_fsdp.config.load import config_text
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.observe.run_files import read_jsonl

@@ -88,7 +88,7 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(value.encode())
 
-    def log_message(self, format: str, *args: object) -> None: ...
+    def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
 
 
 def etag(value: str) -> str:

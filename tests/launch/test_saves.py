@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from cli import committed, events, launch, losses
 
-from portable_fsdp.checkpoint.format import Manifest
 from portable_fsdp.checkpoint.manager import Checkpoints
+from portable_fsdp.checkpoint.manifests import Manifest
 from portable_fsdp.observe.callbacks import StepEnd
 from portable_fsdp.runtime.errors import TrainingError
 from portable_fsdp.train.control import Votes

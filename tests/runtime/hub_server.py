@@ -91,7 +91,7 @@ def serve(hub: Hub) -> Generator[Hub]:
 
         do_HEAD = do_GET
 
-        def log_message(self, format: str, *args: Any) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Nothing on the console."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from portable_fsdp.checkpoint.format import Evaluated
+from portable_fsdp.checkpoint.manifests import Evaluated
 from portable_fsdp.config.schema import Config, Model, Optim, Train
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.train.build import total_steps

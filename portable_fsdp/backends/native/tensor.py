@@ -42,7 +42,7 @@ def split_model(model: Any, plan: TensorPlan, group: Group, draws: KeyedDraws | 
     replace = _replacing()
     outside = group.index if plan.splits_rows else None  # the part of the tokens between blocks
     if draws is not None:
-        draws.slice = outside
+        draws.chunk = outside
     if plan.embedding:
         _split_vocabulary(model, plan, group, replace)
     for fqn, slots in parameter_slots(model).items():
@@ -143,10 +143,10 @@ def _placed(
 
 def _whole(forward: Forward, move: Callable[..., Any], self: nn.Module, hidden: Tensor) -> Tensor:
     """Let an adapter of a whole weight drop whole inputs, between modules that leave parts."""
-    slice, part = move(None, None)
-    move(slice, None)
+    chunk, part = move(None, None)
+    move(chunk, None)
     out = forward(self, hidden)
-    move(slice, part)
+    move(chunk, part)
     return out
 
 
