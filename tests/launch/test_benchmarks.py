@@ -83,7 +83,7 @@ def test_gpu_tunes_checks_options_and_times_all_ways_to_the_same_losses(tmp_path
 
     tuning = result["tuning"]
     assert "memory.gradient_checkpointing=full" in "\n".join(tuning["measured"])
-    assert "  chosen: " in printed
+    assert "chosen: " in printed
 
     answers = {check["name"]: check for check in result["checks"]}
     names = ["curve: FULL_SHARD", "curve: checkpointing full", "curve: bfloat16", "checkpoint: bfloat16"]
@@ -112,12 +112,12 @@ def test_gpu_tunes_checks_options_and_times_all_ways_to_the_same_losses(tmp_path
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 def test_gpu_plans_are_near_to_what_was_measured_to_torchs_tracker_and_to_published_figures(tmp_path: Path) -> None:
-    result, _ = _result(tmp_path, "gpu_plan", "--parts=references,cost", limit_s=1500)
+    result, _ = _result(tmp_path, "gpu", "--parts=references,cost", limit_s=1500)
     for row in result["references"]:
         assert 0.98 <= row["ratio"] <= 1.1, row["what"]
     for row in result["cost"]:
         assert row["plan_rss_bytes"] < 3 * 2**30, row["what"]
-    (row,) = _result(tmp_path, "gpu_plan", "--parts=gpu", "--tiny")[0]["gpu"]
+    (row,) = _result(tmp_path, "gpu", "--parts=plans", "--tiny")[0]["plans"]
     assert row["live_bytes"] > 1e7
     # Whether the script works; tests/plan/test_fake_step.py holds plans to 5 %. With one process the plan is 2.5 % low
     # under torch 2.9, and 7 % high under 2.13: there the peak is the optimizer's, and why less lives then isn't known.
