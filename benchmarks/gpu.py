@@ -507,9 +507,10 @@ def main() -> int:
                 result["seconds"] = round(time.monotonic() - began, 1)
                 write(result, path)
                 print(line(key, row), flush=True)
-    counts = Counter(check["outcome"] for check in result["checks"])
-    print(*(text for row in result["comparison"] for text in _ratio_lines(row)), sep="\n")
-    print("checks: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    for outcome, count in Counter(check["outcome"] for check in result["checks"]).items():
+        print(f"checks {outcome}: {count}")
+    for row in result["comparison"]:
+        print("\n".join(_ratio_lines(row)))
     print(f"{result['environment']}\nwritten to {path}")
     failed = [check for check in result["checks"] if check["outcome"] in ("failed", "out of time")]
     failed += [run for run in result["speed"] if run["status"] == "failed"]

@@ -49,17 +49,9 @@ from portable_fsdp.train.control import SaveTriggers, Votes
 from portable_fsdp.train.measures import InFlight, Measures, run_start
 
 ARCHITECTURE: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 896,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
+    **{"model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 896},
+    **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256},
+    **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None},
 }
 SEQ_LEN, GLOBAL_BATCH, SEED = 256, 8, 0  # 2,048 tokens a step
 WARM_UP_STEPS = 3

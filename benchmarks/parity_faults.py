@@ -35,17 +35,9 @@ from portable_fsdp.parity.record import (  # noqa: E402
 )
 
 MODEL = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 0,
+    **{"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0},
 }
 CONFIG = {
     "model": {"architecture": MODEL},
