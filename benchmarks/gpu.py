@@ -298,10 +298,12 @@ class Benchmark:
         answered.unlink(missing_ok=True)
         asked.write_text(json.dumps({"kind": kind, **job}))
         ended = self._run([str(HERE / "gpu_worker.py"), str(asked), str(answered)], timeout_s)
-        answer = json.loads(answered.read_text()) if answered.is_file() else {"environment": {}, "rows": []}
+        answer: Row = {"environment": {}, "rows": []}
+        if answered.is_file():
+            answer = json.loads(answered.read_text())
         known = self.result["environment"]
         if job["device"] == self.device or "versions" not in known:
-            known |= {**answer["environment"], "device": known["device"]}
+            known |= answer["environment"] | {"device": known["device"]}
         return [*answer["rows"], *([ended] if ended else [])]
 
     def _run(self, arguments: list[str], timeout_s: float) -> Row:
