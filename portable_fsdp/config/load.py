@@ -35,7 +35,6 @@ from portable_fsdp.config.schema import Config, Model, Train
 from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, first_comment, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import search_folder
-from portable_fsdp.runtime.files import read_regular
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -49,9 +48,8 @@ _STAND_INS: dict[str, Any] = {"model": {"factory": "stand_in:model"}, "train": {
 """What stands for a missing model and a missing number of steps."""
 _OF_STAND_INS = (r"model\.factory", r"stand_in:\w+", "1000000000")  # patterns
 
-_MAX_BYTES = 1 << 20
 MAX_PROBLEMS = 20
-"""Limit per message; a hostile file has thousands."""
+"""Limit per message."""
 
 
 class Loaded(NamedTuple):
@@ -124,7 +122,7 @@ def parse_file(path: Path, holds: str = "") -> tuple[MappingNode, dict[str, Any]
     sections).
     """
     try:
-        text = read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
         # JSON may be indented with tabs, YAML may not.
         node, values = parse(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
     except (FileNotFoundError, IsADirectoryError) as error:

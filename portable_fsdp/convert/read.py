@@ -405,7 +405,7 @@ def _read_unknown(entry: KeyEntry, result: Import) -> None:
     if entry.key.startswith(("_", "#", "//", "$")) or entry.key.lower() in ("comment", "comments", "notes"):
         result.ignore(entry, "a comment")
         return
-    near = nearest_key(entry.place, entry.key) if len(result.problems) < MAX_PROBLEMS else ""  # a hostile file is long
+    near = nearest_key(entry.place, entry.key) if len(result.problems) < MAX_PROBLEMS else ""
     kind = "variable" if entry.place == ENVIRONMENT else f"key of {entry.place}"
     hint = f"nearest: {near}." if near else "No known name is similar; leave it out."
     result.add_problem(entry, f"unknown {kind}.\n  {hint}")

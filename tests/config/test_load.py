@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ REFUSED_FILES = [
     (SMALL + "optim:\n  groups:\n    - {match: a}\n    - match: b\n      lr: 0\n",),
     (SMALL + "sharding: {wrap_classes: &a [*a]}\n",),
     (SMALL + "run: &a\n  name: *a\n",),
-    *((text,) for text in ("", "- 1", "a: 1\nb: [", "a:\n\t- b", "a: !!python/object:x {}", "run: 0x_", "[" * 3000)),
+    *((text,) for text in ("", "- 1", "a: 1\nb: [", "a:\n\t- b", "a: !!python/object:x {}", "run: 0x_")),
+    ("a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join(9 * [f'*{a}'])}]\n" for a, b in pairwise("abcdef")),),
     *((text,) for text in ("a: " + "x" * 300_000, "model: {pretrained: x}\ntrain: {steps: 1}\n1: 2", "? [a]\n: b")),
     ("a: 1\n---\nb: 1",),
 ]
