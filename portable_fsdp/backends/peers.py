@@ -441,7 +441,7 @@ def _parse(line: bytes) -> Heartbeat | None:
         beat = Heartbeat(**parse_json(line)) if len(line) <= _MAX_BYTES else None
         example = Heartbeat("", "", 0, 0, [])
         return beat if beat and all(map(_is_legal, astuple(beat), astuple(example))) else None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

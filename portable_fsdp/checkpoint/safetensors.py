@@ -26,7 +26,6 @@ from portable_fsdp.runtime.files import parse_json
 
 _MAX_HEADER = 1 << 25  # bytes; the library's own limit is 100 MB
 _MAX_TENSORS = 150_000  # in one file, which fit into that
-_MAX_COMMAS = 20  # per tensor
 _MAX_RANK = 16
 _CHUNK = 4 << 20  # bytes
 _CHUNK_ELEMENTS = 1 << 20  # converted at a time
@@ -92,8 +91,6 @@ def read_header(source: FileReader) -> dict[str, Stored]:
     if length > min(_MAX_HEADER, source.size - 8):
         raise ValueError(f"header too large: {length} bytes in a file of {source.size}")
     text = source.read(8, length)
-    if text.count(b",") > _MAX_COMMAS * (text.count(b"{") + 5000):
-        raise ValueError("its header has more values than its tensors need")
     header = parse_json(text)
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")

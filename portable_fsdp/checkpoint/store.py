@@ -271,7 +271,7 @@ class Reader(Closing):
         if number not in self._headers:
             try:
                 header = safetensors.read_header(source)
-            except (OSError, ValueError, RecursionError) as error:
+            except (OSError, ValueError) as error:
                 raise manifests.damaged(self.folder, file.name, "a safetensors file", str(error)) from None
             pieces = self._pieces[number]
             for key in dict.fromkeys([*header, *pieces]):

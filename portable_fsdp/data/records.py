@@ -149,7 +149,7 @@ def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
     while has_more:
         try:
             end = decoder.raw_decode(text, at)[1]
-        except (ValueError, RecursionError):
+        except ValueError:
             end, is_broken = len(text), True
         line, counted = line + text.count("\n", counted, at), at
         if end - at > MAX_LINE:

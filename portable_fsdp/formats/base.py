@@ -172,7 +172,7 @@ def config_of(path: Path) -> dict[str, Any]:
     try:
         # Not `parse_json`: older releases wrote infinities.
         _check_layers(str(file), json.loads(read_regular(file, path if path.is_dir() else None)))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not a valid config.json: {error}") from None
     transformers = import_transformers()
     try:

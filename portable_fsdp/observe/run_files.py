@@ -151,7 +151,7 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line; None for anything else."""
     try:
         value: object = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 

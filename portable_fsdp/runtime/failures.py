@@ -43,7 +43,7 @@ def last_events(path: Path, since: float = 0.0) -> list[dict[str, Any]]:
 def _rows(text: bytes, since: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for line in text.splitlines():
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError):
             row: object = json.loads(line)
             if isinstance(row, dict) and (not since or str(cast(Any, row).get("time")) > utc_text(since)):
                 rows.append(cast(dict[str, Any], row))

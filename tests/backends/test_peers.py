@@ -308,7 +308,7 @@ def test_the_end_of_an_earlier_engine_is_no_start_of_this_one(zero: Zero) -> Non
 @pytest.mark.proof
 def test_a_line_that_cannot_be_read_ends_nobody(zero: Zero, capfd: pytest.CaptureFixture[str]) -> None:
     zero.says(ZERO)
-    for line in ("{", "[]", "\x00", json.dumps({**asdict(ZERO), "of_a_newer_version": 1})):
+    for line in ("{", "[]", "\x00", "[" * 100_000, json.dumps({**asdict(ZERO), "of_a_newer_version": 1})):
         zero.writes(line)
     zero.writes(json.dumps({"id": "of an older version"}))
     time.sleep(TIMEOUT_S)
