@@ -14,7 +14,7 @@ from typing import Any
 
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, DataError
-from portable_fsdp.runtime.files import parse_json, read_regular
+from portable_fsdp.runtime.files import parse_json, read_inside
 from portable_fsdp.runtime.hub import MODEL_FILES, TOKENIZER_FILES, before_transformers, require_plain_files
 from portable_fsdp.runtime.limits import OPENING, Limit, limited, require_small_numbers
 
@@ -106,7 +106,7 @@ def _require_files(folder: Path, gguf_file: str | None) -> None:
     if not (folder / _ADAPTERS).is_file():
         return
     try:
-        name = parse_json(read_regular(folder / _ADAPTERS, folder)).get("base_model_name_or_path")
+        name = parse_json(read_inside(folder / _ADAPTERS, folder)).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / _ADAPTERS}: not a JSON object: {error}") from None
     base = Path(name or "")

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from portable_fsdp.data.examples import Broken, DocumentSource, Example, Render, Rendered, texts_in
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.files import read_regular, sync_folder, try_lock
+from portable_fsdp.runtime.files import sync_folder, try_lock
 from portable_fsdp.runtime.limits import Limit, begin, memory_limit
 
 log = logging.getLogger("portable_fsdp")
@@ -128,7 +128,7 @@ class TokenizedDocuments:
     @classmethod
     def mapped(cls, folder: Path) -> Self:
         """Map an entry. Raises OSError, ValueError, TypeError or KeyError for a damaged one."""
-        text, _, digest = read_regular(folder / "facts.json").rpartition(b"\n")
+        text, _, digest = (folder / "facts.json").read_bytes().rpartition(b"\n")
         if digest != xxhash.xxh3_64_hexdigest(text).encode():
             raise ValueError("facts.json changed after it was written")
         facts = Facts(**json.loads(text))
@@ -207,9 +207,9 @@ def _locked(path: Path) -> Generator[bool]:
     # The owner is a launcher's run, which its other processes have too, or this process itself.
     launched = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     owner = " ".join(filter(None, launched)).encode() or f"{socket.gethostname()} {os.getpid()}".encode()
-    with path.open("ab+", buffering=0) as file:  # closing unlocks; the file stays for others; +: a pipe doesn't block
+    with path.open("ab+", buffering=0) as file:  # closing unlocks; the file stays for others
         lock, other = try_lock(file.fileno()), b""
-        with suppress(OSError):  # a pipe in its place has no length and no offset
+        with suppress(OSError):  # on a full disk the owner stays unknown
             if lock:
                 file.truncate(0)
                 file.write(owner)

@@ -23,7 +23,7 @@ import xxhash
 
 from portable_fsdp.data.examples import extra, name_of
 from portable_fsdp.runtime.errors import DataError
-from portable_fsdp.runtime.files import read_regular, write_text_atomically
+from portable_fsdp.runtime.files import write_text_atomically
 
 BOM = b"\xef\xbb\xbf"
 """Byte order mark that some editors write before UTF-8; not part of the text."""
@@ -127,7 +127,7 @@ def remembered(
     facts = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
     memo = folder / xxhash.xxh3_128_hexdigest(json.dumps([purpose, facts]).encode())
     with suppress(OSError, UnicodeDecodeError):
-        digest, _, check = read_regular(memo).decode().partition(" ")
+        digest, _, check = memo.read_text().partition(" ")
         if check == _check(memo, digest):
             return digest
     digest = make()

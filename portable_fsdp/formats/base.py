@@ -23,7 +23,7 @@ from portable_fsdp.formats import MODULES
 from portable_fsdp.models.architecture import config_from_json, config_to_json
 from portable_fsdp.models.weights import names_of_weights
 from portable_fsdp.runtime.errors import CheckpointError
-from portable_fsdp.runtime.files import parse_json, read_regular
+from portable_fsdp.runtime.files import parse_json, read_inside
 from portable_fsdp.runtime.hub import import_transformers
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -140,7 +140,7 @@ def _weight_map(folder: Path, index: str) -> dict[str, str]:
     """Read the index: key -> plain name of a file."""
     path = file_inside(folder, index)
     try:
-        content = parse_json(read_regular(path, folder))
+        content = parse_json(read_inside(path, folder))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     weight_map = cast(dict[str, object], content).get("weight_map") if isinstance(content, dict) else None
@@ -171,7 +171,7 @@ def config_of(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
         # Not `parse_json`: older releases wrote infinities.
-        _check_layers(str(file), json.loads(read_regular(file, path if path.is_dir() else None)))
+        _check_layers(str(file), json.loads(read_inside(file, path) if path.is_dir() else file.read_bytes()))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not a valid config.json: {error}") from None
     transformers = import_transformers()

@@ -27,7 +27,7 @@ from portable_fsdp.formats.base import ExportOptions, load_format
 from portable_fsdp.models.tensor_files import MARK, hashes_of
 from portable_fsdp.runtime.collective_errors import on_process_0
 from portable_fsdp.runtime.errors import CheckpointError, TrainingError
-from portable_fsdp.runtime.files import parse_json, read_regular, sync_folder, write_text_atomically
+from portable_fsdp.runtime.files import parse_json, read_inside, sync_folder, write_text_atomically
 
 log = logging.getLogger("portable_fsdp")
 
@@ -64,7 +64,7 @@ def require_replaceable(folder: Path) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     try:
-        exported: Any = parse_json(read_regular(folder / MARK, folder))["files"]
+        exported: Any = parse_json(read_inside(folder / MARK, folder))["files"]
     except (OSError, ValueError, KeyError, TypeError):
         exported = None
     if not isinstance(exported, list):

@@ -29,7 +29,7 @@ from portable_fsdp.models.tensor_files import INDEX, SINGLE, require_as_exported
 from portable_fsdp.models.weights import RandomWeights, WeightFill, plain_name
 from portable_fsdp.quantised.layers import holds_inputs_first
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
-from portable_fsdp.runtime.files import read_regular, write_text_atomically
+from portable_fsdp.runtime.files import read_inside, write_text_atomically
 from portable_fsdp.runtime.hub import import_transformers, is_hub_id, local_folder
 
 log = logging.getLogger("portable_fsdp")
@@ -105,7 +105,7 @@ def _generation_config(manifest: Manifest) -> bytes | None:
         return None
     try:
         folder = opened_folder(manifest) or local_folder("model.pretrained", name, (GENERATION,))
-        return read_regular(folder / GENERATION, folder) if (folder / GENERATION).is_file() else None
+        return read_inside(folder / GENERATION, folder) if (folder / GENERATION).is_file() else None
     except (ConfigError, OSError) as error:
         log.warning("%s is made from the model's config; that of model.pretrained can't be read: %s", GENERATION, error)
         return None
@@ -158,7 +158,7 @@ def _license(base: str) -> str | None:
     from huggingface_hub import ModelCard
 
     with suppress(Exception):  # no such file, or one that the hub's parser refuses in many classes
-        text = read_regular(Path(base) / "README.md", Path(base)).decode()
+        text = read_inside(Path(base) / "README.md", Path(base)).decode()
         found = cast(Any, ModelCard(text).data).license if text.startswith("---") else None
         return found if isinstance(found, str) else None
     return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.files import parse_json, read_regular
+from portable_fsdp.runtime.files import parse_json
 
 log = logging.getLogger("portable_fsdp")
 
@@ -44,8 +44,6 @@ _READ_BY_NAME = {"model_type", "tie_word_embeddings", "head_dim", "rope_paramete
 
 _UNDRAWN = ("layerdrop", "layer_drop", "drop_path", "path_drop", "droppath", "token_dropout")
 
-_MAX_BYTES = 16 * 2**20
-
 
 def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any]:
     """Return the mapping itself, or the content of the config.json (or of its folder) at this path.
@@ -66,7 +64,7 @@ def architecture_mapping(architecture: Mapping[str, Any] | str) -> dict[str, Any
         ) from None
     try:
         # JSON has no Infinity, but Mamba 2's files do.
-        values = parse_json(read_regular(path, max_bytes=_MAX_BYTES), constant=float)
+        values = parse_json(path.read_bytes(), constant=float)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.architecture: {path}: can't be read as JSON: {str(error).rstrip('.')}.") from None
     if not isinstance(values, dict) or not isinstance(cast(dict[str, Any], values).get("model_type"), str):

@@ -43,7 +43,7 @@ from portable_fsdp.models.weights import (
 )
 from portable_fsdp.quantised.layers import holds_inputs_first
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.files import parse_json, read_regular
+from portable_fsdp.runtime.files import parse_json, read_inside
 from portable_fsdp.runtime.hub import local_folder
 
 log = logging.getLogger("portable_fsdp")
@@ -430,7 +430,7 @@ def start_from(lora: schema.Lora, model: nn.Module, fill: WeightFill) -> WeightF
 
 def _check_config(folder: Path, lora: schema.Lora) -> None:
     try:
-        saved = parse_json(read_regular(folder / CONFIG, folder))
+        saved = parse_json(read_inside(folder / CONFIG, folder))
     except (OSError, ValueError) as error:
         raise _refusal(folder, f"{CONFIG} of peft", f"{error}", "Name a folder that peft has saved.") from None
     if not isinstance(saved, dict):

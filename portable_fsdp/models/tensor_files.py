@@ -19,7 +19,7 @@ from portable_fsdp.models.architecture import config_from_json
 from portable_fsdp.models.weights import TensorFile, TensorSlices
 from portable_fsdp.runtime.collective_errors import Processes, on_each_process
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.files import names_in, open_regular, parse_json, read_regular
+from portable_fsdp.runtime.files import open_inside, parse_json, read_inside
 from portable_fsdp.runtime.launchers import detect_launch
 
 _KEY = "model.pretrained"
@@ -93,7 +93,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(cast(dict[str, str], parse_json(read_regular(index, index.parent))["weight_map"]))
+        return dict(cast(dict[str, str], parse_json(read_inside(index, index.parent))["weight_map"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{_KEY}: {index}: can't read a JSON object with a weight_map (tensor -> file) from it "
@@ -136,14 +136,14 @@ def require_as_exported(folder: Path) -> bool:
         return False
     fix = f"\n  Copy or export it again. If you changed it on purpose, delete its line below `hashes` in {MARK}."
     try:
-        mark: Any = parse_json(read_regular(folder / MARK, folder))
+        mark: Any = parse_json(read_inside(folder / MARK, folder))
         hashes: dict[str, Any] | None = mark.get("hashes")
         if hashes is None:
             return False
         for name, expected in hashes.items():
             if (actual := _summary(folder, name)) != expected:
                 raise ConfigError(f"{folder / name}: damaged: the export wrote {expected:.80}, found {actual}.{fix}")
-        others = [name for name in names_in(folder) if name.endswith(".safetensors") and name not in mark["files"]]
+        others = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in mark["files"])
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise ConfigError(f"{folder}: can't check the files that {MARK} lists: {error}.{fix}") from None
     if others:
@@ -166,7 +166,7 @@ def require_intact(config: Config, processes: Processes) -> None:
 
 def _summary(folder: Path, name: str) -> str:
     """Return the length of a file and its hash, as text."""
-    with open_regular(folder / name, folder) as file:
+    with open_inside(folder / name, folder) as file:
         digest = hashlib.file_digest(cast(Any, file), xxhash.xxh3_128)
         return f"{file.tell()} bytes, xxh3_128 {digest.hexdigest()}"
 

@@ -29,7 +29,7 @@ from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, ProfileEnd,
 from portable_fsdp.observe.goodput import imbalance
 from portable_fsdp.runtime.errors import UsageError, without_passwords
 from portable_fsdp.runtime.failures import record_failure, unfinished, utc_text
-from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, open_regular, write_text_atomically
+from portable_fsdp.runtime.files import open_inside, write_text_atomically
 from portable_fsdp.runtime.host import installed
 
 log = logging.getLogger("portable_fsdp")
@@ -109,7 +109,7 @@ class EventsFile(_LinesFile):
 
 def last_save(path: Path) -> NamedSave | None:
     """Return the newest save in the last 64 MiB of events.jsonl at or before the step of every later start, or None;
-    skips damaged lines. Raises UsageError if it isn't a regular file."""
+    skips damaged lines. Raises UsageError if it can't be read."""
     saves: list[NamedSave] = []
     for line in _tail(path).split(b"\n"):
         event = parse_line(line) or {}
@@ -130,16 +130,16 @@ def measured_seconds(path: Path, event: str | None) -> list[float]:
 
 
 def read_jsonl(path: Path, folder: Path | None = None) -> list[dict[str, Any]]:
-    """Read all rows of a file, except for an incomplete last line, which may be being written. Raises OSError like
-    `open_regular` with `folder`, and UsageError for any other line that isn't a JSON object."""
+    """Read all rows of a file, except for an incomplete last line, which may be being written. Raises OSError, with
+    `folder` like `open_inside`, and UsageError for any other line that isn't a JSON object."""
     rows: list[dict[str, Any]] = []
-    with open_regular(path, folder, MAX_LOG_BYTES) as file:
-        for number, line in enumerate(lines_of(file), start=1):
+    with open_inside(path, folder) if folder else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
             text = line.decode(errors="replace")
             row = parse_line(text)
             if row is not None:
                 rows.append(row)
-            elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
+            elif line.endswith(b"\n"):
                 raise UsageError(
                     f"{path}:{number}: expected one JSON object per line, found {text.rstrip()[:60]!r}.\n"
                     "  Another program changed the file: fix that line, or move the file away."
@@ -159,7 +159,7 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
 def _tail(path: Path) -> bytes:
     """Read the last bytes of a file; empty without it. Raises UsageError for a file that can't be read."""
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             return file.read(_TAIL_BYTES)
     except FileNotFoundError:

@@ -37,7 +37,7 @@ from portable_fsdp.runtime.errors import (
     TrainingError,
     UsageError,
 )
-from portable_fsdp.runtime.files import read_regular, write_text_atomically
+from portable_fsdp.runtime.files import write_text_atomically
 from portable_fsdp.runtime.launchers import detect_launch
 from portable_fsdp.runtime.signals import end_with_agent, end_with_parent
 from portable_fsdp.train.preflight import check_config
@@ -228,7 +228,7 @@ def _compared(options: argparse.Namespace) -> tuple[Certificate, Path | None]:
     if options.on or options.config or options.words:
         raise UsageError("--compare: it runs nothing; leave out --on, the config and overrides.")
     try:
-        first, other = (Certificate.model_validate_json(read_regular(path)) for path in options.compare)
+        first, other = (Certificate.model_validate_json(path.read_bytes()) for path in options.compare)
         configs = [Config.model_validate_json(certificate.config) for certificate in (first, other)]
     except (OSError, ValidationError) as error:
         raise UsageError(f"--compare: expected two certificate.json files of parity: {error}") from None

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,7 @@ from portable_fsdp.config import yaml_text
 from portable_fsdp.observe.goodput import PARTS, Attempt, Goodput, attempts, duration, goodput
 from portable_fsdp.observe.run_files import OF_EXPERTS, ROW_KEYS, parse_line
 from portable_fsdp.runtime.errors import UsageError, printable
-from portable_fsdp.runtime.files import MAX_LINE_BYTES, MAX_LOG_BYTES, lines_of, names_in, open_regular, read_regular
+from portable_fsdp.runtime.files import open_inside, read_inside
 
 JsonObject = Mapping[str, Any]
 Numbers = NDArray[np.float64]
@@ -29,10 +28,6 @@ _MOST_SAVES = 20  # in Markdown also the limit on samples
 _MOST_STRAGGLERS = 8
 _MOST_SAMPLES = 50
 _MOST_PROFILES = 10
-_MOST_BYTES = 20_000  # limit on a profile's summary
-_SMALL_BYTES = 1 << 20
-_MOST_EVENT_BYTES = 1 << 25  # some hundred thousand events
-_MOST_ROWS = 200_000  # in memory; of a longer run only every second, fourth, ... row is kept
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,6 @@ class RunRecord:
     events: Sequence[JsonObject]
     samples: Sequence[JsonObject]  # the newest of samples.jsonl
     skipped: Mapping[str, int]  # file name -> number of damaged lines
-    every: int = 1  # 1 of this many lines of metrics.jsonl was read
 
     @property
     def name(self) -> str:
@@ -57,7 +51,7 @@ class RunRecord:
 
     @cached_property
     def goodput(self) -> Goodput | None:
-        return goodput(self.events, self.rows) if self.every == 1 else None  # it sums over all rows
+        return goodput(self.events, self.rows)
 
     @cached_property
     def steps(self) -> Numbers:
@@ -73,7 +67,7 @@ class RunRecord:
     @cached_property
     def hours(self) -> Numbers:
         """Hours of training, all starts together, at the end of each row's step."""
-        return np.cumsum(np.nan_to_num(self.column("seconds"))) * self.every / 3600
+        return np.cumsum(np.nan_to_num(self.column("seconds"))) / 3600
 
     def of_kind(self, kind: str) -> list[JsonObject]:
         return [event for event in self.events if event["event"] == kind]
@@ -83,18 +77,14 @@ class RunRecord:
         """Summaries of profiled steps, by step."""
         folder = self.folder / "profile"
         with _readable():
-            paths = [folder / name / "summary.txt" for name in (names_in(folder) if folder.is_dir() else ())]
-            paths = sorted(filter(os.path.lexists, paths), key=lambda path: path.lstat().st_mtime)
-            texts = [read_regular(path, self.folder, _SMALL_BYTES) for path in paths[-_MOST_PROFILES:]]
-        return [text[:_MOST_BYTES].decode(errors="replace") for text in texts]
+            paths = sorted(folder.glob("*/summary.txt"), key=lambda path: path.lstat().st_mtime)
+            return [read_inside(path, self.folder).decode(errors="replace") for path in paths[-_MOST_PROFILES:]]
 
     @property
     def damage(self) -> str:
-        """What was left out, damaged lines and rows of a long run, in words; else empty."""
+        """The number of damaged lines, which were left out, in words; empty without any."""
         total, files = sum(self.skipped.values()), ", ".join(name for name, count in self.skipped.items() if count)
-        damaged = [f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}"] * (total > 0)
-        long = [f"the run is long: 1 of {self.every} rows was read, and tokens and goodput are left out"]
-        return "; ".join(damaged + long * (self.every > 1))
+        return f"{total} damaged line{'s were' if total > 1 else ' was'} left out: {files}" if total else ""
 
     @property
     def status(self) -> str:
@@ -114,30 +104,32 @@ def name_of(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a run's config by dotted key; empty if config.yaml is missing or no run wrote it. Aliases and depth are
-    bounded. Raises UsageError for a folder that is no run's."""
+    """Read a run's config by dotted key; empty if config.yaml is missing or no run wrote it.
+
+    Raises UsageError for a folder that is no run's.
+    """
     if not (folder / "events.jsonl").is_file():
         raise UsageError(f"{folder}: this is no run's folder: it has no events.jsonl.")
     path = folder / "config.yaml"
     try:
         with _readable():
-            text = read_regular(path, folder, _SMALL_BYTES) if os.path.lexists(path) else b""
+            text = read_inside(path, folder) if os.path.lexists(path) else b""
         _, value = yaml_text.parse(text.decode())
         return dict(_flat(value, ""))
-    except (ValueError, yaml.YAMLError, RecursionError):
+    except (ValueError, yaml.YAMLError):
         return {}
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read the folder of a run. Raises UsageError for one that isn't."""
     config = read_config(folder)
-    rows, bad_rows, _, every = read_records(folder / "metrics.jsonl", "step", "seconds", most=_MOST_ROWS)
-    events, bad_events, *_ = read_records(folder / "events.jsonl", "event", "time", most_bytes=_MOST_EVENT_BYTES)
-    samples, bad_samples, *_ = read_records(folder / "samples.jsonl", "step", newest=_MOST_SAMPLES)
+    rows, bad_rows, _ = read_records(folder / "metrics.jsonl", "step", "seconds", part_of=_part_of)
+    events, bad_events, _ = read_records(folder / "events.jsonl", "event", "time")
+    samples, bad_samples, _ = read_records(folder / "samples.jsonl", "step")
     by_step = {row["step"]: row for row in rows}
     skipped = {"metrics.jsonl": bad_rows, "events.jsonl": bad_events, "samples.jsonl": bad_samples}
     rows = [by_step[step] for step in sorted(by_step)]
-    return RunRecord(folder, config, rows, events, samples[-_MOST_SAMPLES:], skipped, every)
+    return RunRecord(folder, config, rows, events, samples[-_MOST_SAMPLES:], skipped)
 
 
 def _part_of(row: JsonObject) -> JsonObject:
@@ -158,65 +150,43 @@ def _readable() -> Generator[None]:
 
 
 def read_records(
-    path: Path, *needed: str, offset: int = 0, most: int = 0, newest: int = 0, most_bytes: int = MAX_LOG_BYTES
-) -> tuple[list[JsonObject], int, int, int]:
-    """Read the objects from byte `offset` on that have the `needed` keys. Return them, the number of other lines, the
-    offset after the last, and N if 1 of N lines was read: `most` limits the memory for a long file, but its last line
-    is always read. A torn line isn't read; a file that has become shorter is read from its beginning."""
-    records, skipped, tried, every = list[JsonObject](), 0, 0, 1
+    path: Path, *needed: str, offset: int = 0, part_of: Callable[[JsonObject], JsonObject] | None = None
+) -> tuple[list[JsonObject], int, int]:
+    """Read the objects from byte `offset` on that have the `needed` keys; with `part_of` keep only that part of each.
+
+    Return them, the number of other lines, and the offset after the last. A torn line isn't read; a file that has
+    become shorter is read from its beginning.
+    """
+    records, skipped = list[JsonObject](), 0
     if not os.path.lexists(path):
-        return records, skipped, 0, every
-    with _readable(), open_regular(path, path.parent, most_bytes) as file:
-        size = os.fstat(file.fileno()).st_size
-        offset = file.seek(offset if offset <= size else 0)
-        for number, line in enumerate(lines_of(file)):
-            offset += len(line)
-            if number % every and offset < size:
-                continue
-            record = parse_line(line) if len(line) < MAX_LINE_BYTES else None
+        return records, skipped, 0
+    with _readable(), open_inside(path, path.parent) as file:
+        offset = file.seek(offset if offset <= os.fstat(file.fileno()).st_size else 0)
+        for line in file:
+            record = parse_line(line)
             if record is not None and _is_whole(record, needed):
-                records.append(_part_of(record) if most else record)
-            elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
+                records.append(part_of(record) if part_of else record)
+            elif line.endswith(b"\n"):
                 skipped += 1
             else:
-                offset -= len(line)
                 break
-            if (tried := tried + 1) == most:
-                records, tried, every = records[::2], tried // 2, every * 2
-            if newest and len(records) > 2 * newest:
-                del records[:-newest]
-    return records, skipped, offset, every
+            offset += len(line)
+    return records, skipped, offset
 
 
 def _is_whole(record: JsonObject, needed: Sequence[str]) -> bool:
-    """Whether all that the report reads of a record is present and has its type; null means unknown."""
-    if any(record.get(key) is None for key in (*needed, *_NEEDED.get(str(record.get("event")), ()))):
-        return False
-    values = ((record.get(key), check) for keys, check in _CHECKS for key in keys)
-    return all(value is None or check(value) for value, check in values)
+    """Whether all that the report needs of a record is present; null means unknown."""
+    return all(record.get(key) is not None for key in (*needed, *_NEEDED.get(str(record.get("event")), ())))
 
 
 def _is_number(value: object) -> bool:
     return (type(value) is float or isinstance(value, int | float)) and abs(value) < 1e300  # NaN isn't
 
 
-def _is_time(value: object) -> bool:
-    try:
-        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
-    except ValueError:
-        return False
-
-
 _NEEDED = {
     **{"start": ("step",), "save": ("step",), "finish": ("step",), "stop": ("step",), "fail": ("step",)},
     **{"evaluation": ("step", "loss"), "straggler": ("step", "process", "ratio")},
 }
-_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool]], ...] = (
-    (("step", "process"), lambda value: type(value) is int and 0 <= value < 2**53),
-    (("seconds", "data_seconds", "blocked_seconds", "ratio", "loss"), _is_number),
-    (("time", "began", "until"), _is_time),
-    (("lost", "environment"), lambda value: isinstance(value, dict) and _is_whole(value, ())),
-)
 
 
 def _flat(value: object, prefix: str) -> list[tuple[str, Any]]:
@@ -237,8 +207,7 @@ def figures(run: RunRecord) -> Table:
         total = run.attempts[-1].start.get("steps") if run.attempts else None
         done = f"{run.rows[-1]['step']:,}"
         rows.append(("steps", f"{done} of {total:,}" if isinstance(total, int) else done))
-        if run.every == 1:
-            rows.append(("tokens", f"{int(np.nansum(run.column('tokens'))):,}"))
+        rows.append(("tokens", f"{int(np.nansum(run.column('tokens'))):,}"))
     if len(losses := _known(run, "loss")):
         rows.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
     if evaluations := run.of_kind("evaluation"):

@@ -21,7 +21,7 @@ import psutil
 
 from portable_fsdp.report.read import JsonObject, name_of, read_config, read_records
 from portable_fsdp.runtime.errors import PortableFSDPError, UsageError
-from portable_fsdp.runtime.files import parse_json, read_regular, try_lock, write_text_atomically
+from portable_fsdp.runtime.files import parse_json, read_inside, try_lock, write_text_atomically
 
 FOLDER = "trackers"
 _PROJECT = "portable_fsdp"
@@ -69,7 +69,7 @@ def track(run: Path, name: str, *, follow: bool) -> int:
         raise UsageError(f"--track: {folder}: this folder or {name}.lock in it is a symbolic link.\n  Remove the link.")
     try:
         folder.mkdir(exist_ok=True)
-        with os.fdopen(os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "r+b") as lock:
+        with (folder / f"{name}.lock").open("ab") as lock:
             if try_lock(lock.fileno()) is False:
                 raise UsageError(f"--track: {run}: the run itself or another command is sending; wait for it.")
             return _send(run, name, config, follow=follow)
@@ -83,7 +83,7 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
     psutil.cpu_percent()  # the first value is 0
     sent = Sent("" if name in _OWN_IDS else uuid.uuid4().hex)
     with suppress(OSError, ValueError, TypeError):  # missing, or no run wrote it
-        sent = Sent(**parse_json(read_regular(state, folder)))
+        sent = Sent(**parse_json(read_inside(state, folder)))
     try:
         tracker = _open(name, folder, name_of(run, config), sent)
         if name in _OWN_IDS:
@@ -97,7 +97,7 @@ def _send(run: Path, name: str, config: dict[str, Any], *, follow: bool) -> int:
         samples, offset = list[JsonObject](), 0  # a run writes samples before the row of their step
         for rows in _batches(run / "metrics.jsonl", sent.step, follow=follow):
             for row in rows:
-                new, _, offset, _ = read_records(run / "samples.jsonl", "step", offset=offset)
+                new, _, offset = read_records(run / "samples.jsonl", "step", offset=offset)
                 samples = [sample for sample in (*samples, *new) if sample["step"] >= row["step"]]
                 texts = [str(sample.get("text")) for sample in samples if sample["step"] == row["step"]]
                 numbered = {f"samples/{number}": text for number, text in enumerate(texts, start=1)}
@@ -137,7 +137,7 @@ def _batches(path: Path, after: int, *, follow: bool) -> Iterator[list[JsonObjec
             any(select.select([sys.stdin], [], [], pause)) and not os.read(sys.stdin.fileno(), 4096)
         )
         pause = _POLL_S
-        rows, _, offset, _ = read_records(path, "step", offset=offset)
+        rows, _, offset = read_records(path, "step", offset=offset)
         new = {row["step"]: row for row in rows if row["step"] > after}
         after = max(new, default=after)
         yield [new[step] for step in sorted(new)]

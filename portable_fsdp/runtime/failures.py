@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from portable_fsdp.runtime.errors import printable, without_passwords
-from portable_fsdp.runtime.files import open_regular
 
 ENDS = ("finish", "stop", "fail")
 """Events of the end of a start. A process that was killed, or that a library ended, leaves none."""
@@ -34,7 +33,7 @@ def how_ended(code: int) -> str:
 
 def last_events(path: Path, since: float = 0.0) -> list[dict[str, Any]]:
     """Return the rows in the last MiB of a file of JSON objects, those after `since` (seconds since 1970)."""
-    with suppress(OSError), open_regular(path) as file:
+    with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return _rows(file.read().rpartition(b"\n")[0], since)
     return []

@@ -1,4 +1,4 @@
-"""Atomic writes, safe reads of untrusted files (also strict JSON), the cache folder, and the lock of a run's folder."""
+"""Atomic writes, reads that stay inside a folder, strict JSON, the cache folder, and the lock of a run's folder."""
 
 import errno
 import fcntl
@@ -6,23 +6,14 @@ import json
 import logging
 import os
 import socket
-import stat
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from portable_fsdp.runtime.errors import ConfigError
-
-MAX_TEXT_BYTES = 1 << 27
-"""Limit of a JSON file; the largest tokenizers have 60 MB."""
-MAX_LOG_BYTES = 1 << 30
-"""Limit of metrics.jsonl and similar files: two million steps."""
-MAX_LINE_BYTES = 1 << 20
-_MAX_NAMES = 100_000
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -77,48 +68,22 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def open_regular(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BinaryIO:
-    """Open an untrusted file for reading, without ever blocking.
+def open_inside(path: Path, folder: Path) -> BinaryIO:
+    """Open a file of `folder` for reading. Raises OSError, also for a link that leads out of the folder.
 
-    Raises OSError for anything but a regular file, for more than `max_bytes`, and with `folder` for a link that leads
-    out of it. The blobs of a snapshot in the hub's cache count as part of its folder.
+    The blobs of a snapshot in the hub's cache count as part of its folder.
     """
-    real = Path(os.path.realpath(path, strict=True))
-    if folder is not None:
-        root = Path(os.path.realpath(folder))
-        blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
-        if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
-            raise OSError(errno.ENXIO, "the link leads out of its folder", str(path))
-    descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and (max_bytes is None or status.st_size <= max_bytes):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISREG(status.st_mode):
-        raise OSError(errno.ENXIO, f"expected at most {max_bytes:,} bytes, found {status.st_size:,}", str(path))
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, "expected a file, found a folder", str(path))
-    raise OSError(errno.ENXIO, "expected a regular file, found a pipe or a device", str(path))
+    real, root = Path(os.path.realpath(path, strict=True)), Path(os.path.realpath(folder))
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
+        raise OSError(errno.ENXIO, "the link leads out of its folder", str(path))
+    return real.open("rb")
 
 
-def read_regular(path: Path, folder: Path | None = None, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Return the content of a small file; raises like `open_regular`."""
-    with open_regular(path, folder, max_bytes) as file:
-        return file.read(max_bytes)
-
-
-def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Iterate over the remaining lines; lines longer than `MAX_LINE_BYTES` come in pieces."""
-    return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
-
-
-def names_in(folder: Path) -> list[str]:
-    """Return the sorted names in a folder. Raises OSError, also for more names than any model or run has."""
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in islice(entries, _MAX_NAMES + 1)]
-    if len(names) > _MAX_NAMES:
-        raise OSError(errno.E2BIG, f"more than {_MAX_NAMES:,} files in this folder", str(folder))
-    return sorted(names)
+def read_inside(path: Path, folder: Path) -> bytes:
+    """Return the content of a file; raises like `open_inside`."""
+    with open_inside(path, folder) as file:
+        return file.read()
 
 
 # ---------------------------------------------------------------------------------------------------------------- JSON

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.files import MAX_TEXT_BYTES, names_in, open_regular
+from portable_fsdp.runtime.files import open_inside
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
@@ -25,7 +25,6 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*.sa
 MODEL_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
 """Name patterns for `fnmatch`. Pickles and code are never downloaded: `_NEVER`."""
 
-_WEIGHTS = {".safetensors", ".gguf", ".bin"}
 _NEVER = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.msgpack", "*.h5", "*.py")
 _OF_RUNS = ("events.jsonl", "manifest.json")  # in a run's folder, in a checkpoint's
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -73,16 +72,13 @@ def local_folder(key: str, name: str, patterns: Sequence[str] = MODEL_FILES) -> 
 
 
 def require_plain_files(key: str, folder: Path, patterns: Sequence[str]) -> None:
-    """Raise ConfigError unless the files that match `patterns` are regular files inside this folder, and small unless
-    they are weights. transformers would block on a pipe, read a device until memory is full, and follow any link.
-    """
-    templates = folder / "additional_chat_templates"
+    """Raise ConfigError unless the files that match `patterns` can be read and are inside this folder: transformers
+    would follow any link."""
     try:
-        inside = names_in(templates) if templates.is_dir() else []
-        names = [*names_in(folder), *(f"{templates.name}/{name}" for name in inside)]
-        for path in (folder / name for name in names if any(fnmatch(name, pattern) for pattern in patterns)):
-            if not path.is_dir():  # transformers reports a folder by itself
-                open_regular(path, folder, None if path.suffix in _WEIGHTS else MAX_TEXT_BYTES).close()
+        for path in [*sorted(folder.iterdir()), *sorted(folder.glob("additional_chat_templates/*"))]:
+            name = str(path.relative_to(folder))
+            if any(fnmatch(name, pattern) for pattern in patterns) and not path.is_dir():  # transformers reports those
+                open_inside(path, folder).close()
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}.") from None
 

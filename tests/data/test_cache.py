@@ -134,15 +134,6 @@ def test_a_damaged_entry_is_refused_with_the_way_out(tmp_path: Path) -> None:
             tokenized(tmp_path, recipe(Texts("abc")))
 
 
-def test_a_pipe_in_the_cache_is_never_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "k.lock")
-    tokenized(tmp_path, recipe(Texts("abc")))
-    (tmp_path / "k" / "facts.json").unlink()
-    os.mkfifo(tmp_path / "k" / "facts.json")
-    with pytest.raises(DataError, match=r"facts\.json: can't be read: expected a regular file, found a pipe"):
-        tokenized(tmp_path, recipe(Texts("abc")))
-
-
 def flip_a_bit(path: Path, at: int) -> None:
     with path.open("r+b") as file:
         file.seek(at)
@@ -334,16 +325,11 @@ def test_a_young_file_is_hashed_again(hashes: Hashes) -> None:
     assert not hashes.folder.exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b"ab", b"abd 0123456789abcdef", b"\xff\xfe", b"abc", None])
-def test_a_damaged_memo_is_none(hashes: Hashes, damage: bytes | None) -> None:
-    """`None`: a pipe in its place, which nobody waits for."""
+@pytest.mark.parametrize("damage", [b"", b"ab", b"abd 0123456789abcdef", b"\xff\xfe", b"abc"])
+def test_a_damaged_memo_is_none(hashes: Hashes, damage: bytes) -> None:
     hashes.get()
     [memo] = hashes.folder.iterdir()
-    memo.unlink()
-    if damage is None:
-        os.mkfifo(memo)
-    else:
-        memo.write_bytes(damage)
+    memo.write_bytes(damage)
     assert hashes.get() == "abc"
     assert hashes.made == 2
     assert hashes.get() == "abc"

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from documented import ROOT, commands
 from invented_run import write_run
 
 from portable_fsdp.report.__main__ import main
-from portable_fsdp.report.read import markdown, read_run
+from portable_fsdp.report.read import read_run
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -102,47 +101,17 @@ def test_damaged_lines_are_left_out_and_counted(run: Path, capsys: pytest.Captur
     assert "40 of 40" in out
 
 
-def test_a_longer_run_than_memory_holds_is_drawn_by_every_second_row(tmp_path: Path) -> None:
-    """30 MB of tiny lines took half a GiB. Sums over all steps are left out, not shown too small."""
-    run, last = write_run(tmp_path / "run"), 210_001
-    texts = (f'{{"step": {step}, "seconds": 1, "loss": 1, "junk": [[]]}}' for step in range(1, last + 1))
-    (run / "metrics.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
-    record = read_run(run)
-    assert len(record.rows) < 110_000
-    assert (record.rows[0]["step"], record.rows[-1]["step"]) == (1, last)
-    assert not any("junk" in row for row in record.rows)
-    assert record.hours[-1] == pytest.approx(last / 3600, rel=0.001)
-    out = markdown([record])
-    assert "the run is long: 1 of 2 rows was read, and tokens and goodput are left out" in out
-    assert not re.search(r"\| (tokens|goodput) \|", out)
-
-
-def test_the_newest_samples_are_kept_and_events_without_end_are_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_samples_are_kept(run: Path) -> None:
     (run / "samples.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)), encoding="utf-8")
     assert [sample["step"] for sample in read_run(run).samples] == [*range(950, 1000)]
-    os.truncate(run / "events.jsonl", 2**26)
-    assert main([str(run)]) == 2
-    assert "events.jsonl: can't be read: expected at most 33,554,432 bytes, found 67,108,864" in capsys.readouterr().err
 
 
 DAMAGE = {
-    "metrics.jsonl": [
-        *('{"step": null, "seconds": 1}', '{"step": "a", "seconds": 1}', '{"step": 1e999, "seconds": 1}'),
-        *('{"step": 41}', '{"step": 41, "seconds": null}', '{"step": 41, "seconds": NaN}', f'{{"step": 1{"0" * 400}}}'),
-        *('{"step": 41, "seconds": 1, "time": "yesterday"}', '{"step": 41, "seconds": 1, "data_seconds": "a"}'),
-    ],
+    "metrics.jsonl": ['{"step": null, "seconds": 1}', '{"step": 41}', '{"step": 41, "seconds": null}'],
     "events.jsonl": [
-        *('{"event": "start"}', '{"event": 3, "time": 4}', '{"event": "start", "time": "2026-01-01T00:00:00+00:00"}'),
-        '{"event": "start", "step": 1, "began": 5, "time": "2026-01-01T00:00:00+00:00"}',
-        '{"event": "start", "step": 1, "lost": [1], "time": "2026-01-01T00:00:00+00:00"}',
-        '{"event": "start", "step": 1, "environment": [1], "time": "2026-01-01T00:00:00+00:00"}',
+        *('{"event": "start"}', '{"event": "start", "time": "2026-01-01T00:00:00+00:00"}'),
         '{"event": "evaluation", "step": 1, "loss": null, "time": "2026-01-01T00:00:00+00:00"}',
-        '{"event": "save", "step": 1, "blocked_seconds": "a", "time": "2026-01-01T00:00:00+00:00"}',
-        '{"event": "straggler", "step": 1, "process": "a", "ratio": 2, "time": "2026-01-01T00:00:00+00:00"}',
         '{"event": "straggler", "step": 1, "process": 1, "ratio": null, "time": "2026-01-01T00:00:00+00:00"}',
-        '{"event": "finish", "step": 1, "time": "2026-01-01"}',
     ],
 }
 
@@ -159,12 +128,7 @@ def test_a_line_that_is_no_record_is_left_out(
     assert capsys.readouterr().out == before + f"\n1 damaged line was left out: {name}\n"
 
 
-BOMB = "a: &a [1,1,1,1,1,1,1,1]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in pairwise("abcdefghijklm")
-)
-
-
-@pytest.mark.parametrize("text", [": [", BOMB, "a: &a [*a]", "[" * 5000, "!!python/object/apply:os.getpid []", "\0"])
+@pytest.mark.parametrize("text", [": [", "a: &a [*a]", "!!python/object/apply:os.getpid []", "\0"])
 def test_a_config_that_no_run_wrote_is_left_out(run: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").write_text(text, encoding="utf-8")
     assert read_run(run).config == {}
