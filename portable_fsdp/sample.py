@@ -15,8 +15,13 @@ from typing import Any
 from portable_fsdp.runtime.command import CommandParser, at_least, run_command, to_stderr, to_stdout
 from portable_fsdp.runtime.errors import EXIT_FINISHED, ConfigError, DataError
 from portable_fsdp.runtime.files import parse_json, read_inside
-from portable_fsdp.runtime.hub import MODEL_FILES, TOKENIZER_FILES, before_transformers, require_plain_files
-from portable_fsdp.runtime.limits import OPENING, Limit, limited, require_small_numbers
+from portable_fsdp.runtime.hub import (
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    before_transformers,
+    panic_as_error,
+    require_plain_files,
+)
 
 _EXPORT = "export"  # in run.dir
 _CONFIG, _ADAPTERS = "config.json", "adapter_config.json"
@@ -139,10 +144,9 @@ def _opened(folder: Path, file: dict[str, str]) -> tuple[Any, Any]:
 
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, **file}
     try:
-        return (
-            limited(lambda: AutoTokenizer.from_pretrained(folder, **local), str(folder), OPENING),
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local),
-        )
+        with panic_as_error(str(folder)):
+            tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+        return tokenizer, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local)
     except DataError:
         raise
     except Exception as error:  # transformers and peft raise exceptions of many classes, all about these files
@@ -151,15 +155,15 @@ def _opened(folder: Path, file: dict[str, str]) -> tuple[Any, Any]:
 
 def _token_ids(tokenizer: Any, prompt: str, folder: Path, *, chat: bool) -> Any:
     """Tokenize the prompt: int64 `[1, seq]`."""
-    limit = Limit(1, len(prompt))
     if not chat:
-        return limited(lambda: tokenizer(prompt, return_tensors="pt")["input_ids"], str(folder), limit)
+        with panic_as_error(str(folder)):
+            return tokenizer(prompt, return_tensors="pt")["input_ids"]
     if tokenizer.chat_template is None:
         raise ConfigError(f"{folder}: the tokenizer has no chat template; leave --chat out.")
-    require_small_numbers(tokenizer, str(folder))
     message, options = [{"role": "user", "content": prompt}], {"add_generation_prompt": True, "return_tensors": "pt"}
     try:
-        return limited(lambda: tokenizer.apply_chat_template(message, **options)["input_ids"], str(folder), limit)
+        with panic_as_error(str(folder)):
+            return tokenizer.apply_chat_template(message, **options)["input_ids"]
     except DataError:
         raise
     except Exception as error:  # a template may raise anything

@@ -34,7 +34,8 @@ from portable_fsdp.data.examples import Broken, DocumentSource, Example, Render,
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import sync_folder, try_lock
-from portable_fsdp.runtime.limits import Limit, begin, memory_limit
+from portable_fsdp.runtime.hub import panic_as_error
+from portable_fsdp.runtime.threads import begin
 
 log = logging.getLogger("portable_fsdp")
 
@@ -255,31 +256,20 @@ def _make(entry: Path, recipe: Recipe, *, alone: bool) -> None:
 
 
 def _rendered(documents: Iterable[Example | Broken], render: Render) -> Generator[tuple[int, list[Rendered | Broken]]]:
-    """Yield (size in the source's unit, documents) of each batch, in order. The first batch is rendered alone, since it
-    exposes most hostile templates; then `_THREADS` batches at once."""
-    in_work: deque[tuple[list[Example | Broken], Limit, Future[list[Rendered | Broken]]]] = deque()
+    """Yield (size in the source's unit, documents) of each batch, in order; `_THREADS` batches are rendered at once."""
+    in_work: deque[tuple[list[Example | Broken], Future[list[Rendered | Broken]]]] = deque()
 
     def oldest() -> tuple[int, list[Rendered | Broken]]:
-        batch, limit, future = in_work.popleft()
-        rendered = limit.result(future, f"data: {batch[0].place} to {batch[-1].place}")
-        return sum(document.size for document in batch), rendered
+        batch, future = in_work.popleft()
+        with panic_as_error(f"data: {batch[0].place} to {batch[-1].place}"):
+            return sum(document.size for document in batch), future.result()
 
-    with memory_limit() as allow:
-        for number, batch in enumerate(_batches(documents)):
-            turns = sum(_turns(document) ** 2 for document in batch)
-            limit = Limit(len(batch) + turns // 1000, sum(map(_characters, batch)))
-            allow(limit)
-            in_work.append((batch, limit, begin(partial(render, batch))))
-            if number == 0 or len(in_work) > _THREADS:
-                yield oldest()
-        while in_work:
+    for batch in _batches(documents):
+        in_work.append((batch, begin(partial(render, batch))))
+        if len(in_work) > _THREADS:
             yield oldest()
-
-
-def _turns(document: Example | Broken) -> int:
-    """Count its messages: a template renders the conversation up to each."""
-    values = document.fields.values() if isinstance(document, Example) else ()
-    return max((len(value) for value in values if isinstance(value, list)), default=0)
+    while in_work:
+        yield oldest()
 
 
 def _characters(document: Example | Broken) -> int:
@@ -287,15 +277,14 @@ def _characters(document: Example | Broken) -> int:
 
 
 def _batches(documents: Iterable[Example | Broken]) -> Iterator[list[Example | Broken]]:
-    """Batch the documents. The first batches are small, to detect a tokenizer or template that never ends early."""
     batch: list[Example | Broken] = []
-    characters, most = 0, 1
+    characters = 0
     for document in documents:
         batch.append(document)
         characters += _characters(document)
-        if characters >= BATCH_CHARACTERS or len(batch) >= most:
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
-            batch, characters, most = [], 0, min(8 * most, BATCH_DOCUMENTS)
+            batch, characters = [], 0
     if batch:
         yield batch
 

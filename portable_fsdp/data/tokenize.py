@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import yaml_value
 from portable_fsdp.runtime.errors import ConfigError, DataError
-from portable_fsdp.runtime.hub import TOKENIZER_FILES, import_transformers, is_hub_id, local_folder
-from portable_fsdp.runtime.limits import OPENING, limited, require_small_numbers
+from portable_fsdp.runtime.hub import TOKENIZER_FILES, import_transformers, is_hub_id, local_folder, panic_as_error
 
 if TYPE_CHECKING:
     from portable_fsdp.data.chat import ChatTemplate
@@ -108,7 +107,10 @@ class FolderTokenizer:
         if self._tokenizer.chat_template:
             from portable_fsdp.data import chat  # a run on bytes needs none
 
-            require_small_numbers(self._tokenizer, f"{key}: {folder}")
+            try:
+                self._tokenizer.get_chat_template()
+            except ValueError as error:  # several, and none is the default
+                raise DataError(f"{key}: {folder}: {str(error).partition('!')[0]:.200}.") from None
             self.chat_template = chat.ChatTemplate(self._tokenizer)
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._fast is not None:  # as transformers does before each call
@@ -200,19 +202,14 @@ def require_tokenizer_folder(folder: Path, key: str) -> None:
 
 def _open(folder: Path, key: str, gguf_file: str | None) -> Any:
     transformers, local = import_transformers(), {"local_files_only": True, "trust_remote_code": False}
-
-    def opened() -> Any:
-        if gguf_file is not None:
-            return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, **local)
-        if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
-            return transformers.AutoTokenizer.from_pretrained(folder, **local)
-        if (folder / "tokenizer.json").is_file():
-            return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        return None
-
     try:
-        if tokenizer := limited(opened, f"{key}: {folder}", OPENING):
-            return tokenizer
+        with panic_as_error(f"{key}: {folder}"):
+            if gguf_file is not None:
+                return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file, **local)
+            if (folder / "tokenizer_config.json").is_file() or (folder / "config.json").is_file():
+                return transformers.AutoTokenizer.from_pretrained(folder, **local)
+            if (folder / "tokenizer.json").is_file():
+                return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     except DataError:
         raise
     except Exception as error:  # tokenizers raises bare Exception, transformers many classes: all concern these files

@@ -7,12 +7,13 @@ huggingface_hub downloads: its cache (HF_HOME), its token (HF_TOKEN, or `hf auth
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import ConfigError, DataError
 from portable_fsdp.runtime.files import open_inside
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -81,6 +82,20 @@ def require_plain_files(key: str, folder: Path, patterns: Sequence[str]) -> None
                 open_inside(path, folder).close()
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}.") from None
+
+
+@contextmanager
+def panic_as_error(what: str) -> Generator[None]:
+    """Turn a panic of the tokenizers library, which is no Exception, into a DataError about `what`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{what}: the tokenizer or its chat template failed: {error}.\n  Check the template and the regular "
+            "expressions in tokenizer.json, or use another tokenizer."
+        ) from None
 
 
 def require_folder_or_hub_id(key: str, name: str) -> re.Match[str] | None:

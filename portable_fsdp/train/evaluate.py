@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +26,7 @@ from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.layout import rows_of_shard
 from portable_fsdp.models.tasks import CAUSAL_LM, SINGLE_LABEL, Task
 from portable_fsdp.runtime.errors import ConfigError
-from portable_fsdp.runtime.limits import Limit, limited
+from portable_fsdp.runtime.hub import panic_as_error
 
 log = logging.getLogger("portable_fsdp")
 
@@ -141,9 +140,9 @@ class Sampler:
         self._backend, self._tokenizer, self._tokens = backend, tokenizer, train.sample_tokens
         if train.sample_tokens >= seq_len:
             raise ConfigError(f"train.sample_tokens: expected less than data.seq_len={seq_len}, found {self._tokens}.")
-        limit = Limit(len(train.sample_prompts), sum(map(len, train.sample_prompts)))
-        encode = partial(tokenizer.encode_all, train.sample_prompts, special_tokens=True)
-        self._prompts = [ids.tolist() for ids in limited(encode, "train.sample_prompts", limit)]
+        with panic_as_error("train.sample_prompts"):
+            encoded = tokenizer.encode_all(train.sample_prompts, special_tokens=True)
+        self._prompts = [ids.tolist() for ids in encoded]
         for prompt, ids in zip(train.sample_prompts, self._prompts, strict=True):
             if not ids:
                 raise ConfigError(f"train.sample_prompts: the prompt {prompt!r} has no tokens; give some text.")
