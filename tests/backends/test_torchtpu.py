@@ -145,7 +145,7 @@ def test_checkpoints_travel_in_all_six_directions(workers: GetWorkers, tmp_path:
     }
     (tmp_path / "held").mkdir()
     others = [f"{name}={folders[name]}" for name in groups]
-    paths = [ROOT, ROOT / "tests/torchtpu", ROOT / "tests/backends", ROOT / "tests/hostile", ROOT / "tests/runtime"]
+    paths = [ROOT, ROOT / "tests/torchtpu", ROOT / "tests/backends", ROOT / "tests/runtime"]
     paths += [ROOT / "tests/checkpoint", ROOT / "tests/data", ROOT / "benchmarks"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TEST_TORCHTPU")}
     program = [os.environ["PYTHON_WITH_XLA"], str(ROOT / "tests/torchtpu/travel.py")]

@@ -221,7 +221,5 @@ def test_several_templates_need_a_default(tmp_path: Path) -> None:
 
 def test_a_panic_ends_in_a_sentence(tmp_path: Path) -> None:
     """Protects a start from a tokenizer.json: a panic is no Exception."""
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:1: the tokenizer or its chat template failed: Onig"
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the tokenizer or its chat template failed"):
         build(tmp_path, form="text", split="(a+)+$")
