@@ -26,6 +26,26 @@ slice='if [ -d .venv/lib/python3.11/site-packages/torch_tpu ]; then
 fi
 '
 
+# Beside the run a worker asks the metadata server whether its host is about to end. At a notice the run saves and
+# stops: by SIGUSR1, after which the SIGTERM of a host that shuts down doesn't skip the save. A notice from before the
+# start stops nothing: a host may have an hour left. The signal ends this loop too.
+# shellcheck disable=SC2016 # a worker expands it
+watch='{
+    trap exit TERM USR1
+    notices() {
+        ask="curl --fail --silent --max-time 3 --header Metadata-Flavor:Google"
+        instance=http://metadata.google.internal/computeMetadata/v1/instance
+        $ask $instance/preempted | grep -x TRUE
+        $ask $instance/maintenance-event | grep -x TERMINATE_ON_HOST_MAINTENANCE
+        $ask "$instance/upcoming-maintenance?alt=json" | grep -o \"ONGOING\"
+    }
+    earlier=$(notices)
+    while sleep 5 && kill -0 $$; do
+        ! notices | grep -Fvxq "$earlier" || pkill --signal USR1 --session $$ --full portable_fsdp.launch
+    done
+} 2> /dev/null &
+'
+
 not_set_up=66 # answer of a worker that has no checkout yet
 unknown=67    # gcloud couldn't tell the state
 taken=75      # answer of a worker whose run saved and stopped without `stop`: its host is about to end
@@ -76,7 +96,7 @@ touch \$log
 lines=\$(wc -l < \$log)
 if ! kill -0 \"\$(cat build/run.pid 2> /dev/null)\" 2> /dev/null; then
     rm -f build/run.exit build/stop
-    PJRT_DEVICE=TPU setsid bash -c 'trap : TERM; \"\$@\"; echo \$? > build/run.exit' run \\
+    PJRT_DEVICE=TPU setsid bash -c 'trap : TERM USR1; ${watch}\"\$@\"; echo \$? > build/run.exit; kill \$! 2> /dev/null' run \\
         .venv/bin/python -m portable_fsdp.launch --device=tpu$arguments >> \$log 2>&1 < /dev/null &
     echo \$! > build/run.pid
 fi

@@ -115,7 +115,7 @@ def _launch(options: argparse.Namespace, argv: list[str], output: KeptOutput) ->
         loading = f"loading torch{' and torch_xla' * backend.startswith('xla')}"
         devices = launch.world_size if spec_of(backend).launcher_counts_devices else place and place.devices
         warnings = [text for imported in loaded.imports for text in imported.warnings(loaded.config, devices)]
-        settings = _settings_of_environment(loaded)
+        settings = [*_settings_of_environment(loaded), *_removed_keys(loaded)]
         to_stderr("\n".join([f"started by {launch.description}", *settings, *warnings, loading]))
     from portable_fsdp.train.loop import train
 
@@ -239,6 +239,13 @@ def _settings_of_environment(loaded: "Loaded") -> Iterator[str]:
         if imported.kind == "environment" and names:
             settings = (f"{name}={imported.settings[name].value} ({imported.settings[name].key})" for name in names)
             yield f"from {imported.path}: {', '.join(settings)}"
+
+
+def _removed_keys(loaded: "Loaded") -> Iterator[str]:
+    """Yield a line about each key of a file that this release no longer has."""
+    from portable_fsdp.config.schema import REMOVED
+
+    yield from (f"{loaded.origins[key]}: {key}: {text}" for key, text in REMOVED.items() if key in loaded.origins)
 
 
 if __name__ == "__main__":

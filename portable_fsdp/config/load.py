@@ -31,7 +31,7 @@ from portable_fsdp.config.describe import (
     typing_hint,
     yaml_value,
 )
-from portable_fsdp.config.schema import Config, Model, Train
+from portable_fsdp.config.schema import REMOVED, Config, Model, Train
 from portable_fsdp.config.yaml_text import MERGE_TAG, Dumper, first_comment, parse, problem_of
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.factory import search_folder
@@ -187,6 +187,8 @@ class LayeredValues:
             is_file = Path(name).suffix in (".yaml", ".yml", ".json")
             fix = f"\n  A config: --config={name}." if is_file else ""
             return self.add_problem(origin, (), f"expected section.key=value (optim.lr=3e-4).{fix}")
+        if replacement := REMOVED.get(name.strip()):
+            return self.add_problem(origin, key, f"{replacement}.\n  Leave it out.")
         try:
             node, value = parse(value_text)
         except yaml.YAMLError as error:

@@ -3,9 +3,7 @@
 `--device`, `--backend` and `--num_devices` are flags of the launcher, never config keys.
 """
 
-from contextlib import suppress
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import Field, field_validator, model_validator
@@ -16,6 +14,12 @@ from portable_fsdp.runtime.factory import FACTORY_PATTERN
 
 TASKS = "causal_lm|seq2seq_lm|masked_lm|sequence_classification|token_classification|image_classification"
 """Tasks of transformers models."""
+
+REMOVED = {
+    "run.preemption": "removed, and sets nothing: only signals stop a run. On TPU VMs the scripts of launch/ send one "
+    "at a notice of preemption; elsewhere let your platform send SIGTERM or SIGUSR1"
+}
+"""Keys that only files of earlier releases hold, and what replaces each."""
 
 
 class Needs:
@@ -47,23 +51,14 @@ class Run(Section):
     times the median, at least 60, for the rest and the first steps 3 times the longest, at least 1800"""
     max_restarts: int = Field(default=3, ge=0)
     """restarts after a failure, counted anew whenever the run gets further; for runs without a launcher"""
-    preemption: str = "auto"
-    """watch for notices that this host is about to end, then save and stop; auto: on Compute Engine, whose metadata
-    server has them; off: stop by signals only; or the URL of such a server"""
     grace_s: float = Field(default=30.0, gt=0)
     """seconds between a stop request and the end of the host or the process; the run warns if its save doesn't fit"""
 
-    @field_validator("preemption", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _switch_or_url(cls, value: object) -> object:
-        """Accept `off` without quotes, which YAML reads as false."""
-        if value is False or value in ("off", "auto"):
-            return value or "off"
-        with suppress(ValueError):  # a port that isn't a number below 65536
-            url = urlsplit(value if isinstance(value, str) else "")
-            if url.scheme in ("http", "https") and url.hostname and (url.port is None or url.port):
-                return value
-        raise ValueError(f"expected off, auto, or a URL like http://metadata.google.internal, found {value!r}")
+    def _drop_removed(cls, values: Any) -> Any:
+        """Earlier releases wrote every key into config.yaml and each checkpoint, also those that are removed since."""
+        return {key: value for key, value in values.items() if f"run.{key}" not in REMOVED}
 
     @field_validator("dir")
     @classmethod

@@ -1,10 +1,9 @@
-"""Resources of this host: TPU chips, packages, memory for its processes within cgroup limits, its metadata server."""
+"""Resources of this host: TPU chips, packages, memory for its processes within cgroup limits."""
 
 import importlib.util
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -55,17 +54,6 @@ def host_memory_bytes(root: Path = Path("/")) -> int:
     except OSError:  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([sizes["MemTotal:"], *_cgroup_limits(root)]) + sizes.get("SwapTotal:", 0)
-
-
-def metadata_server(setting: str, product: Path = Path("/sys/class/dmi/id/product_name")) -> str | None:
-    """Return the URL that `run.preemption` means; None: nothing watches. Doesn't use the network.
-
-    `product`: the file with the name of the machine.
-    """
-    if setting != "auto":
-        return None if setting == "off" else setting
-    with suppress(OSError):
-        return "http://metadata.google.internal" if "Google Compute Engine" in product.read_text() else None
 
 
 def in_units(count: int) -> str:

@@ -161,7 +161,7 @@ class StopRequest:
             while not stop.requested: ...
 
     A second SIGTERM or SIGINT raises Interrupted, which ends the run immediately, without waiting for the step and its
-    save. SIGUSR1 and `request` don't count: they announce that SIGTERM will follow.
+    save. SIGUSR1 doesn't count: it announces that SIGTERM will follow.
     Enter it in the main thread: Python handles signals only there, between two Python instructions, and a compiler may
     run for minutes. So before the first step a thread ends the process if the main thread hasn't within `grace_s`.
     """
@@ -182,13 +182,6 @@ class StopRequest:
     def is_by_signal(self) -> bool:
         """Whether this process got SIGTERM or SIGINT, which launchers send to all their processes."""
         return self._presses.first_at is not None
-
-    def request(self, reason: str) -> bool:
-        """Request a stop from any thread; before the first step too it waits for a step. Returns whether it is new."""
-        if self.reason is not None:
-            return False
-        self.requested_at, self.reason = time.monotonic(), reason
-        return True
 
     def begin_steps(self) -> None:
         """From now on a stop request waits for the current step and its save."""
@@ -217,7 +210,9 @@ class StopRequest:
         if self._presses.is_second(number):
             self._write(f"second {name}: ending now, without waiting for {self.last_step} and its save")
             raise Interrupted
-        is_new = self.request(name)
+        is_new = self.reason is None
+        if is_new:
+            self.requested_at, self.reason = time.monotonic(), name
         if self._ends_at_once and not self._is_ending:
             self._is_ending = True
             raise Stopped(name)

@@ -27,7 +27,6 @@ from portable_fsdp.runtime.errors import EXIT_FAILED, CheckpointError, DataError
 from portable_fsdp.runtime.factory import UserExit, described, user_code
 from portable_fsdp.runtime.failures import record_failure
 from portable_fsdp.runtime.files import sole_run
-from portable_fsdp.runtime.host import metadata_server
 from portable_fsdp.runtime.signals import Stopped, StopRequest
 from portable_fsdp.runtime.watchdog import Watchdog
 from portable_fsdp.train.build import (
@@ -107,7 +106,7 @@ def open_run(
 
     `given`: the config before `auto` was resolved. `held` closes the resources of the run. *collective*
     """
-    run_file = _check(config, engine, held, stop, exporter)
+    run_file = _check(config, engine, held, exporter)
     corpus, steps, training = _build(config, engine, held)
     evaluator = build_evaluator(config, engine, training, corpus)
     sampler = build_sampler(config, engine, training, corpus.tokenizer)
@@ -155,7 +154,7 @@ def open_run(
     return run
 
 
-def _check(config: Config, engine: Backend, held: ExitStack, stop: StopRequest, exporter: Exporter | None) -> RunLog:
+def _check(config: Config, engine: Backend, held: ExitStack, exporter: Exporter | None) -> RunLog:
     """Open the log and check what needs no data; returns the run's own log. *collective*"""
     process = engine.process.index
     configure_log(process)
@@ -164,11 +163,6 @@ def _check(config: Config, engine: Backend, held: ExitStack, stop: StopRequest, 
     log.debug("transformers imported")
     held.push(lambda _, error, __: _record_early(config, engine, run_file, error))
     check_with_engine(config, engine)
-    url = metadata_server(config.run.preemption) if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    if url is not None:
-        from portable_fsdp.runtime.preemption import watched
-
-        held.enter_context(watched(url, stop.request))
     if config.checkpoint.export and exporter is not None:
         on_process_0(engine, partial(exporter.require_room, config))
     return run_file

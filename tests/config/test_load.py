@@ -94,6 +94,14 @@ def test_the_resolved_text_reads_back_to_an_equal_config(tmp_path: Path) -> None
     assert load_config(write(tmp_path, config_text(config))) == config
 
 
+def test_a_removed_key_sets_nothing_in_a_file_and_is_refused_as_an_override(tmp_path: Path) -> None:
+    """Files of earlier releases hold all keys."""
+    path = write(tmp_path, SMALL + "run: {preemption: auto, seed: 3}\n")
+    assert load_config(path) == load_config(write(tmp_path, SMALL + "run: {seed: 3}\n"))
+    refusal = message(path, "run.preemption=off")
+    assert refusal.startswith("override 'run.preemption=off': run.preemption: removed, and sets nothing: only signals")
+
+
 # --- what is refused, in which words: golden/refused.txt
 
 ALL_AT_ONCE = """\

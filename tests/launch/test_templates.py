@@ -8,8 +8,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,69 @@ def test_a_worker_tells_a_stop_by_its_user_from_the_end_of_its_host(ends: str, c
     line = worker_line("tpu_vm.sh", tmp_path / "bin", "run", "--config=c.yaml")
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
+
+
+class Metadata(ThreadingHTTPServer):
+    """Compute Engine's metadata server."""
+
+    values: dict[str, str]
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Metadata)
+        value = self.server.values.get(self.path.removeprefix("/computeMetadata/v1/instance/"))
+        self.send_response(200 if value and self.headers["Metadata-Flavor"] == "Google" else 404)
+        self.end_headers()
+        self.wfile.write((value or "TRUE").encode())
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+EVENT, WINDOW, ENDS = "maintenance-event", "upcoming-maintenance?alt=json", "TERMINATE_ON_HOST_MAINTENANCE"
+NO_NOTICE = {"preempted": "FALSE", EVENT: "NONE", WINDOW: '{"can_reschedule": "TRUE", "maintenance_status": "PENDING"}'}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "code"),
+    [
+        ({}, {"preempted": "TRUE"}, 75),
+        ({}, {EVENT: ENDS}, 75),
+        ({EVENT: ENDS}, {EVENT: ENDS, WINDOW: '{"maintenance_status": "ONGOING"}'}, 75),
+        ({EVENT: ENDS}, {EVENT: "MIGRATE_ON_HOST_MAINTENANCE"}, 0),
+    ],
+    ids=["preempted", "ends", "one more", "moves"],
+)
+def test_a_worker_stops_its_run_at_a_notice_that_comes_after_its_start(
+    first: dict[str, str], then: dict[str, str], code: int, tmp_path: Path
+) -> None:
+    bin_folder, checkout = tmp_path / "bin", tmp_path / "portable_fsdp"
+    waits = "trap 'exit 143' USR1; until [[ -e end ]]; do /usr/bin/sleep 0.1; done"
+    program(checkout / ".venv/bin", "python", waits)
+    (checkout / "build").mkdir()
+    (checkout / "build/installed").touch()
+    (tmp_path / "links").mkdir()
+    line = worker_line("tpu_vm.sh", tmp_path / "links", "run", "--config=c.yaml")
+    with Metadata(("127.0.0.1", 0), Answer) as server:
+        server.values = NO_NOTICE | first
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        here = f"127.0.0.1:{server.server_port}"
+        program(bin_folder, "curl", f'exec /usr/bin/curl "${{@/metadata.google.internal/{here}}}"')
+        program(bin_folder, "sleep", "echo >> rounds; exec /usr/bin/sleep 0.1")
+        rounds = lambda: len((checkout / "rounds").read_text()) if (checkout / "rounds").exists() else 0  # noqa: E731
+        try:
+            with started(["bash", "-c", line], tmp_path, PATH=f"{bin_folder}:/usr/bin:/bin") as worker:
+                worker.wait_until(lambda: rounds() > 3)
+                server.values = NO_NOTICE | then
+                if code == 0:
+                    worker.wait_until(lambda: rounds() > 6)
+                    (checkout / "end").touch()
+                assert worker.wait() == code, worker.err
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (checkout / "build/run.log").read_text() == ""
 
 
 # ------------------------------------------------------------------------------------- Slurm, containers and SkyPilot

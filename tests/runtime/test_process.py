@@ -84,19 +84,19 @@ def test_the_second_request_interrupts(number: signal.Signals) -> None:
 def test_what_announces_a_sigterm_is_no_first_request(capfd: pytest.CaptureFixture[str]) -> None:
     """The scheduler's SIGTERM comes while the run saves: it mustn't skip that save."""
     with StopRequest(same_press_s=0.05) as stop:
-        assert stop.request("a notice")  # before the first step: nothing raises
-        assert not stop.request("another")
         stop.begin_steps()
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             assert not stop.is_by_signal
             time.sleep(0.1)
             os.kill(os.getpid(), number)
-        assert (stop.reason, stop.is_by_signal) == ("a notice", True)
+        assert (stop.reason, stop.is_by_signal) == ("SIGUSR1", True)
         time.sleep(0.1)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-    # The watch has logged the notice.
-    assert capfd.readouterr().err == "second SIGTERM: ending now, without waiting for the current step and its save\n"
+    assert capfd.readouterr().err == (
+        "SIGUSR1: ending after the current step at the latest and its save\n"
+        "second SIGTERM: ending now, without waiting for the current step and its save\n"
+    )
 
 
 ASK_THE_KERNEL = """
