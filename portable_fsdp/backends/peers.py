@@ -144,8 +144,7 @@ class Peers:
         self._holds_store = self._index == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._self, self._steps, self._sent, self._verdict = _heartbeat_of_this_process(), 0, 0, ""
         self._peers = {index: _Peer() for index in (range(1, self._count) if self._index == 0 else (0,))}
-        self._joining_s, self._stepping_s, self._most_steps = 0.0, 0.0, 0
-        self._unanswered_s, self._problem, self._explanation = 0.0, "", ""
+        self._joining_s, self._unanswered_s, self._problem, self._explanation = 0.0, 0.0, "", ""
         self._watchdog: Watchdog | None = None
         self._waits_s = 0
         self._joined, self._over = threading.Event(), threading.Event()
@@ -263,7 +262,7 @@ class Peers:
         self._judge()
         self._note_limits()
         if self._self.local_rank == 0:
-            self._report_waiting(elapsed_s)
+            self._report_missing(elapsed_s)
 
     def _guard_store(self) -> None:
         """End this process if the store is silent: the other thread may block, as TCP doesn't notice a cut link."""
@@ -334,37 +333,15 @@ class Peers:
             self._watchdog.fail(f"Lost: {printable(message.splitlines()[0])}")
         os._exit(EXIT_FAILED)
 
-    def _report_waiting(self, elapsed_s: float) -> None:
-        """Warn when the run waits although no process is lost: once per timeout."""
-
-        def is_due(waited_s: float) -> bool:
-            return waited_s // self._timeout_s > (waited_s - elapsed_s) // self._timeout_s
-
-        if missing := ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None):
-            self._joining_s += elapsed_s
-            if is_due(self._joining_s):
-                message = (
-                    f"waiting for process {missing}, which did not join {self._store_name} in {self._joining_s:.0f} s"
-                )
-                if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
-                    message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
-                self._warn(message)
-        if missing or self._index != 0:
-            return
-        beats = self._beats()
-        most = max(beat.steps for beat in beats.values())
-        if most != self._most_steps:
-            self._most_steps, self._stepping_s = most, 0.0
-            return
-        self._stepping_s += elapsed_s
-        if is_due(self._stepping_s):
-            waited = f"{self._stepping_s:.0f} s although all processes are alive"
-            if most:
-                done = f"{most} step(s) are done since the start"
-                self._warn(f"no step finished for {waited}: {done}, and {furthest_behind(beats)}")
-            else:
-                before = "before it the run tokenizes data, loads weights and compiles programs"
-                self._warn(f"the first step has not finished after {waited}: {before}")
+    def _report_missing(self, elapsed_s: float) -> None:
+        """Name the processes that haven't joined: once per timeout, as no watchdog runs yet."""
+        missing = ", ".join(str(index) for index, peer in self._peers.items() if peer.beat is None)
+        before, self._joining_s = self._joining_s, self._joining_s + elapsed_s
+        if missing and self._joining_s // self._timeout_s > before // self._timeout_s:
+            message = f"waiting for process {missing}, which did not join {self._store_name} in {self._joining_s:.0f} s"
+            if unread := ", ".join(str(index) for index, peer in self._peers.items() if peer.unreadable):
+                message += f" (can't read the heartbeat of process {unread}: another version of portable_fsdp?)"
+            self._warn(message)
 
     def _beats(self) -> dict[int, Heartbeat]:
         """The last heartbeats that process 0 has read, and its own."""

@@ -18,7 +18,6 @@ from portable_fsdp.data.build import Corpus
 from portable_fsdp.data.tokenize import Tokenizer
 from portable_fsdp.observe.callbacks import Callback, Callbacks, Outcome, RunEnd, RunStart
 from portable_fsdp.observe.console import Console
-from portable_fsdp.observe.grace import Grace
 from portable_fsdp.observe.profiles import Profiles
 from portable_fsdp.observe.run_files import EventsFile, RunFiles, last_save
 from portable_fsdp.runtime.collective_errors import on_process_0
@@ -38,7 +37,7 @@ from portable_fsdp.train.build import (
     open_checkpoints,
     total_steps,
 )
-from portable_fsdp.train.control import Limits, SaveTriggers
+from portable_fsdp.train.control import Grace, Limits, SaveTriggers
 from portable_fsdp.train.evaluate import Evaluator, Sampler
 from portable_fsdp.train.measures import Measures, NotFiniteError, run_start
 from portable_fsdp.train.preflight import check_profile, check_with_engine, open_data, require_same_model

@@ -213,7 +213,7 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write((value or "TRUE").encode())
 
-    def log_message(self, format: str, *args: object) -> None: ...
+    def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
 
 
 EVENT, WINDOW, ENDS = "maintenance-event", "upcoming-maintenance?alt=json", "TERMINATE_ON_HOST_MAINTENANCE"
