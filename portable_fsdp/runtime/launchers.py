@@ -55,7 +55,6 @@ def _slurm(environ: Mapping[str, str]) -> _Tasks | None:
     if not is_step or _integer(environ, "SLURM_STEP_ID") in NOT_A_STEP:
         return None
     count_variable = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    _require(environ, "srun", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID")
     names = ("SLURM_PROCID", count_variable, "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID")
     rank, count, local_rank, job, step = (_integer(environ, name) for name in names)
     host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
@@ -91,29 +90,19 @@ def _mpi(environ: Mapping[str, str]) -> _Tasks | None:
         return None
     if names[0] == "PMI_RANK" and environ.get("SLURM_PROCID") == environ["PMI_RANK"] and not environ.get(names[2]):
         return None  # srun --mpi=pmi2, which sets none of the other variables
-    _require(environ, "mpirun", *names)
     rank, count, local_rank, local_count = (_integer(environ, name) for name in names)
     host = "127.0.0.1" if local_count == count else ""
     return _Tasks("mpirun", rank, count, local_rank, local_count, names[0], names[1], host, MPI_PORT)
 
 
-def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:
-    missing = [name for name in names if not environ.get(name)]
-    if missing:
-        raise ConfigError(
-            f"environment: {launcher} sets more variables; missing: {', '.join(missing)}.\n"
-            f"  Start the run with {launcher} itself, or unset its other variables."
-        )
-
-
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the variable as an integer, or `default` without it. Raises ConfigError if it isn't one."""
+    """Return the variable as an integer, or `default` without it. Raises ConfigError if it is missing or no integer."""
     if default is not None and not environ.get(name):
         return default
     try:
-        return int(environ[name])
+        return int(environ.get(name, ""))
     except ValueError:
-        raise ConfigError(f"environment: {name}: expected an integer, found {environ[name]!r}.") from None
+        raise ConfigError(f"environment: {name}: expected an integer, found {environ.get(name, '')!r}.") from None
 
 
 @dataclass(frozen=True)
@@ -213,8 +202,6 @@ def problem_of_tpu_worker(environ: Mapping[str, str]) -> str:
 
 def _tpu_vm(environ: Mapping[str, str]) -> Launch:
     """Return the launch of one process per host: PJRT itself finds their number and the index of this one."""
-    if problem := problem_of_tpu_worker(environ):
-        raise ConfigError(f"environment: {problem}.\n  Set the TPU_* variables as the TPU VM does, or unset them.")
     slices = environ.get("MEGASCALE_NUM_SLICES")
     of_slice = f", slice {environ.get('MEGASCALE_SLICE_ID', '?')} of {slices}" if slices else ""
     worker = f"TPU worker {environ.get('TPU_WORKER_ID', '?')} of {len(tpu_workers(environ))}"
@@ -249,12 +236,11 @@ def _of_variables(
     if not 1 <= _integer(environ, "MASTER_PORT") <= 65535:
         port = environ["MASTER_PORT"]
         raise ConfigError(f"environment: MASTER_PORT: expected a port from 1 to 65535, found {port}.")
-    local_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
-    if not (0 <= local_rank <= rank < world_size and local_rank < local_size <= world_size):
+    if not 0 <= local_rank <= rank < world_size:
         raise ConfigError(
-            "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= "
-            f"WORLD_SIZE, found LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}, "
-            f"LOCAL_WORLD_SIZE={local_size}.\n  Start with torchrun, which sets them, or unset them."
+            "environment: expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE, found "
+            f"LOCAL_RANK={local_rank}, RANK={rank}, WORLD_SIZE={world_size}.\n"
+            "  Start with torchrun, which sets them, or unset them."
         )
     return Launch(kind, rank, local_rank, world_size, description)
 
@@ -321,12 +307,6 @@ def _of_tasks(environ: Mapping[str, str], tasks: _Tasks) -> Launch:
                 f"{value} ({tasks.rank_variable}={tasks.rank}, {tasks.count_variable}={tasks.count}).\n"
                 f"  Unset {name}, or start it without {tasks.launcher}."
             )
-    if not 0 <= tasks.local_rank < tasks.local_count <= tasks.count or not 0 <= tasks.rank < tasks.count:
-        raise ConfigError(
-            f"environment: {tasks.launcher}: the task's index must be below the number of tasks, found task "
-            f"{tasks.rank} of {tasks.count} ({tasks.rank_variable}, {tasks.count_variable}), and {tasks.local_rank} of "
-            f"{tasks.local_count} on this host."
-        )
     address = environ.get("MASTER_ADDR") or tasks.first_host
     if not address:
         raise ConfigError(
