@@ -169,13 +169,13 @@ def find_task(name: str, *, eager: bool = True) -> Task:
 def check_scores(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
     """Run a batch through a model, both on meta, to find errors before the first step.
 
-    If the task reads a value on the host, the check ends there without an error. Raises ConfigError for errors of the
-    function, with the line, and for a wrong result.
+    If the task reads a value on the host, or dtypes don't fit, the check ends without an error. Raises ConfigError for
+    other errors of the function, with the line, and for a wrong result.
     """
     try:
         scores = cast(object, task.function(model, dict(batch)))
     except Exception as error:
-        if _reads_a_value(error):
+        if _is_of_the_trial(error):
             return
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
         raise ConfigError(
@@ -216,11 +216,14 @@ def count_classes(task: Task, model: nn.Module, batch: Mapping[str, Tensor]) -> 
             batch = {**batch, "decoder_input_ids": batch["labels"]}
         return _logits(model, dict(batch)).shape[-1]
     except Exception as error:
-        if _reads_a_value(error):
+        if _is_of_the_trial(error):
             return None
         raise
 
 
-def _reads_a_value(error: Exception) -> bool:
-    """Whether the error is a read of the value of a meta tensor, which has none."""
-    return isinstance(error, NotImplementedError) or "meta tensors" in str(error) or "data-dependent" in str(error)
+def _is_of_the_trial(error: Exception) -> bool:
+    """Whether the error is a read of a meta tensor's value, which has none, or about dtypes, which differ in a run."""
+    text = str(error)
+    return isinstance(error, NotImplementedError) or any(
+        words in text for words in ("meta tensors", "data-dependent", "dtype")
+    )

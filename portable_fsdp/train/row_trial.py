@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from portable_fsdp.backends.contract import ShardPolicy, output_head
-from portable_fsdp.backends.weight_uses import cast_weight, dtype_of, in_own_dtype, weight_uses
+from portable_fsdp.backends.contract import ShardPolicy
+from portable_fsdp.backends.weight_uses import in_own_dtype
 from portable_fsdp.data.batches import Check
 from portable_fsdp.data.packing import IGNORED, tokens_of
 from portable_fsdp.models.flops import RowCost
@@ -60,8 +60,9 @@ def try_rows(
     """Run the corpus's first rows through a copy of `model` (parameters on meta), without memory and in little time.
 
     `batches`: one per shape that a run may have, the largest last; the smallest and the largest are tried.
-    `has_fixed_shapes`: the engine compiles a program per shape. `policy`: its casts are applied. Raises ConfigError if
-    the model or task fails on the rows, DataError for wrong labels.
+    `has_fixed_shapes`: the engine compiles a program per shape. `policy`: with its compute dtype. Raises
+    ConfigError if the model or task fails on the shapes of the rows, DataError for wrong labels. A mistake in dtypes
+    fails in the first step.
     """
     policy = policy or ShardPolicy(())
     largest, several = batches[-1], len(batches) > 1
@@ -96,16 +97,14 @@ def try_rows(
 
 
 def _twin(model: nn.Module, policy: ShardPolicy) -> nn.Module:
-    """Copy the model on meta, with the casts of weights and of inputs of units that a run applies."""
+    """Copy the model on meta, with all weights and perhaps the inputs in the compute dtype; modules with a dtype of
+    their own, and casts at units, are left to the run."""
     twin = copy.deepcopy(model).to("meta")
-    for use in weight_uses(twin, policy).values():
-        use.weight.data = cast_weight(use).detach()
-    for name, dtype in policy.modules.items():
-        module = twin.get_submodule(name)
-        module.forward = in_own_dtype(module.forward, dtype, None if module is output_head(twin) else policy.compute)
-    for name in ("", *policy.units) if policy.cast_inputs else ():
-        module = twin.get_submodule(name)
-        module.forward = in_own_dtype(module.forward, dtype_of(name, policy), None)
+    for weight in twin.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(policy.compute)
+    if policy.cast_inputs:
+        twin.forward = in_own_dtype(twin.forward, policy.compute, None)
     return twin
 
 

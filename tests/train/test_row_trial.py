@@ -53,6 +53,20 @@ def test_each_bucket_is_a_shape_and_no_other_is_taken() -> None:
     free.check(batch(6), PLACES)
 
 
+@pytest.mark.parametrize("query", [torch.float32, torch.bfloat16])
+def test_dtypes_that_a_run_casts_are_not_refused(query: torch.dtype) -> None:
+    """Rows in float16 beside float32 weights, and a cast that fits only the dtypes of a run."""
+
+    def loss(model: Any, rows: Any) -> tuple[Tensor, Tensor]:
+        x = model(rows["x"])
+        losses = nn.functional.scaled_dot_product_attention(x.to(query), x, x).sum(dim=(1, 2))
+        return losses.sum(), torch.ones_like(losses).sum()
+
+    rows = {"x": torch.zeros(2, 5, 8, dtype=torch.float16)}
+    task = Task("mine:loss", loss, counts_labels=False)
+    assert try_rows([rows], nn.Linear(8, 8, bias=False), task, has_fixed_shapes=False).cost.flops
+
+
 @pytest.mark.parametrize("sizes", [(4, 9), (9,)])
 def test_a_bucket_that_the_model_cannot_take_is_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"failed on Positions and a batch of x \[2, 9\]"):
