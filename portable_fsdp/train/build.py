@@ -388,8 +388,7 @@ def _laid_out(
     make = make_optimizer(config.optim, DTYPES[config.precision.compute])
     if fill is not None:  # the planner has other hardware
         eager = backend.expected_compilations == 0
-        own = config.optim.factory is not None
-        need = memory_need(model, make, groups, eager=eager, own=own, tables=policy.tables)
+        need = memory_need(model, make, groups, eager=eager, tables=policy.tables)
         require_memory(config, backend, need)
     if policy.tables:
         from portable_fsdp.quantised.layers import place
