@@ -1,9 +1,9 @@
 """`model.architecture`: a mapping of the YAML file or a config.json, read as transformers' `from_pretrained` reads it.
 
-transformers accepts any key, and keeps an unknown one as an attribute that nothing reads. A class knows its fields,
-other names for them (`attribute_map`), and keys of older files that it converts (`rotary_pct`, `torch_dtype`). The log
-names the unknown keys of a file, or of a mapping pasted from one (recognized by `_MARKS`). In a mapping that the user
-wrote, an unknown key is an error.
+transformers accepts any key, and keeps an unknown one as an attribute that hardly anything reads. A class declares its
+fields and other names for them (`attribute_map`), and converts keys of older files (`rotary_pct`, `torch_dtype`). The
+log names other keys, each with the nearest that the class declares. A rate of dropout is refused unless it is in a file
+or in a mapping pasted from one (recognized by `_MARKS`).
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import difflib
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,8 +91,8 @@ def read_architecture(
 ) -> Any:
     """Return the transformers config of a model for `task`, with all values that `from_pretrained` would set.
 
-    `drops`: `model.dropout` isn't 0. `logs`: log the keys without effect. Raises ConfigError for unknown keys (see
-    above), for missing sizes, and for values that transformers refuses.
+    `drops`: `model.dropout` isn't 0. `logs`: log the keys without effect. Raises ConfigError for missing sizes, and for
+    values that transformers refuses.
     """
     values = architecture_mapping(architecture)
     is_file = isinstance(architecture, str)
@@ -111,12 +111,6 @@ def read_architecture(
         config = _read(values)
     except Exception as error:  # transformers validates with exceptions of many classes, all about these values
         failure = error
-    unknown = dict(unknown_keys(config, values))
-    for name, part in unknown.items() if not is_published else ():
-        known = sorted(_names(part))
-        near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
-        hint = f"nearest: {near[0]}" if near else f"It has: {', '.join(known)}"
-        raise ConfigError(f"{where}{name}: unknown key of {part.__name__}.\n  {hint}.")
     if missing := dict(_missing_sizes(kind, config, values)):
         defaults = ", ".join(f"{name}={default}" for name, default in missing.items())
         raise ConfigError(
@@ -127,8 +121,8 @@ def read_architecture(
         raise ConfigError(
             f"{where.rstrip('.: ')}: transformers refuses it: {last_line(failure)}\n  Change the key that it names."
         ) from failure
-    if unknown and logs:
-        log_unknown_keys("model.architecture", config, unknown)
+    if logs:
+        log_unknown_keys("model.architecture", config, values)
     if dropout and logs and not drops:
         log.warning("model.architecture: %s: set to 0; to keep it: model.dropout=published", ", ".join(dropout))
     return config
@@ -218,54 +212,25 @@ def config_from_json(values: Mapping[str, Any]) -> Any:
 # ------------------------------------------------------------------------------------------------------ unknown keys
 
 
-def unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and config class of each key that the class doesn't know, also in parts (`text_config.`)."""
-    if not hasattr(config, "sub_configs"):  # no config: transformers refused the values, or the part is a plain dict
+def log_unknown_keys(key: str, config: Any, values: Mapping[str, Any]) -> None:
+    """Warn in one line of the keys in `values` that their config class doesn't declare; `key`: of our config."""
+    if unknown := ", ".join(_unknown_keys(config, values)):
+        log.warning("%s: %s declares no %s: probably without effect", key, type(config).__name__, unknown)
+
+
+def _unknown_keys(config: Any, values: Mapping[str, Any], part: str = "") -> Iterator[str]:
+    """Yield each key that the class doesn't declare, with the nearest declared one, also in parts (`text_config.`)."""
+    if not hasattr(config, "sub_configs"):  # a part may be a plain dict
         return
-    kind, known = type(config), _names(type(config))
-    # A converted key is no attribute. A key that begins with _ is transformers' own; nobody writes it.
-    names = [name for name in values if name in vars(config) and name not in known and not name.startswith("_")]
-    unknown = set(names) - _deciding(kind, {name: vars(config)[name] for name in names})
-    unknown -= _deciding(kind, {name: _other(vars(config)[name]) for name in unknown})  # given as its default
+    kind = type(config)
+    known = {*_fields(kind), *kind.attribute_map, *kind.attribute_map.values(), *_READ_BY_NAME}
     for name, value in values.items():
         if name in config.sub_configs and isinstance(value, dict):
-            yield from unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
-        elif name in unknown:
-            yield f"{part}{name}", kind
-
-
-def _deciding(kind: Any, undeclared: Mapping[str, Any]) -> set[str]:
-    """Return the undeclared keys that change other values: global_attn_every_n_layers sets layer_types.
-
-    Tries all at once, then the halves of those that have an effect: few have one, and a file may have thousands.
-    """
-    if not undeclared or not _has_effect(kind, undeclared):
-        return set()
-    if len(undeclared) == 1:
-        return set(undeclared)
-    items, half = list(undeclared.items()), len(undeclared) // 2
-    return _deciding(kind, dict(items[:half])) | _deciding(kind, dict(items[half:]))
-
-
-def _other(value: Any) -> Any:
-    """Another value than this, for a key that may be read."""
-    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else value
-
-
-def _has_effect(kind: Any, undeclared: Mapping[str, Any]) -> bool:
-    try:
-        changed, plain = (cast(dict[str, Any], kind(**keys).to_dict()) for keys in (undeclared, {}))
-    except Exception:  # it reads one of them
-        return True
-    return any(changed.get(name) != plain.get(name) for name in (changed.keys() | plain.keys()) - undeclared.keys())
-
-
-def log_unknown_keys(key: str, config: Any, unknown: Iterable[str]) -> None:
-    log.warning("%s: %s declares no %s: probably without effect", key, type(config).__name__, ", ".join(unknown))
-
-
-def _names(kind: Any) -> set[str]:
-    return {*_fields(kind), *kind.attribute_map, *kind.attribute_map.values(), *_READ_BY_NAME}
+            yield from _unknown_keys(getattr(config, name, None), cast(dict[str, Any], value), f"{part}{name}.")
+        # A converted key is no attribute. A key that begins with _ is transformers' own; nobody writes it.
+        elif name in vars(config) and name not in known and not name.startswith("_"):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            yield f"{part}{name}" + (f" (nearest: {near[0]})" if near else "")
 
 
 def _fields(kind: Any) -> dict[str, Any]:

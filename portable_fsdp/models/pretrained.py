@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.config import schema
 from portable_fsdp.config.describe import matches
-from portable_fsdp.models.architecture import last_line, log_unknown_keys, mapping_of, models_of, unknown_keys
+from portable_fsdp.models.architecture import last_line, log_unknown_keys, mapping_of, models_of
 from portable_fsdp.models.tensor_files import GgufFile, SafetensorsFolder
 from portable_fsdp.models.weights import FLOATS, RandomWeights, TensorFile, TensorSlices, names_of_weights
 from portable_fsdp.runtime.errors import ConfigError
@@ -95,8 +95,7 @@ def _config(folder: Path, task: str) -> Any:
             )
     values, _ = config.get_config_dict(folder, local_files_only=True)
     values.pop("quantization_config", None)
-    if unknown := dict(unknown_keys(config, values)):
-        log_unknown_keys("model.pretrained", config, unknown)
+    log_unknown_keys("model.pretrained", config, values)
     return config
 
 
