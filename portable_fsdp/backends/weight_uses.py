@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Forward, ShardPolicy, dtype_name, parameter_slots
+from portable_fsdp.backends.contract import Forward, ShardPolicy
 from portable_fsdp.backends.nested import floats_in
+from portable_fsdp.backends.state import dtype_name, parameter_slots
 from portable_fsdp.config.describe import is_inside
 from portable_fsdp.layout import Spec, weight_spec
 from portable_fsdp.runtime.errors import BackendError, ConfigError

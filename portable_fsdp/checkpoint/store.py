@@ -18,7 +18,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from portable_fsdp.backends.contract import Partition, Piece, TensorState, dtype_name
+from portable_fsdp.backends.contract import Partition, Piece, TensorState
+from portable_fsdp.backends.state import dtype_name
 from portable_fsdp.checkpoint import manifests, safetensors
 from portable_fsdp.checkpoint.commit import Index, ReplicaDigest
 from portable_fsdp.checkpoint.safetensors import Stored

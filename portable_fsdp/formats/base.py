@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.contract import persistent_buffers
+from portable_fsdp.backends.state import persistent_buffers
 from portable_fsdp.checkpoint.manifests import TensorEntry, folder_of, is_too_large
 from portable_fsdp.checkpoint.storage import require_regular
 from portable_fsdp.checkpoint.store import Advance, Reader, no_progress

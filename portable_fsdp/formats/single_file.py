@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from portable_fsdp.backends.contract import dtype_name
+from portable_fsdp.backends.state import dtype_name
 from portable_fsdp.checkpoint.manifests import DTYPE_BYTES, TensorEntry
 from portable_fsdp.checkpoint.safetensors import byte_chunks, header_of, read_tensor, write_file
 from portable_fsdp.checkpoint.storage import require_regular

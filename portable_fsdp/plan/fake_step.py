@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from portable_fsdp.backends.contract import Backend, Batch, Fill, MakeOptimizer, ShardPolicy, dtype_name, state_key
+from portable_fsdp.backends.contract import Backend, Batch, Fill, MakeOptimizer, ShardPolicy
 from portable_fsdp.backends.native.engine import NativeBackend
 from portable_fsdp.backends.native.units import local_part, materialise, require_saved_ops
+from portable_fsdp.backends.state import dtype_name, state_key
 from portable_fsdp.config.describe import with_value
 from portable_fsdp.config.schema import Config
 from portable_fsdp.data.build import build_data

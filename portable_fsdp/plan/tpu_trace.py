@@ -16,7 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Batch, Metrics, state_key, tensors_of
+from portable_fsdp.backends.contract import Batch, Metrics
+from portable_fsdp.backends.state import state_key, tensors_of
 from portable_fsdp.backends.torch_xla.spmd.engine import XlaBackend
 from portable_fsdp.backends.torch_xla.spmd.tensors import Initializer
 from portable_fsdp.config.schema import Config

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy, dropouts
+from portable_fsdp.backends.contract import Backend, Fill, ShardPolicy
 from portable_fsdp.backends.nested import floats_in
+from portable_fsdp.backends.state import dropouts
 from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed
 from portable_fsdp.config.describe import each_value
 from portable_fsdp.config.schema import Config

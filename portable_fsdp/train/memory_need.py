@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from portable_fsdp.backends.contract import Backend, MakeOptimizer, optimizer_state_twins
+from portable_fsdp.backends.contract import Backend, MakeOptimizer
+from portable_fsdp.backends.state import optimizer_state_twins
 from portable_fsdp.config.schema import Config
 from portable_fsdp.runtime.errors import ConfigError
 from portable_fsdp.runtime.host import host_identity, host_memory_bytes, in_units

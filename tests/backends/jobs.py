@@ -12,9 +12,10 @@ from cases import GLOBAL_BATCH, SEQ_LEN, Case, CaseRows, rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from portable_fsdp.backends.contract import Backend, Pending, TensorState, parameter_slots
+from portable_fsdp.backends.contract import Backend, Pending, TensorState
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.backends.refusals import Deployment, verdicts
+from portable_fsdp.backends.state import parameter_slots
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.config import schema
 from portable_fsdp.config.schema import Config

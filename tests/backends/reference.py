@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.backends.contract import dropouts
+from portable_fsdp.backends.state import dropouts
 from portable_fsdp.config.describe import matches
 from portable_fsdp.config.schema import Precision
 from portable_fsdp.data.packing import sample_indices

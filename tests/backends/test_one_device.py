@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from workers import GetWorkers, Group, JobFailed, marked
 
 import portable_fsdp as pf
-from portable_fsdp.backends.contract import Backend, dropouts
+from portable_fsdp.backends.contract import Backend
 from portable_fsdp.backends.native.units import local_part
+from portable_fsdp.backends.state import dropouts
 from portable_fsdp.config.schema import Train
 from portable_fsdp.models.factory import open_factory
 from portable_fsdp.models.tasks import Task

@@ -11,8 +11,8 @@ from reference import reference
 from test_curves import BF16_20_STEPS, assert_equal_curves
 from workers import GetWorkers, Group, Run
 
-from portable_fsdp.backends.contract import parameter_slots
 from portable_fsdp.backends.open import local_processes
+from portable_fsdp.backends.state import parameter_slots
 from portable_fsdp.backends.torch_xla.fsdp1.shards import boxes, check_rows
 from portable_fsdp.backends.torch_xla.runtime import require_devices
 from portable_fsdp.runtime.errors import BackendError

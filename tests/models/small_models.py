@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable_fsdp.backends.contract import parameter_slots
+from portable_fsdp.backends.state import parameter_slots
 from portable_fsdp.config.schema import Model, Precision
 from portable_fsdp.layout import full_region
 from portable_fsdp.models.build import build_model

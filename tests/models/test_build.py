@@ -24,7 +24,7 @@ from small_models import (
 )
 from transformers import AutoConfig
 
-from portable_fsdp.backends.contract import dropouts, parameter_slots
+from portable_fsdp.backends.state import dropouts, parameter_slots
 from portable_fsdp.models.architecture import config_from_json
 from portable_fsdp.models.flops import PEAKS, model_flops_per_token, peak_flops
 from portable_fsdp.runtime.errors import ConfigError

@@ -12,7 +12,7 @@ import transformers
 from test_optimizer import bring_numbers, in_groups, shared, take_steps
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import zero_optimizer
+from portable_fsdp.backends.state import zero_optimizer
 from portable_fsdp.config.schema import Optim
 from portable_fsdp.convert.read import load_config
 from portable_fsdp.models.wrap import table_weights

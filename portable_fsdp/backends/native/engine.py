@@ -42,6 +42,7 @@ from portable_fsdp.backends.native.units import (
 )
 from portable_fsdp.backends.native.unsharded import GradientSums, dequantise_experts, use_in_place, view_tables
 from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.backends.state import checkpoint_tensors, persistent_buffers, zero_optimizer
 from portable_fsdp.backends.weight_uses import check_statistics
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
@@ -287,7 +288,7 @@ class NativeBackend(contract.Backend):
             for kind in (True, False)
             if (names := [fqn for fqn in group["params"] if isinstance(parameters[fqn], DTensor) is kind])
         ]
-        optimizer = contract.zero_optimizer(make, kinds, parameters, zeros, compiled=False)
+        optimizer = zero_optimizer(make, kinds, parameters, zeros, compiled=False)
         optimizer.register_step_post_hook(self._note_step)
         return optimizer
 
@@ -487,15 +488,15 @@ class NativeBackend(contract.Backend):
         return contract.Pending(result)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
-        buffers = contract.persistent_buffers(model)  # not compared: statistics of each process's rows may differ
-        tensors = contract.checkpoint_tensors(model, optimizer, self._models[model].layouts)
+        buffers = persistent_buffers(model)  # not compared: statistics of each process's rows may differ
+        tensors = checkpoint_tensors(model, optimizer, self._models[model].layouts)
         return {
             key: self._tensor_state(model, fqn, tensor, spec, is_compared=key not in buffers)
             for key, (tensor, spec, fqn) in tensors.items()
         }
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
-        tensors = contract.checkpoint_tensors(model, optimizer, self._models[model].layouts)
+        tensors = checkpoint_tensors(model, optimizer, self._models[model].layouts)
         with torch.no_grad():
             for key, (tensor, spec, fqn) in tensors.items():
                 for part, own in self._regions(model, fqn, tensor, spec):

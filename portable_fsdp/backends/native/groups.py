@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from portable_fsdp.attach import set_expert_groups
-from portable_fsdp.backends.contract import Batch, ShardPolicy, parameter_slots, put_parameter
+from portable_fsdp.backends.contract import Batch, ShardPolicy
+from portable_fsdp.backends.state import parameter_slots, put_parameter
 from portable_fsdp.layout import RowParts
 from portable_fsdp.runtime.errors import BackendError, DataError
 

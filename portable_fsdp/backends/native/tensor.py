@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from portable_fsdp.attach import change_attributes
-from portable_fsdp.backends.contract import Forward, KeyedDraws, parameter_slots, put_parameter
+from portable_fsdp.backends.contract import Forward, KeyedDraws
 from portable_fsdp.backends.native.groups import Group, enter, gather, leave, split
 from portable_fsdp.backends.native.units import forward_of, local_part
+from portable_fsdp.backends.state import parameter_slots, put_parameter
 from portable_fsdp.layout import rows_of_shard
 from portable_fsdp.tensor_plan import (
     COLWISE,

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from portable_fsdp.backends.contract import Forward, ShardPolicy, output_head, parameter_slots, put_parameter
+from portable_fsdp.backends.contract import Forward, ShardPolicy
 from portable_fsdp.backends.nested import Replacement, flatten, floats_in
+from portable_fsdp.backends.state import output_head, parameter_slots, put_parameter
 from portable_fsdp.backends.weight_uses import dtype_of, in_own_dtype
 from portable_fsdp.runtime.errors import BackendError
 

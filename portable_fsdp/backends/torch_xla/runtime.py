@@ -28,10 +28,10 @@ from portable_fsdp.backends.contract import (
     Partition,
     Piece,
     process_memory,
-    tensors_of,
 )
 from portable_fsdp.backends.nested import flatten, tensors_in, tensors_of_modules
 from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.backends.state import tensors_of
 from portable_fsdp.backends.torch_xla.options import libtpu_arguments
 from portable_fsdp.backends.torch_xla.program import run_program
 from portable_fsdp.backends.torch_xla.recurrent import loop_over_positions

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from portable_fsdp.backends import contract
 from portable_fsdp.backends.contract import Operation
 from portable_fsdp.backends.refusals import Deployment, require_supported
+from portable_fsdp.backends.state import checkpoint_tensors, parameter_slots, zero_optimizer
 from portable_fsdp.config.schema import Config
 from portable_fsdp.layout import (
     LOSS_AXES,
@@ -60,7 +61,7 @@ class ToyBackend(contract.Backend):
         assert fill is not None
         self._model, self._compute, self._shapes = model, policy.compute, dict[str, torch.Size]()
         self._layouts = {fqn: self._spec(spec, model.get_parameter(fqn)) for fqn, spec in policy.layouts.items()}
-        self._slots = contract.parameter_slots(model)
+        self._slots = parameter_slots(model)
         parts: dict[str, nn.Parameter] = {}
         for fqn in self._slots:
             given = model.get_parameter(fqn)
@@ -77,7 +78,7 @@ class ToyBackend(contract.Backend):
 
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = dict(self._model.named_parameters())
-        return contract.zero_optimizer(
+        return zero_optimizer(
             make, groups, parameters, lambda _, twin, __: torch.zeros_like(twin, device="cpu"), compiled=False
         )
 
@@ -151,11 +152,11 @@ class ToyBackend(contract.Backend):
         return next((cast(dist.ProcessGroup, group) for ranks, group in groups if self.process.index in ranks), None)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, contract.TensorState]:
-        held = contract.checkpoint_tensors(model, optimizer, self._layouts)
+        held = checkpoint_tensors(model, optimizer, self._layouts)
         return {key: self._state(self._shape(key, tensor), tensor, spec) for key, (tensor, spec, _) in held.items()}
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
-        for key, (tensor, spec, _) in contract.checkpoint_tensors(model, optimizer, self._layouts).items():
+        for key, (tensor, spec, _) in checkpoint_tensors(model, optimizer, self._layouts).items():
             read(key, region(self._shape(key, tensor), spec, self.axes, self._place), tensor.detach())
 
     def _shape(self, key: str, tensor: Tensor) -> torch.Size:

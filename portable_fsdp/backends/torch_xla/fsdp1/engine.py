@@ -20,6 +20,15 @@ from torch import Tensor, nn
 from portable_fsdp.attach import refuse_copies
 from portable_fsdp.backends import contract
 from portable_fsdp.backends.nested import tensors_in
+from portable_fsdp.backends.state import (
+    ParameterSlot,
+    parameter_slots,
+    persistent_buffers,
+    put_parameter,
+    state_key,
+    tensors_of,
+    zero_optimizer,
+)
 from portable_fsdp.backends.torch_xla.fsdp1.shards import Shard, check_rows, shards_of
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
@@ -74,7 +83,7 @@ class XlaFsdp1Backend(PjrtBackend):
         if self._settings.buffer_dtype == "float32":
             check_statistics(model, policy)
         assert fill is not None
-        places = contract.parameter_slots(model)
+        places = parameter_slots(model)
         if self._by_rows:
             check_rows(places)
         self._put_zeros(places)
@@ -91,7 +100,7 @@ class XlaFsdp1Backend(PjrtBackend):
         refuse_copies(model.modules())
         return model
 
-    def _put_zeros(self, places: dict[str, list[contract.ParameterSlot]]) -> None:
+    def _put_zeros(self, places: dict[str, list[ParameterSlot]]) -> None:
         """Put zeros in place of the parameters: units shard them, `fill` replaces the shards, nothing is computed.
 
         So no host and no device ever holds more than the shards of a model; XLA traces these zeros and drops them.
@@ -100,7 +109,7 @@ class XlaFsdp1Backend(PjrtBackend):
             given = cast(nn.Parameter, shared[0].module._parameters[shared[0].leaf])
             # A clone: torch.zeros fills in place, and views of its result would never see another value.
             zeros = torch.zeros(given.shape, device=self.device).clone()
-            contract.put_parameter(shared, zeros, given.requires_grad)
+            put_parameter(shared, zeros, given.requires_grad)
 
     def _wrap_forwards(self, model: nn.Module, policy: contract.ShardPolicy) -> list[Any]:
         """Put units behind the forwards of modules, so that no name changes: inner ones first, the root last.
@@ -161,7 +170,7 @@ class XlaFsdp1Backend(PjrtBackend):
     def build_optimizer(self, make: contract.MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         parameters = {name: shard.parameter for name, shard in self._shards.items()}
         groups = self._groups_of_shards(groups)
-        optimizer = contract.zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
+        optimizer = zero_optimizer(make, groups, parameters, self._zeros, compiled=True)
         keep_moments_apart(optimizer)
         self._optimizers[self._model] = optimizer
         self._programs.watch(optimizer, parameters)
@@ -318,22 +327,22 @@ class XlaFsdp1Backend(PjrtBackend):
         """Yield parameters and their state: a function from an FQN in the shard to its key, the tensor, the shard."""
         for shard in self._shards_of[model].values():
             yield str, shard.parameter, shard
-            for name, value in contract.tensors_of(optimizer.state.get(shard.parameter, {})).items():
+            for name, value in tensors_of(optimizer.state.get(shard.parameter, {})).items():
                 if value.shape == shard.parameter.shape:
-                    yield functools.partial(contract.state_key, name), value, shard
+                    yield functools.partial(state_key, name), value, shard
 
     def _uncut(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Key -> replicated tensor: buffers, and state that isn't sharded like its parameter."""
         if isinstance(optimizer, CountingOptimizer):
             optimizer.settle_counts()
         counts = {
-            contract.state_key(name, span.fqn): value
+            state_key(name, span.fqn): value
             for shard in self._shards_of[model].values()
-            for name, value in contract.tensors_of(optimizer.state.get(shard.parameter, {})).items()
+            for name, value in tensors_of(optimizer.state.get(shard.parameter, {})).items()
             if value.shape != shard.parameter.shape
             for span in shard.spans
         }
-        return {**contract.persistent_buffers(model), **counts}
+        return {**persistent_buffers(model), **counts}
 
     def memory(self) -> contract.MemoryStats:
         return self._memory_of(str(self.device))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from portable_fsdp.backends.contract import Fill, ParameterSlot
+from portable_fsdp.backends.contract import Fill
+from portable_fsdp.backends.state import ParameterSlot
 from portable_fsdp.layout import Region, full_region
 from portable_fsdp.runtime.errors import BackendError
 

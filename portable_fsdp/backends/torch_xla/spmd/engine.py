@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from portable_fsdp.attach import refuse_copies, set_expert_groups
 from portable_fsdp.backends import contract
+from portable_fsdp.backends.state import checkpoint_tensors, output_head, parameter_slots, put_parameter, zero_optimizer
 from portable_fsdp.backends.torch_xla.runtime import (
     PjrtBackend,
     keep_moments_apart,
@@ -144,11 +145,11 @@ class XlaBackend(PjrtBackend):
             fill = None if fill is None else partial(quantised.expanded_piece, fill, policy)
         self._wrap_forwards(model, policy)
         refuse_copies(model.modules())
-        for fqn, shared in contract.parameter_slots(model).items():
+        for fqn, shared in parameter_slots(model).items():
             weight = cast(Tensor, shared[0].module._parameters[shared[0].leaf])
             fetch, spec = None if fill is None else partial(fill, fqn), policy.layouts[fqn]
             laid_out = self._make(weight.shape, weight.dtype, spec, fetch)
-            contract.put_parameter(shared, laid_out, weight.requires_grad)
+            put_parameter(shared, laid_out, weight.requires_grad)
         for module in model.modules():
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
@@ -167,7 +168,7 @@ class XlaBackend(PjrtBackend):
         """
         layouts, barrier = Layouts(self.mesh, self.axes), self._bridge._xla_optimization_barrier_
         keeps_copies = not policy.reshard_after_forward and self._shards > 1
-        head = contract.output_head(model)
+        head = output_head(model)
         tensor, context = (self.axes.get(axis, 1) for axis in ("tensor", "context"))
         attention = LayerAttention(layouts, policy.attention)
         keep = partial(keep_products, attention.keep) if "matmul" in policy.save_ops else attention.keep
@@ -226,7 +227,7 @@ class XlaBackend(PjrtBackend):
             return self._zeros(twin, state_spec(layouts[fqn], parameters[fqn].shape, twin.shape))
 
         parameters, layouts = dict(self._model.named_parameters()), self._layouts[self._model]
-        optimizer = contract.zero_optimizer(make, groups, parameters, zeros, compiled=True)
+        optimizer = zero_optimizer(make, groups, parameters, zeros, compiled=True)
         keep_moments_apart(optimizer)
         self._optimizers[self._model] = optimizer
         self._programs.watch(optimizer, parameters)
@@ -287,7 +288,7 @@ class XlaBackend(PjrtBackend):
         self._tensors.wait()
         return {
             key: contract.TensorState(tuple(tensor.shape), tensor.dtype, partial(self._pieces, tensor, spec))
-            for key, (tensor, spec, _) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items()
+            for key, (tensor, spec, _) in checkpoint_tensors(model, optimizer, self._layouts[model]).items()
         }
 
     def _pieces(self, tensor: Tensor, spec: Spec) -> list[contract.Piece]:
@@ -307,7 +308,7 @@ class XlaBackend(PjrtBackend):
         return pieces
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, read: contract.Read) -> None:
-        for key, (old, spec, _) in contract.checkpoint_tensors(model, optimizer, self._layouts[model]).items():
+        for key, (old, spec, _) in checkpoint_tensors(model, optimizer, self._layouts[model]).items():
             if old.device.type == "cpu":
                 old.copy_(read(key, full_region(old.shape)))
                 continue

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from portable_fsdp.backends.contract import Forward, dtype_name
+from portable_fsdp.backends.contract import Forward
+from portable_fsdp.backends.state import dtype_name
 from portable_fsdp.backends.torch_xla.spmd.forward import Copies, Mark
 from portable_fsdp.backends.torch_xla.spmd.scatter import ChunkedHead, Scatter, chunk_length, product_in
 from portable_fsdp.backends.torch_xla.spmd.tensors import laid_out
