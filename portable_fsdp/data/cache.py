@@ -34,8 +34,8 @@ from portable_fsdp.data.examples import Broken, DocumentSource, Example, Render,
 from portable_fsdp.data.tokenize import Tokens
 from portable_fsdp.runtime.errors import DataError
 from portable_fsdp.runtime.files import sync_folder, try_lock
+from portable_fsdp.runtime.host import begin
 from portable_fsdp.runtime.hub import panic_as_error
-from portable_fsdp.runtime.threads import begin
 
 log = logging.getLogger("portable_fsdp")
 

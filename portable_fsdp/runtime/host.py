@@ -1,11 +1,16 @@
-"""Resources of this host: TPU chips, packages, memory for its processes within cgroup limits."""
+"""Resources of this host: TPU chips, packages, memory for its processes within cgroup limits, threads."""
 
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def tpu_chips(devices: Path = Path("/dev")) -> list[Path]:
@@ -96,3 +101,18 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
                 continue
             if limit.isdecimal():  # else "max"
                 yield int(limit)
+
+
+def begin(call: Callable[[], T]) -> "Future[T]":
+    """Run `call` in a daemon thread: one that never returns doesn't keep the process from ending. For libraries
+    that nothing can interrupt."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # a panic in Rust isn't an Exception
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="portable_fsdp call", daemon=True).start()
+    return future

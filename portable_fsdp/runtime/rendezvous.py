@@ -20,9 +20,9 @@ from portable_fsdp.runtime.errors import (
     ConfigError,
     TrainingError,
 )
+from portable_fsdp.runtime.host import begin
 from portable_fsdp.runtime.launchers import OUR_RUNS
 from portable_fsdp.runtime.signals import Presses, kill_descendants
-from portable_fsdp.runtime.threads import begin
 
 _CONNECT_S = 20  # between two checks of the store's address
 
