@@ -132,6 +132,8 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     Raises ConfigError with the variables if only some are set, or two launchers contradict each other.
     """
     tasks = _read_tasks(environ)
+    if (local_size := _integer(environ, "LOCAL_WORLD_SIZE", 1)) < 1:
+        raise ConfigError(f"environment: LOCAL_WORLD_SIZE: expected at least 1, found {local_size}.")
     # A script may export an address for its tasks although a single task needs none.
     names = LAUNCH_VARIABLES if tasks is None else COUNTING_VARIABLES
     if environ.get("TORCHELASTIC_RUN_ID"):

@@ -182,6 +182,8 @@ REFUSED: dict[str, Environ] = {
     "MASTER_PORT: expected a port from 1 to 65535, found 99999": {**SRUN, "MASTER_PORT": "99999"},
     "MASTER_PORT: expected a port from 1 to 65535, found 65536": {**VARIABLES, "MASTER_PORT": "65536"},
     "MASTER_PORT: expected a port from 1 to 65535, found 0": {**VARIABLES, "MASTER_PORT": "0"},
+    "LOCAL_WORLD_SIZE: expected at least 1, found 0": {**VARIABLES, "LOCAL_WORLD_SIZE": "0"},
+    "LOCAL_WORLD_SIZE: expected an integer, found 'two'": {"LOCAL_WORLD_SIZE": "two"},
     "two launchers: WORLD_SIZE=8 (by RANK, ": {**VARIABLES, **WORKERS},
 }
 
