@@ -222,7 +222,28 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         if name in stacked:
             r = int(_by_pattern(lora.rank_pattern, name, lora.r))
             add_to_experts(model, lora, name, r, scaling_of(lora, name, r))
-    targets = [name for name in targets if name not in stacked]
+    _add_to_layers(model, lora, [name for name in targets if name not in stacked])
+    drawn: dict[str, torch.Size] = {}
+    for fqn, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(fqn) or fqn in trained)
+        if is_adapter(fqn):
+            parameter.data = parameter.data.to(dtype)
+            drawn[fqn] = parameter.shape
+
+    def filled(fqn: str, slices: TensorSlices) -> Tensor:
+        if fqn not in drawn:
+            return fill(plain_name(fqn), slices)
+        weight = torch.zeros(drawn[fqn])  # the whole, in float32, as in peft's LoraLayer.reset_lora_parameters
+        if _A in fqn:
+            with seeded(seed, fqn):
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        return weight[slices].to(dtype)
+
+    return filled
+
+
+def _add_to_layers(model: nn.Module, lora: schema.Lora, targets: list[str]) -> None:
+    """Let peft put its layers in place of `targets`, on meta."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels for CPUs
     try:
         import peft
@@ -248,23 +269,6 @@ def add_adapters(model: nn.Module, lora: schema.Lora, seed: int, dtype: torch.dt
         for magnitude in layer.lora_magnitude_vector.values():
             # It clears a cache of evaluations, off by default; torch.compile refuses that in a recomputed layer.
             magnitude._cache_clear = _clear_nothing
-    drawn: dict[str, torch.Size] = {}
-    for fqn, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(fqn) or fqn in trained)
-        if is_adapter(fqn):
-            parameter.data = parameter.data.to(dtype)
-            drawn[fqn] = parameter.shape
-
-    def filled(fqn: str, slices: TensorSlices) -> Tensor:
-        if fqn not in drawn:
-            return fill(plain_name(fqn), slices)
-        weight = torch.zeros(drawn[fqn])  # the whole, in float32, as in peft's LoraLayer.reset_lora_parameters
-        if _A in fqn:
-            with seeded(seed, fqn):
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        return weight[slices].to(dtype)
-
-    return filled
 
 
 def _check_patterns(lora: schema.Lora, targets: list[str]) -> None:

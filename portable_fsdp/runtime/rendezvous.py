@@ -58,11 +58,6 @@ def run_processes(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     # The workers print their errors; the launcher would repeat them with its own stack.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    if hosts is None:  # like `--standalone`, with an id that names the agent's process to the workers
-        rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={OUR_RUNS}{os.getpid()}"]
-    else:
-        rendezvous = [f"--nnodes={hosts.hosts}", f"--node-rank={hosts.rank}", "--rdzv-id=portable_fsdp"]
-        rendezvous += [f"--master-addr={hosts.address}", f"--master-port={hosts.port}"]
     presses, stops = Presses(), list[int]()
 
     def stop(number: int, _: object) -> None:
@@ -76,11 +71,8 @@ def run_processes(
     try:
         # The launcher creates a log folder, unused here (logs go to the console), and never removes it.
         with tempfile.TemporaryDirectory(prefix="portable_fsdp_launch_") as logs:
-            run.run(
-                run.parse_args(
-                    [*rendezvous, f"--nproc_per_node={count}", f"--log-dir={logs}", "-m", module, *arguments]
-                )
-            )
+            words = [*_rendezvous_flags(hosts), f"--nproc_per_node={count}", f"--log-dir={logs}", "-m", module]
+            run.run(run.parse_args([*words, *arguments]))
     except ChildFailedError as error:
         codes = {int(rank): failure.exitcode for rank, failure in error.failures.items()}
         if not {EXIT_USAGE, EXIT_STOPPED}.isdisjoint(codes.values()):
@@ -98,6 +90,14 @@ def run_processes(
         # A signal during the start of its processes ends the launcher before it knows them; they would survive.
         kill_descendants()
     return EXIT_FINISHED
+
+
+def _rendezvous_flags(hosts: Hosts | None) -> list[str]:
+    """Return torchrun's flags."""
+    if hosts is None:  # like `--standalone`, with an id that names the agent's process to the workers
+        return ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={OUR_RUNS}{os.getpid()}"]
+    flags = [f"--nnodes={hosts.hosts}", f"--node-rank={hosts.rank}", "--rdzv-id=portable_fsdp"]
+    return [*flags, f"--master-addr={hosts.address}", f"--master-port={hosts.port}"]
 
 
 def open_store(environ: Mapping[str, str], limit: timedelta, *, serves: bool) -> Any:

@@ -9,8 +9,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -101,12 +101,7 @@ def _train_steps(run: OpenRun) -> Outcome:
     if (ended := _evaluate_before(run)) is not None:
         return ended
     opened = open_batches(config, run.engine, run.training, run.corpus, run.start.resumed)
-    with opened as batches, ExitStack() as undo:
-        gc.collect()
-        gc.freeze()  # what exists before the first step is never collected
-        gc.disable()  # other processes would wait for a collection in the middle of a step
-        undo.callback(gc.unfreeze)
-        undo.callback(gc.enable)
+    with opened as batches, _collecting_between_steps():
         for step in range(run.step + 1, run.limits.last + 1):
             with run.measures.timed("wait"), run.watchdog.within("the profile"):
                 until = run.profiles.before_step(step, in_flight and in_flight.metrics)
@@ -155,6 +150,19 @@ def _train_steps(run: OpenRun) -> Outcome:
             if decision.end is not None:
                 return decision.end
     raise AssertionError("the last step ends the loop")
+
+
+@contextmanager
+def _collecting_between_steps() -> Generator[None]:
+    """Context without Python's own garbage collections: other processes would wait for one in the middle of a step."""
+    gc.collect()
+    gc.freeze()  # what exists before the first step is never collected
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def _evaluate_before(run: OpenRun) -> Outcome | None:
