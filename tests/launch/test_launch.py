@@ -239,7 +239,9 @@ def test_native_to_xla_and_back(folder: Path, uninterrupted: list[float]) -> Non
     native = ["--device=cpu", *arguments]
     assert launch(*native, "train.stop_at=2") == 0
     xla = [*PYTHON, "--device=cpu", "--backend=xla", "--num_devices=4", "sharding.tensor=2", *arguments]
-    assert stop_after(4, xla, folder, by="SIGTERM") == 143
+    assert stop_after(4, [*xla, "checkpoint.export=true"], folder, by="SIGTERM") == 143
+    said = (folder / "run/logs/run.log").read_text()
+    assert "portable_fsdp.checkpoint export run run/export" in said, "a stopped run exports nothing"
     assert launch(*native) == 0
     assert losses(folder / "run") == pytest.approx(uninterrupted, rel=1e-5)
     checkpoints = sorted((folder / "run/checkpoints").iterdir())
