@@ -151,7 +151,7 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     program = (
         "import signal, os, sys\nfrom portable_fsdp.checkpoint import __main__ as command\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
-        "command.format.checkpoints_below = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
+        "command.manifests.checkpoints_below = lambda _: os.kill(os.getpid(), signal.SIGINT)\n"
         f"sys.exit(command.main(['list', {str(tmp_path)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
