@@ -176,7 +176,7 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, capfd:
 def join_torchs_threads() -> None:
     """Wait for the threads that were still connecting when their connection was closed."""
     for thread in threading.enumerate():
-        if thread.name == "portable_fsdp limited":
+        if thread.name == "portable_fsdp call":
             thread.join(60)
 
 
