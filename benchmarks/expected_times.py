@@ -117,7 +117,7 @@ def step_of(run: Run, shape: Shape) -> Step:
 
 
 def measured_seconds(run: Run, shape: Shape, target: Target) -> float:
-    """Of a step."""
+    """Return the measured seconds of a step."""
     measured = run.measured
     if measured.step_seconds is not None:
         return measured.step_seconds
@@ -144,7 +144,7 @@ def architecture_of(shape: Shape, seq_len: int) -> dict[str, Any]:
 
 
 def config_of(run: Run, shape: Shape, target: Target) -> Config:
-    """The run as a config of ours; weights rest in bfloat16 where the source doesn't say float32."""
+    """Return our config of the published run; weights are stored in bfloat16 unless the source says float32."""
     rows = run.sequences // (target.devices * run.accumulation)
     how = run.gradient_checkpointing
     return Config.model_validate(
@@ -197,7 +197,7 @@ def plan_all(published: Published) -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """Of the table: the expected time, and how long the run took."""
+    """A row of the table: the expected time, and the measured time."""
     words = [row["name"], row["what"], row["hardware"], f"{row['expected_s']:.4g} s", f"{row['measured_s']:.4g} s"]
     held_out = "held out" if row["held_out"] else ""
     return f"| {' | '.join(words)} | {row['expected_ratio']:.2f} | {held_out} | {row['source']} |"

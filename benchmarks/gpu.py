@@ -112,7 +112,8 @@ TUNED_WORK, LLAMA_3_WORK = Work(8, 256), Work(4, 128_256)  # with Llama 3's voca
 
 
 class Plan(NamedTuple):
-    """Of the memory of an eager step on H100s; `reference`: torchtitan's GiB, or the worker's kind that measures it."""
+    """A plan of the memory of an eager step on H100s; `reference`: torchtitan's GiB, or the worker's part that measures
+    it."""
 
     what: str
     model: Row

@@ -340,7 +340,8 @@ def _plain_losses(case: Case, device: str) -> list[float]:
 
 
 def _checkpoint(case: Case, device: str) -> Row:
-    """Save in the middle; what a new model reads back is bit-equal (here, offloaded, on the CPU) and goes on alike."""
+    """Save half-way; check that a new model which loads it (here, offloaded, on the CPU) is bit-equal and trains on
+    identically."""
     config, middle = case.config(1), min(SAVE_AT, case.steps // 2)
     readers = {device: (case, device)}
     if device != "cpu":
@@ -378,7 +379,7 @@ def _state(backend: Backend, training: Training) -> dict[str, Tensor]:
 
 
 def _peak(name: str, device: str, peaks: dict[str, Row]) -> Row:
-    """Of two steps; the optimizer's state exists before them."""
+    """Measure two steps; the optimizer's state exists before them."""
     case = CURVES[name]
     config = replace(case, settings=sized(LARGE, 1024, 8, {**BFLOAT16, **case.settings}).settings).config(1)
     before = torch.cuda.memory_allocated()

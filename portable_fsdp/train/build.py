@@ -68,7 +68,11 @@ class Training:
     rows: int  # of a row shard in a micro batch
     accumulation: int  # micro batches per step
     ties: dict[str, str]  # FQN -> the first FQN of the same weight
-    keys: MakeKeys | None = None  # of dropout, a further tensor of each batch
+
+    @property
+    def keys(self) -> MakeKeys | None:
+        """Makes the keys of dropout, a further tensor of each batch."""
+        return None if self.step.draws is None else self.step.draws.keys
 
 
 def build_training(
@@ -265,8 +269,7 @@ def _lay_out(draft: _Draft, context: _Context) -> Training:
         draws=draft.draws,
         routers=draft.routers,
     )
-    keys = None if draft.draws is None else draft.draws.keys
-    return Training(built, model, optimizer, step, draft.task, draft.trial, split.rows, split.accumulation, ties, keys)
+    return Training(built, model, optimizer, step, draft.task, draft.trial, split.rows, split.accumulation, ties)
 
 
 def check_model(config: Config, backend: Backend) -> None:

@@ -76,9 +76,9 @@ class TrainStep:
         self, batches: Sequence[Batch], lr: float | Tensor | None = None, control: Sequence[float] = ()
     ) -> Metrics:
         """Run one step, see `train_step`. *collective*"""
-        self._check(batches, lr, control)
+        value = self._checked_rate(batches, lr, control)
         count, *votes = control or (0.0,)
-        numbers, groups = step_numbers(self.optimizer, float(cast(float, lr))), self.optimizer.param_groups
+        numbers, groups = step_numbers(self.optimizer, value), self.optimizer.param_groups
         numbers |= {"loss": 0.0, "share": 0.0, "first": 0.0, "later": 1.0}
         placed = self.backend.place({name: torch.tensor(number) for name, number in numbers.items()})
         numbers_of_process = [count if self.backend.counts_rows else 0.0, *votes]
@@ -106,11 +106,12 @@ class TrainStep:
             group["lr"] = rate
         return metrics
 
-    def _check(self, batches: object, lr: object, control: Sequence[float]) -> None:
-        """Raise ConfigError for arguments that aren't those of a step."""
+    def _checked_rate(self, batches: object, lr: object, control: Sequence[float]) -> float:
+        """Return the learning rate, which a tensor may hold on the device: reading it waits. Raises ConfigError for
+        arguments that aren't those of a step."""
         if not isinstance(lr, Real | Tensor):
             raise ConfigError("step: needs the learning rate, a number.\n  Write step(batches, config.optim.lr).")
-        if (isinstance(lr, Tensor) and lr.numel() != 1) or not math.isfinite(float(cast(float, lr))):
+        if (isinstance(lr, Tensor) and lr.numel() != 1) or not math.isfinite(value := float(cast(float, lr))):
             raise ConfigError(f"step: expected one finite learning rate, found {lr}.")
         each = cast(Sequence[object], batches) if isinstance(batches, list | tuple) else None
         if each is None or len(each) != self.accumulation:
@@ -123,6 +124,7 @@ class TrainStep:
         if self.task.counts_labels and not control:
             fix = "Write step(batches, lr, [count]), or for a loss of your own train_step(..., task=your_function)"
             raise ConfigError(f"step: {self.task.name} needs the count of losses.\n  {fix}.")
+        return value
 
     @property
     def _drops_in_program(self) -> bool:
