@@ -26,6 +26,8 @@ from portable_fsdp.runtime.watchdog import LONG_S, Watchdog
 
 if TYPE_CHECKING:
     from portable_fsdp.backends.peers import Peers
+    from portable_fsdp.backends.refusals import Deployment
+    from portable_fsdp.config.schema import Config
     from portable_fsdp.optim.counting import LossScaler
     from portable_fsdp.quantised.tables import ByteTable
     from portable_fsdp.tensor_plan import TensorPlan
@@ -177,6 +179,7 @@ class Backend(Closing):
     """An open engine. All processes call the methods marked *collective* in the same order."""
 
     name: str  # of the engine, for logs and manifests; no code outside backends/ branches on it
+    deployment: "Deployment"  # the engine and its devices, by which options are refused
     device: torch.device
     device_name: str  # as its driver reports it ("NVIDIA H100 80GB HBM3", "TPU v5p", "cpu")
     process: Partition
@@ -192,6 +195,14 @@ class Backend(Closing):
     @abstractmethod
     def close(self) -> None:
         """Release what opening acquired (process groups)."""
+
+    @abstractmethod
+    def adopt(self, config: "Config") -> None:
+        """Take the values that a plan found for keys that were `auto`, before `shard_model`.
+
+        `config` differs from the one by which it opened in these keys alone. Raises BackendError for options that it
+        can't honour.
+        """
 
     @abstractmethod
     def shard_model(self, model: nn.Module, policy: ShardPolicy, fill: Fill | None) -> nn.Module:

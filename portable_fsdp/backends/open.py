@@ -162,7 +162,8 @@ def open_backend(
     for key in autos(config):
         raise ConfigError(
             f"{key}: expected a value, found auto, which launch resolves.\n"
-            "  plan prints one; an own loop calls portable_fsdp.train.auto.resolve_auto."
+            "  plan prints one; an own loop opens the engine with portable_fsdp.config.describe.without_plan(config), "
+            "then calls portable_fsdp.train.auto.resolve_auto(config, engine)."
         )
     return cast("Backend", pkgutil.resolve_name(spec_of(backend).engine)(device, config, num_devices))
 

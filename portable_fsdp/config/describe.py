@@ -83,7 +83,7 @@ def with_settings(config: Config, settings: Mapping[str, str]) -> Config:
 
 
 def autos(config: Config) -> tuple[str, ...]:
-    """Return the keys whose `auto` a run resolves by plan, before it opens its engine (`train/auto.py`)."""
+    """Return the keys whose `auto` a run resolves by plan, once its engine is open (`train/auto.py`)."""
     keys = ("train.micro_batch", "memory.gradient_checkpointing", "compile.enabled")
     return tuple(key for key in keys if value_of(config, key) == "auto")
 

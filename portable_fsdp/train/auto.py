@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from portable_fsdp.backends.contract import Backend
-from portable_fsdp.backends.open import open_backend, resolve
-from portable_fsdp.backends.refusals import Deployment, refusals, require_supported
+from portable_fsdp.backends.refusals import refusals, require_supported
 from portable_fsdp.config.describe import (
     autos,
     option_names,
@@ -48,27 +47,24 @@ SPEED = (
 """Prefixes of the keys that decide how fast a step is, and what fits."""
 
 
-def resolve_auto(config: Config, *, device: str, backend: str, num_devices: int | None) -> Config:
-    """Return the config with values for `auto`, identical on all processes. *collective*
+def resolve_auto(config: Config, engine: Backend) -> Config:
+    """Return the config with values for `auto`, identical on all processes; the engine adopts them. *collective*
 
-    Opens a separate engine: the programs of one depend on the values. Raises BackendError if the
-    engine refuses `auto`, ConfigError if nothing fits.
+    `engine`: opened with `without_plan(config)`. Raises BackendError if it refuses `auto`, ConfigError if nothing fits.
     """
-    device, backend = resolve(device, backend)
-    place = Deployment(backend, device)
+    place = engine.deployment
     require_supported(config, place)
-    fallback = without_plan(config)
-    is_planned = bool(autos(config)) and not refusals(with_value(config, "train.micro_batch", "auto"), place)
-    if not is_planned:
-        return fallback
-    with open_backend(fallback, device=device, backend=backend, num_devices=num_devices) as engine:
+    resolved = without_plan(config)
+    if not refusals(with_value(config, "train.micro_batch", "auto"), place):  # else nothing plans there
         configure_log(engine.process.index)
         memory, hosts = engine.memory(), engine.gather(host_identity())
-        sharing = hosts.count(host_identity()) if device == "cpu" else 1
+        sharing = hosts.count(host_identity()) if place.device == "cpu" else 1
         limit_bytes = min(engine.gather(((memory and memory.limit_bytes) or 0) // sharing))
 
         chosen = on_process_0(engine, lambda: _kept(config, engine) or _planned(config, engine, limit_bytes))
-    return with_settings(fallback, chosen or {})
+        resolved = with_settings(resolved, chosen or {})
+    engine.adopt(resolved)
+    return resolved
 
 
 def _speed_settings(config: Config) -> dict[str, str]:

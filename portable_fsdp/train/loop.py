@@ -17,7 +17,7 @@ from typing import cast
 
 from portable_fsdp.backends.open import open_backend
 from portable_fsdp.checkpoint.manifests import Evaluated, step_folder
-from portable_fsdp.config.describe import autos
+from portable_fsdp.config.describe import autos, without_plan
 from portable_fsdp.config.schema import LEAST_LOSS_SCALE, Config
 from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.packing import StepRows
@@ -66,14 +66,14 @@ def train(
     with StopRequest() as stop, user_code():
         try:
             given = config
-            if autos(config):
-                from portable_fsdp.train.auto import resolve_auto
-
-                config = resolve_auto(config, device=device, backend=backend, num_devices=num_devices)
-                log.debug("auto resolved")
-            opened = open_backend(config, device=device, backend=backend, num_devices=num_devices)
+            opened = open_backend(without_plan(config), device=device, backend=backend, num_devices=num_devices)
             with opened as engine, ExitStack() as held, user_code():
                 log.debug("engine opened")
+                if autos(config):
+                    from portable_fsdp.train.auto import resolve_auto
+
+                    config = resolve_auto(config, engine)
+                    log.debug("auto resolved")
                 run = open_run(config, given, engine, held, stop, callbacks, keep_output, exporter)
                 with recorded(run):
                     run.outcome = _train_steps(run)

@@ -102,7 +102,8 @@ class NativeBackend(contract.Backend):
         count = launch.world_size if self._owns_group else dist.get_world_size()
         hosts = max(1, count // int(os.environ.get("LOCAL_WORLD_SIZE", count)))
         _check_launch(device, num_devices, count, launch.local_rank)
-        require_supported(config, Deployment("native", device, count, hosts))
+        self.deployment = Deployment(self.name, device, count, hosts)
+        require_supported(config, self.deployment)
         self._programs: TpuPrograms | None = None
         self._open_device(device, launch, config)
         if self._owns_group:
@@ -127,6 +128,11 @@ class NativeBackend(contract.Backend):
             from portable_fsdp.optim.counting import LossScaler
 
             self.loss_scaler = LossScaler(config.precision.loss_scale, config.precision.loss_scale_window, self.device)
+
+    def adopt(self, config: Config) -> None:
+        require_supported(config, self.deployment)
+        self._settings.close()
+        self._settings = process_settings(config, self.device)
 
     def _open_device(self, device: str, launch: Launch, config: Config) -> None:
         self.device, self.device_name = torch.device("cpu"), device

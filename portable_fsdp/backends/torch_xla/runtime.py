@@ -107,18 +107,12 @@ class PjrtBackend(Backend):
                 "tensors without values.\n  Start a new process."
             ) from error
         generation = _generation() if device == "tpu" else ""
-        require_supported(config, Deployment(self.name, device, count, hosts, generation))
+        self.deployment = Deployment(self.name, device, count, hosts, generation)
         # PJRT's name of the chip (TPU v5p, TPU v5 lite), by which its peak is found.
         self.device_name = f"TPU {generation.replace('v5e', 'v5 lite')}" if device == "tpu" else device
         self.process = self.data_shard = rank
-        self.devices, self.axes = count, mesh_axes(config, count, hosts)
-        self.row_shards = count_row_shards(self.axes)
-        self._accumulation = split_batch(config, self.row_shards).accumulation
-        self._shapes = config.data.shapes
-        # The step, or a micro batch and the update; and evaluation and samples, if the run has them. Programs that take
-        # rows are compiled for each of their shapes; the update takes none.
-        evaluates, samples = (every is not None for every in (config.train.eval_every, config.train.sample_every))
-        self.expected_compilations = self._shapes * (1 + evaluates) + (self._accumulation > 1) + samples
+        self.devices = count
+        self.adopt(config)
         self._optimizers: dict[nn.Module, torch.optim.Optimizer] = {}
         self._in_program = False
         # Found at an optimizer's first program, and kept: another order would be another program. A load makes new
@@ -128,6 +122,17 @@ class PjrtBackend(Backend):
             _replace_operators()
         self._matmul_before = self._bridge._xla_get_mat_mul_precision()
         self._bridge._xla_set_mat_mul_precision(config.precision.matmul)
+
+    def adopt(self, config: Config) -> None:
+        require_supported(config, self.deployment)
+        self.axes = mesh_axes(config, self.devices, self.deployment.hosts or 1)
+        self.row_shards = count_row_shards(self.axes)
+        self._accumulation = split_batch(config, self.row_shards).accumulation
+        self._shapes = config.data.shapes
+        # The step, or a micro batch and the update; and evaluation and samples, if the run has them. Programs that take
+        # rows are compiled for each of their shapes; the update takes none.
+        evaluates, samples = (every is not None for every in (config.train.eval_every, config.train.sample_every))
+        self.expected_compilations = self._shapes * (1 + evaluates) + (self._accumulation > 1) + samples
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None:

@@ -42,7 +42,8 @@ class ToyBackend(contract.Backend):
 
     def __init__(self, device: str, config: Config, num_devices: int | None) -> None:
         count = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_initialized() else 1
-        require_supported(config, Deployment("toy", device, count, 1))
+        self.deployment = Deployment("toy", device, count, 1)
+        self.adopt(config)
         self.device, self.device_name = torch.device(device), device
         self.process, self.devices = contract.Partition(dist.get_rank() if count > 1 else 0, count), count
         tensor = 2 if count % 2 == 0 else 1
@@ -53,6 +54,9 @@ class ToyBackend(contract.Backend):
         self._place = coordinates(self.axes, self.process.index)
         self._compute = torch.float32
         self._group = cache(self._new_group)
+
+    def adopt(self, config: Config) -> None:
+        require_supported(config, self.deployment)
 
     def close(self) -> None:
         """The groups end with their process."""
