@@ -153,19 +153,30 @@ def test_one_step_equals_plain_pytorch(
         assert not torch.equal(weight, before[name]), name
 
 
+class Rate(Tensor):
+    """A learning rate on the device: each read waits for it."""
+
+    reads = 0
+
+    def __float__(self) -> float:
+        Rate.reads += 1
+        return super().__float__()
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_of_others_do_not_count_and_rates_of_groups_stay_the_users(
     backend: Backend, accumulation: int
 ) -> None:
-    """A user's own backward before each step changes neither the step nor its gradient norm; lr may be a tensor."""
+    """A user's own backward before each step changes neither the step nor its gradient norm; a tensor lr is read once."""
     plainly, among_others = run(backend, accumulation), run(backend, accumulation)
     group = among_others.optimizer.param_groups[0]
     for _ in range(2):
+        Rate.reads = 0
         (ours,) = batches()
         among_others.model(ours["input_ids"], ours["labels"])[0].backward()
         group["lr"] = 0.25
-        actual = fetched(backend, take(among_others, accumulation, torch.tensor(LR)))
-        assert group["lr"] == 0.25
+        actual = fetched(backend, take(among_others, accumulation, torch.tensor(LR).as_subclass(Rate)))
+        assert (group["lr"], Rate.reads) == (0.25, 1)
         assert actual == fetched(backend, take(plainly, accumulation, LR))
     for name, weight in weights(among_others.model).items():
         assert torch.equal(weight, plainly.model.get_parameter(name)), name
