@@ -167,7 +167,7 @@ class Rate(Tensor):
 def test_gradients_of_others_do_not_count_and_rates_of_groups_stay_the_users(
     backend: Backend, accumulation: int
 ) -> None:
-    """A user's own backward before each step changes neither the step nor its gradient norm; a tensor lr is read once."""
+    """A user's own backward before a step changes neither the step nor its gradient norm; a tensor lr is read once."""
     plainly, among_others = run(backend, accumulation), run(backend, accumulation)
     group = among_others.optimizer.param_groups[0]
     for _ in range(2):
