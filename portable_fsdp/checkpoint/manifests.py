@@ -39,7 +39,10 @@ SAFETENSORS_DTYPES = {name: _DTYPES[size][name] for size in _DTYPES for name in 
 _FILE_NAME = re.compile(r"(?:model|optimizer)/[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _MAX_ROWS = 12  # in a table of differences
 
-Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)]
+MAX_RANK = 16
+"""Dimensions of a tensor."""
+
+Dims = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_RANK)]
 
 
 class NamedSave(NamedTuple):
@@ -177,11 +180,6 @@ class Manifest(StrictModel):
     def left_out(self) -> dict[str, TensorEntry]:
         """The model's tensors that are in no file: those of its base."""
         return {} if self.base is None else self.base.tensors
-
-
-def is_too_large(shape: tuple[int, ...]) -> bool:
-    """Whether a shape has more than 2**59 elements, 0 counting as 1: below that, strides and bytes fit 64 bits."""
-    return math.prod(max(size, 1) for size in shape) > 2**59
 
 
 def folder_of(key: str) -> str:
@@ -370,7 +368,7 @@ def check_manifest(manifest: Manifest, name: str) -> None:
                     f"file {file.name!r}: expected at least {needed} bytes for its tensors, found {file.bytes}"
                 )
         for key, tensor in manifest.left_out.items():
-            _check_kind(key, tensor)
+            _check_dtype(key, tensor)
             if key in manifest.tensors or folder_of(key) != "model" or tensor.files or tensor.offsets or tensor.sizes:
                 raise ValueError(f"{key}: expected a model weight that is in base only and has no pieces")
         known = manifest.tensors.keys() | manifest.left_out.keys()
@@ -392,16 +390,14 @@ def first_rows(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str
     return table([heading, *rows[:_MAX_ROWS]], indent="    ") + more
 
 
-def _check_kind(key: str, tensor: TensorEntry) -> None:
+def _check_dtype(key: str, tensor: TensorEntry) -> None:
     if tensor.dtype not in DTYPE_BYTES:
         raise ValueError(f"{key}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {tensor.dtype!r}")
-    if is_too_large(tensor.shape):
-        raise ValueError(f"{key}: expected at most 2**59 elements, found shape {list(tensor.shape)}")
 
 
 def _check_tensor(key: str, tensor: TensorEntry, in_model: NDArray[np.bool_], used: list[int]) -> None:
     """Check a tensor, and add the bytes of each piece to `used` of its file. Raises ValueError."""
-    _check_kind(key, tensor)
+    _check_dtype(key, tensor)
     count, rank = len(tensor.files), len(tensor.shape)
     if not len(tensor.offsets) == len(tensor.sizes) == count * rank:
         raise ValueError(f"{key}: expected {count} offsets and sizes of {rank} dimensions each")

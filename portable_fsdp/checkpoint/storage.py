@@ -27,7 +27,6 @@ FOLDERS = ("model", "optimizer")
 STEP_NAME = re.compile(r"step-(\d{8,})")
 
 _TEMPORARY = re.compile(r"(step-\d{8,})\.tmp-[0-9a-f]{8}")
-_MAX_READ = 1 << 30  # of a file that is read at once; a manifest of a million pieces has 30 MB
 _UPLOAD_BYTES = 16 << 20  # one part of a multipart upload, or one download: large enough to be few
 
 
@@ -259,8 +258,6 @@ def store_of(path: Path) -> FolderStore | ObjectStore:
 def read_file(path: Path) -> bytes:
     """Read a small plain file at once. Raises OSError, StoreError."""
     with store_of(path).open(path) as file:
-        if file.size > _MAX_READ:
-            raise OSError(f"{path}: expected at most {_MAX_READ:,} bytes, found {file.size:,}")
         return file.read(0, file.size)
 
 

@@ -28,27 +28,17 @@ from portable_fsdp.runtime.files import write_text_atomically
 BOM = b"\xef\xbb\xbf"
 """Byte order mark that some editors write before UTF-8; not part of the text."""
 
-MAX_UNPACKED = 1 << 30
-"""Limit in bytes: a small compressed file may unpack to terabytes."""
-
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def read_whole(path: Path) -> bytes:
-    """Read the unpacked content. Raises DataError for an unreadable file, and above `MAX_UNPACKED`."""
+    """Read the unpacked content, without a byte order mark. Raises DataError for an unreadable file."""
     try:
-        is_compressed = _kind(path) is not None
         with opened(path) as file:
-            content = file.read(MAX_UNPACKED + 1 if is_compressed else -1)
+            return file.read().removeprefix(BOM)
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(str(path), path, error) from error
-    if is_compressed and len(content) > MAX_UNPACKED:
-        raise DataError(
-            f"data.path: {path}: expected at most {MAX_UNPACKED:,} bytes in a compressed file, found more.\n"
-            "  Unpack it, or cut it into several files."
-        )
-    return content.removeprefix(BOM)
 
 
 class TextFileSource:

@@ -14,7 +14,6 @@ import xxhash
 from portable_fsdp.config.data import FORMAT_COLUMNS, Column, Documents
 from portable_fsdp.data.compressed import (
     BOM,
-    MAX_UNPACKED,
     TextFileSource,
     hash_of_files,
     opened,
@@ -41,7 +40,6 @@ Columns = Mapping[Column, str]
 """The format's name of a column -> its name in the file."""
 
 ROWS_AT_ONCE = 1000
-MAX_LINE = 1 << 25
 _SPACE = re.compile(r"\s*")
 
 SHAREGPT = "conversations"
@@ -112,13 +110,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
         with opened(path) as file:
-            while line := file.readline(MAX_LINE + 1):
-                if len(line) > MAX_LINE:
-                    raise DataError(
-                        f"data.path: {path}:{number + 1}: expected a line of at most {MAX_LINE:,} bytes, found a "
-                        "longer one.\n  Write one document a line."
-                    )
-                number += 1
+            for number, line in enumerate(file, 1):
                 yield number, line.removeprefix(BOM) if number == 1 else line
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(f"{path}:{number + 1}", path, error) from error
@@ -137,11 +129,6 @@ def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (number of its first line, text) of each element of a JSON array. From an element that can't be parsed on,
     the rest of the file is one element, as is anything after the array: parsing it shows the error. Raises DataError.
     """
-    if path.stat().st_size > MAX_UNPACKED:
-        raise DataError(
-            f"data.path: {path}: expected a JSON array of at most {MAX_UNPACKED:,} bytes, found a longer one.\n"
-            "  Write one object a line: jq -c '.[]'."
-        )
     text = read_whole(path).decode(errors="surrogateescape")
     decoder, line, counted, is_broken = json.JSONDecoder(), 1, 0, False
     at = _behind_space(text, text.index("[") + 1)
@@ -152,10 +139,6 @@ def read_array(path: Path) -> Iterator[tuple[int, bytes]]:
         except ValueError:
             end, is_broken = len(text), True
         line, counted = line + text.count("\n", counted, at), at
-        if end - at > MAX_LINE:
-            raise DataError(
-                f"data.path: {path}:{line}: expected elements of at most {MAX_LINE:,} bytes, found a longer one."
-            )
         yield line, text[at:end].encode(errors="surrogateescape")
         at = _behind_space(text, end)
         has_more = text[at : at + 1] == ","

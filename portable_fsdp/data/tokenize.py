@@ -29,7 +29,6 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 log = logging.getLogger("portable_fsdp")
 
-_MAX_IDS = 1 << 24  # the library iterates over all ids, unused ones included
 _KEY = "data.tokenizer"  # in model.allow too
 NUL = "\0"
 
@@ -98,8 +97,6 @@ class FolderTokenizer:
         """`key`: the config key, for errors. `gguf_file`: a file in the folder."""
         self._tokenizer = _open(folder, key, gguf_file)
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
-        if self.vocab_size > _MAX_IDS:
-            raise DataError(f"{key}: {folder}: expected ids below {_MAX_IDS:,}, found {self.vocab_size - 1:,}.")
         self.end_of_text: int | None = self._tokenizer.eos_token_id
         candidates = (self._tokenizer.pad_token_id, self.end_of_text, 0)
         self.padding: int = next(number for number in candidates if number is not None)

@@ -145,11 +145,11 @@ def _chunked(folder: Path, key: str, value: Record, places: Mapping[tuple[str, t
     dtype = first.removeprefix("torch.") if isinstance(first, str) else "nothing"
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{name}: expected a dtype of {', '.join(DTYPE_BYTES)}; found {dtype}")
-    shape = base.check_shape(name, value.get("size"))
+    shape = base.check_numbers(name, value.get("size"))
     chunks: list[Chunk] = []
     for record in value.get("chunks") or []:
         chunk = _expect(folder, "ChunkStorageMetadata", record)
-        offset, size = base.check_numbers(name, chunk.get("offsets")), base.check_shape(name, chunk.get("sizes"))
+        offset, size = base.check_numbers(name, chunk.get("offsets")), base.check_numbers(name, chunk.get("sizes"))
         info = places.get((key, offset))
         if info is None:
             raise CheckpointError(f"{name}: no file for its chunk at {list(offset)}")

@@ -95,7 +95,7 @@ def _entry_of(where: str, tensor: Tensor) -> TensorEntry:
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPE_BYTES or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise CheckpointError(f"{where}: expected a plain tensor, found {tensor.dtype} {tensor.layout} {tensor.device}")
-    shape = base.check_shape(where, tuple(tensor.shape))
+    shape = base.check_numbers(where, tuple(tensor.shape))
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise CheckpointError(
             f"{where}: expected {tensor.nbytes:,} bytes for {list(shape)}, found {tensor.untyped_storage().nbytes():,}"
@@ -138,7 +138,9 @@ def _open_gguf(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
 
-    shapes = {key: base.check_shape(f"{path}: {file.file_of(key)}", list(shape)) for key, shape in file.shapes.items()}
+    shapes = {
+        key: base.check_numbers(f"{path}: {file.file_of(key)}", list(shape)) for key, shape in file.shapes.items()
+    }
     entries = {key: TensorEntry(shape=shape, dtype="float32") for key, shape in shapes.items()}
     return ForeignCheckpoint(entries, read, 0, config_to_json(file.config))
 

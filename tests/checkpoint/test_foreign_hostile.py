@@ -78,9 +78,8 @@ HOSTILE = {
     "hole": (safetensors({"a": entry([1], 4, 8)}, bytes(8)), "a gap or an overlap"),
     "overlap": (safetensors({"a": entry([1], 0, 4), "b": entry([1], 0, 4)}, bytes(4)), "a gap or an overlap"),
     "more_data": (safetensors({"a": entry([1], 0, 4)}, bytes(5)), "expected .* bytes by the header, found"),
-    "large_and_empty": (safetensors({"a": entry([0, 2**62, 2**62], 0, 0)}), r"at most 2\*\*59 elements"),
     "an_unknown_key": (safetensors({"a": {**entry([1], 0, 4), "file": "/etc/passwd"}}, bytes(4)), "that fit them"),
-    "many_sizes": (of_a([1] * 17, 0, 4), "at most 16 sizes"),
+    "many_sizes": (of_a([1] * 17, 0, 4), "that fit them"),
     "a_slash": (safetensors({"../../x": entry([1], 0, 4)}, bytes(4)), "expected a tensor name like"),
     "an_escape": (safetensors({"a\u001b[2J": entry([1], 0, 4)}, bytes(4)), "expected a tensor name like"),
 }
@@ -136,10 +135,7 @@ def test_an_index_names_plain_files_of_its_folder(tmp_path: Path, hub: Path) -> 
 
 
 def test_code_beside_a_model_is_never_run(tmp_path: Path, hub: Path) -> None:
-    for layers in (10**9, 10_001):
-        edit(hub / "config.json", num_hidden_layers=layers)
-        refused(hub, tmp_path, "num_hidden_layers: expected at most 10000, found")
-    edit(hub / "config.json", num_hidden_layers=2, model_type="mine", auto_map={"AutoConfig": "code.Config"})
+    edit(hub / "config.json", model_type="mine", auto_map={"AutoConfig": "code.Config"})
     (hub / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
     refused(hub, tmp_path, "transformers can't load this config.json")
 

@@ -246,16 +246,6 @@ def test_other_columns_may_hold_what_python_writes(tmp_path: Path) -> None:
     assert texts(read(source="jsonl", path=lines(tmp_path / "a.jsonl", line))) == [line["text"]]
 
 
-def test_a_line_without_end_is_refused_by_its_number(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        file.write(b'{"text": "1"}\n{"text": "')
-        for _ in range(40):
-            file.write(b"x" * (1 << 20))
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz:2: expected a line of at most 33,554,432 bytes"):
-        read(source="jsonl", path=path)
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_sharegpts_conversations_are_messages(tmp_path: Path, kind: str) -> None:
     turns = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
