@@ -13,12 +13,12 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from portable_fsdp.checkpoint.report import time_text
 from portable_fsdp.config import yaml_text
 from portable_fsdp.observe.goodput import PARTS, Attempt, Goodput, attempts, duration, goodput
 from portable_fsdp.observe.run_files import OF_EXPERTS, ROW_KEYS, parse_line
 from portable_fsdp.runtime.errors import UsageError, printable
 from portable_fsdp.runtime.files import open_inside, read_inside
+from portable_fsdp.runtime.host import time_text
 
 JsonObject = Mapping[str, Any]
 Numbers = NDArray[np.float64]

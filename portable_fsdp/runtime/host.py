@@ -69,6 +69,11 @@ def in_units(count: int) -> str:
     return f"{-(-max(count, 0) // 1024):,} KiB"
 
 
+def time_text(saved: str) -> str:
+    """Format a time in ISO 8601 as `2026-01-02 03:04:05`."""
+    return saved[:19].replace("T", " ")
+
+
 def host_identity() -> tuple[str, str]:
     """Return (boot id of the kernel, container and cgroup): equal for processes that share one memory limit."""
     try:

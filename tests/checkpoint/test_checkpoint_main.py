@@ -13,8 +13,8 @@ from plain_backend import PlainBackend, checkpoints, save_once, small_model
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from portable_fsdp.checkpoint import commit, report
-from portable_fsdp.checkpoint.__main__ import main
+from portable_fsdp.checkpoint import commit
+from portable_fsdp.checkpoint.__main__ import listing, main
 from portable_fsdp.checkpoint.store import Reader
 
 pytestmark = pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_step_that_retention_deletes_is_not_damaged(
     monkeypatch.setattr("portable_fsdp.checkpoint.__main__.checkpoints_in", lambda _: [older])
     assert main(["verify", "--all", str(tmp_path)]) == 2
     assert ": deleted meanwhile" in capsys.readouterr().err
-    assert report.listing([older]) == []
+    assert listing([older]) == []
 
 
 def test_list_and_show_do_without_torch(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from foreign_models import MODELS, build, dcp_save
 from safetensors.torch import save_file
 
 from portable_fsdp.checkpoint.safetensors import header_of
+from portable_fsdp.formats.dcp import read_pickle
 from portable_fsdp.formats.importing import import_checkpoint
-from portable_fsdp.formats.unpickle import read_pickle
 from portable_fsdp.runtime.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
