@@ -79,7 +79,8 @@ class JsonLines(TextFileSource):
             read = _all_read(columns, values, self._ignore)
         except ValueError as error:
             return Broken(number, place, len(line), str(error))
-        return Example(number, place, len(line), _fields(read, values), _notes(read, values, self._ignore))
+        fields = {field: values[name] for field, name in read.items()}
+        return Example(number, place, len(line), fields, _notes(read, values, self._ignore))
 
 
 def _json_object(line: bytes, expected: str) -> dict[str, Any]:
@@ -282,13 +283,11 @@ def _all_read(columns: Columns, names: Collection[str], ignore: Collection[str])
     `conversations` replaces `messages` if only that is in the file. Raises ValueError for the first missing column."""
     if columns.get("messages") == "messages" and "messages" not in names and SHAREGPT in names:
         columns = {**columns, "messages": SHAREGPT}
-    _require(columns, names)
+    for column, name in columns.items():
+        if name not in names:
+            raise ValueError(_missing(columns, column, name, names))
     unused = set(names) - {*ignore, *columns, *columns.values()}
     return {**columns, **{name: name for name in meaningful_columns(format_of(columns)) if name in unused}}
-
-
-def _fields(read: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: values[name] for field, name in read.items()}
 
 
 def _arrow_fields(
@@ -312,13 +311,9 @@ def _checked(columns: Columns, names: Sequence[str], ignore: Collection[str], wh
         raise DataError(f"data.columns: {where}: {error}") from None
 
 
-def _require(columns: Columns, names: Iterable[str]) -> None:
-    """Raise ValueError for the first missing column."""
-    present = list(names)
-    column, name = next(((column, name) for column, name in columns.items() if name not in present), (None, None))
-    if name is None:
-        return
-    shortened = at_most_20([name[:80] for name in present]) or "none"
+def _missing(columns: Columns, column: str, name: str, present: Collection[str]) -> str:
+    """Say that `name`, the format's `column`, is missing, and how to name it."""
+    shortened = at_most_20([each[:80] for each in present]) or "none"
     # Another format than the run's own, which data.columns may have misnamed.
     forms = (f for f, needed in FORMAT_COLUMNS.items() if set(needed) <= set(present) and not set(needed) <= {*columns})
     form = next(forms, None)
@@ -328,4 +323,4 @@ def _require(columns: Columns, names: Iterable[str]) -> None:
         advice = f"nearest: {near[0]}. data.columns='{{{column}: {near[0]}}}'"
     else:
         advice = f"Name the column that holds it. data.columns='{{{column}: NAME}}'"
-    raise ValueError(f"expected a column {name}, found {shortened}.\n  {advice}")
+    return f"expected a column {name}, found {shortened}.\n  {advice}"

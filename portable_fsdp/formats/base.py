@@ -193,12 +193,6 @@ def model_on_meta(model_config: Mapping[str, Any], where: str) -> Any:
         raise CheckpointError(f"{where}: model_config: {type(error).__name__}: {error}") from None
 
 
-def aliases_of(reader: Reader) -> dict[str, list[str]]:
-    """Return all FQNs of each stored tensor by the config's model, by the first one; {} if transformers has none."""
-    names = names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
-    return {} if names is None else names.aliases
-
-
 def names_of(model_config: Mapping[str, Any] | None, where: str) -> ModelNames | None:
     """Return the names in a config's model; None unless it is a causal language model. Raises `CheckpointError`."""
     model = None if model_config is None else model_on_meta(model_config, where)

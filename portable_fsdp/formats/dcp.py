@@ -105,7 +105,8 @@ def open_checkpoint(path: Path, *, trust_metadata: bool) -> ForeignCheckpoint:
 
 def export(reader: Reader, options: ExportOptions) -> Callable[[Path], None]:
     """Export the checkpoint with its optimizer state. Holds one tensor (in both dtypes where it is converted)."""
-    aliases = base.aliases_of(reader)
+    names = base.names_of(reader.manifest.architecture, f"checkpoint {reader.folder.name}")
+    aliases = {} if names is None else names.aliases
     tensors = base.weights_of(reader, options.dtype)
     tensors |= {key: tensor for key, tensor in reader.manifest.tensors.items() if key not in tensors}
 

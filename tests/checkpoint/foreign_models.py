@@ -4,6 +4,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from plain_backend import PlainBackend, checkpoints, named_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as torch_dcp_save
@@ -26,6 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_heads": 4, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
 }
 TIED = {**MODELS["llama"], "tie_word_embeddings": True}
+WIDE = {**MODELS["llama"], "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+GGML = gguf.GGMLQuantizationType
 
 
 def build(architecture: dict[str, Any], seed: int = 0) -> Any:
@@ -84,3 +88,36 @@ def dcp_save(state: Any, folder: Path) -> None:
     with warnings.catch_warnings():  # torch warns that it saves in a single process, and reads a TypedStorage
         warnings.simplefilter("ignore")
         torch_dcp_save(state, checkpoint_id=folder, no_dist=True)
+
+
+def write_gguf(path: Path, model: Any, quantized: Any = GGML.F32, architecture: str = "llama") -> None:
+    """Write a Llama as convert_hf_to_gguf.py does: q and k permuted, matrices quantised, norms in float32."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("test")
+    for add, value in (
+        (writer.add_context_length, config.max_position_embeddings),
+        (writer.add_embedding_length, config.hidden_size),
+        (writer.add_block_count, config.num_hidden_layers),
+        (writer.add_feed_forward_length, config.intermediate_size),
+        (writer.add_head_count, config.num_attention_heads),
+        (writer.add_head_count_kv, config.num_key_value_heads),
+        (writer.add_layer_norm_rms_eps, config.rms_norm_eps),
+        (writer.add_vocab_size, config.vocab_size),
+        (writer.add_key_length, config.head_dim),
+    ):
+        add(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for fqn, tensor in weights(model).items():
+        array = tensor.numpy()
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+        if fqn.endswith(("q_proj.weight", "k_proj.weight")):
+            count = heads[fqn.split(".")[-2][0]]
+            array = array.reshape(count, 2, -1, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+        kind = quantized if array.ndim > 1 else GGML.F32
+        data = gguf.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(str(names.get_name(fqn, (".weight", ".bias"))), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

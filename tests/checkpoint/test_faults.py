@@ -7,6 +7,7 @@ that `keep` gives up.
 """
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -188,31 +189,27 @@ def strike(fresh: Fresh, place: str, flaws: Collection[str], count: int, *, is_a
     return hits.total()
 
 
+IN_PLACES: dict[str, Collection[str]] = {"folder": FLAWS, "store": ["dies", "EIO"]}
+
+
 @pytest.mark.parametrize(
-    ("place", "flaws", "count", "is_async", "least"),
+    ("place", "flaws", "count", "is_async", "lasts", "least"),
     [
-        ("folder", FLAWS, 1, False, 180),
-        pytest.param("folder", ["dies"], 2, True, 90, marks=pytest.mark.proof),
-        ("store", ["dies", "EIO"], 1, False, 20),
-        ("store", ["dies"], 2, True, 12),
+        ("folder", FLAWS, 1, False, False, 180),
+        pytest.param("folder", ["dies"], 2, True, False, 90, marks=pytest.mark.proof),
+        ("store", IN_PLACES["store"], 1, False, False, 20),
+        ("store", ["dies"], 2, True, False, 12),
+        *(
+            pytest.param(place, flaws, *case, 10 * case[0], marks=(pytest.mark.proof, pytest.mark.timeout(3600)))
+            for place, flaws in IN_PLACES.items()
+            for case in itertools.product((1, 2, 3), (False, True), (False, True))
+        ),
     ],
 )
 def test_flaws_in_a_save(
-    fresh: Fresh, place: str, flaws: Collection[str], count: int, is_async: bool, least: int
+    fresh: Fresh, place: str, flaws: Collection[str], count: int, is_async: bool, lasts: bool, least: int
 ) -> None:
-    assert strike(fresh, place, flaws, count, is_async=is_async, lasts=False) >= least
-
-
-@pytest.mark.proof
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("lasts", [False, True])
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize(("place", "flaws"), [("folder", FLAWS), ("store", ["dies", "EIO"])])
-def test_every_flaw_in_a_save(
-    fresh: Fresh, place: str, flaws: Collection[str], count: int, is_async: bool, lasts: bool
-) -> None:
-    assert strike(fresh, place, flaws, count, is_async=is_async, lasts=lasts) >= 10 * count
+    assert strike(fresh, place, flaws, count, is_async=is_async, lasts=lasts) >= least
 
 
 class Ordered(Injection):

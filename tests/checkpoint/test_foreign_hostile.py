@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import MODELS, build, dcp_save
+from foreign_models import MODELS, WIDE, build, dcp_save, write_gguf
 from safetensors.torch import save_file
 
 from portable_fsdp.checkpoint.safetensors import header_of
@@ -257,10 +257,10 @@ def test_other_torch_files_are_refused(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- damage at random
 
 
-def damaged(raw: bytes, seed: int) -> bytes:
-    """One byte changed, a stretch of them changed, or the end cut off."""
+def damaged(raw: bytes, end: int, seed: int) -> bytes:
+    """One byte before `end` changed, a stretch of them changed, or the end cut off."""
     dice = random.Random(seed)
-    at = dice.randrange(len(raw))
+    at = dice.randrange(end)
     kind = dice.randrange(3)
     if kind == 2:
         return raw[:at]
@@ -270,6 +270,7 @@ def damaged(raw: bytes, seed: int) -> bytes:
 
 def write_victims(folder: Path) -> dict[str, tuple[Path, Path]]:
     """Format -> what is imported, and the file of it that is damaged."""
+    write_gguf(folder / "m.gguf", build(WIDE))
     tensors = {"a.weight": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)}
     save_file(tensors, folder / "m.safetensors")
     torch.save(tensors, folder / "m.pt")
@@ -278,17 +279,19 @@ def write_victims(folder: Path) -> dict[str, tuple[Path, Path]]:
         "safetensors": (folder / "m.safetensors", folder / "m.safetensors"),
         "torch": (folder / "m.pt", folder / "m.pt"),
         "dcp": (folder / "dcp", folder / "dcp" / ".metadata"),
+        "gguf": (folder / "m.gguf", folder / "m.gguf"),
     }
 
 
-@pytest.mark.parametrize("name", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("name", ["safetensors", "torch", "dcp", "gguf"])
 def test_damage_is_refused_or_harmless_but_never_a_crash(tmp_path: Path, name: str) -> None:
     """These formats have no hashes: damaged data can look right. Damage of the structure must be refused."""
     source, victim = write_victims(tmp_path)[name]
     raw = victim.read_bytes()
+    end = raw.index(b"output_norm.weight") + 64 if name == "gguf" else len(raw)  # of the structure
     refusals = 0
     for seed in range(150):
-        victim.write_bytes(damaged(raw, seed))
+        victim.write_bytes(damaged(raw, end, seed))
         try:
             shutil.rmtree(import_checkpoint(source, tmp_path / "run", name, trust_metadata=True))
         except CheckpointError:

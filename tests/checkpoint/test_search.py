@@ -1,6 +1,7 @@
 """The checkpoint that a run resumes from: its own, or the one that it was started from, never another history."""
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from plain_backend import (
 
 from portable_fsdp.checkpoint.manager import Checkpoints, Resumed
 from portable_fsdp.checkpoint.resume import ResumePoint
-from portable_fsdp.checkpoint.storage import locate
+from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.runtime.errors import CheckpointError
 
 
@@ -53,24 +54,30 @@ def test_auto_takes_the_newest_or_starts_anew(tmp_path: Path) -> None:
     assert [name for name in names(folder) if name.startswith(".")] == []  # the probe is gone
 
 
-def test_auto_warns_of_a_damaged_one_and_takes_an_older(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=10)
-    flip_last_byte(newest / "model" / "shard-00001-00.safetensors")
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_auto_warns_of_a_damaged_one_and_takes_an_older(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    folder = tmp_path if place == "folder" else locate(f"memory://{uuid.uuid4().hex}/run")
+    older, newest = save_once(folder, step=5), save_once(folder, step=10)
+    [shard] = (newest / "model").glob("shard-00001-00*.safetensors")
+    flip_last_byte(shard)
+    damage = f"step-00000010: model/{shard.name}: expected content with xxh3_128"
 
     def work(backend: PlainBackend) -> tuple[Path, Path]:
-        opened = checkpoints(tmp_path, backend)
+        opened = checkpoints(folder, backend)
         point = opened.find("auto")
         assert point is not None
-        assert "step-00000010: model/shard-00001-00.safetensors: expected content" in point.passed_over[0]
+        assert damage in point.passed_over[0]
         return point.path, opened.save(10, *small_model(seed=3), (0, 0))
 
     with caplog.at_level(logging.WARNING, logger="portable_fsdp"):
         results = in_processes(2, work)
     assert results == [(older, newest)] * 2
-    assert "step-00000010: model/shard-00001-00.safetensors: expected content" in caplog.text
+    assert damage in caplog.text
     assert "resuming from the older step-00000005" in caplog.text
     assert len(caplog.records) == 4  # two by each process; a run's log is that of process 0
-    assert names(tmp_path) == ["step-00000005", "step-00000010", "step-00000010.damaged-1"]
+    assert store_of(folder).names(folder) == ["step-00000005", "step-00000010", "step-00000010.damaged-1"]
 
 
 def test_what_find_and_load_refuse_on_all_processes(tmp_path: Path) -> None:
@@ -81,7 +88,8 @@ def test_what_find_and_load_refuse_on_all_processes(tmp_path: Path) -> None:
 
     assert "already has step-00000010 and 1 older.\n  Use checkpoint.resume: auto" in find("none")
     assert "would begin at step 5, but " in find(older)
-    for path, how in ((older, "all"), (older, "weights_only"), (newest, "weights_only")):
+    others = [older, *(save_once(tmp_path / "one", step) for step in (5, 10, 20))]
+    for path, how in (*itertools.product(others, ("all", "weights_only")), (newest, "weights_only")):
         assert " already\n  has step-00000010 of another history" in find(path, how=how)
     assert f"no such folder: {tmp_path / 'atuo'}" in find(tmp_path / "atuo", tmp_path / "other")
     work = lambda backend: load(checkpoints(tmp_path, backend), *small_model(seed=1, hidden=8))  # noqa: E731
@@ -133,35 +141,18 @@ def test_the_checkpoints_of_a_run_of_another_name_are_refused_unless_allowed_or_
     assert resume(tmp_path / "two", "two", resume=str(path)).step == 5
 
 
-@pytest.mark.parametrize("how", ["all", "weights_only"])
-@pytest.mark.parametrize("place", ["folder", "store"])
-def test_the_same_command_resumes_from_the_runs_own(tmp_path: Path, how: str, place: str) -> None:
-    origin = tmp_path if place == "folder" else locate(f"memory://{uuid.uuid4().hex}")
-    [path] = save(origin / "one", 5)
+@pytest.mark.parametrize(
+    ("place", "step", "how"),
+    [(place, 5, how) for place in ("one", "a store") for how in ("all", "weights_only")] + [("two", 0, "weights_only")],
+)
+def test_the_same_command_resumes_from_the_runs_own(tmp_path: Path, place: str, step: int, how: str) -> None:
+    [path] = save(locate(f"memory://{uuid.uuid4().hex}") if place == "a store" else tmp_path / place, step)
     settings = {"resume": str(path), "load": how}
     first = resume(tmp_path / "two", **settings)
     assert (first.step, first.weights_only) == ((0, True) if how == "weights_only" else (5, False))
     save(tmp_path / "two", 7, **settings)
     again = resume(tmp_path / "two", **settings)
     assert (again.path, again.step, again.weights_only) == (tmp_path / "two" / "step-00000007", 7, False)
-
-
-@pytest.mark.parametrize("how", ["all", "weights_only"])
-@pytest.mark.parametrize("step", [5, 10, 20])
-def test_a_named_checkpoint_never_brings_a_second_history_into_the_folder(tmp_path: Path, how: str, step: int) -> None:
-    [path] = save(tmp_path / "one", step)
-    save(tmp_path / "two", 5, 10)
-    with pytest.raises(CheckpointError, match=r"already\n  has step-00000010 of another history"):
-        resume(tmp_path / "two", resume=str(path), load=how)
-
-
-def test_weights_that_lie_in_the_runs_own_folder_as_step_0(tmp_path: Path) -> None:
-    [path] = save(tmp_path, 0)
-    settings = {"resume": str(path), "load": "weights_only"}
-    assert resume(tmp_path, **settings).weights_only
-    save(tmp_path, 5, **settings)
-    again = resume(tmp_path, **settings)
-    assert (again.step, again.weights_only) == (5, False)
 
 
 def test_the_folder_of_a_run_is_no_checkpoint_and_its_newest_is_named(tmp_path: Path) -> None:
@@ -179,46 +170,34 @@ def test_a_file_in_the_place_of_the_folder_is_refused_at_the_start(tmp_path: Pat
     assert os.listdir(tmp_path) == ["run"]
 
 
-@pytest.fixture
-def two_steps(tmp_path: Path) -> Path:
-    """The newer of two checkpoints."""
-    save_once(tmp_path, step=5)
-    return save_once(tmp_path, step=6)
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize(
+    ("operation", "number"),
+    [("open", errno.EMFILE), ("open", errno.ESTALE), ("open", errno.EACCES), ("preadv", errno.EIO)],
+)
 def test_what_says_nothing_of_the_content_is_no_damage(
-    two_steps: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
 ) -> None:
-    """Else the run would go on from an older step, and overwrite the newer one's place."""
-    real = os.open
+    """Else the run would go on from an older step, and overwrite the newer one's place. EIO is damage."""
+    older, newest = save_once(tmp_path, step=5), save_once(tmp_path, step=6)
+    real, ours = getattr(os, operation), checkpoints(tmp_path, PlainBackend())
 
-    def fails(path: Any, *arguments: Any, **named: Any) -> int:
-        if str(path).startswith(str(two_steps)):
+    def fails(file: Any, *arguments: Any, **named: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{file}") if operation == "preadv" else str(file)
+        if path.startswith(str(newest)):
             raise OSError(number, os.strerror(number))
-        return real(path, *arguments, **named)
+        return real(file, *arguments, **named)
 
-    ours = checkpoints(two_steps.parent, PlainBackend())
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", fails)
+        patch.setattr(os, operation, fails)
+        if number == errno.EIO:
+            point = ours.find("auto")
+            assert point is not None
+            assert point.path == older
+            assert "Input/output error" in point.passed_over[0]
+            return
         with pytest.raises(CheckpointError, match=f"{os.strerror(number)}.*\n  The file may be intact: start again"):
             ours.find("auto")
-    assert ours.find("auto") == ResumePoint(two_steps, (), is_own=True)
-
-
-def test_a_disk_that_gives_errors_is_damage(two_steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.preadv
-
-    def fails(descriptor: int, *arguments: Any) -> int:
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(two_steps)):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(descriptor, *arguments)
-
-    monkeypatch.setattr(os, "preadv", fails)
-    point = checkpoints(two_steps.parent, PlainBackend()).find("auto")
-    assert point is not None
-    assert point.path.name == "step-00000005"
-    assert "Input/output error" in point.passed_over[0]
+    assert ours.find("auto") == ResumePoint(newest, (), is_own=True)
 
 
 def test_one_place_by_two_names(tmp_path: Path) -> None:

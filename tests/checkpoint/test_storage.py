@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from in_stores import OURS, at, expect_loaded, opened, save
-from plain_backend import PlainBackend, checkpoints, in_processes, load, refused, small_model, what_is_written
+from plain_backend import PlainBackend, checkpoints, in_processes, refused, small_model, what_is_written
 from s3_server import Faults, s3_server
 from s3fs import S3FileSystem
 
@@ -98,21 +98,6 @@ def names(url: str) -> list[str]:
 
 def steps(*numbers: int) -> list[str]:
     return [f"step-{number:08d}" for number in numbers]
-
-
-def test_a_damaged_one_is_passed_over_and_set_aside(url: str) -> None:
-    save(url, 5)
-    shard = next(iter((save(url, 10) / "model").iterdir()))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    store_of(shard).write(shard, [bytes(content)])
-    ours = opened(url, PlainBackend())
-    resumed = load(ours, *small_model(seed=9))
-    assert (resumed.step, len(resumed.passed_over)) == (5, 1)
-    assert "expected content with xxh3_128" in resumed.passed_over[0]
-    ours.save(10, *small_model(seed=10), (0, 10))
-    expect_loaded(url, 10)
-    assert names(url) == [*steps(5, 10), "step-00000010.damaged-1"]
 
 
 def test_a_kill_leaves_debris_that_the_same_run_removes(url: str) -> None:

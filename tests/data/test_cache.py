@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,23 +171,32 @@ def test_a_flipped_bit_is_found_when_it_is_first_read(tmp_path: Path, name: str,
     assert len(tokenized(tmp_path, source).tokens) == 10_000_003
 
 
+@contextmanager
+def limited(kind: int, limit: int) -> Generator[None]:
+    """A limit of this process, as `ulimit` sets it."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
 def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
     """Protects a whole entry from the advice to delete it."""
     tokenized(tmp_path, recipe(Texts("abc")))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
     taken: list[int] = []
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        for key in ("k", "new"):
-            with pytest.raises(DataError, match=r"Too many open files\.\n  .*tart again"):
-                tokenized(tmp_path, recipe(Texts("abc"), key=key))
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with limited(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + 1):
+        try:
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            for key in ("k", "new"):
+                with pytest.raises(DataError, match=r"Too many open files\.\n  .*tart again"):
+                    tokenized(tmp_path, recipe(Texts("abc"), key=key))
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
     assert documents(tokenized(tmp_path, recipe(Texts("abc")))) == [b"abc\0"]
 
 
@@ -195,6 +204,15 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_dir: .*: can't be written: Not a directory\.\n .* set data"):
         tokenized(tmp_path / "file" / "cache", recipe(Texts("a")))
+
+
+@pytest.mark.parametrize(("size", "count"), [(100_000, 1), (1, 1000)], ids=["tokens", "places of documents"])
+def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(size: int, count: int, tmp_path: Path) -> None:
+    """A file can grow no further, as on a full disk."""
+    refused = pytest.raises(DataError, match=r": can't be written: File too large\.\n  Fix the cause and start again")
+    with limited(resource.RLIMIT_FSIZE, 4096), refused:
+        tokenized(tmp_path, recipe(Texts(*(["x" * size] * count))))
+    assert [path.name for path in tmp_path.iterdir()] == ["k.lock"]
 
 
 # ------------------------------------------------------------------------------------------------- other processes
@@ -244,102 +262,67 @@ def test_a_maker_that_is_killed_leaves_nothing_that_is_taken_for_whole(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k", "k.lock"]
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[2]]
-from test_cache import Texts, recipe, tokenized
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a file can grow no further, as on a full disk
-tokenized(Path(sys.argv[1]), recipe(Texts(*(["x" * int(sys.argv[3])] * int(sys.argv[4])))))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "count"), [(100_000, 1), (1, 1000)], ids=["tokens", "places of documents"])
-def test_no_room_for_the_cache_is_an_error_that_leaves_nothing(size: int, count: int, tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path), str(Path(__file__).parent), str(size), str(count)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ": can't be written: File too large.\n  Fix the cause and start again" in ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["k.lock"]
-
-
 def later(seconds: float = 2 * SETTLED_S) -> Callable[[], int]:
     """A clock that is ahead: what is hashed by it was written long before."""
     return lambda: time.time_ns() + int(seconds * 1e9)
 
 
-class Hashes:
-    """Hashes of one file, counted."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "hashes"
-        self.file = folder / "corpus.txt"
-        self.file.write_text("abc")
-        self.made = 0
-        self.clock = later()
-
-    def make(self) -> str:
-        self.made += 1
-        return self.file.read_text()
-
-    def get(self) -> str:
-        return remembered(self.folder, [self.file], "text", self.make, clock=self.clock)
+def writes(text: str, mtime_ns: int = 1) -> Callable[[Path], object]:
+    """Replace the content, with the time of the change set back: ctime tells."""
+    return lambda file: (file.write_text(text), os.utime(file, ns=(0, mtime_ns)))
 
 
-@pytest.fixture
-def hashes(tmp_path: Path) -> Hashes:
-    return Hashes(tmp_path)
-
-
-def test_a_change_of_the_same_size_is_noticed_also_with_the_time_set_back(hashes: Hashes) -> None:
-    hashes.get()
-    before = hashes.file.stat()
-    hashes.file.write_text("abd")
-    os.utime(hashes.file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    assert hashes.get() == "abd"
-    hashes.file.write_text("abe")
-    os.utime(hashes.file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # ctime tells
-    assert hashes.get() == "abe"
-
-
-def test_another_file_of_the_same_size_and_mtime_in_its_place_is_noticed(hashes: Hashes, tmp_path: Path) -> None:
-    hashes.get()
-    other = tmp_path / "other"
+def replaces(file: Path) -> None:
+    """Put another file of the same size and mtime in its place."""
+    other = file.with_name("other")
     other.write_text("xyz")
-    os.utime(other, ns=(0, hashes.file.stat().st_mtime_ns))
-    other.replace(hashes.file)
-    assert hashes.get() == "xyz"
+    os.utime(other, ns=(0, file.stat().st_mtime_ns))
+    other.replace(file)
 
 
-def test_a_young_file_is_hashed_again(hashes: Hashes) -> None:
-    hashes.clock = later(SETTLED_S - 5)
-    assert [hashes.get(), hashes.get()] == ["abc", "abc"]
-    assert hashes.made == 2
-    hashes.clock = later(-60)  # a file server's clock is ahead
-    hashes.get()
-    assert hashes.made == 3
-    assert not hashes.folder.exists()
+def damages(memo: bytes) -> Callable[[Path], object]:
+    return lambda file: next((file.parent / "hashes").iterdir()).write_bytes(memo)
 
 
-@pytest.mark.parametrize("damage", [b"", b"ab", b"abd 0123456789abcdef", b"\xff\xfe", b"abc"])
-def test_a_damaged_memo_is_none(hashes: Hashes, damage: bytes) -> None:
-    hashes.get()
-    [memo] = hashes.folder.iterdir()
-    memo.write_bytes(damage)
-    assert hashes.get() == "abc"
-    assert hashes.made == 2
-    assert hashes.get() == "abc"
-    assert hashes.made == 2
+Change = Callable[[Path], object]
+NOTHING, IN_THE_WAY = (lambda file: None), (lambda file: (file.parent / "hashes").write_text("in the way"))
 
 
-def test_a_folder_that_cannot_be_written_to_only_costs_time(hashes: Hashes) -> None:
-    hashes.folder.write_text("in the way")
-    assert [hashes.get(), hashes.get()] == ["abc", "abc"]
-    assert hashes.made == 2
+@pytest.mark.parametrize(
+    ("before", "change", "clock", "made"),
+    [
+        (NOTHING, NOTHING, later(), ["abc"]),
+        (NOTHING, writes("abd"), later(), ["abc", "abd"]),
+        (writes("abd"), writes("abe"), later(), ["abd", "abe"]),
+        (NOTHING, replaces, later(), ["abc", "xyz"]),
+        (NOTHING, NOTHING, later(SETTLED_S - 5), ["abc"] * 3),  # a young file is hashed again
+        (NOTHING, NOTHING, later(-60), ["abc"] * 3),  # a file server's clock is ahead
+        *((NOTHING, damages(memo), later(), ["abc"] * 2) for memo in (b"", b"ab", b"\xff\xfe", b"abc")),
+        (NOTHING, damages(b"abd 0123456789abcdef"), later(), ["abc"] * 2),
+        (IN_THE_WAY, NOTHING, later(), ["abc"] * 3),  # a folder that can't be written to only costs time
+    ],
+)
+def test_a_memo_is_of_the_files_it_was_made_of(
+    tmp_path: Path,
+    before: Callable[[Path], object],
+    change: Callable[[Path], object],
+    clock: Callable[[], int],
+    made: Any,
+) -> None:
+    """`made`: what is hashed by a first call, and by two more after `change`."""
+    file, hashed = tmp_path / "corpus.txt", list[str]()
+    file.write_text("abc")
+    before(file)
+
+    def make() -> str:
+        hashed.append(file.read_text())
+        return hashed[-1]
+
+    for number in range(3):
+        assert remembered(tmp_path / "hashes", [file], "text", make, clock=clock) == file.read_text()
+        if number == 0:
+            change(file)
+    assert hashed == made
 
 
 def test_a_corpus_is_not_read_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

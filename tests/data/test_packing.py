@@ -22,15 +22,9 @@ from portable_fsdp.data.packing import (
 )
 
 
-@pytest.mark.parametrize(
-    ("tokens", "seq_len", "rows"), [(0, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2), (3, 1, 2)]
-)
-def test_a_row_needs_one_token_more_than_its_length(tokens: int, seq_len: int, rows: int) -> None:
-    assert len(PackedRows(np.arange(tokens, dtype=np.uint16), seq_len)) == rows
-
-
 def test_labels_are_the_next_tokens_and_each_token_is_predicted_once() -> None:
     stream = np.random.default_rng(0).integers(0, 2**16, size=1000).astype(np.uint16)
+    assert [len(PackedRows(stream[:count], 4)) for count in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
     packed = PackedRows(stream, 7)
     batch = packed.rows(np.arange(len(packed)))
     counted = len(packed) * 7
