@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import time
+import uuid
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +32,7 @@ from portable_fsdp.checkpoint.manager import Checkpoints, Fingerprint, Resumed, 
 from portable_fsdp.checkpoint.manifests import step_folder
 from portable_fsdp.checkpoint.resume import Difference
 from portable_fsdp.checkpoint.snapshot import Snapshot, sum_of_bits
+from portable_fsdp.checkpoint.storage import locate, store_of
 from portable_fsdp.checkpoint.store import Reader
 from portable_fsdp.config import schema
 from portable_fsdp.runtime.errors import CheckpointError, ConfigError
@@ -137,28 +140,31 @@ def test_the_first_save_removes_its_own_debris_and_nothing_else(
     assert (tmp_path / "step-00000008.tmp-0a1b2c3d").is_dir()
 
 
-def test_a_straggler_of_an_earlier_attempt_finds_no_folder(tmp_path: Path) -> None:
-    """Process 1 of a killed attempt goes on while the next one saves the same step, and after its commit."""
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_a_straggler_of_an_earlier_attempt_does_no_harm(tmp_path: Path, place: str) -> None:
+    """Process 1 of a killed attempt goes on while the next one saves the same step, and after its commit. It finds no
+    folder, and in a store writes under other names."""
+    folder = tmp_path if place == "folder" else locate(f"memory://{uuid.uuid4().hex}/run")
     straggler = PlainBackend(Partition(1, 2))
-    final = step_folder(tmp_path, 5)
-    old = checkpoints(tmp_path, straggler)
+    final = step_folder(folder, 5)
+    old = checkpoints(folder, straggler)
     attempt = commit.begin(final, "")
     part = what_is_written(straggler.state(*small_model(seed=4)))
 
     def straggle(_: State) -> None:
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(FileNotFoundError) if place == "folder" else nullcontext():
             old._write_part(final, attempt, part)
 
     def work(backend: PlainBackend) -> Path:
         backend.change = straggle  # the next attempt has begun
-        return save(checkpoints(tmp_path, backend), 5, seed=5)
+        return save(checkpoints(folder, backend), 5, seed=5)
 
     assert in_processes(2, work) == [final] * 2
     straggle({})
     model, optimizer = small_model(seed=9)
-    load(checkpoints(tmp_path, PlainBackend()), model, optimizer)
+    load(checkpoints(folder, PlainBackend()), model, optimizer)
     assert snapshot(model, optimizer) == snapshot(*small_model(seed=5))
-    assert names(tmp_path) == ["step-00000005"]
+    assert store_of(folder).names(folder) == ["step-00000005"]
 
 
 # ---------------------------------------------------------------------------------------------------- another config

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from in_stores import OURS, at, expect_loaded, opened, save
-from plain_backend import PlainBackend, checkpoints, in_processes, refused, small_model, what_is_written
+from plain_backend import PlainBackend, checkpoints, refused, small_model
 from s3_server import Faults, s3_server
 from s3fs import S3FileSystem
 
-from portable_fsdp.backends.contract import Partition
 from portable_fsdp.checkpoint import commit
 from portable_fsdp.checkpoint.__main__ import main
 from portable_fsdp.checkpoint.storage import locate, store_of
@@ -112,26 +111,6 @@ def test_a_kill_leaves_debris_that_the_same_run_removes(url: str) -> None:
     assert names(url) == steps(5, 7, 8)
     with pytest.raises(CheckpointError, match="another run may be saving there"):
         opened(url, PlainBackend()).save(7, *small_model(seed=7), (0, 7))
-
-
-def test_a_straggler_of_an_earlier_attempt_does_no_harm(url: str) -> None:
-    """Process 1 of a killed attempt still runs while the next one saves the same step, and after its commit."""
-    straggler = PlainBackend(Partition(1, 2))
-    final = at(url) / "step-00000005"
-    old = opened(url, straggler)
-    attempt = commit.begin(final, "ours")
-    part = what_is_written(straggler.state(*small_model(seed=4)))
-
-    def work(backend: PlainBackend) -> None:
-        ours = opened(url, backend)
-        if backend.process.index == 1:
-            old._write_part(final, attempt, part)
-        ours.save(5, *small_model(seed=5), (0, 5))
-
-    assert in_processes(2, work) == [None, None]
-    expect_loaded(url, 5, 2)
-    old._write_part(final, attempt, part)
-    expect_loaded(url, 5, 2)
 
 
 def test_commands_take_urls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
