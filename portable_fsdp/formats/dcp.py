@@ -165,14 +165,19 @@ def _chunked(folder: Path, key: str, value: Record, places: Mapping[tuple[str, t
     shape = base.check_numbers(name, value.get("size"))
     chunks: list[Chunk] = []
     for record in value.get("chunks") or []:
-        chunk = _expect(folder, "ChunkStorageMetadata", record)
-        offset, size = base.check_numbers(name, chunk.get("offsets")), base.check_numbers(name, chunk.get("sizes"))
+        record = _expect(folder, "ChunkStorageMetadata", record)
+        offset, size = base.check_numbers(name, record.get("offsets")), base.check_numbers(name, record.get("sizes"))
         info = places.get((key, offset))
         if info is None:
             raise CheckpointError(f"{name}: no file for its chunk at {list(offset)}")
         if not len(offset) == len(size) == len(shape):
             raise CheckpointError(f"{name}: expected chunks of {len(shape)} dimensions, found {size} at {offset}")
-        chunks.append(Chunk(offset, size, *_place(folder, name, info)))
+        chunk = Chunk(offset, size, *_place(folder, name, info))
+        if (expected := math.prod(size) * DTYPE_BYTES[dtype]) > chunk.length:  # before memory is made for it
+            raise CheckpointError(
+                f"{name}: expected its chunk at {list(offset)} to take {expected:,} bytes, found {chunk.length:,}"
+            )
+        chunks.append(chunk)
     filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
     boxes = ([chunk.offset for chunk in filled], [chunk.shape for chunk in filled])
     try:
