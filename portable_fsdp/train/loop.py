@@ -23,6 +23,7 @@ from portable_fsdp.data.batches import Batches
 from portable_fsdp.data.packing import StepRows
 from portable_fsdp.observe.callbacks import Callback, EvaluationEnd, Outcome, SamplesEnd, StepEnd
 from portable_fsdp.optim.optimizer import learning_rate
+from portable_fsdp.runtime.command import configure_log
 from portable_fsdp.runtime.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -89,6 +90,8 @@ def train(
                         exporter.export_run(config, engine, run.corpus.tokenizer, newest, run.history)
                 return EXIT_FINISHED
         except Stopped as request:
+            if not log.handlers:  # the engine, which knows the index of this process, is not open yet
+                configure_log(int(os.environ.get("RANK", "0")))
             log.error("stopped before the first step (%s): nothing to save", request)
             return EXIT_FAILED
 

@@ -1,5 +1,6 @@
 """What follows a step, the whole table; saves besides those every n steps; the number of updates of a run."""
 
+import logging
 import os
 from pathlib import Path
 from unittest.mock import Mock
@@ -8,7 +9,9 @@ import pytest
 
 from portable_fsdp.checkpoint.manifests import Evaluated
 from portable_fsdp.config.schema import Config, Model, Optim, Train
-from portable_fsdp.runtime.errors import ConfigError
+from portable_fsdp.runtime.errors import EXIT_FAILED, ConfigError
+from portable_fsdp.runtime.signals import Stopped
+from portable_fsdp.train import loop
 from portable_fsdp.train.build import total_steps
 from portable_fsdp.train.control import Decision, Limits, SaveTriggers, Votes, decide
 
@@ -70,6 +73,18 @@ def test_steps_are_as_set_and_epochs_are_whole_steps() -> None:
     long = config(epochs=1, global_batch=1).model_copy(update={"optim": Optim(warmup_steps=6)})
     with pytest.raises(ConfigError, match=r"optim\.warmup_steps: expected at most 5"):
         total_steps(long, rows=5)
+
+
+def test_a_stop_while_the_engine_opens_is_one_plain_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch_xla takes seconds to import; the engine configures the log."""
+    log = logging.getLogger("portable_fsdp")
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(loop, "open_backend", Mock(side_effect=Stopped("SIGTERM")))
+    assert loop.train(config(steps=1), device="cpu") == EXIT_FAILED
+    assert capsys.readouterr().err == "stopped before the first step (SIGTERM): nothing to save\n"
 
 
 def test_minutes_are_counted_from_the_last_save(tmp_path: Path) -> None:
