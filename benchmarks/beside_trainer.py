@@ -8,9 +8,14 @@ XLA devices with scanned layers, and as a Trainer does in one plain process that
 runs in processes of its own, one after the other. Prints how far the curves lie apart and what the model has learnt,
 and writes it to results/beside_trainer.md, with every step in beside_trainer.json.
 
-From us the Trainer takes the rows in our order, and the learning rate of each step (its own warmup begins at 0, ours at
-lr / warmup_steps). All else is its own: the model, the loss and its mean over the tokens, which weights decay, AdamW
-(torch's fused one, its default), the clipping, the evaluation.
+Alike are the weights (each side opens the file by itself), the rows and their order, the mean over the tokens of a
+step, AdamW's numbers, the clipping, and the learning rate of each step. The Trainer takes two things from us: the rows
+in our order, as lists of ids, and our schedule, since its own warmup begins at a learning rate of 0, so that its first
+step changes nothing. Its rows have a token more, the last label, which as an input has no target: transformers' models
+shift labels themselves, and would leave out the last target of each row. Of a model opened from a GGUF file
+transformers says that it is quantized, and its Trainer refuses it; the script takes that word back, since the weights
+are plain float32. All else is its own: the model, the loss, which weights decay, AdamW (torch's fused one, its
+default), the evaluation.
 """
 
 import argparse
@@ -33,7 +38,7 @@ os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
 
 import numpy as np
 import torch
-from loop_overhead import cpu_model
+from measuring import RESULTS, ROOT, machine, markdown
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -44,7 +49,6 @@ from portable_fsdp.data.packing import IGNORED, Rows
 from portable_fsdp.observe.run_files import read_jsonl
 from portable_fsdp.optim.optimizer import learning_rate
 
-ROOT = Path(__file__).parents[1]
 OURS = {
     "native, 2 processes": ("--backend=native", "--num_devices=2"),
     "xla, 2 devices, scanned": ("--backend=xla", "--num_devices=2", "compile.scan_layers=true"),
@@ -84,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the config, for all three ways")
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "finetune_smollm2.yaml")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "beside_trainer.md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "beside_trainer.md")
     parser.add_argument("--trainer", type=Path, metavar="JSON", help="the script starts itself so: that way alone")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)
@@ -109,25 +113,21 @@ def trained(config: Path, overrides: Sequence[str], steps: int) -> dict[str, Run
         for number, (name, flags) in enumerate(OURS.items()):
             folder = Path(temporary) / str(number)
             words = ["-m", "portable_fsdp.launch", "--device=cpu", *flags, *common, f"run.dir='{folder}'"]
-            finish(name, words, Path(temporary))
+            finish(name, words)
             runs[name] = read_run(folder)
             shutil.rmtree(folder)  # three times the model's weights
         result = Path(temporary) / "trainer.json"
-        finish(TRAINER, [__file__, f"--trainer={result}", *common], Path(temporary))
+        finish(TRAINER, [__file__, f"--trainer={result}", *common])
         runs[TRAINER] = Run(**json.loads(result.read_text()))
     counted = {name: run.tokens_held_out for name, run in runs.items()}
     assert len(set(counted.values())) == 1, f"expected the same held-out rows, found these tokens: {counted}"
     return runs
 
 
-def finish(name: str, words: Sequence[str], folder: Path) -> None:
+def finish(name: str, words: Sequence[str]) -> None:
     """Run `python WORDS`."""
     print(f"{name} ...", file=sys.stderr, flush=True)
-    console = folder / "console"
-    with console.open("w") as file:
-        done = subprocess.run([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{console.read_text()[-8000:]}\n{name}: ended with {done.returncode}")
+    subprocess.run([sys.executable, *words], stdout=sys.stderr, check=True)
 
 
 def read_run(folder: Path) -> Run:
@@ -232,22 +232,23 @@ def unshifted(rows: Rows, indices: NDArray[np.int64]) -> list[dict[str, torch.Te
 # ---------------------------------------------------------------------------------------------------------- report
 
 
-def apart(one: Run, other: Run) -> tuple[float, int]:
-    """The largest absolute difference between the losses of two curves, and its step."""
-    return max((abs(a - b), step) for step, (a, b) in enumerate(zip(one.losses, other.losses, strict=True), start=1))
-
-
-def norms_apart(one: Run, other: Run) -> float:
-    """The largest relative difference between gradient norms: AdamW and clipping hide a gradient's scale."""
-    norms = [(a["grad_norm"], b["grad_norm"]) for a, b in zip(one.steps, other.steps, strict=True)]
-    return max(abs(a - b) / b for a, b in norms)
+def pairs(runs: dict[str, Run]) -> list[tuple[str, float, float, float]]:
+    """Rows of a table: two ways, the largest absolute difference between their losses, its step, and the largest
+    relative difference between gradient norms, whose scale AdamW and clipping hide."""
+    rows: list[tuple[str, float, float, float]] = []
+    for one, other in combinations(runs, 2):
+        both = [*zip(runs[one].steps, runs[other].steps, strict=True)]
+        apart, step = max((abs(a["loss"] - b["loss"]), a["step"]) for a, b in both)
+        norms = max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in both)
+        rows.append((f"{one}; {other}", apart, step, norms))
+    return rows
 
 
 def record(config: Config, overrides: Sequence[str], runs: dict[str, Run]) -> dict[str, Any]:
     return {
         "command": " ".join(["python benchmarks/beside_trainer.py", *overrides]),
         "config": config.model_dump(mode="json"),
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
+        "machine": machine(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "runs": {name: asdict(run) for name, run in runs.items()},
     }
@@ -262,29 +263,30 @@ def report(config: Config, overrides: Sequence[str], runs: dict[str, Run]) -> st
         [when, *(f"{run.perplexities[at]:.4f}" for run in runs.values())] for at, when in enumerate(("before", "after"))
     ]
     head = ["two ways", "largest difference of losses", "at step", "of gradient norms, relative"]
+    apart = [[ways, f"{losses:.1e}", f"{step:.0f}", f"{norms:.1e}"] for ways, losses, step, norms in pairs(runs)]
     lines = [
         "# Beside transformers' Trainer",
         "",
         f"`{command}`: {config.run.name} in float32,",
         f"{steps} steps of {rows * length:,} tokens ({rows} rows of {length}).",
         f"{', '.join(f'{name} {version(name)}' for name in PACKAGES)}, Python {platform.python_version()};",
-        f"{cpu_model()}, {os.cpu_count()} cores, shared with other work.",
+        "{cpu}, {cores} cores, shared with other work.".format(**machine()),
         "",
         *goals(runs),
         "",
-        *table(["held-out perplexity", *runs], perplexities),
+        *markdown(["held-out perplexity", *runs], perplexities),
         "",
-        *table(["loss of step", *runs], losses),
+        *markdown(["loss of step", *runs], losses),
         "",
-        *table(head, pairs(runs)),
+        *markdown(head, apart),
         "",
-        WHAT_IS_ALIKE,
+        "Alike are" + (__doc__ or "").partition("Alike are")[2],
     ]
     return "\n".join(lines)
 
 
 def goals(runs: dict[str, Run]) -> list[str]:
-    worst = max(apart(*pair)[0] for pair in combinations(runs.values(), 2))
+    worst = max(apart for _, apart, *_ in pairs(runs))
     fall = min(run.fall for run in runs.values())
     tokens = next(iter(runs.values())).tokens_held_out
     said = {True: "met", False: "missed"}
@@ -293,30 +295,6 @@ def goals(runs: dict[str, Run]) -> list[str]:
         f"- The perplexity of {tokens:,} held-out tokens falls by {fall:.0%} (goal: {FALL_GOAL:.0%}): "
         f"{said[fall >= FALL_GOAL]}.",
     ]
-
-
-WHAT_IS_ALIKE = """\
-Alike are the weights (each side opens the file by itself), the rows and their order, the mean over the tokens of a
-step, AdamW's numbers, the clipping, and the learning rate of each step. The Trainer takes two things from us: the rows
-in our order, as lists of ids, and our schedule, since its own warmup begins at a learning rate of 0, so that its first
-step changes nothing. Its rows have a token more, the last label, which as an input has no target: transformers' models
-shift labels themselves, and would leave out the last target of each row. Of a model opened from a GGUF file
-transformers says that it is quantized, and its Trainer refuses it; the script takes that word back, since the weights
-are plain float32.
-"""
-
-
-def pairs(runs: dict[str, Run]) -> list[list[str]]:
-    rows: list[list[str]] = []
-    for one, other in combinations(runs, 2):
-        difference, step = apart(runs[one], runs[other])
-        norms = norms_apart(runs[one], runs[other])
-        rows.append([f"{one}; {other}", f"{difference:.1e}", str(step), f"{norms:.1e}"])
-    return rows
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Beside it, what one process takes to plan a load of Llama 3 8B from the manifest
 """
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -25,6 +24,7 @@ os.environ["USE_TORCH_XLA"] = "0"  # transformers imports torch_xla otherwise
 
 import torch
 import torch.distributed as dist
+from measuring import RESULTS, in_turns, machine, write_json
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -46,7 +46,6 @@ from portable_fsdp.config.schema import Checkpoint, Config
 from portable_fsdp.layout import rows_of_shard
 from portable_fsdp.train.build import Training, build_training
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = 512
 GOALS = {"save: ours / dcp": 1 / 0.95, "load: ours / dcp": 1 / 0.95, "save: blocked / ours": 0.35, "plan: seconds": 1.0}
 
@@ -167,19 +166,16 @@ class Ways:
 
 def measure(ways: Ways, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round, by what was done."""
-    saves, loads = ("ours", "background", "dcp", "full"), ("ours", "dcp", "full")
-    found: dict[str, list[float]] = {}
+    loads = {way: way for way in ("ours", "dcp", "full")}
     for way in loads:
         ways.keep(way)
-    for number in range(rounds):
-        for way in saves if number % 2 == 0 else reversed(saves):
-            seconds, blocked = ways.save(way)
-            found.setdefault(f"save {way}", []).append(seconds)
-            if way == "background":
-                found.setdefault("save blocked", []).append(blocked)
-        for way in loads if number % 2 == 0 else reversed(loads):
-            found.setdefault(f"load {way}", []).append(ways.load(way))
-    return found
+    saved = in_turns({"ours": "ours", "background": "background", "dcp": "dcp", "full": "full"}, rounds, ways.save)
+    loaded = in_turns(loads, rounds, ways.load)
+    return {
+        **{f"save {way}": [seconds for seconds, _ in values] for way, values in saved.items()},
+        "save blocked": [blocked for _, blocked in saved["background"]],
+        **{f"load {way}": values for way, values in loaded.items()},
+    }
 
 
 def plan(folder: Path) -> dict[str, float]:
@@ -246,12 +242,10 @@ def _index(rank: int, shapes: dict[str, tuple[int, ...]]) -> Index:
 def report(seconds: dict[str, list[float]], planned: dict[str, float], bytes_: int) -> dict[str, Any]:
     """Medians, ratios, and where they were found."""
     median = {name: statistics.median(values) for name, values in seconds.items()}
+    pairs = [(what, way) for what in ("save", "load") for way in ("dcp", "full")]
     figures = {
-        "save: ours / dcp": median["save ours"] / median["save dcp"],
-        "save: ours / full": median["save ours"] / median["save full"],
+        **{f"{what}: ours / {way}": median[f"{what} ours"] / median[f"{what} {way}"] for what, way in pairs},
         "save: blocked / ours": median["save blocked"] / median["save ours"],
-        "load: ours / dcp": median["load ours"] / median["load dcp"],
-        "load: ours / full": median["load ours"] / median["load full"],
         "plan: seconds": planned["seconds"],
     }
     return {
@@ -264,7 +258,7 @@ def report(seconds: dict[str, list[float]], planned: dict[str, float], bytes_: i
         "plan": planned,
         "figures": figures,
         "goals": GOALS,
-        "environment": {"python": platform.python_version(), "torch": str(torch.__version__), "cpus": os.cpu_count()},
+        "environment": {"python": platform.python_version(), "torch": str(torch.__version__), **machine()},
     }
 
 
@@ -299,8 +293,7 @@ def main() -> None:
                 size = sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in state)
                 result = report(seconds, plan(Path(mine)), size)
                 print(table(result))
-                out: Path = arguments.out or RESULTS / "checkpoints.json"
-                out.write_text(json.dumps(result, indent=2) + "\n")
+                write_json(arguments.out or RESULTS / "checkpoints.json", result)
             dist.barrier()
     dist.destroy_process_group()
 

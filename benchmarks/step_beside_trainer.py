@@ -19,19 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from datetime import date
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from measuring import RESULTS, ROOT, Steps, in_turns, markdown
+
 ARCHITECTURE: dict[str, Any] = {
     **{"model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1408},
     **{"num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 512},
     **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "tie_word_embeddings": False},
 }
 SEQ_LEN, ROWS, THREADS, WARM_UP = 512, 2, 2, 3
-RESULTS, SLACK = Path(__file__).parent / "results" / "step_beside_trainer.json", 1.15
+RESULT, SLACK = RESULTS / "step_beside_trainer.json", 1.15
 TRAINER = "Trainer"
 WAYS: dict[str, tuple[str, int, tuple[str, ...]]] = {  # -> engine, processes or devices, overrides
     "native": ("native", 1, ()),
@@ -62,19 +63,19 @@ def main() -> None:
     else:
         ways = arguments.way or [*WAYS]
         seconds = measure([TRAINER, *ways], arguments.steps)
-        text, ratios = report(seconds), {way: round(ratio_of(way, seconds), 3) for way in ways}
+        text, ratios = report(seconds), {way: round(ratios_of(seconds)[way], 3) for way in ways}
         print(text)
         if arguments.write:
-            RESULTS.with_suffix(".md").write_text(text)
+            RESULT.with_suffix(".md").write_text(text)
             commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
             row = {"date": f"{date.today()}", "commit": commit.stdout.strip(), "ratios": ratios}
-            rows = [*json.loads(RESULTS.read_text()), row]
-            RESULTS.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
+            rows = [*json.loads(RESULT.read_text()), row]
+            RESULT.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
         if arguments.check:
-            rows = json.loads(RESULTS.read_text())
+            rows = json.loads(RESULT.read_text())
             best = {way: min(row["ratios"].get(way, ratios[way]) for row in rows) for way in ways}
             if slower := [way for way in ways if ratios[way] > SLACK * best[way]]:
-                sys.exit(f"slower than in {RESULTS.name}: {', '.join(f'{w}: {ratios[w]} > {best[w]}' for w in slower)}")
+                sys.exit(f"slower than in {RESULT.name}: {', '.join(f'{w}: {ratios[w]} > {best[w]}' for w in slower)}")
 
 
 # ---------------------------------------------------------------------------------------------------- the processes
@@ -152,29 +153,20 @@ def serve_plain(processes: int) -> None:
 
 def serve(engine: str, devices: int, overrides: tuple[str, ...]) -> None:
     import portable_fsdp as pf
+    from portable_fsdp.config.describe import with_settings
 
-    values: dict[str, dict[str, Any]] = {
-        "model": {"architecture": ARCHITECTURE},
-        "data": {"source": "text", "path": str(ROOT / "portable_fsdp" / "**" / "*.py"), "seq_len": SEQ_LEN},
-        "train": {"steps": 2000, "global_batch": ROWS, "micro_batch": ROWS // devices},
-        "optim": {"lr": 1e-4, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.1},
-    }
-    for override in overrides:
-        key, _, value = override.partition("=")
-        section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
-    make: Any = pf.make_config
-    config = make(**values)
-    with pf.open_backend(config, device="cpu", backend=engine, num_devices=devices) as backend:
-        corpus = pf.build_data(config.data, config.model)
-        training = pf.build_training(config, backend, corpus.tokenizer)
-        with pf.open_batches(config, backend, training, corpus) as batches:
-            while True:
-                take_turns()
-                rows = next(batches)
-                placed = [backend.place(batch) for batch in rows.micro_batches]
-                metrics = training.step(placed, config.optim.lr, [rows.count])
-                backend.fetch(metrics).result()
+    config = pf.make_config(
+        model={"architecture": ARCHITECTURE},
+        data={"source": "text", "path": f"{ROOT}/portable_fsdp/**/*.py", "seq_len": SEQ_LEN},
+        train={"steps": 2000, "global_batch": ROWS, "micro_batch": ROWS // devices},
+        optim={"lr": 1e-4, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.1},
+    )
+    config = with_settings(config, dict(override.split("=") for override in overrides))
+    with ExitStack() as held:
+        step = Steps(config, held, backend=engine, num_devices=devices)
+        while True:
+            take_turns()
+            step()
 
 
 # ------------------------------------------------------------------------------------------------------ the parent
@@ -208,35 +200,35 @@ def wait_for(processes: list[subprocess.Popen[str]]) -> None:
             sys.exit(f"{process.args} ended")
 
 
+def take_step(processes: list[subprocess.Popen[str]]) -> float:
+    """Seconds of one step of a way."""
+    began = time.perf_counter()
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    wait_for(processes)
+    return time.perf_counter() - began
+
+
 def measure(ways: list[str], steps: int) -> dict[str, list[float]]:
     """Seconds of each way's step, round by round."""
     running = {way: start(way) for way in ways}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
     try:
         for processes in running.values():
             wait_for(processes)
-        for turn in range(WARM_UP + steps):
-            for way in ways if turn % 2 else reversed(ways):
-                began = time.perf_counter()
-                for process in running[way]:
-                    assert process.stdin is not None
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
-                wait_for(running[way])
-                if turn >= WARM_UP:
-                    seconds[way].append(time.perf_counter() - began)
+        return in_turns(running, steps, take_step, warm_up=WARM_UP)
     finally:
         for process in (process for processes in running.values() for process in processes):
             process.kill()
             process.wait()
-    return seconds
-
-
-def ratio_of(way: str, seconds: dict[str, list[float]]) -> float:
-    return statistics.median(a / b for a, b in zip(seconds[way], seconds[TRAINER], strict=True))
 
 
 def report(seconds: dict[str, list[float]]) -> str:
+    rows = [
+        [way, f"{statistics.median(own):.2f}", f"{ratio:.3f}", f"<= {GOALS[way]}" if way in GOALS else ""]
+        for (way, own), ratio in zip(seconds.items(), ratios_of(seconds).values(), strict=True)
+    ]
     lines = [
         "# A step beside transformers' Trainer",
         "",
@@ -244,13 +236,16 @@ def report(seconds: dict[str, list[float]]) -> str:
         f"torch {version('torch')}, transformers {version('transformers')}; {json.dumps(ARCHITECTURE)},",
         f"{ROWS} rows of {SEQ_LEN} tokens, float32.",
         "",
-        "| way | seconds, median | over the Trainer's | goal |",
-        "|---|---|---|---|",
+        *markdown(("way", "seconds, median", "over the Trainer's", "goal"), rows),
     ]
-    for way, own in seconds.items():
-        goal = f"<= {GOALS[way]}" if way in GOALS else ""
-        lines.append(f"| {way} | {statistics.median(own):.2f} | {ratio_of(way, seconds):.3f} | {goal} |")
     return "\n".join([*lines, ""])
+
+
+def ratios_of(seconds: dict[str, list[float]]) -> dict[str, float]:
+    return {
+        way: statistics.median(a / b for a, b in zip(own, seconds[TRAINER], strict=True))
+        for way, own in seconds.items()
+    }
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any, cast
 
-RIG = Path(__file__).parents[1] / "tests" / "torchtpu"
-RESULT = Path(__file__).parent / "results" / "torchtpu_step.json"
+from measuring import RESULTS, ROOT, Steps, in_turns, write_json
+
 WAYS = {"cpu": [], "tpu": [], "tpu, compiled": ["compile.enabled=true"]}
 WARM_UP_STEPS = 5
 
@@ -27,7 +27,7 @@ def measure(device: str, overrides: list[str], steps: int) -> dict[str, float]:
     """Processor seconds of a step in this process, and the last loss; on tpu also `programs` compiled in all, and how
     many a step dispatches."""
     if device == "tpu":
-        sys.path.insert(0, str(RIG))
+        sys.path.insert(0, str(ROOT / "tests" / "torchtpu"))
         import rig
 
         rig.install(quick=False)
@@ -37,21 +37,15 @@ def measure(device: str, overrides: list[str], steps: int) -> dict[str, float]:
 
     torch.set_num_threads(1)
     names = [f"train.steps={steps + WARM_UP_STEPS}", "train.global_batch=4", "optim.warmup_steps=0", *overrides]
-    config = pf.load_config(Path(__file__).parents[1] / "configs" / "quickstart.yaml", names)
-    with pf.open_backend(config, device=device, backend="native") as backend:
-        corpus = pf.build_data(config.data)
-        training = pf.build_training(config, backend, corpus.tokenizer)
-        loss, began, dispatched = 0.0, 0.0, 0
-        programs = cast(Any, backend)._programs  # pyright: ignore[reportPrivateUsage]
+    config = pf.load_config(ROOT / "configs" / "quickstart.yaml", names)
+    with ExitStack() as held:
+        step, loss, began, dispatched = Steps(config, held, device=device), 0.0, 0.0, 0
+        programs = cast(Any, step.backend)._programs  # pyright: ignore[reportPrivateUsage]
         stats = programs and programs._device._get_cache_stats
-        with pf.open_batches(config, backend, training, corpus) as batches:
-            for step in range(steps + WARM_UP_STEPS):
-                if step == WARM_UP_STEPS:
-                    began, dispatched = time.process_time(), stats().num_cache_reqs if stats else 0
-                rows = next(batches)
-                placed = [backend.place(batch) for batch in rows.micro_batches]
-                metrics = training.step(placed, 1e-3, [rows.count])
-                loss = backend.fetch(metrics).result()["loss"].item()
+        for number in range(steps + WARM_UP_STEPS):
+            if number == WARM_UP_STEPS:
+                began, dispatched = time.process_time(), stats().num_cache_reqs if stats else 0
+            loss = step()["loss"].item()
         measured = {"seconds": (time.process_time() - began) / steps, "loss": loss}
         if stats:
             measured |= {"programs": programs.count, "dispatched": (stats().num_cache_reqs - dispatched) / steps}
@@ -68,12 +62,13 @@ def main() -> None:
         print(json.dumps(measure(options.only.partition(",")[0], WAYS[options.only], options.steps)))
         return
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
-    measured: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for number in range(options.rounds):
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
-            command = [sys.executable, __file__, f"--only={way}", f"--steps={options.steps}"]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            measured[way].append(json.loads(done.stdout.splitlines()[-1]))
+
+    def child(way: str) -> dict[str, float]:
+        command = [sys.executable, __file__, f"--only={way}", f"--steps={options.steps}"]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    measured = in_turns({way: way for way in WAYS}, options.rounds, child)
     seconds = {way: statistics.median(row["seconds"] for row in rows) for way, rows in measured.items()}
     result = {
         "what": "processor seconds of a step of configs/quickstart.yaml with train.global_batch=4, one process, native",
@@ -88,7 +83,7 @@ def main() -> None:
         "steps": options.steps,
         "load": os.getloadavg()[0],
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(RESULTS / "torchtpu_step.json", result)
     print(json.dumps(result, indent=2))
 
 

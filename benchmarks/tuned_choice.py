@@ -11,14 +11,13 @@ into results/tuned_choice.json.
 import argparse
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from loop_overhead import RESULTS, cpu_model
+from measuring import RESULTS, ROOT, machine
 
 from portable_fsdp.config.describe import Settings, changed_values, with_settings
 from portable_fsdp.convert.read import load_config
@@ -27,7 +26,7 @@ from portable_fsdp.parity.record import Place, PlaceTask, RunTask
 from portable_fsdp.tune.__main__ import STEPS, WARM_UP
 from portable_fsdp.tune.__main__ import main as tune
 
-CONFIG = Path(__file__).parents[1] / "configs/quickstart.yaml"
+CONFIG = ROOT / "configs/quickstart.yaml"
 AXES = {
     "native": {
         "train.micro_batch": ["1", "2", "4", "12"],
@@ -77,7 +76,7 @@ def main() -> None:
     print(f"chosen {tuned} {chosen}; fastest {points[fastest]} {seconds[fastest]}")
     out = RESULTS / "tuned_choice.json"
     results = json.loads(out.read_text()) if out.is_file() else {}
-    results |= {options.engine: result, "cpu": cpu_model(), "cores": os.cpu_count()}
+    results |= {options.engine: result, **machine()}
     out.write_text(json.dumps(results, indent=1) + "\n")
 
 
